@@ -86,6 +86,13 @@ class Accelerator:
         check_fields(self)
 
     @property
+    def platform(self) -> str:
+        """The platform of its devices, as `jax.Device.platform`."""
+        if self.arrangement == "torus":
+            return "tpu"
+        return "gpu" if any("NVIDIA" in name for name in self.device_kinds) else "cpu"
+
+    @property
     def roof(self) -> Roof:
         """The rates alone."""
         return Roof(self.bfloat16_tflops, self.float32_tflops, self.memory_gbs)

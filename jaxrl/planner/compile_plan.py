@@ -166,7 +166,7 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
     if config.rollout.partial:
         yield (
             "rollout.partial",
-            "unfinished samples are prefilled again, which is not in the seconds",
+            "unfinished samples are prefilled again, which is not in the lower bound",
         )
     if config.cost.pretrain_coef and "cost" in roles.roles.others:
         yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"

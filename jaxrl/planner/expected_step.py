@@ -41,7 +41,7 @@ def tasks_of_run(algorithm: Algorithm, config: Config) -> tuple[RoleTasks, ...]:
 def expected_step(
     planned: PlannedRoles, cluster: Cluster, load: StepLoad
 ) -> tuple[StageBreakdown, ...]:
-    """Simulates each stage of a step, with the engine's own scheduler.
+    """Simulates each stage of a step, with the engine's own scheduler and pages.
 
     Args:
       planned: roles of the run.
@@ -93,7 +93,9 @@ def _training(layout: ParallelLayout) -> Strategy:
 
 
 def _generation(layout: ParallelLayout, engine: Engine) -> GenerationStrategy:
-    return GenerationStrategy(layout.p_g, layout.t_g, engine.config.slots // engine.shards)
+    pages, slots = engine.pages, engine.config.slots // engine.shards
+    tokens = 0 if pages is None else (pages.num_pages - 1) * pages.page_tokens
+    return GenerationStrategy(layout.p_g, layout.t_g, slots, tokens)
 
 
 def _sampler(planned: PlannedRoles, role: str, engine: Engine) -> RoleMapping:

@@ -142,15 +142,22 @@ def _of_learning(config: Config, model: ModelConfig) -> Iterator[Need]:
 
 def _of_sampling(config: Config, model: ModelConfig) -> Iterator[Need]:
     rollout = config.rollout
-    dtype = rollout.kv_dtype or rollout.dtype
+    token_bytes = model.kv_bytes_per_token(_bytes_of(rollout.kv_dtype or rollout.dtype))
     samples = max(rollout.num_prompts, rollout.generation_prompts) * rollout.num_samples
-    if rollout.slots != "auto":
+    if rollout.cache_tokens:
+        yield Need(
+            f"rollout.cache_tokens {rollout.cache_tokens:,}",
+            f"the keys and values of as many tokens (model.head_dim {model.head_dim:,})",
+            rollout.cache_tokens * token_bytes,
+            "lower rollout.cache_tokens",
+        )
+    elif rollout.slots != "auto":
         slots = min(rollout.slots, samples)
         yield Need(
             f"rollout.slots {rollout.slots:,} x {config.longest_sequence:,} tokens (data.max_prompt_tokens + "
             "rollout.max_response_tokens)",
             f"keys and values of {slots:,} samples (model.head_dim {model.head_dim:,})",
-            slots * config.longest_sequence * model.kv_bytes_per_token(_bytes_of(dtype)),
+            slots * config.longest_sequence * token_bytes,
             "lower rollout.slots or the lengths",
         )
     chunk = min(

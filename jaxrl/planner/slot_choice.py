@@ -6,7 +6,7 @@ The first estimate is counted from shapes, with temporaries as measured on compi
 available, its figures for programs with that many slots refine the estimate.
 
 With a paged cache a slot is memory for one sequence of full length, as pages. Several samples share it: as
-many as fit at the length that samples are assumed to have while they decode.
+many as fit at the length that samples are taken to have while they decode (`Workload.slot_tokens`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.compiled.programs import CACHE, Program, sampling_programs
 from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
-from jaxrl.planner.step_load import load_of
+from jaxrl.planner.step_load import StepLoad, load_of
 from jaxrl.rollout.buckets import round_up
+from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.roles import Meshes
 
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
 # Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
-_LOGITS_COPIES = 48
-# A multiple of the tokens of a page, on any platform.
-_PAGE = 512
+_LOGITS_COPIES = 8
 # Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
 
@@ -139,7 +138,7 @@ class _Choice:
         sampler = meshes.get("rollout", meshes["actor"])
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
         self._load = load_of(config)
-        self._samples_per_slot = _samples_per_slot(config)
+        self._samples_per_slot = _samples_per_slot(config, self._load)
         # More slots than a replica can use.
         most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
         self._most = math.ceil(most / self._samples_per_slot)
@@ -205,13 +204,11 @@ def _longest(config: Config) -> int:
     """Tokens of a slot of full length, in whole pages."""
     rollout = config.rollout
     tokens = config.data.max_prompt_tokens + rollout.max_response_tokens
-    return -(-(tokens + rollout.tokens_per_dispatch) // _PAGE) * _PAGE
+    return -(-(tokens + rollout.tokens_per_dispatch) // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
 
 
-def _samples_per_slot(config: Config) -> int:
+def _samples_per_slot(config: Config, load: StepLoad) -> int:
     """Samples that share the pages of a sequence of full length; 1 if the cache is contiguous.
-
-    Prompts are assumed to have half of their maximum, and running responses a quarter, in the mean.
 
     Raises:
       UserError: the size of a paged cache is given, which is chosen with the slots.
@@ -224,5 +221,4 @@ def _samples_per_slot(config: Config) -> int:
             'rollout.slots "auto" chooses the pages too, and rollout.cache_tokens is '
             f"{rollout.cache_tokens:,}; set it to 0, or rollout.slots to a number"
         )
-    mean = config.data.max_prompt_tokens / 2 + rollout.max_response_tokens / 4
-    return max(1, math.floor(_longest(config) / mean))
+    return math.floor(_longest(config) / load.work.slot_tokens)

@@ -15,6 +15,7 @@ from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.hardware import Accelerator
 from jaxrl.models.attention import pick_implementation
+from jaxrl.models.kernels.paged_attention import pick_decode_implementation
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
@@ -127,6 +128,8 @@ class StepLoad:
             prompt_lengths=read,
             response_lengths=LengthDistribution.exactly(tokens),
             max_slots=work.sequences,
+            paged=False,
+            always_full=False,
         )
         return dataclasses.replace(self, work=verdicts, greedy=False)
 
@@ -174,18 +177,14 @@ def load_of(config: Config, lengths: StepLengths | None = None) -> StepLoad:
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
+        paged=rollout.cache == "paged",
+        always_full=rollout.partial,
+        max_staleness=rollout.max_staleness,
     )
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
     return StepLoad(
         work, lengths, dataflow.greedy_baseline, truncated or rollout.repetition_penalty != 1
     )
-
-
-def _platform(kind: Accelerator) -> str:
-    """The platform of devices, as `jax.Device.platform`."""
-    if kind.arrangement == "torus":
-        return "tpu"
-    return "gpu" if any("NVIDIA" in name for name in kind.device_kinds) else "cpu"
 
 
 def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
@@ -198,19 +197,29 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
     Raises:
       UserError: the attention that the recipe names does not run on these devices.
     """
-    train, rollout = config.train, config.rollout
+    train, rollout, model = config.train, config.rollout, config.model
+    kv_dtype = rollout.kv_dtype or rollout.dtype
     attention = pick_implementation(
-        _platform(kind),
+        kind.platform,
         train.dtype,
         train.attention,
-        softcap=config.model.attention_softcap,
+        softcap=model.attention_softcap,
         tree=train.share_prompts is True,
+    )
+    decode_attention = pick_decode_implementation(
+        kind.platform,
+        rollout.dtype,
+        kv_dtype,
+        model.head_dim,
+        rollout.decode_attention,
+        plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
     return Assumptions(
         skips_segments=attention == "xla",
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
-        cache_bytes=float(jnp.dtype(rollout.kv_dtype or rollout.dtype).itemsize),
+        cache_bytes=float(jnp.dtype(kv_dtype).itemsize),
+        fixed_slots=decode_attention != "xla",
         moments_bytes=_MOMENTS_BYTES[config.optim.moments],
         remat="none" if train.remat == "none" else "full",
         logits_tokens=train.logprob_chunk_tokens,

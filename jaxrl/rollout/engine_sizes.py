@@ -15,6 +15,8 @@ _SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
 _PAGE_ON_CPU = 16
 # On accelerators the smallest of these whose table fits. Kernels read blocks of 64 (GPU) or 512 tokens (TPU).
 _PAGES = (128, 256, 512)
+MOST_PAGE_TOKENS = _PAGES[-1]
+"""Tokens of the largest page on any platform; a multiple of all others."""
 # Bytes of a TPU's scalar memory for the table of the kernel, which has a row for each slot and kv head. The
 # memory has 1 MiB, and the kernel keeps the lengths of the slots there too.
 _TABLE_BYTES = 7 * 2**17
@@ -48,17 +50,22 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
     longest = config.max_context_tokens + config.tokens_per_dispatch
     longest += -longest % cache.capacity_multiple
     prefixes = bucket_sizes(longest, _SHORTEST_CACHE)
-    slots = max(1, config.slots // shards)
-    fewest = slots if fixed else max(1, config.fewest_slots // shards)
     # Only two: prefill is compiled for each pair of capacity and prompt size, and insert for each capacity.
     prompts = max(1, config.prefill_prompts // shards)
     return EngineSizes(
-        slots=tuple(n * shards for n in bucket_sizes(slots, fewest)),
+        slots=slot_sizes(config, shards, fixed=fixed),
         batches=tuple(n * shards for n in sorted({-(-prompts // 4), prompts})),
         prompts=bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT),
         prefixes=prefixes,
         caches=(longest,) if fixed else prefixes,
     )
+
+
+def slot_sizes(config: EngineConfig, shards: int, *, fixed: bool) -> tuple[int, ...]:
+    """The numbers of slots, on all shards, that programs are compiled for; one if they are fixed."""
+    slots = max(1, config.slots // shards)
+    fewest = slots if fixed else max(1, config.fewest_slots // shards)
+    return tuple(n * shards for n in bucket_sizes(slots, fewest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +124,7 @@ def _page_tokens(config: EngineConfig, pairs: int, platform: str | None) -> int:
     if platform != "tpu":
         return _PAGES[0]
     tokens = config.max_context_tokens + config.tokens_per_dispatch
-    largest = _PAGES[-1]
+    largest = MOST_PAGE_TOKENS
     # The kernel reads blocks of the largest page.
     least_bytes = 4 * pairs * -(-tokens // largest)
     for page in _PAGES:

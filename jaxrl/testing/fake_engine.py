@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from jaxrl.rollout.buckets import bucket_sizes
 from jaxrl.rollout.decode_state import DecodedTokens
+from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
 from jaxrl.rollout.settings import EngineConfig
 
 # Response lengths, int [n], of samples by the ids of their prompts and their indices, int [n] each.
@@ -75,14 +75,29 @@ class FakeEngine:
       prefilled_tokens: number of tokens of all prefills.
     """
 
-    def __init__(self, config: EngineConfig, lengths: Lengths, *, vocabulary: int = 32_000):
-        """Args: settings, of which the first stop id ends every response; lengths; number of token ids."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        lengths: Lengths,
+        *,
+        vocabulary: int = 32_000,
+        shards: int = 1,
+        platform: str = "gpu",
+    ):
+        """Args.
+
+        config: settings, of which the first stop id ends every response.
+        lengths: lengths of the responses.
+        vocabulary: number of token ids.
+        shards: number of shards of the slots.
+        platform: platform that a paged cache has its pages for.
+        """
         self.config = config
         self.mesh = jax.make_mesh((1,), ("data",))
-        self.shards = 1
-        self.pages = None
-        self.slot_sizes = bucket_sizes(config.slots, config.fewest_slots)
-        self.batch_sizes = (config.prefill_prompts,)
+        self.shards = shards
+        self.pages = page_sizes(config, shards=shards, kv_heads=1, platform=platform)
+        self.slot_sizes = slot_sizes(config, shards, fixed=self.pages is not None)
+        self.batch_sizes = (max(1, config.prefill_prompts // shards) * shards,)
         longest = config.max_context_tokens + config.tokens_per_dispatch
         self.prompt_sizes = self.prefix_sizes = self.cache_sizes = (longest,)
         self.calls: list[FakeCall] = []
@@ -133,11 +148,17 @@ class FakeEngine:
 
     def resize(self, state: FakeState, slots: Any, capacity: int) -> FakeState:
         """Moves slots."""
-        old = np.asarray(slots)
-        kept = old >= 0
+        # Counted within the shard.
+        each, now = state.num_slots // self.shards, len(slots) // self.shards
+        kept = np.asarray(slots) >= 0
+        old = np.asarray(slots) + np.repeat(np.arange(self.shards) * each, now)
         return FakeState(
             np.where(kept, state.left[old], 0), kept & state.active[old], state.decoded, capacity
         )
+
+    def with_pages(self, state: FakeState, table: np.ndarray, shared: np.ndarray) -> FakeState:
+        """Nothing is read from pages."""
+        return state
 
     def generate(self, params: Any, state: FakeState, least_active: Any) -> FakeState:
         """Decodes until fewer slots than wanted are active, W tokens at most."""

@@ -340,6 +340,18 @@ def checked(tree: ml_config_dict.ConfigDict) -> None:
             reasoning_gym_records(split.task, size=1, seed=0, **split.options)
 
 
+def with_values(changes: dict[str, Any]) -> ml_config_dict.ConfigDict:
+    """The recipe with other values."""
+    tree = to_config_dict(from_config_dict(Config, RECIPE))
+    for setting, value in changes.items():
+        *groups, name = setting.split(".")
+        node = tree
+        for group in groups:
+            node = node[group]
+        node[name] = value
+    return tree
+
+
 def with_value(setting: str, value: Any) -> ml_config_dict.ConfigDict:
     """The recipe with a value that the ConfigDict itself would not have let in."""
     *groups, name = setting.split(".")
@@ -614,6 +626,10 @@ def test_the_names_of_shardings_are_those_there_are():
             "rollout.slots 1,000,000 x 5,032 tokens",
         ),
         (
+            {"rollout.cache": "paged", "rollout.cache_tokens": 10**9},
+            "rollout.cache_tokens 1,000,000,000: the keys and values of as many tokens",
+        ),
+        (
             {"rollout.num_prompts": 10**6, "rollout.prefill_prompts": 10**6}
             | {"data.max_prompt_tokens": 1000, "train.row_tokens": 2048},
             "rollout.prefill_prompts 1,000,000 x 1,000 tokens",
@@ -637,17 +653,22 @@ def test_the_names_of_shardings_are_those_there_are():
     ],
 )
 def test_pairs_that_no_memory_holds_are_refused_with_the_bytes(changes, message):
-    config = from_config_dict(Config, RECIPE)
-    tree = to_config_dict(config)
-    for setting, value in changes.items():
-        *groups, name = setting.split(".")
-        node = tree
-        for group in groups:
-            node = node[group]
-        node[name] = value
     with pytest.raises(UserError) as refused:
-        checked(tree)
+        checked(with_values(changes))
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_slots_of_a_paged_cache_may_be_more_than_memory_holds_at_full_length():
+    # The host has no room for 10^5 prompts.
+    machine = {**MACHINE, "host_bytes": 10**12}
+    changes = {"rollout.num_prompts": 10**5, "rollout.slots": 10**6}
+    changes |= {"rollout.max_response_tokens": 5000, "train.row_tokens": 8192}
+    pages = {"rollout.cache": "paged", "rollout.cache_tokens": 10**6}
+    config = from_config_dict(Config, with_values(changes | pages))
+    check_memory(config, config.model, **machine)
+    config = from_config_dict(Config, with_values(changes))
+    with pytest.raises(UserError, match=r"rollout.slots 1,000,000 x 5,032 tokens"):
+        check_memory(config, config.model, **machine)
 
 
 def test_a_run_asks_what_its_own_machine_has():

@@ -66,6 +66,33 @@ def test_plan_and_search_agree_on_every_phase_of_the_four_pods(layout):
         assert ours.seconds == pytest.approx(theirs.seconds, rel=0.05), ours.name
 
 
+@pytest.mark.parametrize(
+    ("cache", "minutes"),
+    [
+        ({}, {"drained": 20.2, "full": 18.0}),
+        ({"rollout.cache": "paged"}, {"drained": 14.7, "full": 11.9}),
+        pytest.param(
+            {"rollout.cache": "paged", "rollout.kv_dtype": "int8"},
+            {"drained": 11.8, "full": 7.6},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["contiguous", "paged", "paged, int8"],
+)
+def test_pages_and_full_slots_shorten_a_generation_batch(cache, minutes):
+    """The slots and pages that fit, as compiled for 128 H100: docs/planning.md."""
+    samples = 2 if "rollout.kv_dtype" in cache else 1
+    if cache:
+        slots, pages = 16 * 243 * samples, 16 * 14_580 * samples
+        cache = cache | {"rollout.slots": str(slots), "rollout.cache_tokens": str(128 * pages)}
+    cluster = Cluster.parse("h100:16x8")
+    for kind, expected in minutes.items():
+        partial = {"rollout.partial": str(kind == "full")}
+        config = recipe("dapo_qwen32b.py:h100-128", **cache, **partial)
+        generation = expected_step(planned_of(config), cluster, load_of(config))[0]
+        assert generation.seconds / 60 == pytest.approx(expected, rel=0.02), kind
+
+
 def test_a_proposal_has_the_seconds_of_its_plan():
     cluster = Cluster.parse("h100:2x8")
     found, proposed = propose(recipe("ppo_llama8b.py"), cluster)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from extras import import_extra
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import (
@@ -338,3 +339,14 @@ def test_stop_ids_wait_for_the_minimum_length():
 def test_a_penalty_or_minimum_out_of_range_is_refused(limits):
     with pytest.raises(UserError, match=f"{next(iter(limits))} {next(iter(limits.values()))}"):
         truncation(**limits)
+
+
+def test_no_device_gathers_the_logits_of_other_replicas():
+    """Also in the branch of truncated sampling, whose memory every program has."""
+    mesh = jax.make_mesh((8,), ("data",))
+    by_slot = NamedSharding(mesh, PartitionSpec("data"))
+    limits = jax.tree.map(jnp.asarray, truncation(slots=16, top_k=5, top_p=0.9))
+    arrays = jnp.zeros((16, 4096)), jnp.zeros((16, 4096)), limits
+    compiled = jax.jit(draw, in_shardings=by_slot).lower(*arrays).compile()
+    assert "f32[2,4096]" in compiled.as_text()
+    assert "f32[16,4096]" not in compiled.as_text()

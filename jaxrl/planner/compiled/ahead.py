@@ -41,7 +41,8 @@ from jaxrl.planner.memory import ResidentBuffers
 # Environment variables and packages that change the result of a compilation: part of the cache key.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt")
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+# Two messages of the TPU's compiler, for the whole program and for its temporaries alone.
+_USED = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of|\))")
 _SUFFIX = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _TEXTS = "*.after_optimizations.txt"
 

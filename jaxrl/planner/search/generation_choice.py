@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.search.role_options import RoleOptions, divisors
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, SlotTimes
-from jaxrl.planner.simulation.workload import GenerationStrategy
+from jaxrl.planner.simulation.workload import GenerationStrategy, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +24,17 @@ class BestGeneration:
     Attributes:
       seconds: float64 [K, J], seconds with resharding; infinite if no slot fits.
       chosen: int64 [K, J, 3], p_g, t_g and slots.
+      workload: work of a step, which says how much cache as many slots have.
     """
 
     seconds: np.ndarray
     chosen: np.ndarray
+    workload: Workload
 
     def strategy(self, option: int, others: int) -> GenerationStrategy:
         """The choice for a training option and a combination of other roles."""
-        return GenerationStrategy(*self.chosen[option, others].tolist())
+        p_g, t_g, slots = self.chosen[option, others].tolist()
+        return GenerationStrategy(p_g, t_g, slots, self.workload.cache_tokens(slots))
 
 
 class GenerationChoice:
@@ -65,7 +68,7 @@ class GenerationChoice:
             seconds = np.where(better, found, seconds)
             chosen[better] = (p_g, t_g, 0)
             chosen[better, 2] = slots[better]
-        return BestGeneration(seconds, chosen)
+        return BestGeneration(seconds, chosen, self._simulator.workload)
 
     def _with_sizes(
         self, options: RoleOptions, devices: int, p_g: int, t_g: int, free: np.ndarray
@@ -75,8 +78,7 @@ class GenerationChoice:
         times = self._times_of(devices, p_g, t_g)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
-        left = free - simulator.weight_bytes(model, p_g, t_g)
-        fitting = np.floor(left / simulator.slot_bytes(model, p_g, t_g))
+        fitting = simulator.fitting_slots(model, p_g, t_g, free)
         # More slots than the samples of a replica are never used.
         usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
         numbers, place = np.unique(usable, return_inverse=True)

@@ -113,7 +113,10 @@ def with_mapping(config: Config, found: Mapping) -> Config:
         placement = {}
     per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
-        config.rollout, slots=slots, prefill_prompts=per_replica * replicas
+        config.rollout,
+        slots=slots,
+        cache_tokens=actor.generation.cache_tokens * replicas,
+        prefill_prompts=per_replica * replicas,
     )
     train = dataclasses.replace(config.train, rows=found.microbatch_rows, pipeline_microbatches=0)
     return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout, train=train)
@@ -180,7 +183,9 @@ def _settings(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
     return {
         "mesh": dataclasses.asdict(chosen.mesh),
         "placement": chosen.placement,
-        "rollout": {"slots": rollout.slots, "prefill_prompts": rollout.prefill_prompts},
+        "rollout": {
+            name: getattr(rollout, name) for name in ("slots", "cache_tokens", "prefill_prompts")
+        },
         "train": {"rows": train.rows, "pipeline_microbatches": train.pipeline_microbatches},
     }
 

@@ -39,6 +39,8 @@ class Assumptions:
       dtype: data type of matmuls.
       compute_bytes: bytes of a weight or an activation in that type.
       cache_bytes: bytes of a key or value in the cache.
+      fixed_slots: whether the engine always decodes all slots, idle ones included. With a kernel that reads
+        each slot's own length it has one program; without, it has others for fewer slots.
       master_bytes, moments_bytes: resident bytes of a trained weight and of its optimiser state.
       gradient_bytes: bytes of a gradient during an update, which sums in float32.
       reduced_bytes: bytes of a gradient in the sum over replicas.
@@ -70,6 +72,7 @@ class Assumptions:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: Annotated[float, positive()] = 2.0
     cache_bytes: Annotated[float, positive()] = 2.0
+    fixed_slots: bool = False
     master_bytes: Annotated[float, positive()] = 4.0
     moments_bytes: Annotated[float, at_least(0)] = 8.0
     gradient_bytes: Annotated[float, at_least(0)] = 4.0

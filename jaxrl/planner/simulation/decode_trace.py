@@ -3,8 +3,7 @@
 There are two ways to make a trace, both without a model:
 
     quick_trace     samples enter slots as these become free, one replica stands for all; fast, for searches
-    replayed_trace  the engine's own scheduler (rollout/scheduler.py), all replicas in lockstep, dispatch by
-                    dispatch, with its early ends, its refills and its smaller programs at the end
+    engine_replay   the engine's own scheduler and pages, all replicas in lockstep, dispatch by dispatch
 
 `quick_trace` has no dispatches and refills a slot at once. Replicas step in lockstep, so each step waits for
 the one with the longest texts: `quick_trace` estimates its load from the spread of one replica's texts. For
@@ -16,18 +15,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.rollout.buckets import bucket_sizes
-from jaxrl.rollout.scheduler import SampleRequest, Scheduler
 
-_SMALLEST = 8
+FEWEST_SLOTS = 8
+"""Smallest number of slots of a replica that the engine has a program for, unless their number is fixed."""
+
 _MOST_STRETCHES = 512
+
+
+class PrefillWork(NamedTuple):
+    """Work of all prefills.
+
+    Attributes:
+      batches: number of prefills.
+      sequences: number of prefilled sequences.
+      tokens, squares: sums of their lengths, and of the squares of these.
+    """
+
+    batches: int
+    sequences: float
+    tokens: float
+    squares: float
+
+    @staticmethod
+    def of(prefills: Sequence[Sequence[int]]) -> PrefillWork:
+        """The work of prefills with sequences of these lengths."""
+        lengths = np.array([n for batch in prefills for n in batch], float)
+        return PrefillWork(
+            len(prefills), len(lengths), float(lengths.sum()), float((lengths**2).sum())
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +64,8 @@ class DecodeTrace:
       samples: mean number of samples in flight on a replica.
       mean_cached: mean of `cached` over replicas and steps.
       dispatches: number of dispatches of the engine.
+      prefill: work of all prefills; None if each prompt is prefilled once.
+      preempted: number of times that a sample lost its pages and was prefilled again.
     """
 
     steps: np.ndarray
@@ -49,6 +74,8 @@ class DecodeTrace:
     samples: float
     mean_cached: float
     dispatches: float
+    prefill: PrefillWork | None = None
+    preempted: int = 0
 
     def without_idle_slots(self, slots: int, tokens_per_dispatch: int) -> DecodeTrace:
         """The same tokens if all slots of all replicas were in use in every step.
@@ -78,6 +105,7 @@ def quick_trace(
     slots: int,
     tokens_per_dispatch: int,
     replicas: int = 1,
+    fewest_slots: int = FEWEST_SLOTS,
 ) -> DecodeTrace:
     """Traces one replica, which stands for all.
 
@@ -88,6 +116,7 @@ def quick_trace(
       slots: number of slots of the replica.
       tokens_per_dispatch: W.
       replicas: number of replicas; a step takes as long as the busiest of them.
+      fewest_slots: smallest number of slots of a replica that a program decodes.
     """
     lengths = responses.quantiles(samples)
     # Random order, since lengths are not known beforehand.
@@ -102,7 +131,7 @@ def quick_trace(
     mean, mean_cached = (float((x * steps).sum()) / whole for x in (running, cached))
     if not responses.is_constant:
         cached = cached + _above_mean(replicas) * _spread(running, cached, squares, slots)
-    together = _together(steps, _round_up(running, slots), cached)
+    together = _together(steps, _round_up(running, slots, fewest_slots), cached)
     return DecodeTrace(*together, mean, mean_cached, whole / tokens_per_dispatch)
 
 
@@ -192,67 +221,6 @@ def _running_sum(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(values)])[counts]
 
 
-def _round_up(running: np.ndarray, slots: int) -> np.ndarray:
-    sizes = np.array(bucket_sizes(slots, min(slots, _SMALLEST)))
+def _round_up(running: np.ndarray, slots: int, fewest: int) -> np.ndarray:
+    sizes = np.array(bucket_sizes(slots, min(slots, fewest)))
     return sizes[np.searchsorted(sizes, np.minimum(running, slots))]
-
-
-def replayed_trace(
-    prompt_tokens: float,
-    lengths: Sequence[int] | np.ndarray,
-    *,
-    samples_per_prompt: int,
-    replicas: int,
-    slots: int,
-    tokens_per_dispatch: int,
-    prefill_prompts: int = 32,
-) -> DecodeTrace:
-    """Runs the engine's scheduler with known response lengths.
-
-    Args:
-      prompt_tokens: mean prompt length.
-      lengths: length of each response, in the order of the requests.
-      samples_per_prompt: G; this many neighbouring samples share a prefill.
-      replicas: number of replicas that share the samples.
-      slots: number of slots per replica.
-      tokens_per_dispatch: W.
-      prefill_prompts: number of prompts per prefill.
-    """
-    left = np.asarray(lengths, np.int64).copy()
-    done = np.zeros_like(left)
-    sizes = [n * replicas for n in bucket_sizes(slots, min(slots, _SMALLEST))]
-    scheduler = Scheduler(
-        [SampleRequest(i, i // samples_per_prompt) for i in range(len(left))],
-        slot_sizes=sizes,
-        prefill_batch=prefill_prompts,
-        shards=replicas,
-    )
-    found, in_flight, all_reads = [], 0.0, 0.0
-    while scheduler.unfinished:
-        scheduler.resize()
-        while scheduler.admit() is not None:
-            pass
-        running = scheduler.running
-        places, ids = (np.fromiter(x, np.int64) for x in (running, running.values()))
-        steps = _dispatch_steps(left[ids], scheduler.enough_active, tokens_per_dispatch)
-        decoded = np.minimum(left[ids], steps)
-        each = scheduler.num_slots // replicas
-        reads = (prompt_tokens + done[ids] + decoded / 2) * decoded / steps
-        busiest = np.bincount(places // each, reads, replicas).max()
-        found.append((steps, each, busiest))
-        in_flight += decoded.sum()
-        all_reads += steps * reads.sum()
-        left[ids] -= decoded
-        done[ids] += decoded
-        scheduler.finish(places[left[ids] == 0].tolist())
-    steps, each, cached = np.array(found, float).T
-    each_step = replicas * steps.sum()
-    return DecodeTrace(
-        steps, each, cached, in_flight / each_step, all_reads / each_step, len(found)
-    )
-
-
-def _dispatch_steps(left: np.ndarray, enough_active: int, most: int) -> int:
-    """Steps until few enough slots are active for the host to act, at most W."""
-    ending = math.ceil(len(left) - enough_active)
-    return int(min(most, np.partition(left, ending - 1)[ending - 1]))

@@ -2,11 +2,10 @@
 
     a step   = max(weights read, matmuls) + max(cache read, scores) + all-reduces + fixed overhead
     seconds  = resharding + prefill + all steps of the busiest replica + dispatches
-    bytes    = weights of generation + slots x bytes of a slot
+    bytes    = weights of generation + slots x bytes of a slot, or the pages of a paged cache
 
-Matmuls and attention of a layer run one after the other, so their maxima add up. The cache is contiguous:
-every slot has room for the longest sample. Not covered: prefix sharing,
-speculative decoding, concurrent grading.
+Matmuls and attention of a layer run one after the other, so their maxima add up. Not covered: speculative
+decoding, concurrent grading.
 """
 
 from __future__ import annotations
@@ -21,9 +20,21 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
-from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace, replayed_trace
+from jaxrl.planner.simulation.decode_trace import (
+    FEWEST_SLOTS,
+    DecodeTrace,
+    PrefillWork,
+    quick_trace,
+)
+from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
+from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
+from jaxrl.rollout.settings import EngineConfig
+
+# Steps of always full slots that are replayed; the last one counts. The first one begins without unfinished
+# groups and takes longer; in the second there are as many as in the fifth, for the 32B recipe.
+_STEPS = 2
 
 
 class SlotTimes(NamedTuple):
@@ -54,12 +65,16 @@ def slot_counts(most: int) -> tuple[int, ...]:
 
 
 class GenerationSimulator:
-    """Simulates the generation of a step's samples, on one cluster."""
+    """Simulates the generation of a step's samples, on one cluster.
+
+    Attributes:
+      workload: work of a step.
+    """
 
     def __init__(self, cluster: Cluster, workload: Workload, assumptions: Assumptions):
         """Args are the devices, the work of a step, and the assumptions."""
         self._cluster = cluster
-        self._work = workload
+        self.workload = workload
         self._assume = assumptions
         self._collectives = Collectives(cluster, assumptions)
         kind = cluster.accelerator
@@ -90,18 +105,22 @@ class GenerationSimulator:
         p_g, t_g = generation.p_g, generation.t_g
         devices = strategy.num_devices
         slots = generation.slots
-        trace = (self._replayed if replay else self._trace)(devices, p_g, t_g, slots, greedy)
+        if replay:
+            trace = self.replayed(model, devices, generation, greedy=greedy)
+        else:
+            trace = self._trace(devices, p_g, t_g, slots, greedy)
         replicas = devices // (p_g * t_g)
         decoding = self._decoding_s(model, p_g, t_g, trace, replicas)
         used = min(slots, self._samples_per_replica(devices, p_g, t_g, greedy))
-        full = trace.without_idle_slots(used, self._work.tokens_per_dispatch)
+        full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
         busy_s = sum(self._decoding_s(model, p_g, t_g, full, replicas).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
-            "prefill": self._prefill_s(model, devices, p_g),
+            "prefill": self._prefill_s(model, devices, p_g, trace.prefill),
             **decoding,
         }
-        cache = slots * self.slot_bytes(model, p_g, t_g)
+        tokens = generation.cache_tokens or slots * self.workload.slot_tokens
+        cache = tokens * self._token_bytes(model, p_g, t_g)
         weights = self.weight_bytes(model, p_g, t_g)
         transient = {"weights of generation": weights, "cache": cache}
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
@@ -130,9 +149,8 @@ class GenerationSimulator:
           The times; K is 0 if no slot fits.
         """
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
-        left = budget - self.weight_bytes(model, p_g, t_g)
-        fitting = int(max(0.0, left) // self.slot_bytes(model, p_g, t_g))
-        slots = slot_counts(min(samples, self._work.max_slots, fitting))
+        fitting = int(self.fitting_slots(model, p_g, t_g, np.array(budget)))
+        slots = slot_counts(min(samples, self.workload.max_slots, fitting))
         found = [self.seconds_of(model, devices, p_g, t_g, n, greedy=greedy) for n in slots]
         room, seconds = np.array(slots), np.minimum.accumulate(found)
         # The first of the fastest: fewer slots for the same seconds.
@@ -159,11 +177,23 @@ class GenerationSimulator:
         return model_numbers(model).params_of_shard(p_g, t_g) * self._assume.compute_bytes
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of a slot's contiguous cache."""
-        values = model_numbers(model).cache_values_of_shard(p_g, t_g)
-        # The last dispatch may run past the longest sample.
-        tokens = self._work.longest_tokens + self._work.tokens_per_dispatch
-        return tokens * values * self._assume.cache_bytes
+        """Bytes per device of a slot's cache."""
+        return self.workload.slot_tokens * self._token_bytes(model, p_g, t_g)
+
+    def fitting_slots(
+        self, model: ModelConfig, p_g: int, t_g: int, budget: np.ndarray
+    ) -> np.ndarray:
+        """The number of slots that fit beside the weights of generation into bytes per device, any shape."""
+        left = np.maximum(budget - self.weight_bytes(model, p_g, t_g), 0.0)
+        slots = left // self.slot_bytes(model, p_g, t_g)
+        if not self.workload.paged:
+            return slots
+        least = self.workload.least_pool_tokens * self._token_bytes(model, p_g, t_g)
+        return np.where(left < least, 0.0, slots)
+
+    def _token_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
+        """Bytes per device of the keys and values of a token."""
+        return model_numbers(model).cache_values_of_shard(p_g, t_g) * self._assume.cache_bytes
 
     def resharding_s(self, model: ModelConfig, strategy: Strategy, p_g: int, t_g: int) -> float:
         """Seconds of resharding from the training to the generation layout.
@@ -183,7 +213,7 @@ class GenerationSimulator:
         return fsdp + self._collectives.gather_s(whole, members, apart)
 
     def _samples(self, greedy: bool) -> int:
-        work = self._work
+        work = self.workload
         prompts = math.ceil(work.prompts * work.sampled_per_kept)
         return prompts * (work.samples + greedy)
 
@@ -191,41 +221,87 @@ class GenerationSimulator:
         return math.ceil(self._samples(greedy) / (devices // (p_g * t_g)))
 
     def _trace(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
-        work = self._work
+        work = self.workload
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
-        return quick_trace(
+        trace = quick_trace(
             work.prompt_lengths.mean,
             work.response_lengths,
             samples,
             min(slots, samples),
             work.tokens_per_dispatch,
             devices // (p_g * t_g),
+            slots if self._assume.fixed_slots or work.paged else FEWEST_SLOTS,
         )
+        if not work.always_full:
+            return trace
+        return trace.without_idle_slots(min(slots, samples), work.tokens_per_dispatch)
 
-    def _replayed(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
-        work, samples = self._work, self._samples(greedy)
+    def replayed(
+        self, model: ModelConfig, devices: int, generation: GenerationStrategy, *, greedy: bool
+    ) -> DecodeTrace:
+        """The trace of the engine's own scheduler and pages; args as of `generation`."""
+        work = self.workload
+        G, samples = work.samples + greedy, self._samples(greedy)
         lengths = np.random.default_rng(0).permutation(work.response_lengths.quantiles(samples))
-        return replayed_trace(
-            work.prompt_lengths.mean,
-            lengths,
-            samples_per_prompt=work.samples + greedy,
-            replicas=devices // (p_g * t_g),
-            slots=slots,
-            tokens_per_dispatch=work.tokens_per_dispatch,
+        prompts = np.random.default_rng(1).permutation(work.prompt_lengths.quantiles(samples // G))
+        engine = self._engine(model, devices, generation)
+        replay = EngineReplay(engine, prompts, lengths.reshape(-1, G))
+        if not work.always_full:
+            return replay.drained().trace(engine.replicas)
+        batch = len(prompts)
+        steps = [
+            replay.always_full(
+                groups=batch, prompts_per_batch=batch, max_staleness=work.max_staleness
+            )
+            for _ in range(_STEPS)
+        ]
+        return steps[-1].trace(engine.replicas)
+
+    def _engine(
+        self, model: ModelConfig, devices: int, generation: GenerationStrategy
+    ) -> ReplayedEngine:
+        work, replicas = self.workload, devices // (generation.p_g * generation.t_g)
+        config = EngineConfig(
+            slots=generation.slots * replicas,
             prefill_prompts=work.prefill_prompts,
+            tokens_per_dispatch=work.tokens_per_dispatch,
+            cache="paged" if generation.cache_tokens else "contiguous",
+            cache_tokens=generation.cache_tokens * replicas,
+            max_prompt_tokens=work.prompt_lengths.longest,
+            max_response_tokens=work.response_lengths.longest,
+            stop_ids=(),
+        )
+        kv_heads = max(1, model.num_kv_heads // generation.t_g)
+        platform = self._cluster.accelerator.platform
+        pages = page_sizes(config, shards=replicas, kv_heads=kv_heads, platform=platform)
+        fixed = self._assume.fixed_slots or pages is not None
+        return ReplayedEngine(
+            slot_sizes(config, replicas, fixed=fixed),
+            max(1, work.prefill_prompts // replicas) * replicas,
+            replicas,
+            work.tokens_per_dispatch,
+            config.max_response_tokens,
+            pages,
         )
 
-    def _prefill_s(self, model: ModelConfig, devices: int, p_g: int) -> float:
-        """Seconds of prefilling each prompt once, spread over all devices, with a pipeline bubble.
+    def _prefill_s(
+        self, model: ModelConfig, devices: int, p_g: int, work: PrefillWork | None = None
+    ) -> float:
+        """Seconds of all prefills, spread over all devices, with a pipeline bubble.
 
-        Each prefill batch calls two programs: prefill, and the insertion into the slots.
+        Each prefill calls two programs: prefill, and the insertion into the slots. Without `work` each prompt
+        is prefilled once.
         """
-        lengths = self._work.prompt_lengths
-        attention = mean_attention_flops(model, lengths.mean, lengths.mean_square)
-        flops = lengths.mean * model_numbers(model).token_flops + attention
-        prompts = math.ceil(self._work.prompts * self._work.sampled_per_kept)
-        calls = 2 * math.ceil(prompts / self._work.prefill_prompts) * self._assume.call_s
-        return calls + prompts * flops / devices / self._flops * (2 * p_g - 1) / p_g
+        lengths = self.workload.prompt_lengths
+        if work is None:
+            n = math.ceil(self.workload.prompts * self.workload.sampled_per_kept)
+            batches = math.ceil(n / self.workload.prefill_prompts)
+            work = PrefillWork(batches, n, n * lengths.mean, n * lengths.mean_square)
+        mean, square = work.tokens / work.sequences, work.squares / work.sequences
+        attention = work.sequences * mean_attention_flops(model, mean, square)
+        flops = work.tokens * model_numbers(model).token_flops + attention
+        calls = 2 * work.batches * self._assume.call_s
+        return calls + flops / devices / self._flops * (2 * p_g - 1) / p_g
 
     def _decoding_s(
         self, model: ModelConfig, p_g: int, t_g: int, trace: DecodeTrace, replicas: int
@@ -267,6 +343,6 @@ class GenerationSimulator:
     def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
         """Seconds of the host in all dispatches: a program call each, and its work for every slot."""
         assume = self._assume
-        visits = float((trace.steps * trace.slots).sum()) / self._work.tokens_per_dispatch
+        visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
         each_slot = assume.slot_host_s + replicas * assume.host_s
         return trace.dispatches * assume.call_s + visits * each_slot

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl.checks import at_least, check_fields, count, positive, token_count
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
 
 _QUANTILES = 16_384
 _MIN_SIGMA = 0.05
@@ -171,6 +172,10 @@ class Workload:
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
       prefill_prompts: prompts of a prefill batch of the engine.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
+      paged: whether the cache has pages, so that more slots fit than at full length.
+      always_full: whether prompts are drawn as slots fall free, and unfinished groups continue in the next
+        step; else the samples of a step are sampled to their end.
+      max_staleness: with `always_full`, largest age of a token in steps.
     """
 
     prompts: Annotated[int, count(1)]
@@ -186,6 +191,9 @@ class Workload:
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 32
     max_slots: Annotated[int, count(1)] = 1024
+    paged: bool = False
+    always_full: bool = False
+    max_staleness: Annotated[int, count(1)] = 8
 
     def __post_init__(self):
         check_fields(self)
@@ -207,8 +215,28 @@ class Workload:
 
     @property
     def longest_tokens(self) -> int:
-        """Maximum tokens of a prompt and its response: the size of a slot in a contiguous cache."""
+        """Maximum tokens of a prompt and its response."""
         return self.prompt_lengths.longest + self.response_lengths.longest
+
+    @property
+    def slot_tokens(self) -> float:
+        """Tokens of cache per slot: room for the longest sample, which the last dispatch may run past.
+
+        In pages several slots share it. Samples in flight are taken to have half of the longest prompt and a
+        quarter of the longest response, more than expected: with more slots, more of them are idle.
+        """
+        longest = self.longest_tokens + self.tokens_per_dispatch
+        live = self.prompt_lengths.longest / 2 + self.response_lengths.longest / 4
+        return min(longest, live) if self.paged else longest
+
+    def cache_tokens(self, slots: int) -> int:
+        """Tokens of the pages of a replica with this many slots; 0 without pages."""
+        return max(round(slots * self.slot_tokens), self.least_pool_tokens) if self.paged else 0
+
+    @property
+    def least_pool_tokens(self) -> int:
+        """Tokens of the pages that hold one sample of full length."""
+        return -(-self.longest_tokens // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
 
     @property
     def mean_square_tokens(self) -> float:
@@ -254,11 +282,13 @@ class GenerationStrategy:
     Attributes:
       p_g, t_g: pipeline and tensor parallel size.
       slots: number of slots per replica.
+      cache_tokens: tokens of a paged cache per replica; 0 if every slot has room for the longest sample.
     """
 
     p_g: int
     t_g: int
     slots: int
+    cache_tokens: int = 0
 
 
 def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:

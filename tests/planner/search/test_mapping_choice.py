@@ -84,8 +84,24 @@ def test_a_proposal_is_printed_as_settings():
     config = recipe_file("dapo_qwen7b")
     _, proposed = propose(config, Cluster.parse("a100:2x8"))
     lines = setting_lines(config, proposed)
-    assert "config.mesh.train = '1-4-4'" in lines and "config.train.rows = 4" in lines
+    assert "config.mesh.train = '1-2-8'" in lines and "config.train.rows = 8" in lines
     assert setting_lines(config, config) == []
+
+
+def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
+    config, cluster = recipe_file("dapo_qwen32b"), Cluster.parse("h100:16x8")
+    paged = dataclasses.replace(config.rollout, cache="paged", cache_tokens=10**6)
+    found, proposed = propose(dataclasses.replace(config, rollout=paged), cluster)
+    contiguous, _ = propose(config, cluster)
+    generation = found.roles["actor"].generation
+    assert generation and contiguous.roles["actor"].generation
+    replicas = 128 // (generation.p_g * generation.t_g)
+    # Half of 2,048 and a quarter of 20,480 tokens each.
+    assert generation.cache_tokens == generation.slots * 6144
+    assert proposed.rollout.cache_tokens == generation.cache_tokens * replicas
+    assert generation.slots > 2 * contiguous.roles["actor"].generation.slots
+    assert found.breakdown[0].seconds < 0.8 * contiguous.breakdown[0].seconds
+    assert all(found.peak_bytes(i) <= found.budget_bytes for i in range(len(found.pools)))
 
 
 def test_what_does_not_go_with_a_mapping_is_refused_before_it_is_shown():

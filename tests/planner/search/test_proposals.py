@@ -1,5 +1,6 @@
 """What the search proposes runs: random recipes and topologies, at trace depth."""
 
+import dataclasses
 import math
 
 import pytest
@@ -15,6 +16,23 @@ FAST = (0, 2, 3, 131, 148)
 @pytest.mark.parametrize("seed", FAST)
 def test_a_proposal_runs(seed, tmp_path):
     assert proposal(random_pair(seed), tmp_path) == ""
+
+
+def with_pages(pair: Pair) -> Pair:
+    return dataclasses.replace(pair, overrides=pair.overrides | {"rollout.cache": "paged"})
+
+
+@pytest.mark.parametrize("seed", FAST)
+def test_a_proposal_with_pages_runs(seed, tmp_path):
+    assert proposal(with_pages(random_pair(seed)), tmp_path) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(200, 260, 20))
+def test_sixty_proposals_with_pages_run(first, tmp_path):
+    pairs = (with_pages(random_pair(seed)) for seed in range(first, first + 20))
+    refused = [proposal(pair, tmp_path) for pair in pairs]
+    assert sum(map(bool, refused)) <= 8, refused
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.role_options import SearchLimits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.decode_trace import quick_trace, replayed_trace
+from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace
+from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -35,6 +36,7 @@ from jaxrl.planner.simulation.workload import (
     layout_of,
 )
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
+from jaxrl.rollout.buckets import bucket_sizes
 
 # Every rate is reached, nothing hides, nothing has a latency: numbers that can be computed on paper.
 PLAIN = Assumptions(
@@ -391,6 +393,18 @@ def test_slot_counts_end_with_the_most():
 # The trace of decoding
 
 
+def replayed_trace(lengths, *, replicas, slots, W, prompt_tokens=64, G=1) -> DecodeTrace:
+    """The trace of the engine's scheduler, with prefills of 32 prompts."""
+    sizes = tuple(n * replicas for n in bucket_sizes(slots, min(slots, 8)))
+    engine = ReplayedEngine(sizes, 32, replicas, W, max(lengths))
+    responses = np.reshape(lengths, (-1, G))
+    return (
+        EngineReplay(engine, np.full(len(responses), prompt_tokens), responses)
+        .drained()
+        .trace(replicas)
+    )
+
+
 def test_samples_of_one_length_go_in_waves():
     trace = quick_trace(10.0, LengthDistribution.exactly(4), 5, 2, 2)
     # 2 + 2 + 1 samples, 4 steps each; cached are the prompt and half of the steps.
@@ -419,9 +433,7 @@ def test_the_short_way_is_close_to_the_engines_scheduler(kind):
     lengths = LengthDistribution(96, 256, kind)
     quick = quick_trace(64.0, lengths, 48, 8, 4, 4)
     each = np.random.default_rng(1).permutation(lengths.quantiles(4 * 48))
-    replayed = replayed_trace(
-        64.0, each, samples_per_prompt=4, replicas=4, slots=8, tokens_per_dispatch=4
-    )
+    replayed = replayed_trace(each, replicas=4, slots=8, W=4, G=4)
     assert 4 * replayed.samples * replayed.steps.sum() == pytest.approx(each.sum())
     # Dispatches cost something, and with so few samples much depends on the order.
     assert 0.95 * quick.steps.sum() <= replayed.steps.sum() <= 1.2 * quick.steps.sum()
@@ -437,15 +449,58 @@ def test_a_step_waits_for_the_busiest_replica(slots, replicas):
     samples = 6 * slots
     quick = quick_trace(64.0, lengths, samples, slots, 16, replicas)
     each = np.random.default_rng(1).permutation(lengths.quantiles(replicas * samples))
-    replayed = replayed_trace(
-        64.0, each, samples_per_prompt=1, replicas=replicas, slots=slots, tokens_per_dispatch=16
-    )
+    replayed = replayed_trace(each, replicas=replicas, slots=slots, W=16)
     assert quick.steps.sum() == pytest.approx(replayed.steps.sum(), rel=0.08)
     reads = [(trace.steps * trace.cached).sum() for trace in (quick, replayed)]
     assert reads[0] == pytest.approx(reads[1], rel=0.08)
     # One replica alone reads less than the busiest of several.
     alone = quick_trace(64.0, lengths, samples, slots, 16)
     assert (alone.steps * alone.cached).sum() < reads[0]
+
+
+RAGGED = {"response_lengths": LengthDistribution(96, 512, "log-normal"), "samples": 4}
+
+
+def test_slots_that_stay_full_take_less_time_and_prefill_again():
+    drained = toy_work(prompts=64, **RAGGED)
+    full = dataclasses.replace(drained, always_full=True)
+    # Prefill costs nothing but operations.
+    assume = dataclasses.replace(Assumptions(), call_s=0.0)
+    chosen = Strategy(1, 1, 4), GenerationStrategy(1, 1, 8)
+    once, again = (
+        generator(assume, work).generation(MODEL, *chosen, replay=True) for work in (drained, full)
+    )
+    assert again.total_s < 0.8 * once.total_s
+    assert again.idle_s < 0.2 * again.total_s < once.idle_s
+    assert again.seconds["prefill"] > once.seconds["prefill"]
+    quick = generator(assume, full).generation(MODEL, *chosen)
+    assert quick.total_s == pytest.approx(again.total_s, rel=0.15)
+
+
+def test_pages_hold_more_samples_in_the_memory_of_as_many_tokens():
+    work = toy_work(prompts=64, **RAGGED)
+    strategy, few = Strategy(1, 1, 4), GenerationStrategy(1, 1, 8)
+    tokens = 8 * int(work.slot_tokens)
+    many = GenerationStrategy(1, 1, 24, tokens)
+    contiguous, paged = (
+        generator(work=work).generation(MODEL, strategy, g, replay=True) for g in (few, many)
+    )
+    assert paged.transient["cache"] == contiguous.transient["cache"]
+    assert paged.seconds["weights read"] < 0.7 * contiguous.seconds["weights read"]
+    # With pages for few, as many slots are of no use.
+    scarce = GenerationStrategy(1, 1, 24, 3 * int(work.slot_tokens))
+    waiting = generator(work=work).generation(MODEL, strategy, scarce, replay=True)
+    assert waiting.seconds["weights read"] > 1.5 * paged.seconds["weights read"]
+
+
+def test_slots_of_a_paged_cache_need_memory_for_one_sample_of_full_length():
+    work = toy_work(prompts=64, paged=True, **RAGGED)
+    simulator = generator(work=work)
+    weights, token = simulator.weight_bytes(MODEL, 1, 1), MODEL.kv_bytes_per_token(2)
+    assert work.slot_tokens == 64 / 2 + 512 / 4 and work.least_pool_tokens == 1024
+    budget = weights + token * np.array([1023.0, 1024.0])
+    assert simulator.fitting_slots(MODEL, 1, 1, budget).tolist() == [0, 1024 // 160]
+    assert work.cache_tokens(2) == 1024 and work.cache_tokens(10) == 1600
 
 
 def test_without_idle_slots_the_same_tokens_are_decoded_in_fewer_steps():
@@ -460,9 +515,7 @@ def test_without_idle_slots_the_same_tokens_are_decoded_in_fewer_steps():
 
 def test_a_replay_of_one_replica_by_hand():
     # Two slots, lengths 3, 1, 2, two tokens a dispatch. An idle slot ends a dispatch while a sample waits.
-    trace = replayed_trace(
-        0.0, [3, 1, 2], samples_per_prompt=1, replicas=1, slots=2, tokens_per_dispatch=2
-    )
+    trace = replayed_trace([3, 1, 2], replicas=1, slots=2, W=2, prompt_tokens=1)
     assert trace.steps.tolist() == [1, 2]
     assert (trace.dispatches, trace.samples) == (2, 2)
 
