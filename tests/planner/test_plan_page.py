@@ -24,6 +24,7 @@ from jaxrl.planner.plan import VERSION, Plan, Target
 from jaxrl.planner.plan_page import write_plan_page
 from jaxrl.planner.search.mapping import Alternative
 from jaxrl.planner.search.mapping_choice import propose
+from jaxrl.planner.step_times import StepTimes
 from jaxrl.planner.trace_plan import trace_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -34,6 +35,11 @@ PPO = str(CONFIGS / "ppo_llama8b.py")
 def pod_plan(topology: str = "h100:16x8", layout: str = "h100-128") -> Plan:
     config = load_config(Config, str(CONFIGS / f"dapo_qwen32b.py:{layout}"), {})
     return trace_plan(config, Cluster.parse(topology))
+
+
+def times_of(plan: Plan) -> StepTimes:
+    assert plan.times is not None
+    return plan.times
 
 
 @functools.cache
@@ -74,7 +80,7 @@ def page_of(plan: Plan, tmp_path: pathlib.Path) -> tuple[str, list[list[float]]]
 def test_the_page_says_what_is_rented_for_how_long_and_for_how_much(tmp_path):
     plan = dataclasses.replace(pod_plan(), price_per_hour=2.5)
     text, _ = page_of(plan, tmp_path)
-    times = plan.times
+    times = times_of(plan)
     hours = times.step_s * 400 / 3600
     assert "devices 128 h100" in text and f"hours of 400 steps {hours:.0f}" in text
     assert f"price, at 2.5 an hour {hours * 128 * 2.5:,.0f}" in text
@@ -87,7 +93,7 @@ def test_the_page_says_what_is_rented_for_how_long_and_for_how_much(tmp_path):
 def test_bars_are_as_long_as_what_they_show(tmp_path):
     plan = pod_plan()
     _, bars = page_of(plan, tmp_path)
-    tasks = [task.expected.total_s for task in plan.times.tasks]
+    tasks = [task.expected.total_s for task in times_of(plan).tasks]
     (pool,) = plan.pools
     memory = [pool.bytes_in("sampling"), pool.bytes_in("learning")]
     expected = [100 * s / max(tasks) for s in tasks] + [100 * n / 80e9 for n in memory]
@@ -192,7 +198,7 @@ def test_two_plans_side_by_side(tmp_path, capsys):
     page = tmp_path / "page.html"
     assert cli.run("plan", ["plan", "--compare", str(first), str(second), "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    times = pod_plan().times
+    times = times_of(pod_plan())
     rows = {}
     for line in out.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
