@@ -10,7 +10,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.placements import placements_of
 from jaxrl.planner.search.role_options import divisors, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
+from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
@@ -133,7 +133,7 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
         replicas = strategy.num_devices // (p_g * t_g)
         samples = -(-work.prompts * (work.samples + role.greedy) // replicas)
         most = min(samples, work.max_slots, int(max(0, budget - weights) // slot))
-        for slots in slot_counts(most):
+        for slots in range(1, most + 1):
             if resident + weights + slots * slot > budget:
                 continue
             key = (id(generating), model, strategy.num_devices, p_g, t_g, slots, role.greedy)

@@ -6,8 +6,7 @@ import itertools
 import pathlib
 from typing import Any
 
-from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.report.page import environment_of
+from jaxrl.tracking.report.page import write_page
 from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.tracking.sample_rows import read_head
 
@@ -31,8 +30,10 @@ def write_evaluation_page(folder: EvaluationFolder, *, title: str, table: str) -
         problem = (row["source"], row["prompt_id"])
         if problem in problems or len(problems) < _PROBLEMS:
             problems.setdefault(problem, []).append(row)
-    template = environment_of("jaxrl.evaluation").get_template("evaluation_page.html")
-    page = template.render(
+    write_page(
+        folder.page,
+        "evaluation_page.html",
+        package="jaxrl.evaluation",
         title=title,
         table=table,
         settings=folder.settings.read_text(),
@@ -40,5 +41,4 @@ def write_evaluation_page(folder: EvaluationFolder, *, title: str, table: str) -
         folder=str(folder),
         longest=_LONGEST_CHARS,
     )
-    write_atomically(folder.page, page.encode("utf-8", errors="backslashreplace"))
     return folder.page

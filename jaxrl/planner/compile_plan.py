@@ -18,7 +18,7 @@ from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan, PlannedPool, Target, layout_names
+from jaxrl.planner.plan import Plan, Target, planned_pools, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     check_num_devices,
@@ -60,21 +60,24 @@ def compile_plan(
       UserError: settings contradict each other, do not divide, or need more memory than there is.
     """
     roles = roles_on(config, topology, watch=watch)
-    for pool in roles.pools.values():
-        _check_buffers(pool, roles.resident_buffers(pool), topology)
+    buffers = {name: roles.resident_buffers(pool) for name, pool in roles.pools.items()}
+    for name, pool in roles.pools.items():
+        _check_buffers(pool, buffers[name], topology)
     load = load_of(config, lengths, system)
-    pools = tuple(
-        _planned(roles, pool, topology, load, save=save, watch=watch)
-        for pool in roles.pools.values()
-    )
+    programs = {
+        name: _compiled(roles, pool, buffers[name], topology, load, save=save, watch=watch)
+        for name, pool in roles.pools.items()
+    }
+    cluster = Cluster.parse(topology.name)
     plan = Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
-        pools=pools,
+        pools=planned_pools(tuple(roles.pools.values()), cluster, buffers, programs),
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
         target=Target(topology, config.train.dtype),
+        settings=settings_of(roles.config),
     )
-    programs = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
-    times = step_times(roles, Cluster.parse(topology.name), load, programs)
+    seconds = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
+    times = step_times(roles, cluster, load, seconds)
     return dataclasses.replace(plan, times=times)
 
 
@@ -88,7 +91,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     """
     algorithm = algorithm_of(config)
     pools = pools_of(config, algorithm.roles)
-    check_num_devices(pools, topology.name, len(topology.devices))
+    check_num_devices(pools, topology.name, topology.accelerator, len(topology.devices))
     meshes = meshes_on(config, topology.devices)
 
     def compile_and_watch(program: Program, mesh: Mesh, buffers: Sequence[ResidentBuffers]) -> int:
@@ -103,16 +106,16 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     return roles
 
 
-def _planned(
+def _compiled(
     roles: PlannedRoles,
     pool: Pool,
+    buffers: Sequence[ResidentBuffers],
     topology: Topology,
     load: StepLoad,
     *,
     save: pathlib.Path | None,
     watch: Watch,
-) -> PlannedPool:
-    buffers = roles.resident_buffers(pool)
+) -> list[CompiledProgram]:
     compiled = []
     for role, program, mesh in programs_of(roles, load):
         if roles.pool_of(role) == pool:
@@ -120,8 +123,7 @@ def _planned(
             watch(compiled[-1])
             # Frees the traced program, which is large for large models and not needed again.
             jax.clear_caches()
-    names = layout_names(pool)
-    return PlannedPool(pool.name, names, pool.num_devices, tuple(buffers), tuple(compiled))
+    return compiled
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:

@@ -12,16 +12,40 @@ predictions and are marked as such.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from jaxrl.config.config_tree import flatten_config
+from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.mesh.pools import Pool
+from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.mesh.sharding_strategies import HYBRID
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.compiled.roofline import Seconds, seconds_of
+from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.layouts.drawing import in_words, phase_groups
 from jaxrl.planner.measured_run import MeasuredRun
 from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
+from jaxrl.planner.search.mapping import Alternative
 from jaxrl.planner.step_times import StepTimes
+
+# Version of the JSON format; `jaxrl plan --compare` reads files of this version only.
+VERSION = 1
+_SAMPLERS = frozenset({"actor", "rollout", "judge"})
+# Settings that a saved plan keeps: those that change memory or seconds of a step.
+_SECTIONS = (
+    "model.",
+    "mesh.",
+    "placement",
+    "rollout.",
+    "train.",
+    "algorithm.",
+    "optim.",
+    "data.max",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +58,10 @@ class PlannedPool:
       num_devices: number of devices.
       resident_buffers: buffers on each device; in traced plans also the largest temporaries of updates.
       programs: compiled programs of its roles; empty in a traced plan.
+      roles: names of its roles.
+      devices: positions of its devices among those of the cluster; empty if no devices are named, or if the
+        pools do not divide over the hosts.
+      groups: (kind, device groups in words) of each layout; the pool's first device is G1.
     """
 
     name: str
@@ -41,6 +69,9 @@ class PlannedPool:
     num_devices: int
     resident_buffers: tuple[ResidentBuffers, ...]
     programs: tuple[CompiledProgram, ...] = ()
+    roles: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    groups: tuple[tuple[str, str], ...] = ()
 
     def bytes_in(self, phase: str) -> int:
         """Bytes per device while "sampling" or "learning", without temporaries of compiled programs."""
@@ -72,6 +103,9 @@ class Plan:
       target: devices that it was compiled for; None if it was only traced.
       times: predicted seconds of a step; None if no devices are named.
       measured: a run to compare with; None without one.
+      settings: settings that change memory or seconds, by dotted name; "auto" is replaced by what was chosen.
+      alternatives: other mappings that are nearly as fast; None without a search.
+      price_per_hour: price of a device for an hour, in any currency; None if none was given.
     """
 
     title: str
@@ -81,6 +115,26 @@ class Plan:
     target: Target | None = None
     times: StepTimes | None = None
     measured: MeasuredRun | None = None
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] | None = None
+    price_per_hour: float | None = None
+
+    @property
+    def unplaced(self) -> str:
+        """A warning if the pools do not divide over the hosts; "" if they do or no devices are named."""
+        if self.times is None or all(pool.devices for pool in self.pools):
+            return ""
+        return (
+            f"the pools do not divide over the hosts of {self.times.cluster.name}: a run with a process on "
+            "each host refuses them; give each pool an equal part of every host"
+        )
+
+    @property
+    def price(self) -> float | None:
+        """Price of the expected run; None without a price per hour or without seconds."""
+        if self.price_per_hour is None or self.times is None:
+            return None
+        return self.price_per_hour * self.times.chip_hours(self.times.step_s)
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
@@ -111,6 +165,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """All figures, in bytes and seconds."""
         found: dict[str, Any] = {
+            "version": VERSION,
             "title": self.title,
             "fits": self.fits,
             "notes": [list(note) for note in self.notes],
@@ -120,6 +175,10 @@ class Plan:
             found |= self._target_json(self.target)
         if self.times is not None:
             found["predicted"] = self.times.as_json()
+        if self.price_per_hour is not None:
+            found |= {"price_per_hour": self.price_per_hour, "price": self.price}
+        if self.alternatives is not None:
+            found["alternatives"] = [dataclasses.asdict(each) for each in self.alternatives]
         if self.measured is not None:
             found["measured"] = {
                 "run": self.measured.name,
@@ -128,6 +187,7 @@ class Plan:
                 "step_s": self.measured.step_s,
                 "differing_settings": list(self.measured.differing),
             }
+        found["settings"] = dict(self.settings)
         return found | {"pools": [self._pool_json(pool) for pool in self.pools]}
 
     def _target_json(self, target: Target) -> dict[str, Any]:
@@ -144,6 +204,9 @@ class Plan:
             "name": pool.name,
             "layout": pool.layout,
             "devices": pool.num_devices,
+            "positions": list(pool.devices),
+            "roles": list(pool.roles),
+            "groups": [list(each) for each in pool.groups],
             "resident_buffers": [dataclasses.asdict(held) for held in pool.resident_buffers],
             "bytes": {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")},
             "programs": [self._program_json(program) for program in pool.programs],
@@ -166,15 +229,84 @@ class Plan:
         }
 
 
-def layout_names(pool: Pool) -> str:
+class _Position(NamedTuple):
+    """A device of a cluster, as `take_devices` reads it."""
+
+    id: int
+    process_index: int
+
+
+def planned_pools(
+    pools: Sequence[Pool],
+    cluster: Cluster | None,
+    buffers: Mapping[str, Sequence[ResidentBuffers]],
+    programs: Mapping[str, Sequence[CompiledProgram]] | None = None,
+) -> tuple[PlannedPool, ...]:
+    """Describes pools: their devices, the device groups of their layouts, and what they hold.
+
+    Args:
+      pools: pools of the run.
+      cluster: devices of the run; None if none are named.
+      buffers: resident buffers, by name of the pool.
+      programs: compiled programs, by name of the pool; None for a traced plan.
+    """
+    positions = {} if cluster is None else _positions(pools, cluster)
+    return tuple(
+        PlannedPool(
+            pool.name,
+            _layout_names(pool),
+            pool.num_devices,
+            tuple(buffers[pool.name]),
+            tuple(programs[pool.name]) if programs else (),
+            roles=pool.roles,
+            devices=positions.get(pool.name, ()),
+            groups=tuple(_groups(pool)),
+        )
+        for pool in pools
+    )
+
+
+def _positions(pools: Sequence[Pool], cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """Devices of each pool if every host runs a process; empty if the pools do not divide over the hosts."""
+    hosts = [_Position(n, n // cluster.host_devices) for n in range(cluster.num_devices)]
+    try:
+        placed = take_devices(pools, hosts).pools
+    except UserError:
+        # Plan.unplaced says it: such pools run only if one process has all devices.
+        return {}
+    return {each.name: tuple(d.id for d in each.devices) for each in placed}
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """The settings of a config that a plan keeps, as text, by dotted name."""
+    values = flatten_config(config).items()
+    return {name: repr(value) for name, value in values if name.startswith(_SECTIONS)}
+
+
+def _groups(pool: Pool) -> Iterator[tuple[str, str]]:
+    """(layout's roles and kind, groups in words) of the layouts of a pool."""
+    by_layout = _roles_by_layout(pool)
+    for layout, roles in by_layout.items():
+        whose = f"{' and '.join(roles)}, " if len(by_layout) > 1 else ""
+        for kind, found in phase_groups(HYBRID, abstract_mesh(layout)):
+            if kind.startswith("training") or not _SAMPLERS.isdisjoint(roles):
+                yield f"{whose}{kind}", in_words(found)
+
+
+def _layout_names(pool: Pool) -> str:
     """Describes how the roles of a pool are sharded."""
-    by_layout: dict[ParallelLayout, list[str]] = {}
-    for role, layout in pool.layouts.items():
-        by_layout.setdefault(layout, []).append(role)
+    by_layout = _roles_by_layout(pool)
     shown = []
     for layout, roles in by_layout.items():
         whose = f"{' and '.join(roles)} " if len(by_layout) > 1 else ""
-        samples = not {"actor", "rollout", "judge"}.isdisjoint(roles)
+        samples = not _SAMPLERS.isdisjoint(roles)
         generation = f", generation {generate_name(layout)}" if samples else ""
         shown.append(f"{whose}training {train_name(layout)}{generation}")
     return "; ".join(shown)
+
+
+def _roles_by_layout(pool: Pool) -> dict[ParallelLayout, list[str]]:
+    found: dict[ParallelLayout, list[str]] = {}
+    for role, layout in pool.layouts.items():
+        found.setdefault(layout, []).append(role)
+    return found

@@ -4,6 +4,7 @@
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8 --trace             traces, simulates
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
     jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
+    jaxrl plan --compare h100.json v5p.json                                              compares two plans
 
 A traced plan counts the buffers of every role on a device from shapes, and the operations of every program;
 `jaxrl train --dry_run` prints the same. With --topology the seconds of a step are predicted too: simulated,
@@ -36,18 +37,23 @@ from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.mesh.hardware import ACCELERATORS
 from jaxrl.planner import plan_tables
+from jaxrl.planner.compare_plans import compare_plans
 from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
 from jaxrl.planner.measured_run import MeasuredRun, read_measured_run
 from jaxrl.planner.plan import Plan
+from jaxrl.planner.plan_page import write_plan_page
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.simulation.systems import OURS, SYSTEMS
 from jaxrl.planner.step_load import RESPONSE_SHARE, assumed_lengths
 from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.tracking.durable import disk_errors, ensure_writable
 
 _DOES_NOT_FIT = 1
+# Share of the seconds of a step; the page says the same.
+_ALTERNATIVES_WITHIN = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,9 +65,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
         args = parser.parse_args(rest)
+        _check_page(args.html)
+        if args.compare:
+            compare_plans(args.compare, args.html)
+            return 0
+        if not args.config:
+            raise UserError("no recipe is named; add --config RECIPE, or --compare A.json B.json")
         config = command_line.load_config(Config, args.config, overrides)
         # The planner has its own cache of compiled programs, with the figures read from them.
-        with compiled_programs_not_kept():
+        with compiled_programs_not_kept(), disk_errors("."):
             plan = run(args, config)
     except UserError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -71,17 +83,32 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace, config: Config) -> Plan:
     """Makes the plan, prints it, and writes the requested files."""
-    for name in ("topology", "html", "save", "lengths"):
+    for name in ("topology", "save", "lengths"):
         if getattr(args, name) is not None:
             check_path(f"--{name}", getattr(args, name))
+    price = args.price_per_hour
+    if price is not None and not 0 < price < 1e9:
+        raise UserError(
+            f"--price-per-hour {price:g} is no price; give the price of one device for an hour, above 0"
+        )
     plan = _on_topology(args, config) if args.topology else _traced(args, config)
     if args.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
         plan_tables.show(plan)
     if args.html:
-        _write(args.html, plan_tables.as_html(plan))
+        write_plan_page(args.html, plan)
     return plan
+
+
+def _check_page(path: pathlib.Path | None) -> None:
+    """Raises UserError if the page cannot be written, before minutes of compiling."""
+    if path is None:
+        return
+    check_path("--html", path)
+    if path.is_dir():
+        raise UserError(f"--html {path} is a directory; name a file")
+    ensure_writable(path.parent)
 
 
 def _traced(args: argparse.Namespace, config: Config) -> Plan:
@@ -93,6 +120,7 @@ def _traced(args: argparse.Namespace, config: Config) -> Plan:
         "--cut-off": args.cut_off is not None,
         "--lengths": args.lengths,
         "--as": args.system != OURS.name,
+        "--price-per-hour": args.price_per_hour is not None,
     }
     for name, given in unused.items():
         if given:
@@ -108,8 +136,12 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
     system.check_runs_on(cluster)
     lengths = assumed_lengths(config, args.response_tokens, args.cut_off)
     lengths = run.lengths if run else lengths
+    alternatives = None
     if args.search or config.mesh.layout == "auto":
-        found, proposed = propose(config, cluster, lengths=lengths, system=system)
+        found, proposed = propose(
+            config, cluster, lengths=lengths, system=system, within=_ALTERNATIVES_WITHIN
+        )
+        alternatives = found.alternatives
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
@@ -126,7 +158,9 @@ def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
         plan = compile_plan(
             config, topology, lengths=lengths, system=system, save=args.save, watch=_progress
         )
-    return dataclasses.replace(plan, measured=run)
+    return dataclasses.replace(
+        plan, measured=run, price_per_hour=args.price_per_hour, alternatives=alternatives
+    )
 
 
 def _measured(args: argparse.Namespace, config: Config) -> MeasuredRun | None:
@@ -144,15 +178,6 @@ def _progress(program: CompiledProgram) -> None:
     print(f"{program.role} {program.name}: {took}", file=sys.stderr, flush=True)
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(
-            f"--html {path} cannot be written ({error.strerror}); name another file"
-        ) from error
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=pathlib.Path(program).name,
@@ -160,7 +185,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="--config.NAME=VALUE changes a setting, as for training",
     )
-    parser.add_argument("--config", required=True, help="the recipe, with its layout after a colon")
+    parser.add_argument("--config", help="the recipe, with its layout after a colon")
+    parser.add_argument(
+        "--compare",
+        type=pathlib.Path,
+        nargs=2,
+        metavar="PLAN",
+        help="two files that --json printed: shows both side by side, and plans nothing",
+    )
     parser.add_argument(
         "--topology",
         default="",
@@ -190,6 +222,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="the system whose fixed costs a predicted step has, to hold predictions against its paper",
     )
     parser.add_argument(
+        "--price-per-hour",
+        type=float,
+        help="price of one device for an hour, in any currency; prints the price of the run",
+    )
+    parser.add_argument(
         "--trace",
         action="store_true",
         help="compiles nothing: counts memory from shapes, and simulates a step on the topology",
@@ -202,7 +239,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="prints JSON instead of tables, in bytes and seconds"
     )
-    parser.add_argument("--html", type=pathlib.Path, help="writes the tables to a page")
+    parser.add_argument(
+        "--html", type=pathlib.Path, help="writes a page: what is rented, seconds, memory"
+    )
     parser.add_argument(
         "--save", type=pathlib.Path, help="folder that keeps the executables, for the pod"
     )

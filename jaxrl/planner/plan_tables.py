@@ -1,4 +1,4 @@
-"""Formats a plan as one table: for a terminal, as plain text, or as an HTML page.
+"""Formats a plan as tables for a terminal, or as plain text.
 
     role or event       layout                              values   per device
     actor in training   float32, 1-8-16 fsdp 16     32,763,876,352      1.02 GB
@@ -18,8 +18,6 @@ If devices are named, a second table has the seconds of a step, by phase, role a
 
 from __future__ import annotations
 
-import html
-import io
 import sys
 from collections.abc import Iterator
 
@@ -35,6 +33,7 @@ from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool
 from jaxrl.planner.simulation.systems import OURS
 from jaxrl.planner.step_times import StepTimes, TaskTime
+from jaxrl.tracking.readable import number
 
 # Devices that the totals of a traced plan are compared with, by ascending memory.
 _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
@@ -44,7 +43,7 @@ _PLAIN_WIDTH = 200
 # With the columns of programs.
 _WIDE = 240
 # Causes below this share of a phase are not printed.
-_SMALLEST_SHARE = 0.001
+SMALLEST_SHARE = 0.001
 # Settings that the comparison with a run names.
 _MOST_NAMED = 6
 
@@ -76,14 +75,6 @@ def show(plan: Plan, console: Console | None = None) -> None:
         if plan.measured is not None:
             console.print(measured_table(plan.times, plan.measured, plain=plain))
         console.print("\n".join(verdict(plan, plan.times)), markup=False, highlight=False)
-
-
-def as_html(plan: Plan) -> str:
-    """The same table as an HTML page."""
-    console = Console(record=True, width=_WIDE, file=io.StringIO(), force_terminal=True)
-    show(plan, console)
-    page = console.export_html(inline_styles=True)
-    return page.replace("<head>", f"<head>\n<title>{html.escape(plan.title)}</title>", 1)
 
 
 def table(plan: Plan, *, plain: bool = False) -> Table:
@@ -119,11 +110,11 @@ def times_table(times: StepTimes, *, plain: bool = False) -> Table:
         found.add_column(name, justify="right")
     found.add_column("bound by")
     for stage in times.stages:
-        for number, task in enumerate(times.of_stage(stage)):
-            for row in _task_rows(stage if not number else "", task):
+        for i, task in enumerate(times.of_stage(stage)):
+            for row in _task_rows(stage if not i else "", task):
                 found.add_row(*row)
         found.add_section()
-    found.add_row("a step", "", "", _seconds(times.step_s), _seconds(times.at_least_s), "")
+    found.add_row("a step", "", "", seconds_text(times.step_s), seconds_text(times.at_least_s), "")
     return found
 
 
@@ -141,22 +132,23 @@ def measured_table(times: StepTimes, run: MeasuredRun, *, plain: bool = False) -
     rows = [(stage, times.stage_s(stage), run.seconds[stage]) for stage in times.stages]
     for name, expected, measured in (*rows, ("a step", times.step_s, run.step_s)):
         off = f"{expected / measured - 1:+.1%}" if measured else "not measured"
-        found.add_row(name, _seconds(expected), _seconds(measured), off)
+        found.add_row(name, seconds_text(expected), seconds_text(measured), off)
     return found
 
 
 def _task_rows(stage: str, task: TaskTime) -> Iterator[TableRow]:
     costs = task.expected
-    total, least = _seconds(costs.total_s), _seconds(task.at_least_s)
+    total, least = seconds_text(costs.total_s), seconds_text(task.at_least_s)
     yield (stage, task.role, "", total, least, task.bound)
     for cause, seconds in costs.seconds.items():
-        if abs(seconds) >= _SMALLEST_SHARE * costs.total_s:
-            yield ("", "", cause, _seconds(seconds), "", "")
+        if abs(seconds) >= SMALLEST_SHARE * costs.total_s:
+            yield ("", "", cause, seconds_text(seconds), "", "")
     if costs.idle_s:
-        yield ("", "", "idle slots, part of these", _seconds(costs.idle_s), "", "")
+        yield ("", "", "idle slots, part of these", seconds_text(costs.idle_s), "", "")
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """Formats seconds, with three digits below 10."""
     return f"{seconds:,.1f} s" if abs(seconds) >= 10 else f"{seconds:.3g} s"
 
 
@@ -164,10 +156,17 @@ def verdict(plan: Plan, times: StepTimes) -> list[str]:
     """A few lines: whether the run fits, and its predicted time."""
     lines = [] if plan.target is None else [_fits(plan)]
     lines.append(
-        f"predicted: {_seconds(times.step_s)} a step, {times.chip_hours(times.step_s):,.0f} chip-hours for "
-        f"{times.num_steps:,} steps; at the vendor's rates and with no slot idle at least "
-        f"{_seconds(times.at_least_s)} and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
+        f"predicted: {seconds_text(times.step_s)} a step, {times.chip_hours(times.step_s):,.0f} "
+        f"chip-hours for {times.num_steps:,} steps; at the vendor's rates and with no slot idle at least "
+        f"{seconds_text(times.at_least_s)} and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
     )
+    lines.append(f"a step: {times.load.text}")
+    if plan.unplaced:
+        lines.append(plan.unplaced)
+    if plan.price is not None:
+        lines.append(
+            f"price: {number(plan.price)}, at {plan.price_per_hour:g} for a device and hour"
+        )
     if plan.target is not None:
         lines.append(f"compiled in {plan.compiled_s:,.0f} s")
     return lines
@@ -215,13 +214,13 @@ def _sections(plan: Plan) -> Iterator[list[TableRow]]:
 
 
 def _held(held: ResidentBuffers) -> TableRow:
-    return held.name, held.layout, f"{held.num_values:,}", _size(held.bytes_per_device)
+    return held.name, held.layout, f"{held.num_values:,}", size_text(held.bytes_per_device)
 
 
 def _totals(of_pool: str, pool: PlannedPool) -> list[TableRow]:
     totals = {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")}
     return [
-        (f"{of_pool}{phase}, before temporaries", _left(n), "", _size(n))
+        (f"{of_pool}{phase}, before temporaries", _left(n), "", size_text(n))
         for phase, n in totals.items()
     ]
 
@@ -264,7 +263,8 @@ def _name(program: CompiledProgram) -> str:
     return f"{program.role} {program.name}"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Formats bytes, as GB from 0.1 GB on."""
     return f"{nbytes / _GB:,.2f} GB" if nbytes >= _GB / 10 else f"{nbytes / 1e6:,.2f} MB"
 
 

@@ -13,9 +13,11 @@ from typing import Any
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.hardware import Accelerator
 from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.trace import SamplerShapes, sampler_shapes
+from jaxrl.planner.hardware.topologies import shapes_of_at_least
 from jaxrl.planner.memory import (
     ResidentBuffers,
     engine_memory,
@@ -134,13 +136,15 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
     return PlannedRoles(config, algorithm, models, pools, meshes, roles)
 
 
-def check_num_devices(pools: Sequence[Pool], name: str, num_devices: int) -> None:
-    """Raises UserError if pools that take all devices need another number than `name` has."""
+def check_num_devices(
+    pools: Sequence[Pool], name: str, kind: Accelerator, num_devices: int
+) -> None:
+    """Raises UserError if pools that take all devices need another number than topology `name` has."""
     wanted = sum(pool.num_devices for pool in pools)
     if wanted != num_devices and takes_all(pools):
         raise UserError(
-            f"{name} has {num_devices} devices, layout {pools[0].layout.name} needs {wanted} (p*t*d); choose "
-            f"a topology of {wanted} devices, or change mesh.train"
+            f"{name} has {num_devices} devices, layout {pools[0].layout.name} needs {wanted} (p*t*d); change "
+            f"mesh.train, or choose {shapes_of_at_least(kind, wanted)}"
         )
 
 

@@ -103,6 +103,15 @@ class StepLoad:
         """Mean tokens that a sample in flight has in the cache."""
         return self.prompt_tokens + self.work.response_lengths.mean_in_flight
 
+    @property
+    def text(self) -> str:
+        """Describes what a step samples and what it keeps."""
+        batch = f"{self.prompts:,} prompts x {self.samples} answers"
+        if self.lengths.batches != 1:
+            batch = f"{self.lengths.batches:.3g} x {batch}"
+        sampled = self.prompts * self.samples * self.lengths.batches
+        return f"{batch} = {sampled:,.0f} are sampled, {self.kept:,} are kept and trained on"
+
     def microbatches(self, shape: PackedShape) -> int:
         """Number of microbatches that the kept sequences fill in a minibatch, at most M."""
         tokens = self.kept / shape.minibatches * (self.prompt_tokens + self.response_tokens)

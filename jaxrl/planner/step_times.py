@@ -104,6 +104,12 @@ class StepTimes:
             "at_least_chip_hours": self.chip_hours(self.at_least_s),
             "system": self.load.system.name,
             "lengths": self.load.lengths.text,
+            "response_tokens": self.load.response_tokens,
+            "cut_off": self.load.lengths.responses.cut_off,
+            "sampled": self.load.prompts * self.load.samples * self.load.lengths.batches,
+            "kept": self.load.kept,
+            "topology": self.cluster.name,
+            "devices": self.cluster.num_devices,
             "phases": [self._task_json(task) for task in self.tasks],
         }
 

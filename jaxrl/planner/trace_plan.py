@@ -33,7 +33,7 @@ from jaxrl.planner.compiled.roofline import roofline
 from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
-from jaxrl.planner.plan import Plan, PlannedPool, layout_names
+from jaxrl.planner.plan import Plan, planned_pools, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     abstract_meshes,
@@ -83,26 +83,24 @@ def trace_plan(
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
     if cluster is not None:
-        check_num_devices(tuple(roles.pools.values()), cluster.name, cluster.num_devices)
+        check_num_devices(
+            tuple(roles.pools.values()), cluster.name, cluster.accelerator, cluster.num_devices
+        )
     load = load_of(config, lengths, system)
     traced = tuple(_traced(roles, load))
     updates = {each.program.role: each.jaxprs[0] for each in traced if each.is_update}
-    pools = tuple(
-        PlannedPool(
-            pool.name,
-            layout_names(pool),
-            pool.num_devices,
-            (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)),
-        )
-        for pool in roles.pools.values()
-    )
+    buffers = {
+        name: (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates))
+        for name, pool in roles.pools.items()
+    }
     notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen, memory))
     return Plan(
         title=f"{config.name}, {algorithm.dataflow.title}",
-        pools=pools,
+        pools=planned_pools(tuple(roles.pools.values()), cluster, buffers),
         notes=(*notes, *describe_flow(roles), *_operations(traced)),
         left_out=tuple(_left_out(roles)),
         times=None if cluster is None else _times(roles, cluster, load, traced),
+        settings=settings_of(roles.config),
     )
 
 

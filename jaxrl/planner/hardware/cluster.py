@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from jaxrl.mesh.hardware import Accelerator
 from jaxrl.planner.hardware.topologies import check_shape, check_topology, shape_text
+
+_TPU_HOST_CHIPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,16 @@ class Cluster:
     def num_devices(self) -> int:
         """The number of devices."""
         return self.accelerator.num_devices(self.shape)
+
+    @property
+    def host_devices(self) -> int:
+        """The number of devices of a host; TPU hosts have four chips."""
+        kind = self.accelerator
+        if kind.arrangement == "hosts":
+            return self.shape[1]
+        return (
+            min(_TPU_HOST_CHIPS, math.prod(self.shape)) * self.num_devices // math.prod(self.shape)
+        )
 
     @functools.cached_property
     def pool_sizes(self) -> tuple[int, ...]:

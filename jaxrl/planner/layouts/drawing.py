@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import matplotlib
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -49,7 +49,9 @@ def groups(sizes: Mapping[str, int], axes: Iterable[str]) -> list[tuple[int, ...
     return sorted(map(tuple, ids.transpose(*kept, *moved).reshape(-1, size).tolist()))
 
 
-def phase_groups(strategy: ShardingStrategy, mesh: Mesh) -> list[tuple[str, list[tuple[int, ...]]]]:
+def phase_groups(
+    strategy: ShardingStrategy, mesh: Mesh | AbstractMesh
+) -> list[tuple[str, list[tuple[int, ...]]]]:
     """(phase and kind, groups) of both phases, without groups of one device."""
     sizes = dict(mesh.shape)
     split_by_model = strategy is not GATHER_ALL

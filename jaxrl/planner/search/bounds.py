@@ -24,13 +24,15 @@ class Bounds:
       best_s: seconds of the fastest known mapping. It only decreases, so excluded choices stay excluded.
     """
 
-    def __init__(self, sizes: Sequence[int], alone_s: Sequence[float]):
+    def __init__(self, sizes: Sequence[int], alone_s: Sequence[float], *, within: float = 0.0):
         """Nothing is known yet.
 
         Args:
           sizes: possible numbers of devices of a pool, ascending; the last is the whole cluster.
           alone_s: seconds of the fastest generation of an actor alone, by size; infinite if it does not fit.
+          within: keeps mappings that are slower than the best by this share.
         """
+        self._slack = _SLACK * (1 + within)
         self.best_s = math.inf
         self._sizes = np.array(sizes)
         self._generation_s = np.minimum.accumulate(alone_s)
@@ -41,8 +43,8 @@ class Bounds:
 
     @property
     def below_s(self) -> float:
-        """Upper bound: the best mapping takes fewer seconds per step than this."""
-        return self.best_s * _SLACK
+        """Upper bound: the best mapping, and all within the share, take fewer seconds per step than this."""
+        return self.best_s * self._slack
 
     @property
     def most_passes_s(self) -> float:

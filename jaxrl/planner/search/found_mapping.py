@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from jaxrl.planner.search.mapping import ColocatedSet, Mapping, PlacementResult
+import numpy as np
+
+from jaxrl.planner.search.mapping import Alternative, ColocatedSet, Mapping, PlacementResult
 from jaxrl.planner.search.mapping_problem import MappingProblem
-from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
+from jaxrl.planner.search.placements import placement_name
+from jaxrl.planner.search.pool_fronts import PoolChoice, PoolFront, PoolSolver
 from jaxrl.planner.simulation.step_simulator import RoleMapping
 
 
@@ -54,3 +58,56 @@ def mapping_of(
         budget_bytes=problem.budget_bytes,
         common_rows=problem.workload.microbatch_rows,
     )
+
+
+def alternatives_of(
+    mapping: Mapping,
+    pools: Sequence[ChosenPool],
+    fronts: Sequence[PoolFront],
+    *,
+    within: float,
+) -> tuple[Alternative, ...]:
+    """Mappings that are slower by at most a share: other placements, and other layouts of one pool.
+
+    Of another placement only the best mapping is listed, and of a pool the layouts that no other layout beats
+    in every stage.
+
+    Args:
+      mapping: the fastest mapping.
+      pools: its pools.
+      fronts: front of each pool.
+      within: the share.
+    """
+    own = np.array([_stage_seconds(mapping, pool.names) for pool in pools])
+    found = [
+        (f"{placement_name(each.placement)} on {' + '.join(map(str, each.devices))}", each.seconds)
+        for each in mapping.placements
+        if set(each.placement) != {pool.names for pool in pools} and each.seconds is not None
+    ]
+    for i, (pool, front) in enumerate(zip(pools, fronts, strict=True)):
+        others = np.delete(own, i, axis=0).max(axis=0, initial=0.0)
+        seconds = np.maximum(front.seconds, others).sum(axis=1).tolist()
+        found += [
+            (_layouts_text(choice), s)
+            for choice, s in zip(front.choices, seconds, strict=True)
+            if choice != pool.choice
+        ]
+    best = mapping.seconds
+    slower = [Alternative(name, s / best - 1) for name, s in found if s <= best * (1 + within)]
+    return tuple(sorted(slower, key=lambda each: each.slower))
+
+
+def _stage_seconds(mapping: Mapping, names: Sequence[str]) -> list[float]:
+    """Seconds of a pool's roles in each stage."""
+    return [
+        sum(task.costs.total_s for task in stage.tasks if task.role in names)
+        for stage in mapping.breakdown
+    ]
+
+
+def _layouts_text(choice: PoolChoice) -> str:
+    """The strategies of a pool's roles in a few words."""
+    roles = ", ".join(f"{name} {strategy.name}" for name, strategy in choice.strategies.items())
+    if (g := choice.generation) is None:
+        return roles
+    return f"{roles}; p_g {g.p_g}, t_g {g.t_g}, {g.slots} slots a replica"

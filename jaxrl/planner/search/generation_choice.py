@@ -49,6 +49,7 @@ class GenerationChoice:
         self._budget = budget
         self._greedy = greedy
         self._times: dict[tuple[int, int, int], SlotTimes] = {}
+        self._exact: dict[tuple[int, int, int, int], float] = {}
         self._resharding: dict[tuple[int, int, int], np.ndarray] = {}
 
     def best(self, options: RoleOptions, devices: int, free: np.ndarray) -> BestGeneration:
@@ -78,10 +79,29 @@ class GenerationChoice:
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
         fitting = simulator.fitting_slots(model, p_g, t_g, free)
-        place = np.searchsorted(times.room, fitting, side="right") - 1
-        resharding = self._resharding_of(options, devices, p_g, t_g)[:, None]
-        seconds = np.where(place >= 0, times.seconds[place] + resharding, np.inf)
-        return seconds, times.slots[place]
+        # More slots than the samples of a replica are never used.
+        usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
+        numbers, place = np.unique(usable, return_inverse=True)
+        best = [self._best_within(times, devices, p_g, t_g, n) for n in numbers.tolist()]
+        # No numbers if there is no combination of other roles.
+        pairs = np.array(best).reshape(-1, 2)[place].reshape(*free.shape, 2)
+        best_s, slots = pairs[..., 0], pairs[..., 1].astype(np.int64)
+        return best_s + self._resharding_of(options, devices, p_g, t_g)[:, None], slots
+
+    def _best_within(
+        self, times: SlotTimes, devices: int, p_g: int, t_g: int, most: int
+    ) -> tuple[float, int]:
+        """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
+        if most < 1:
+            return np.inf, 0
+        place = np.searchsorted(times.room, most, side="right") - 1
+        known = float(times.seconds[place]), int(times.slots[place])
+        if times.room[place] == most:
+            return known
+        key = (devices, p_g, t_g, most)
+        if key not in self._exact:
+            self._exact[key] = self._simulator.seconds_of(self._model, *key, greedy=self._greedy)
+        return min(known, (self._exact[key], most))
 
     def _times_of(self, devices: int, p_g: int, t_g: int) -> SlotTimes:
         key = (devices, p_g, t_g)

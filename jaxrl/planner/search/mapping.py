@@ -46,6 +46,19 @@ class PlacementResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A mapping that is nearly as fast as the fastest.
+
+    Attributes:
+      name: description of its pools, or of its layouts.
+      slower: its seconds of a step over those of the fastest, minus 1.
+    """
+
+    name: str
+    slower: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Mapping:
     """The fastest mapping of a dataflow, by simulation: all its numbers are predictions.
 
@@ -57,6 +70,7 @@ class Mapping:
       breakdown: costs of each stage.
       placements: all searched placements, fastest first.
       budget_bytes: bytes per device that no pool exceeds.
+      alternatives: mappings that are nearly as fast, fastest first; empty if the search did not keep them.
       common_rows: rows of a microbatch that all roles were simulated with; 0 if each role had its own number.
     """
 
@@ -68,6 +82,7 @@ class Mapping:
     breakdown: tuple[StageBreakdown, ...]
     placements: tuple[PlacementResult, ...]
     budget_bytes: float
+    alternatives: tuple[Alternative, ...] = ()
     common_rows: int = 0
 
     @property

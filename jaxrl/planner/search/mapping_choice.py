@@ -33,7 +33,12 @@ from jaxrl.trainer.roles import check_role_batches
 
 
 def search_for(
-    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None, system: System = OURS
+    config: Config,
+    cluster: Cluster,
+    *,
+    lengths: StepLengths | None = None,
+    system: System = OURS,
+    within: float = 0.0,
 ) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
@@ -42,6 +47,7 @@ def search_for(
       cluster: cluster to run on.
       lengths: lengths of texts; None assumes them.
       system: the system whose fixed costs a step has.
+      within: finds alternatives that are slower by at most this share.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -66,11 +72,17 @@ def search_for(
         cluster,
         assumptions=assumptions_of(config, cluster.accelerator, system),
         tasks=tasks_of_run(algorithm_of(config), config),
+        within=within,
     )
 
 
 def propose(
-    config: Config, cluster: Cluster, *, lengths: StepLengths | None = None, system: System = OURS
+    config: Config,
+    cluster: Cluster,
+    *,
+    lengths: StepLengths | None = None,
+    system: System = OURS,
+    within: float = 0.0,
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
@@ -79,7 +91,7 @@ def propose(
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
-    found = search_for(config, cluster, lengths=lengths, system=system)
+    found = search_for(config, cluster, lengths=lengths, system=system, within=within)
     proposed = with_mapping(config, found)
     try:
         meshes = abstract_meshes(proposed)

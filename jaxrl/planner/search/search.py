@@ -31,7 +31,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.bounds import Bounds
-from jaxrl.planner.search.found_mapping import ChosenPool, mapping_of
+from jaxrl.planner.search.found_mapping import ChosenPool, alternatives_of, mapping_of
 from jaxrl.planner.search.mapping import Mapping, PlacementResult
 from jaxrl.planner.search.mapping_problem import MappingProblem, SearchLimits
 from jaxrl.planner.search.pareto import pareto_front
@@ -55,6 +55,7 @@ def search_mapping(
     tasks: Sequence[RoleTasks] | None = None,
     placements: Sequence[Sequence[Sequence[str]]] | None = None,
     every_placement: bool = False,
+    within: float = 0.0,
 ) -> Mapping:
     """Finds the fastest mapping of a dataflow's roles to a cluster, by simulation (HybridFlow Algorithm 1).
 
@@ -69,6 +70,7 @@ def search_mapping(
       placements: placements to choose from; None means all.
       every_placement: whether to find the best mapping of every placement, even if a bound shows it is
         slower.
+      within: finds alternatives that are slower by at most this share.
 
     Raises:
       UserError: a name, a placement or a topology is wrong, or the models do not fit; then the message has
@@ -87,7 +89,7 @@ def search_mapping(
     chosen = list(placements_of(names))
     if placements is not None:
         chosen = [checked_placement(placement, names) for placement in placements]
-    found = fastest_mapping(problem, chosen, every_placement=every_placement)
+    found = fastest_mapping(problem, chosen, every_placement=every_placement, within=within)
     if found is None:
         raise UserError(_does_not_fit(problem, chosen))
     return found
@@ -101,6 +103,7 @@ def search_mapping_of_common_rows(
     *,
     assumptions: Assumptions,
     tasks: Sequence[RoleTasks] | None = None,
+    within: float = 0.0,
 ) -> Mapping:
     """The result of `search_mapping` with the same number of microbatch rows for all roles.
 
@@ -111,7 +114,7 @@ def search_mapping_of_common_rows(
       UserError: as `search_mapping`; or the models fit only with different numbers of rows.
     """
     found = search_mapping(
-        dataflow, models, workload, cluster, assumptions=assumptions, tasks=tasks
+        dataflow, models, workload, cluster, assumptions=assumptions, tasks=tasks, within=within
     )
     if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
         return found
@@ -123,7 +126,9 @@ def search_mapping_of_common_rows(
     mappings = []
     for rows in divisors(found.microbatch_rows):
         work = dataclasses.replace(workload, microbatch_rows=rows)
-        with_rows = fastest_mapping(dataclasses.replace(problem, workload=work), placements)
+        with_rows = fastest_mapping(
+            dataclasses.replace(problem, workload=work), placements, within=within
+        )
         if with_rows is not None:
             mappings.append(with_rows)
     if not mappings:
@@ -136,7 +141,11 @@ def search_mapping_of_common_rows(
 
 
 def fastest_mapping(
-    problem: MappingProblem, placements: Sequence[Placement], *, every_placement: bool = False
+    problem: MappingProblem,
+    placements: Sequence[Placement],
+    *,
+    every_placement: bool = False,
+    within: float = 0.0,
 ) -> Mapping | None:
     """The fastest mapping among some placements; None if the models fit in none of them.
 
@@ -145,8 +154,9 @@ def fastest_mapping(
       placements: possible partitions of the roles into pools.
       every_placement: whether to find the best mapping of every placement, even if a bound shows it is
         slower.
+      within: finds alternatives that are slower by at most this share.
     """
-    search = _Search(problem)
+    search = _Search(problem, within)
     together = tuple(role.name for role in problem.roles)
     if not every_placement and (together,) in placements:
         search.look_below_all_together(together)
@@ -162,7 +172,15 @@ def fastest_mapping(
     if best is None:
         return None
     results.sort(key=lambda r: math.inf if r.seconds is None else r.seconds)
-    return mapping_of(problem, search.solver, best.pools, tuple(results))
+    mapping = mapping_of(problem, search.solver, best.pools, tuple(results))
+    if not within:
+        return mapping
+    fronts = [
+        search.solver.front(pool.names, pool.devices, most_passes_s=search.bounds.most_passes_s)
+        for pool in best.pools
+    ]
+    others = alternatives_of(mapping, best.pools, fronts, within=within)
+    return dataclasses.replace(mapping, alternatives=others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +208,16 @@ class _Search:
         excluded. Bounds only decrease, so these points stay useless.
     """
 
-    def __init__(self, problem: MappingProblem):
+    def __init__(self, problem: MappingProblem, within: float):
         """Simulates the actor alone, to get a lower bound for every generation."""
         self._cluster = problem.cluster
         self._actor = problem.actor.name
         self.solver = PoolSolver(problem)
         sizes = problem.cluster.pool_sizes
         alone = (self.solver.front([self._actor], n).seconds[:, 0] for n in sizes)
-        self.bounds = Bounds(sizes, [seconds.min(initial=np.inf) for seconds in alone])
+        self.bounds = Bounds(
+            sizes, [seconds.min(initial=np.inf) for seconds in alone], within=within
+        )
         self._pool_points: dict[tuple[str, ...], _PoolPoints] = {}
         self._merged: dict[Placement, SideBySide] = {(): SideBySide.of_no_pools()}
 

@@ -51,9 +51,13 @@ class SlotTimes(NamedTuple):
     seconds: np.ndarray
 
 
+# Up to here every number of slots is tried: there a single slot more or less matters.
+_EVERY_NUMBER = 64
+
+
 def slot_counts(most: int) -> tuple[int, ...]:
-    """Numbers of slots to try, ascending, up to `most`: eight per doubling, and `most` itself."""
-    found, octave = {most} - {0}, 1
+    """Numbers of slots to try, ascending: all up to 64, then eight per doubling, and `most` itself."""
+    found, octave = {most, *range(1, min(most, _EVERY_NUMBER) + 1)} - {0}, _EVERY_NUMBER
     while octave <= most:
         found |= {n for n in (octave * k // 8 for k in range(8, 16)) if n <= most}
         octave *= 2
@@ -147,16 +151,26 @@ class GenerationSimulator:
         samples = self._samples_per_replica(devices, p_g, t_g, greedy)
         fitting = int(self.fitting_slots(model, p_g, t_g, np.array(budget)))
         slots = slot_counts(min(samples, self.workload.max_slots, fitting))
-        prefill = self._prefill_s(model, devices, p_g)
-        traces = (self._trace(devices, p_g, t_g, n, greedy) for n in slots)
-        replicas = devices // (p_g * t_g)
-        found = [
-            sum(self._decoding_s(model, p_g, t_g, trace, replicas).values()) for trace in traces
-        ]
+        found = [self.seconds_of(model, devices, p_g, t_g, n, greedy=greedy) for n in slots]
         room, seconds = np.array(slots), np.minimum.accumulate(found)
         # The first of the fastest: fewer slots for the same seconds.
         best = room[np.searchsorted(-seconds, -seconds)]
-        return SlotTimes(room, best, prefill + seconds)
+        return SlotTimes(room, best, seconds)
+
+    def seconds_of(
+        self,
+        model: ModelConfig,
+        devices: int,
+        p_g: int,
+        t_g: int,
+        slots: int,
+        *,
+        greedy: bool = False,
+    ) -> float:
+        """Seconds without resharding, with exactly this many slots per replica."""
+        trace = self._trace(devices, p_g, t_g, slots, greedy)
+        decoding = self._decoding_s(model, p_g, t_g, trace, devices // (p_g * t_g))
+        return self._prefill_s(model, devices, p_g) + sum(decoding.values())
 
     def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
         """Bytes per device of the weights in the types of generation, in p_g stages and t_g tensor shards."""

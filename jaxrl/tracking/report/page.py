@@ -75,7 +75,7 @@ def write_report(
       samples: responses to show side by side.
       config_text: all settings of the run.
     """
-    _write(
+    write_page(
         path,
         "page.html",
         title=title,
@@ -118,7 +118,7 @@ def write_comparison(
         plots = compared_plots(rows)
         main, others = _drawn(plots.main, name), _drawn(plots.others, name)
         sections.append((name, main, others, plots.constant))
-    _write(
+    write_page(
         path,
         "comparison.html",
         title=title,
@@ -131,8 +131,15 @@ def write_comparison(
     )
 
 
-def _write(path: str | os.PathLike[str], template: str, **values: Any) -> None:
-    page = environment_of("jaxrl.tracking.report").get_template(template).render(**values)
+def write_page(
+    path: str | os.PathLike[str],
+    template: str,
+    *,
+    package: str = "jaxrl.tracking.report",
+    **values: Any,
+) -> None:
+    """Renders a template of a package with these values, and writes the page to `path` atomically."""
+    page = environment_of(package).get_template(template).render(**values)
     write_atomically(path, page.encode("utf-8", errors="backslashreplace"))
 
 
