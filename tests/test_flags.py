@@ -29,7 +29,10 @@ def test_every_setting_has_a_help_text(root):
     assert [name for name in leaf_names(root) if not texts[name]] == []
 
 
-def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
+@pytest.mark.parametrize(
+    "exclusive", [{"deterministic": True, "speculate": 0}, {"deterministic": False, "speculate": 2}]
+)
+def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server(exclusive):
     given = {
         "slots": 3,
         "prefill_prompts": 1,
@@ -41,7 +44,7 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server():
         "decode_attention": "xla",
         "cache": "paged",
         "cache_tokens": 4096,
-        "deterministic": True,
+        **exclusive,
     }
     assert set(given) == set(leaf_names(EngineSettings))
     values = (

@@ -29,9 +29,11 @@ class _NoTokenizer:
 
     stop_ids = (0,)
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode_batch(self, sequences: Sequence[np.ndarray]) -> list[str]:
         """Never called, because a plan decodes nothing."""
-        raise AssertionError(f"{len(ids)} tokens of a role that was built for its shapes alone")
+        raise AssertionError(
+            f"{len(sequences)} texts of a role that was built for its shapes alone"
+        )
 
 
 SHAPES_ONLY: Any = _NoTokenizer()
