@@ -63,7 +63,7 @@ def test_a_plan_has_the_roles_of_the_run():
 def test_text_that_is_asked_of_shapes_is_a_fault_of_ours():
     models = role_models(config_of("grpo_tiny"), ("actor",))
     with pytest.raises(AssertionError, match="built for its shapes alone"):
-        models.tokenizer.decode([1, 2])
+        models.tokenizer.decode_batch([[1, 2]])
 
 
 def test_a_stage_is_built_whole(tmp_path):
