@@ -108,11 +108,12 @@ class EngineReplay:
     def __init__(
         self, engine: ReplayedEngine, prompt_tokens: np.ndarray, response_tokens: np.ndarray
     ):
-        """Args.
+        """Draws no prompts yet.
 
-        engine: sizes of the engine.
-        prompt_tokens: int [N], length of each prompt.
-        response_tokens: int [N, G], length of each response.
+        Args:
+          engine: sizes of the engine.
+          prompt_tokens: int [N], length of each prompt.
+          response_tokens: int [N, G], length of each response.
         """
         self._engine = engine
         self._prompts_N = np.asarray(prompt_tokens, np.int64)
