@@ -30,12 +30,15 @@ class DecodeProgress(NamedTuple):
 
     Attributes:
       i: int32 scalar, number of tokens decoded so far in every slot that is still active.
-      recent: keys and values of these tokens, in a buffer of the `CacheKind`.
+      recent: keys and values of these tokens but the newest, in a buffer of the `CacheKind`.
+      newest: keys and values of the newest of these tokens. They are written one iteration later, before the
+        buffer is read: XLA on CPU copies a buffer that is written after it was read.
       token, active, decoded: as in `DecodeState`.
     """
 
     i: jax.Array
     recent: Cache
+    newest: Cache
     token: jax.Array
     active: jax.Array
     decoded: DecodedTokens
@@ -82,11 +85,13 @@ class GenerateProgram:
 
     def _start(self, state: DecodeState) -> DecodeProgress:
         """The progress at the start of a dispatch: no tokens yet."""
+        buffers = (
+            self.slots.layout.place_buffer(self.slots.cache.buffer(state.num_slots, tokens))
+            for tokens in (self.slots.tokens_per_dispatch, 1)
+        )
         return DecodeProgress(
             jnp.int32(0),
-            self.slots.layout.place_buffer(
-                self.slots.cache.buffer(state.num_slots, self.slots.tokens_per_dispatch)
-            ),
+            *buffers,
             state.context.token,
             state.active,
             jax.tree.map(jnp.zeros_like, state.decoded),
@@ -97,7 +102,7 @@ class GenerateProgram:
         start, decoded = state.context, progress.decoded
         # This dispatch ran the newest token of the last one first, and did not run its own newest token.
         fed_nW = jnp.concatenate([start.token[:, None], decoded.token[:, :-1]], axis=1)
-        context = self.slots.append(start, progress.recent, fed_nW, state.active)
+        context = self.slots.append(start, self._recent(progress), fed_nW, state.active)
         return state.replace(
             context=dataclasses.replace(
                 context, length=start.length + decoded.count, token=progress.token
@@ -107,12 +112,17 @@ class GenerateProgram:
             decoded=decoded,
         )
 
+    def _recent(self, progress: DecodeProgress) -> Cache:
+        """Keys and values of all tokens decoded so far; before the first, index 0 is overwritten later."""
+        return self.slots.cache.put(progress.recent, progress.newest, progress.i - 1)
+
     def _decode(
         self, model: Decoder, past: DecodeStep, state: DecodeState, progress: DecodeProgress
     ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
         i, active, decoded = progress.i, progress.active, progress.decoded
-        hidden_n1D, new = past(progress.recent, i, active).run(
+        recent = self._recent(progress)
+        hidden_n1D, new = past(recent, i, active).run(
             model,
             progress.token[:, None],
             (state.context.length + i)[:, None],
@@ -139,7 +149,8 @@ class GenerateProgram:
 
         return DecodeProgress(
             i + 1,
-            self.slots.cache.put(progress.recent, new, i),
+            recent,
+            new,
             jnp.where(active, token_n, progress.token),
             active & ~stopped_n,
             DecodedTokens(
