@@ -6,11 +6,11 @@ import dataclasses
 
 from jaxrl.errors import UserError
 from jaxrl.models.cache.interface import CacheKind
-from jaxrl.rollout.buckets import bucket_sizes
+from jaxrl.rollout.buckets import bucket_sizes, coarse_bucket_sizes
 from jaxrl.rollout.settings import EngineConfig
 
 # Compiling a program for a smaller size does not pay off.
-_SHORTEST_CACHE, _SHORTEST_PROMPT = 64, 64
+_SHORTEST_CACHE, _SHORTEST_PROMPT = 128, 64
 # Tokens of a page. On CPU pages are gathered; small ones waste less.
 _PAGE_ON_CPU = 16
 # On accelerators the smallest of these whose table fits. Kernels read blocks of 64 (GPU) or 512 tokens (TPU).
@@ -65,7 +65,7 @@ def slot_sizes(config: EngineConfig, shards: int, *, fixed: bool) -> tuple[int, 
     """The numbers of slots, on all shards, that programs are compiled for; one if they are fixed."""
     slots = max(1, config.slots // shards)
     fewest = slots if fixed else max(1, config.fewest_slots // shards)
-    return tuple(n * shards for n in bucket_sizes(slots, fewest))
+    return tuple(n * shards for n in coarse_bucket_sizes(slots, fewest))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxrl.quantized import EightBits
 # Values that "auto" resolves to.
 _UNROLLED_LAYERS = 8
 _SHORT_RESPONSE = 64
-_SMALLEST_BUCKET = 32
+_SMALLEST_BUCKET = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class EngineConfig(EngineSettings):
       attention: attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
       smallest_bucket: smallest number of slots that a decode program is compiled for. A larger value compiles
         fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if responses
-        have at most 64 tokens, else 32.
+        have at most 64 tokens, else 16.
       unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
         and each layer has separate arrays. That is faster on CPU, where a scan copies weights and cache.
         "auto" is all layers for models of up to 8 layers on CPU, else 1.

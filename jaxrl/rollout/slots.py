@@ -31,6 +31,8 @@ from jaxrl.rollout.speculation import Rows
 
 # Number of settings, and of scalars, cached on the devices. Most requests differ only in prompts and seeds.
 _KEPT_SETTINGS = 64
+# Number of dispatches that fit into the cache when slots become fewer, besides the next one.
+_DISPATCHES_AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +239,8 @@ class Slots:
 
     def _resize(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
         engine = self.engine
-        capacity = round_up(engine.cache_sizes, longest + engine.config.tokens_per_dispatch)
+        need = longest + engine.config.tokens_per_dispatch
+        capacity = round_up(engine.cache_sizes, need)
         state = self._state
         if state is None:
             with self._lock:
@@ -248,6 +251,10 @@ class Slots:
             return
         if moves is None:
             moves = list(range(state.num_slots // engine.shards)) * engine.shards
+        elif num_slots < state.num_slots:
+            # Room for some more dispatches, so that fewer slots seldom meet two capacities, each a program.
+            ahead = need + _DISPATCHES_AHEAD * engine.config.tokens_per_dispatch
+            capacity = round_up(engine.cache_sizes, min(ahead, engine.cache_sizes[-1]))
         self._state = None
         with self._lock:
             (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))

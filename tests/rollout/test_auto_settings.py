@@ -31,7 +31,7 @@ def test_decoding_has_no_scan_over_few_layers_on_cpu(unroll, num_layers, platfor
     ("settings", "fewest"),
     [
         ({"max_response_tokens": 64}, 256),
-        ({"max_response_tokens": 65}, 32),
+        ({"max_response_tokens": 65}, 16),
         ({"max_response_tokens": 64, "smallest_bucket": 8}, 8),
     ],
 )

@@ -125,6 +125,21 @@ def test_slots_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
     assert_same_samples(run(engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)), whole)
 
 
+def test_few_programs_decode_ragged_responses():
+    """Slots become fewer and sequences longer together, so few pairs of both occur."""
+    model = dataclasses.replace(MODEL, vocab_size=512, num_tokens=512, num_layers=1)
+    graph, shapes, _ = decoder_graph(model)
+    # Logits of 0: every token is a stop with probability 10 / 512.
+    stops = dict(stop_ids=tuple(range(10)), max_response_tokens=192, tokens_per_dispatch=16)
+    sizes = dict(slots=128, smallest_bucket="auto", max_prompt_tokens=64)
+    engine = Engine(model, graph, engine_of().mesh, dataclasses.replace(BASE, **stops, **sizes))
+    backend = OfflineBackend(engine, functools.partial(map, spell))
+    backend.load(jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes))
+    out = backend.generate(make_prompts((64,) * 4), OPTIONS.replace(num_samples=32))
+    assert out.lengths_B.min() < 10 and out.lengths_B.max() > 150
+    assert engine.generate._cache_size() <= 4 < len(engine.slot_sizes) * len(engine.cache_sizes)
+
+
 def test_sizes_follow_what_is_needed(monkeypatch):
     """Programs for the slots and lengths that occur, not for the limits; each compiled once."""
     engine = engine_of(max_response_tokens=400, tokens_per_dispatch=8)
@@ -140,7 +155,7 @@ def test_sizes_follow_what_is_needed(monkeypatch):
     for _ in range(2):
         backend_of(engine).resume(make_prompts((4, 5)), options)
         assert engine.generate._cache_size() == 1
-    assert sizes == [(8, 64)] * 2
+    assert sizes == [(8, 128)] * 2
 
 
 def test_a_generation_leaves_nothing_on_the_devices():

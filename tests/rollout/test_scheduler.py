@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.rollout.buckets import bucket_sizes, next_below, round_up
+from jaxrl.rollout.buckets import bucket_sizes, coarse_bucket_sizes, next_below, round_up
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 
 
@@ -201,10 +201,13 @@ def test_no_request_is_finished_at_once():
 
 @given(st.integers(1, 5000), st.integers(1, 300))
 def test_sizes_are_few_and_close(largest, smallest):
-    sizes = bucket_sizes(largest, smallest)
-    assert sizes[-1] == largest
+    octaves = np.log2(max(1, largest / smallest))
+    sizes, coarse = bucket_sizes(largest, smallest), coarse_bucket_sizes(largest, smallest)
+    assert sizes[-1] == coarse[-1] == largest
     assert all(a < b <= 2 * a for a, b in itertools.pairwise(sizes))
-    assert len(sizes) <= 2 * np.log2(max(1, largest / smallest)) + 3
+    assert all(a < b <= 3 * a for a, b in itertools.pairwise(coarse))
+    assert len(sizes) <= 2 * octaves + 3 and len(coarse) <= octaves + 2
+    assert set(coarse) <= set(sizes)
     for need in range(1, largest + 1, 7):
         size = round_up(sizes, need)
         assert need <= size and next_below(sizes, size) < need
@@ -214,3 +217,6 @@ def test_sizes_by_hand():
     assert bucket_sizes(20, 8) == (8, 12, 20)
     assert bucket_sizes(64, 16) == (16, 24, 32, 48, 64)
     assert bucket_sizes(5, 8) == (5,)
+    assert coarse_bucket_sizes(128, 16) == (16, 32, 64, 128)
+    assert coarse_bucket_sizes(40, 3) == (4, 8, 16, 40)
+    assert coarse_bucket_sizes(5, 8) == (5,)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.rollout.buckets import bucket_sizes
+from jaxrl.rollout.buckets import coarse_bucket_sizes
 
 FEWEST_SLOTS = 8
 """Smallest number of slots of a replica that the engine has a program for, unless their number is fixed."""
@@ -222,5 +222,5 @@ def _running_sum(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _round_up(running: np.ndarray, slots: int, fewest: int) -> np.ndarray:
-    sizes = np.array(bucket_sizes(slots, min(slots, fewest)))
+    sizes = np.array(coarse_bucket_sizes(slots, min(slots, fewest)))
     return sizes[np.searchsorted(sizes, np.minimum(running, slots))]

@@ -37,7 +37,7 @@ from jaxrl.planner.simulation.workload import (
 )
 from jaxrl.quantized import StoredType
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
-from jaxrl.rollout.buckets import bucket_sizes
+from jaxrl.rollout.buckets import coarse_bucket_sizes
 
 # Every rate is reached, nothing hides, nothing has a latency: numbers that can be computed on paper.
 PLAIN = Assumptions(
@@ -429,7 +429,7 @@ def test_slot_counts_end_with_the_most():
 
 def replayed_trace(lengths, *, replicas, slots, W, prompt_tokens=64, G=1) -> DecodeTrace:
     """The trace of the engine's scheduler, with prefills of 32 prompts."""
-    sizes = tuple(n * replicas for n in bucket_sizes(slots, min(slots, 8)))
+    sizes = tuple(n * replicas for n in coarse_bucket_sizes(slots, min(slots, 8)))
     engine = ReplayedEngine(sizes, 32, replicas, W, max(lengths))
     responses = np.reshape(lengths, (-1, G))
     return (
