@@ -504,7 +504,7 @@ def test_slots_that_stay_full_take_less_time_and_prefill_again():
     once, again = (
         generator(assume, work).generation(MODEL, *chosen, replay=True) for work in (drained, full)
     )
-    assert again.total_s < 0.8 * once.total_s
+    assert again.total_s < 0.85 * once.total_s
     assert again.idle_s < 0.2 * again.total_s < once.idle_s
     assert again.seconds["prefill"] > once.seconds["prefill"]
     quick = generator(assume, full).generation(MODEL, *chosen)
