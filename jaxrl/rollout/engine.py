@@ -53,6 +53,7 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.interface import Attention, cache_bytes
+from jaxrl.models.cache.per_layer_cache import split_layers
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import experts_for
@@ -134,6 +135,12 @@ class Engine:
         prefill = PrefillPrograms(graph, compute, attend, slots)
         decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
         speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, config.speculate)
+        self._splits_layers = (
+            platform_of(self.mesh) == "cpu"
+            and compute.unroll >= self.model.num_layers
+            and shards_of("layers", GENERATE_RULES, self.mesh) == 1
+        )
+        self._split = jax.jit(split_layers)
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1))
         # XLA may leave out roundings to bfloat16 inside a fusion, and which ones depends on the mesh.
         exact = {"xla_allow_excess_precision": False} if config.deterministic else {}
@@ -147,6 +154,16 @@ class Engine:
         self.reuse = jax.jit(slots.reuse)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
+
+    def for_decoding(self, params: Params) -> Params:
+        """The weights as `generate` and `speculate` read them fastest.
+
+        On CPU these are copies of single layers, if decoding has no scan over layers. With stacked weights,
+        which the programs take too, each dispatch makes these copies.
+        """
+        if not self._splits_layers:
+            return params
+        return params | {"layers": self._split({"layers": params["layers"]})["layers"]}
 
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.cache.interface import Cache, DecodeStep
+from jaxrl.models.cache.per_layer_cache import stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.logprobs import log_softmax_entropy
@@ -65,11 +66,11 @@ class GenerateProgram:
         """Decodes up to W tokens in every active slot; stops early at `least_active` active slots.
 
         Args:
-          params: weights in the generation layout.
+          params: weights in the generation layout, stacked or as of `Engine.for_decoding`.
           state: state of the slots; consumed. Its capacity exceeds the longest active sequence by W or more.
           least_active: int32 scalar, number of active slots at which to stop; 0 decodes while any is active.
         """
-        model: Decoder = nnx.merge(self.graph, params)
+        model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         past = self.slots.cache.decoding(model, state.context.cache, state.context.length)
 
         def unfinished(progress: DecodeProgress):

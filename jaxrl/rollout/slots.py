@@ -213,6 +213,7 @@ class Slots:
         """Drops all slots and frees their memory."""
         self._state: DecodeState | None = None
         self._rounds: jax.Array | None = None
+        self._for_decoding: Params | None = None
         self.pages: SlotPages | None = None
         if self.engine.pages is not None:
             self.pages = SlotPages(
@@ -388,7 +389,8 @@ class Slots:
         """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
         state = self._taken_state()
         with self._lock:
-            self._state = self.engine.generate(self._params, state, self._scalar(least_active))
+            params = self._decoding_params()
+            self._state = self.engine.generate(params, state, self._scalar(least_active))
 
     def speculate(
         self,
@@ -411,7 +413,13 @@ class Slots:
             limits = np.float32(enough), np.float32(credit)
             given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS, *limits)
             least = self._scalar(least_active)
-            self._state, self._rounds = self.engine.speculate(self._params, state, *given, least)
+            params = self._decoding_params()
+            self._state, self._rounds = self.engine.speculate(params, state, *given, least)
+
+    def _decoding_params(self) -> Params:
+        if self._for_decoding is None:
+            self._for_decoding = self.engine.for_decoding(self._params)
+        return self._for_decoding
 
     def rounds(self) -> int:
         """The number of rounds of all rows in the last `speculate`."""

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl.models.cache.per_layer_cache import stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
@@ -104,7 +105,7 @@ class SpeculateProgram:
         Returns:
           The state, and the number of rounds of all rows together, int32.
         """
-        model: Decoder = nnx.merge(self.graph, params)
+        model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         state = state.replace(decoded=jax.tree.map(jnp.zeros_like, state.decoded))
         rows = self.slots.taken(state, slot_m)
         # Made outside of the loop, because some caches split the weights of all layers here.

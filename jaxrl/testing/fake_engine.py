@@ -160,6 +160,10 @@ class FakeEngine:
         """Nothing is read from pages."""
         return state
 
+    def for_decoding(self, params: Any) -> Any:
+        """The same weights."""
+        return params
+
     def generate(self, params: Any, state: FakeState, least_active: Any) -> FakeState:
         """Decodes until fewer slots than wanted are active, W tokens at most."""
         begin = time.thread_time()

@@ -576,6 +576,38 @@ def test_a_scan_in_bfloat16_on_cpu_moves_weights_and_cache_without_float32():
         assert f"f32[{size}]" not in program, size
 
 
+def test_layers_apart_are_copied_once_and_not_per_dispatch():
+    engine = actor_of().backend.engine
+    params = actor_of().backend.params
+    apart = engine.for_decoding(params)
+    assert len(apart["layers"]) == MODEL.num_layers and engine.for_decoding(params) is not params
+    scanned = dataclasses.replace(BASE, unroll=1)
+    engine_of_scan = Engine(MODEL, decoder_graph(MODEL)[0], engine.mesh, scanned)
+    assert engine_of_scan.for_decoding(params) is params
+    state = jax.eval_shape(engine.init_decode_state)
+    temporary = [
+        engine.generate.lower(form, state, jnp.int32(0)).compile().memory_analysis()
+        for form in (params, apart)
+    ]
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
+    saved = temporary[0].temp_size_in_bytes - temporary[1].temp_size_in_bytes
+    assert saved > 0.8 * layers
+
+
+def test_the_buffer_of_new_tokens_is_not_copied_for_every_token():
+    """XLA on CPU copies a buffer that is written after it was read: keys and values of every layer."""
+    engine, params = actor_of().backend.engine, actor_of().backend.params
+    state = jax.eval_shape(engine.init_decode_state)
+    program = engine.generate.lower(params, state, jnp.int32(0)).compile().as_text()
+    assert program
+    W, H = BASE.tokens_per_dispatch, MODEL.head_dim
+    buffers = [f"f32[{BASE.slots},{MODEL.num_kv_heads},{a},{b}]" for a, b in ((W, H), (H, W))]
+    copies = [line for line in program.split("\n") if " copy(" in line]
+    of_buffers = [line for line in copies if any(buffer in line for buffer in buffers)]
+    # Zeros at the start of the dispatch.
+    assert len(of_buffers) <= 2 * MODEL.num_layers
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_a_scan_in_bfloat16_samples_as_unrolled_layers_do(kv_dtype):
     model = dataclasses.replace(MODEL, num_layers=9)

@@ -17,7 +17,7 @@ from jaxrl.models.cache.interface import Attention, CachePass, DecodeStep
 from jaxrl.models.cache.kv_cache import KVCache, put_token
 from jaxrl.models.cache.slot_cache import SlotCache
 from jaxrl.models.compute import LayerFunction
-from jaxrl.models.decoder import Decoder
+from jaxrl.models.decoder import Decoder, Params
 
 # A list and not a tuple: in a tree of logical axes a tuple is a leaf, the axes of one array.
 Layers = list[KVCache]
@@ -68,6 +68,24 @@ class PerLayerCache(SlotCache):
             return CachePass(self._attend_token, caches, lengths, kept=list, layers=layers)
 
         return step
+
+
+def split_layers(params: Params) -> Params:
+    """The weights with a list of trees, one for each layer, in place of the stack."""
+    stack = params["layers"]
+    layers = range(len(jax.tree.leaves(stack)[0]))
+    return params | {"layers": [jax.tree.map(lambda w, i=i: w[i], stack) for i in layers]}
+
+
+def stacked_layers(params: Params) -> Params:
+    """The inverse of `split_layers`; stacked weights stay as they are.
+
+    In a program that takes layers out of the stack again, as below, XLA removes both and copies nothing.
+    """
+    layers = params["layers"]
+    if not isinstance(layers, list):
+        return params
+    return params | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
 
 
 def _one_by_one(model: Decoder) -> Callable[..., tuple[jax.Array, tuple[Any, Any]]]:
