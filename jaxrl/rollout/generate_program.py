@@ -86,13 +86,14 @@ class GenerateProgram:
 
     def _start(self, state: DecodeState) -> DecodeProgress:
         """The progress at the start of a dispatch: no tokens yet."""
-        buffers = (
-            self.slots.layout.place_buffer(self.slots.cache.buffer(state.num_slots, tokens))
-            for tokens in (self.slots.tokens_per_dispatch, 1)
-        )
+
+        def buffer(tokens: int) -> Cache:
+            return self.slots.layout.place_buffer(self.slots.cache.buffer(state.num_slots, tokens))
+
         return DecodeProgress(
             jnp.int32(0),
-            *buffers,
+            buffer(self.slots.tokens_per_dispatch),
+            buffer(1),
             state.context.token,
             state.active,
             jax.tree.map(jnp.zeros_like, state.decoded),
