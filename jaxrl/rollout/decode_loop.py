@@ -298,10 +298,23 @@ class DecodeLoop:
             metrics["rollout/tokens_per_round"] = counts["in rounds"] / counts["rounds"]
         return metrics
 
-    def leave(self) -> None:
-        """Gives the running samples the tokens that they have so far. The loop is not used after this."""
+    def give_tokens(self) -> None:
+        """Gives the running samples the tokens that they have so far, without those of a begun dispatch."""
         for slot in self._scheduler.busy_slots.tolist():
             self._give_tokens(slot)
+
+    def renew(self, params: Params, version: int) -> None:
+        """Decodes on with other weights. No dispatch may have begun.
+
+        Samples keep their slots and caches. Sequences that are prefilled and wait for a slot keep theirs too.
+        """
+        assert not self._begun, "a dispatch in progress has the weights that it began with"
+        self.give_tokens()
+        self._slots.params, self._version = params, version
+
+    def release_weights(self) -> None:
+        """Forgets the weights, so that their memory can be freed before `renew`."""
+        self._slots.params = None
 
     def _move(self, moves: list[int]) -> None:
         """Moves what is known of the slots, as the scheduler's `resize` has moved their samples."""

@@ -106,7 +106,7 @@ class FixedPolicy:
 
     def __init__(self, backend: OfflineBackend):
         self.resume, self.generate = backend.resume, backend.generate
-        self.for_sampling = self.start_generating = backend.generate
+        self.for_sampling = self.continuous = backend.generate
 
 
 @dataclasses.dataclass
