@@ -69,8 +69,8 @@ class FreeRunning:
         self._ready: list[FinishedGroup] = []
         self._beside = rewards.beside()
         self._prompts: PromptSource | None = None
-        # The step that is being sampled, and the number of groups that it has taken.
-        self._step, self._num_taken = -1, 0
+        # The step that is being sampled, the number of groups that it has taken, and its oldest token.
+        self._step, self._num_taken, self._staleness = -1, 0, 0
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The oldest finished groups, as soon as there are enough, or a generation batch of them."""
@@ -86,11 +86,13 @@ class FreeRunning:
         sampled = Sampled(
             sampled.scored, sampled.metrics, {**counts, "rollout/stale_tokens": stale}
         )
-        return with_metrics(sampled, self._open().metrics)
+        self._staleness = max(self._staleness, *(self._step - g.oldest_version for g in taken))
+        metrics = {"rollout/staleness": self._staleness, **self._open().metrics}
+        return with_metrics(sampled, metrics)
 
     def meanwhile(self, results: Any) -> None:
         """Goes on sampling until arrays of the learner are there, which the host is about to read."""
-        arrays: list[Any] = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+        arrays = [x for x in jax.tree.leaves(results) if hasattr(x, "is_ready")]
         while self._schedule.goes_on(lambda: all(x.is_ready() for x in arrays)):
             if not self._dispatch():
                 return
@@ -108,7 +110,7 @@ class FreeRunning:
         rollout = self._open()
         if self._schedule.begin(step):
             rollout.pause()
-        self._step, self._num_taken = step, 0
+        self._step, self._num_taken, self._staleness = step, 0, 0
         oldest = step - self._max_staleness
         counts["rollout/dropped_stale_groups"] += rollout.drop_older(oldest)
         self._receive()

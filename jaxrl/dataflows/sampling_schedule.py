@@ -120,7 +120,7 @@ class SamplingSchedule:
         if version not in recorded:
             raise UserError(
                 f"the recorded schedule (rollout.schedule) has {len(recorded)} steps, and this is step "
-                f"{version + 1}; set run.num_steps to {len(recorded)}, or go by the clock with "
+                f"{version + 1}: set run.num_steps to {len(recorded)}, or go by the clock with "
                 "rollout.schedule=''"
             )
         return recorded[version]
