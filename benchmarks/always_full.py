@@ -180,7 +180,7 @@ class Totals:
     """Sums over the steps of a run.
 
     Attributes:
-      seconds: time of sampling.
+      seconds: processor time of sampling.
       decoded: number of decoded tokens.
       trained: number of tokens of the groups that steps take.
       decode_steps: number of decoding steps of the engine.
@@ -248,9 +248,9 @@ class SampledRun:
 
     def step(self) -> Completions:
         """Samples the groups of a step."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         completions = self._sampler.sample(self._prompts).completions
-        self.totals.seconds += time.perf_counter() - begin
+        self.totals.seconds += time.process_time() - begin
         self.totals.trained += int(completions.lengths_B.sum())
         self._timer.step += 1
         return completions
@@ -304,7 +304,7 @@ def main() -> None:
     for engine in args.engine:
         head = ["slots", "batch", "kind", "slots in use", "decoded per decoding step"]
         head += ["trained on per decoding step", "prefilled per decoded"]
-        head += ["decoded a second", "trained on a second"] if engine == "real" else []
+        head += ["decoded per second of processor time", "trained on"] if engine == "real" else []
         print(f"\n## {engine}\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
         for slots, prompts in itertools.product(args.slots, args.generation_prompts):
             for row in report(engine, slots, prompts, args.steps):

@@ -54,7 +54,7 @@ class StepTimes:
       load: assumed work of a step.
       num_steps: number of steps of the run.
       tasks: tasks of all stages, in order.
-      overlaps: whether sampling overlaps with the rest of the step (one step off).
+      overlaps: whether sampling overlaps with the rest of the step (free running).
     """
 
     cluster: Cluster

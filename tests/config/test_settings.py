@@ -261,6 +261,7 @@ PATHS = {
     "mesh.hardware",
     "reward.functions.brevity.path",
     "reward.judge.model",
+    "rollout.schedule",
     "reward.model",
     "rollout.environment",
     "run.output",

@@ -81,24 +81,28 @@ def sleeps(monkeypatch):
     return seed
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "dapo"])
+@pytest.mark.parametrize(
+    ("recipe", "changes"), [("grpo", {}), ("dapo", {"data__curriculum__by": "pass_rate"})]
+)
 def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(
     recipe,
+    changes,
     folder,  # noqa: F811
     tmp_path,
     sleeps,
 ):
-    first = free(folder, tmp_path / "first", recipe)
+    first = free(folder, tmp_path / "first", recipe, **changes)
     sleeps(1)
     assert program.train(first) == 0
     recorded = told(first)
     # Another clock gives another run.
-    other = free(folder, tmp_path / "other", recipe)
+    other = free(folder, tmp_path / "other", recipe, **changes)
     sleeps(2)
     assert program.train(other) == 0
     assert told(other)["schedule"] != recorded["schedule"]
     assert told(other)["samples"] != recorded["samples"]
-    again = free(folder, tmp_path / "again", recipe, rollout__schedule=str(first.run_folder))
+    changes = changes | {"rollout__schedule": str(first.run_folder)}
+    again = free(folder, tmp_path / "again", recipe, **changes)
     sleeps(3)
     assert program.train(again) == 0
     repeated = told(again)
