@@ -186,6 +186,8 @@ class Totals:
       decode_steps: number of decoding steps of the engine.
       slot_steps: number of slots in these steps, idle ones included.
       prefilled: number of prefilled tokens.
+      read: cache entries of all slots, over all decoding steps. XLA reads them all; kernels on accelerators
+        read only those in use.
     """
 
     seconds: float = 0.0
@@ -194,6 +196,7 @@ class Totals:
     decode_steps: int = 0
     slot_steps: int = 0
     prefilled: int = 0
+    read: int = 0
 
 
 class WatchedEngine:
@@ -216,6 +219,7 @@ class WatchedEngine:
         count_n = np.asarray(state.decoded.count)
         self._totals.decoded += int(count_n.sum())
         self._totals.decode_steps += int(count_n.max(initial=0))
+        self._totals.read += int(count_n.max(initial=0)) * state.num_slots * state.capacity
         self._totals.slot_steps += int(count_n.max(initial=0)) * self._engine.config.slots
         return state
 
@@ -287,6 +291,7 @@ def report(engine: str, slots: int, generation_prompts: int, num_steps: int) -> 
         cells += [f"{x / t.decode_steps:.1f}" for x in (t.decoded, t.trained)]
         cells.append(f"{t.prefilled / t.decoded:.2f}")
         if real:
+            cells.append(f"{t.read / t.decoded:,.0f}")
             cells += [f"{x / t.seconds:,.0f}" for x in (t.decoded, t.trained)]
         yield "| " + " | ".join(map(str, cells)) + " |"
 
@@ -304,7 +309,9 @@ def main() -> None:
     for engine in args.engine:
         head = ["slots", "batch", "kind", "slots in use", "decoded per decoding step"]
         head += ["trained on per decoding step", "prefilled per decoded"]
-        head += ["decoded per second of processor time", "trained on"] if engine == "real" else []
+        if engine == "real":
+            head += ["cache entries read per decoded"]
+            head += ["decoded per second of processor time", "trained on"]
         print(f"\n## {engine}\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
         for slots, prompts in itertools.product(args.slots, args.generation_prompts):
             for row in report(engine, slots, prompts, args.steps):
