@@ -285,6 +285,14 @@ def test_new_prompts_wait_while_the_learner_is_slow():
     assert later.counts["rollout/unfinished_groups"] == 2
 
 
+def test_a_generation_batch_of_finished_groups_is_enough():
+    run = FreeRun(slots=16, groups=2, per_batch=3, G=2, max_staleness=8, mean=5, sigma=0.1)
+    run.step(500)
+    # Three are finished; others were in slots, or about to be, when the third was.
+    waiting = run.sampler.record(run.prompts)["unfinished"]
+    assert 3 <= len(waiting["ids"]) <= 3 + 3 and run.rows[0].dispatches < 30
+
+
 def test_all_slots_are_busy_while_the_learner_works():
     run = FreeRun(slots=32, groups=16, per_batch=64, W=16)
     for _ in range(8):
