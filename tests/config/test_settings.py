@@ -261,7 +261,6 @@ PATHS = {
     "mesh.hardware",
     "reward.functions.brevity.path",
     "reward.judge.model",
-    "rollout.schedule",
     "reward.model",
     "rollout.environment",
     "run.output",
@@ -293,6 +292,7 @@ NONE_BY_EMPTY = {
     "mesh.generate",
     "preference.evaluation_path",
     "rollout.kv_dtype",
+    "rollout.schedule",
     "rollout.weights_dtype",
 } | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("grader", "template")}
 
