@@ -229,9 +229,8 @@ class SampledRun:
 
     def __init__(self, kind: str, engine: Any, weights: Any, generation_prompts: int):
         self.totals = Totals()
-        backend = OfflineBackend(
-            WatchedEngine(engine, self.totals), functools.partial(map, lambda tokens: "")
-        )  # pyright: ignore
+        watched: Any = WatchedEngine(engine, self.totals)
+        backend = OfflineBackend(watched, functools.partial(map, lambda tokens: ""))
         backend.load(weights)
         self._timer = NoTimer()
         options = SamplingOptions(G, seed=0, step=0, temperature=1.0)
