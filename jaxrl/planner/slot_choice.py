@@ -31,7 +31,7 @@ from jaxrl.planner.step_load import StepLoad, load_of
 from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
-from jaxrl.trainer.roles import Meshes
+from jaxrl.trainer.roles import Meshes, check_role_batches
 
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
@@ -54,7 +54,7 @@ def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, mem
       memory: bytes of a device.
 
     Raises:
-      UserError: not even one slot fits.
+      UserError: not even one slot fits, or a mesh does not divide a batch.
     """
     if config.rollout.slots != "auto":
         return config
@@ -73,7 +73,7 @@ def with_compiled_slots(
       compile: function that compiles the sampling programs; called for several numbers of slots.
 
     Raises:
-      UserError: not even one slot fits.
+      UserError: not even one slot fits, or a mesh does not divide a batch.
     """
     if config.rollout.slots != "auto":
         return config
@@ -132,6 +132,8 @@ class _Choice:
     """The number of slots of a replica, for one config and memory."""
 
     def __init__(self, config: Config, algorithm: Algorithm, meshes: Meshes, memory: int):
+        # The programs to compile have these batches, and a run checks them only afterwards.
+        check_role_batches(config, meshes)
         self._config = config
         self._algorithm = algorithm
         self._meshes = meshes
