@@ -35,7 +35,8 @@ from jaxrl.trainer.roles import Meshes, check_role_batches
 
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
-# Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
+# Float32 arrays [V] per slot that a dispatch holds at once, split over the vocabulary; compiled for five chips
+# they are five to seven.
 _LOGITS_COPIES = 8
 # Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
@@ -139,6 +140,7 @@ class _Choice:
         self._meshes = meshes
         sampler = meshes.get("rollout", meshes["actor"])
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
+        self._parts_of_logits = shards_of("vocab", GENERATE_RULES, sampler)
         self._load = load_of(config)
         self._samples_per_slot = _samples_per_slot(config, self._load)
         # More slots than a replica can use.
@@ -168,7 +170,8 @@ class _Choice:
         tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
         prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
         inserted = _INSERTED_COPIES * prefix
-        logits = 4 * self._one.models.actor.vocab_size * _LOGITS_COPIES * self._samples_per_slot
+        logits = 4 * self._one.models.actor.vocab_size // self._parts_of_logits
+        logits *= _LOGITS_COPIES * self._samples_per_slot
         fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
         return int(max(0, min(fitting, self._most)))
 
