@@ -35,8 +35,8 @@ from jaxrl.trainer.roles import Meshes, check_role_batches
 
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
-# Float32 arrays [V] per slot that a dispatch holds at once, split over the vocabulary; compiled for five chips
-# they are five to seven.
+# Float32 arrays [V] per slot that a dispatch holds at once, split over the vocabulary. Compiled for an H100
+# they are at most seven.
 _LOGITS_COPIES = 8
 # Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
