@@ -184,6 +184,7 @@ class DecodeLoop:
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
             may_start=_always if self._pages is None else functools.partial(_take, self._pages),
+            preferred=self._holders,
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
@@ -337,7 +338,7 @@ class DecodeLoop:
             return
         for slot, extension in self._extensions_by_slot().items():
             self._pages.extend(slot, extension.length, len(extension.tokens))
-        if not (dropped := self._pages.grow()):
+        if not (dropped := self._pages.grow(self._cached if self._reuses else None)):
             return
         self._slots.release(dropped)
         for slot in dropped:
@@ -346,11 +347,23 @@ class DecodeLoop:
         for task in self._scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
             self._extensions.pop(task, None)
-            prompt = task.start.tokens[: task.prompt_tokens]
-            task.start = StartSequence(np.concatenate([prompt, task.sample.tokens]))
+            task.start = StartSequence(_sequence(task))
             self._scheduler.add_first(SampleRequest(task, task.start))
 
+    def _cached(self, slot: int) -> np.ndarray:
+        """The sequence in a slot, int32 [T], without an environment's answer that still waits."""
+        self._give_tokens(slot)
+        task = self._scheduler.owner(slot)
+        extension = self._extensions.get(task)
+        return _sequence(task)[: extension.length - 1 if extension else None]
+
     # Into slots
+
+    def _holders(self, task: SampleTask) -> Collection[int]:
+        """The shards that hold most of the beginning of a sample's sequence in known pages."""
+        if not (self._reuses and self._pages):
+            return ()
+        return self._pages.pool.holders(task.start.tokens[:-1])[0]
 
     def _known(self, admission: Admission) -> dict[int, KnownBeginning]:
         """The batch indices of a new prefill batch whose sequences begin with known pages."""
@@ -358,9 +371,9 @@ class DecodeLoop:
             return {}
         found = {}
         for index, start in enumerate(admission.sources):
-            shard, pages = self._pages.pool.written_pages(start.tokens[:-1])
+            shards, pages = self._pages.pool.holders(start.tokens[:-1])
             if pages:
-                found[index] = KnownBeginning(shard, pages, start.tokens)
+                found[index] = KnownBeginning(shards[0], pages, start.tokens)
         return found
 
     def _admit(self, admission: Admission, known: Mapping[int, KnownBeginning]) -> None:
@@ -476,8 +489,7 @@ class DecodeLoop:
         finished = [s for s, task in zip(ended, tasks, strict=True) if task.sample.finished]
         if self._reuses:
             for slot, task in zip(ended, tasks, strict=True):
-                prompt = task.start.tokens[: task.prompt_tokens]
-                self._pages.remember(slot, np.concatenate([prompt, task.sample.tokens]))
+                self._pages.remember(slot, _sequence(task))
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 
@@ -555,6 +567,11 @@ class DecodeLoop:
         self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
         sample.add_given(answer, self._version)
         return None
+
+
+def _sequence(task: SampleTask) -> np.ndarray:
+    """The prompt and the tokens of a sample, int32 [T]."""
+    return np.concatenate([task.start.tokens[: task.prompt_tokens], task.sample.tokens])
 
 
 def _always(slot: int, task: SampleTask) -> bool:

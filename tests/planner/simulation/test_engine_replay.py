@@ -123,8 +123,8 @@ def watched(engine: FakeEngine) -> Iterator[Watched]:
     """Notes what happens on an engine."""
     found, grow, prefill = Watched(), SlotPages.grow, Slots.prefill
 
-    def counted_grow(self: SlotPages) -> list[int]:
-        dropped = grow(self)
+    def counted_grow(self: SlotPages, *cached) -> list[int]:
+        dropped = grow(self, *cached)
         found.preempted += len(dropped)
         return dropped
 
