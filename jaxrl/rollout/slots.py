@@ -182,12 +182,13 @@ class Slots:
 
     Attributes:
       pages: pages of the slots, for the caller to assign; None if the cache is contiguous.
+      params: weights of the next programs; the caller may set others between two programs.
     """
 
     def __init__(
         self,
         engine: Engine,
-        params: Params,
+        params: Params | None,
         lock: contextlib.AbstractContextManager | None = None,
     ):
         """Starts with no state; `make_room` allocates it.
@@ -197,7 +198,7 @@ class Slots:
           lock: context manager that is held during each dispatch; None if no other thread uses the devices.
         """
         self.engine = engine
-        self._params = params
+        self.params = params
         self._lock = contextlib.nullcontext() if lock is None else lock
         self.clear()
         # Made per instance: a cache on the method would hold a reference to `self`. The decode state, which
@@ -209,11 +210,22 @@ class Slots:
             lambda value: host_inputs(engine.mesh, np.int32(value))[0]
         )
 
+    @property
+    def params(self) -> Params | None:
+        """Weights of the next programs. Setting them drops the copies made of the old ones."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params | None) -> None:
+        self._params = params
+        self._for_decoding: Params | None = None
+
     def clear(self) -> None:
         """Drops all slots and frees their memory."""
         self._state: DecodeState | None = None
         self._rounds: jax.Array | None = None
-        self._for_decoding: Params | None = None
+        # A copy of weights on CPU.
+        self._for_decoding = None
         self.pages: SlotPages | None = None
         if self.engine.pages is not None:
             self.pages = SlotPages(
@@ -270,7 +282,7 @@ class Slots:
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
         """See `prefilled`."""
         with self._lock:
-            return prefilled(self.engine, self._params, sequences)
+            return prefilled(self.engine, self.params, sequences)
 
     def insert(
         self,
@@ -359,7 +371,7 @@ class Slots:
             rests[row] = tokens[length + 1 :]
         with self._lock:
             given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
-            return _extended(engine, self._params, engine.reuse(state, *given), rests)
+            return _extended(engine, self.params, engine.reuse(state, *given), rests)
 
     def _extended(
         self, P: int, slot_of: dict[int, int], extensions: Mapping[int, Extension]
@@ -375,7 +387,7 @@ class Slots:
             parts[index] = extension.tokens
         with self._lock:
             prefix = engine.extract(state, *host_inputs(engine.mesh, slot_P, length_P, token_P))
-            return _extended(engine, self._params, prefix, parts)
+            return _extended(engine, self.params, prefix, parts)
 
     def release(self, slots: Sequence[int]) -> None:
         """Stops decoding in `slots`."""
@@ -416,8 +428,8 @@ class Slots:
             params = self._decoding_params()
             self._state, self._rounds = self.engine.speculate(params, state, *given, least)
 
-    def _decoding_params(self) -> Params:
-        if self._for_decoding is None:
+    def _decoding_params(self) -> Params | None:
+        if self._for_decoding is None and self._params is not None:
             self._for_decoding = self.engine.for_decoding(self._params)
         return self._for_decoding
 
