@@ -184,7 +184,7 @@ class DecodeLoop:
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
             may_start=_always if self._pages is None else functools.partial(_take, self._pages),
-            preferred=self._holders,
+            preferred=functools.partial(_holders, self._pages if self._reuses else None),
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
@@ -358,12 +358,6 @@ class DecodeLoop:
         return _sequence(task)[: extension.length - 1 if extension else None]
 
     # Into slots
-
-    def _holders(self, task: SampleTask) -> Collection[int]:
-        """The shards that hold most of the beginning of a sample's sequence in known pages."""
-        if not (self._reuses and self._pages):
-            return ()
-        return self._pages.pool.holders(task.start.tokens[:-1])[0]
 
     def _known(self, admission: Admission) -> dict[int, KnownBeginning]:
         """The batch indices of a new prefill batch whose sequences begin with known pages."""
@@ -572,6 +566,11 @@ class DecodeLoop:
 def _sequence(task: SampleTask) -> np.ndarray:
     """The prompt and the tokens of a sample, int32 [T]."""
     return np.concatenate([task.start.tokens[: task.prompt_tokens], task.sample.tokens])
+
+
+def _holders(pages: SlotPages | None, task: SampleTask) -> Collection[int]:
+    """The shards that hold most of the beginning of a sample's sequence in known pages."""
+    return () if pages is None else pages.pool.holders(task.start.tokens[:-1])[0]
 
 
 def _always(slot: int, task: SampleTask) -> bool:
