@@ -18,6 +18,19 @@ def test_a_proposal_runs(seed, tmp_path):
     assert proposal(random_pair(seed), tmp_path) == ""
 
 
+# Several pools on several hosts of GPUs and of TPUs.
+APART = (8, 13, 19, 32)
+
+
+@pytest.mark.parametrize("seed", APART)
+def test_a_proposal_runs_with_pools_on_every_host(seed, tmp_path):
+    pair = random_pair(seed)
+    assert pair.cluster.num_hosts > 1
+    found, _ = propose(pair.config, pair.cluster)
+    assert len(found.pools) > 1
+    assert proposal(pair, tmp_path) == ""
+
+
 def with_pages(pair: Pair) -> Pair:
     return dataclasses.replace(pair, overrides=pair.overrides | {"rollout.cache": "paged"})
 
@@ -40,6 +53,15 @@ def test_sixty_proposals_with_pages_run(first, tmp_path):
 def test_two_hundred_proposals_run(first, tmp_path):
     refused = [proposal(random_pair(seed), tmp_path) for seed in range(first, first + 20)]
     # Models that do not fit are the only reason to propose nothing.
+    assert sum(map(bool, refused)) <= 8, refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(300, 500, 20))
+def test_two_hundred_proposals_for_several_hosts_run(first, tmp_path):
+    pairs = [random_pair(seed, least_hosts=2) for seed in range(first, first + 20)]
+    assert all(pair.cluster.num_hosts > 1 for pair in pairs)
+    refused = [proposal(pair, tmp_path) for pair in pairs]
     assert sum(map(bool, refused)) <= 8, refused
 
 
