@@ -76,9 +76,18 @@ class GenerationGroups(NamedTuple):
 _EVERY_NUMBER = 64
 
 
-def slot_counts(most: int) -> tuple[int, ...]:
-    """Numbers of slots to try, ascending: all up to 64, then eight per doubling, and `most` itself."""
+def slot_counts(most: int, *, equal_samples: int = 0) -> tuple[int, ...]:
+    """Numbers of slots to try, ascending: all up to 64, then eight per doubling, and `most` itself.
+
+    Args:
+      most: maximum number of slots.
+      equal_samples: number of samples of a replica if all are equally long, else 0. All slots then end
+        together, so the fewest slots for each number of rounds are tried too: no other number is faster.
+    """
     found, octave = {most, *range(1, min(most, _EVERY_NUMBER) + 1)} - {0}, _EVERY_NUMBER
+    if most:
+        rounds = range(-(-equal_samples // most), equal_samples // _EVERY_NUMBER + 1)
+        found |= {-(-equal_samples // k) for k in rounds if k}
     while octave <= most:
         found |= {n for n in (octave * k // 8 for k in range(8, 16)) if n <= most}
         octave *= 2
@@ -173,7 +182,9 @@ class GenerationSimulator:
         """
         samples = self._samples_per_replica(groups.replicas, greedy)
         fitting = int(self.fitting_slots(model, groups.p_g, groups.t_g, np.array(budget)))
-        slots = slot_counts(min(samples, self.workload.max_slots, fitting))
+        most = min(samples, self.workload.max_slots, fitting)
+        are_equal = self.workload.response_lengths.is_constant
+        slots = slot_counts(most, equal_samples=samples if are_equal else 0)
         found = [self.seconds_of(model, groups, n, greedy=greedy) for n in slots]
         room, seconds = np.array(slots), np.minimum.accumulate(found)
         # The first of the fastest: fewer slots for the same seconds.

@@ -452,6 +452,47 @@ def test_slot_counts_end_with_the_most():
     assert slot_counts(1) == (1,)
     assert slot_counts(23) == tuple(range(1, 24))
     assert slot_counts(93) == (*range(1, 65), 72, 80, 88, 93)
+    # Rounds of 75, 100, ...; 150 are more than the most.
+    assert slot_counts(140, equal_samples=300)[64:] == (
+        72,
+        75,
+        80,
+        88,
+        96,
+        100,
+        104,
+        112,
+        120,
+        128,
+        140,
+    )
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(
+    samples=st.integers(65, 800),
+    share=st.floats(0.1, 1.0),
+    t_g=st.sampled_from([1, 2]),
+    dispatch=st.sampled_from([1, 64]),
+)
+def test_of_equal_samples_no_other_number_of_slots_is_faster(samples, share, t_g, dispatch):
+    # Brute force over all numbers of slots, also above those of which every one is tried.
+    work = toy_work(
+        prompts=samples,
+        samples=1,
+        response_lengths=LengthDistribution.exactly(128),
+        tokens_per_dispatch=dispatch,
+    )
+    simulator = generator(dataclasses.replace(Assumptions(), fixed_slots=True), work)
+    groups = simulator.groups(Strategy(1, t_g, 1), 1, t_g)
+    most = max(1, int(samples * share))
+    every = [simulator.seconds_of(MODEL, groups, n) for n in range(1, most + 1)]
+    room = simulator.weight_bytes(MODEL, 1, t_g) + (most + 0.5) * simulator.slot_bytes(
+        MODEL, 1, t_g
+    )
+    found = simulator.best_seconds(MODEL, groups, budget=room)
+    assert found.room[-1] == most
+    assert found.seconds[-1] == pytest.approx(min(every), rel=1e-9)
 
 
 # The trace of decoding
