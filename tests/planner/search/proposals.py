@@ -113,12 +113,27 @@ def proposal(pair: Pair, folder: pathlib.Path) -> str:
         if any(words in str(error) for words in REFUSALS):
             return str(error)
         raise
+    check_devices(proposed, pair.cluster)
     copied = _with_lines(pair, setting_lines(pair.config, proposed), folder)
     assert copied == proposed
     plan = trace_plan(copied, pair.cluster)
     assert plan.times is not None and plan.times.step_s > plan.times.at_least_s > 0
-    check_devices(copied, pair.cluster)
     return ""
+
+
+def _with_lines(pair: Pair, lines: list[str], folder: pathlib.Path) -> Config:
+    """The recipe of a pair with these lines at its end."""
+    path = folder / "proposed.py"
+    path.write_text(
+        "import runpy\n\n\ndef get_config():\n"
+        f"    config = runpy.run_path({str(CONFIGS / pair.recipe) + '.py'!r})['get_config']()\n"
+        + "".join(f"    {line}\n" for line in lines)
+        + "    return config\n"
+    )
+    # Overrides of the command line would win over the lines.
+    set_here = {line.split(" = ")[0].removeprefix("config.") for line in lines}
+    others = {name: value for name, value in pair.overrides.items() if name not in set_here}
+    return load_config(Config, str(path), others)
 
 
 def check_devices(config: Config, cluster: Cluster) -> None:
@@ -176,18 +191,3 @@ def _devices_of(cluster: Cluster) -> list:
         )
         for device, (chip, core) in zip(cluster.devices, cores, strict=True)
     ]
-
-
-def _with_lines(pair: Pair, lines: list[str], folder: pathlib.Path) -> Config:
-    """The recipe of a pair with these lines at its end."""
-    path = folder / "proposed.py"
-    path.write_text(
-        "import runpy\n\n\ndef get_config():\n"
-        f"    config = runpy.run_path({str(CONFIGS / pair.recipe) + '.py'!r})['get_config']()\n"
-        + "".join(f"    {line}\n" for line in lines)
-        + "    return config\n"
-    )
-    # Overrides of the command line would win over the lines.
-    set_here = {line.split(" = ")[0].removeprefix("config.") for line in lines}
-    others = {name: value for name, value in pair.overrides.items() if name not in set_here}
-    return load_config(Config, str(path), others)
