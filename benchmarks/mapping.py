@@ -146,7 +146,7 @@ def placement_row(actor, critic, devices, expected, fsdp, system):
             "ppo",
             models_of(LLAMA[actor], LLAMA[critic]),
             system.work(WORK),
-            Cluster(A100, (devices // 8, 8)),
+            Cluster(A100, (devices // 8, 8), whole_hosts=True),
             assumptions=system.assumptions(PAPER),
             limits=SearchLimits(fsdp=fsdp),
             tasks=PPO,
@@ -195,7 +195,7 @@ def scaled(dataflow, name, system, overlap):
     work = system.work(WORK)
 
     def seconds(hosts):
-        cluster = Cluster(A100, (hosts, 8))
+        cluster = Cluster(A100, (hosts, 8), whole_hosts=True)
         limits = SearchLimits(fsdp=False)
         try:
             return search_mapping(
@@ -240,7 +240,8 @@ def generation_by_tensor(model, cluster, strategy, system):
     budget = (A100.memory_gb * assume.memory_share - assume.scratch_gb) * 1e9 - kept
     found = {}
     for t_g in (1, 2, 4, 8):
-        _, slots, _ = simulator.best_seconds(model, cluster.num_devices, 1, t_g, budget=budget)
+        groups = simulator.groups(strategy, 1, t_g)
+        _, slots, _ = simulator.best_seconds(model, groups, budget=budget)
         chosen = GenerationStrategy(1, t_g, int(slots[-1]))
         terms = simulator.generation(model, strategy, chosen)
         found[t_g] = Generated(terms.total_s, chosen.slots)

@@ -136,13 +136,12 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
         for slots in range(1, most + 1):
             if resident + weights + slots * slot > budget:
                 continue
-            key = (id(generating), model, strategy.num_devices, p_g, t_g, slots, role.greedy)
+            groups = generating.groups(strategy, p_g, t_g)
+            key = (id(generating), model, groups, slots, role.greedy)
             if key not in _traces:
                 times = generating.best_seconds(
                     model,
-                    strategy.num_devices,
-                    p_g,
-                    t_g,
+                    groups,
                     budget=weights + slots * slot,
                     greedy=role.greedy,
                 )

@@ -98,7 +98,8 @@ def dtype_on(mesh: Mesh, asked: str) -> str:
 def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Devices in the order of a mesh: minor axes on the closest devices, only `data` across TPU slices.
 
-    TPU slices are connected by the data-centre network. Only gradients should travel over it.
+    TPU slices are connected by the data-centre network. Only gradients should travel over it. Hosts of GPUs
+    have no such rule: their devices stay in the order given, host after host.
 
     Args:
       sizes: sizes of the axes, from major to minor; their product is the number of devices.
@@ -108,23 +109,49 @@ def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
       UserError: the size of `data` is not a multiple of the number of slices.
     """
     shape = tuple(sizes.values())
-    if devices[0].platform == "cpu":
-        # In the order of their ids, so that groups match the figures of the HybridFlow paper.
-        return np.array(devices).reshape(shape)
-    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if num_slices == 1:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if devices[0].platform != "tpu":
+        # JAX gives each host of GPUs a slice_index of its own, which says nothing about a TPU's slices.
+        return _in_order(devices, shape)
+    num_slices = len({_slice_of(device) for device in devices})
     if sizes["data"] % num_slices:
         raise UserError(
             f"{len(devices)} devices in {num_slices} slices: the data axis of {sizes['data']} does not "
             "divide over them, and no other axis should cross the network between slices; choose a layout in "
             f"which d / (fsdp * expert * context) is a multiple of {num_slices}"
         )
+    if not _fill_boxes(devices):
+        # A pool with a part of every host leaves out the chips between them.
+        return _in_order(sorted(devices, key=_slice_of), shape)
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     across = tuple(num_slices if axis == "data" else 1 for axis in sizes)
     within = tuple(size // slices for size, slices in zip(shape, across, strict=True))
     return mesh_utils.create_hybrid_device_mesh(
         within, across, devices, allow_split_physical_axes=True
     )
+
+
+def _slice_of(device: Any) -> int:
+    return getattr(device, "slice_index", 0)
+
+
+def _in_order(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    return grid.reshape(shape)
+
+
+def _fill_boxes(devices: Sequence[Any]) -> bool:
+    """Whether the chips of each TPU slice are a box without holes, which JAX's own order needs."""
+    by_slice: dict[int, list[Any]] = {}
+    for device in devices:
+        by_slice.setdefault(_slice_of(device), []).append(device)
+    return all(map(_fill_a_box, by_slice.values()))
+
+
+def _fill_a_box(devices: Sequence[Any]) -> bool:
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    return len(devices) == np.prod(places.max(axis=0) - places.min(axis=0) + 1)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str | None:

@@ -18,7 +18,7 @@ from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan, Target, planned_pools, settings_of
+from jaxrl.planner.plan import Plan, Target, planned_pools, positions_on, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     check_num_devices,
@@ -68,10 +68,10 @@ def compile_plan(
         name: _compiled(roles, pool, buffers[name], topology, load, save=save, watch=watch)
         for name, pool in roles.pools.items()
     }
-    cluster = Cluster.parse(topology.name)
+    cluster, pools = Cluster.parse(topology.name), tuple(roles.pools.values())
     plan = Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
-        pools=planned_pools(tuple(roles.pools.values()), cluster, buffers, programs),
+        pools=planned_pools(pools, positions_on(pools, cluster), buffers, programs),
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
         target=Target(topology, config.train.dtype),
         settings=settings_of(roles.config),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.config.schema import Config
@@ -59,8 +59,7 @@ class PlannedPool:
       resident_buffers: buffers on each device; in traced plans also the largest temporaries of updates.
       programs: compiled programs of its roles; empty in a traced plan.
       roles: names of its roles.
-      devices: positions of its devices among those of the cluster; empty if no devices are named, or if the
-        pools do not divide over the hosts.
+      devices: positions of its devices among those of the cluster; empty if no devices are named.
       groups: (kind, device groups in words) of each layout; the pool's first device is G1.
     """
 
@@ -118,16 +117,6 @@ class Plan:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     alternatives: tuple[Alternative, ...] | None = None
     price_per_hour: float | None = None
-
-    @property
-    def unplaced(self) -> str:
-        """A warning if the pools do not divide over the hosts; "" if they do or no devices are named."""
-        if self.times is None or all(pool.devices for pool in self.pools):
-            return ""
-        return (
-            f"the pools do not divide over the hosts of {self.times.cluster.name}: a run with a process on "
-            "each host refuses them; give each pool an equal part of every host"
-        )
 
     @property
     def price(self) -> float | None:
@@ -229,16 +218,22 @@ class Plan:
         }
 
 
-class _Position(NamedTuple):
-    """A device of a cluster, as `take_devices` reads it."""
+def positions_on(pools: Sequence[Pool], cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """The positions of each pool's devices on a cluster, in a run with a process on each host.
 
-    id: int
-    process_index: int
+    Raises:
+      UserError: there are too few devices, pools overlap, or a pool does not divide over the hosts.
+    """
+    try:
+        placed = take_devices(pools, cluster.devices).pools
+    except UserError as error:
+        raise UserError(f"{cluster.name}, a process on each host: {error}") from error
+    return {each.name: tuple(device.id for device in each.devices) for each in placed}
 
 
 def planned_pools(
     pools: Sequence[Pool],
-    cluster: Cluster | None,
+    positions: Mapping[str, tuple[int, ...]],
     buffers: Mapping[str, Sequence[ResidentBuffers]],
     programs: Mapping[str, Sequence[CompiledProgram]] | None = None,
 ) -> tuple[PlannedPool, ...]:
@@ -246,11 +241,10 @@ def planned_pools(
 
     Args:
       pools: pools of the run.
-      cluster: devices of the run; None if none are named.
+      positions: positions of each pool's devices; empty if no devices are named.
       buffers: resident buffers, by name of the pool.
       programs: compiled programs, by name of the pool; None for a traced plan.
     """
-    positions = {} if cluster is None else _positions(pools, cluster)
     return tuple(
         PlannedPool(
             pool.name,
@@ -264,17 +258,6 @@ def planned_pools(
         )
         for pool in pools
     )
-
-
-def _positions(pools: Sequence[Pool], cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """Devices of each pool if every host runs a process; empty if the pools do not divide over the hosts."""
-    hosts = [_Position(n, n // cluster.host_devices) for n in range(cluster.num_devices)]
-    try:
-        placed = take_devices(pools, hosts).pools
-    except UserError:
-        # Plan.unplaced says it: such pools run only if one process has all devices.
-        return {}
-    return {each.name: tuple(d.id for d in each.devices) for each in placed}
 
 
 def settings_of(config: Config) -> dict[str, str]:

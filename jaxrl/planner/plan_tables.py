@@ -161,8 +161,6 @@ def verdict(plan: Plan, times: StepTimes) -> list[str]:
         f"{seconds_text(times.at_least_s)} and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
     )
     lines.append(f"a step: {times.load.text}")
-    if plan.unplaced:
-        lines.append(plan.unplaced)
     if plan.price is not None:
         lines.append(
             f"price: {number(plan.price)}, at {plan.price_per_hour:g} for a device and hour"

@@ -33,7 +33,7 @@ from jaxrl.planner.compiled.roofline import roofline
 from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
-from jaxrl.planner.plan import Plan, planned_pools, settings_of
+from jaxrl.planner.plan import Plan, planned_pools, positions_on, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     abstract_meshes,
@@ -82,10 +82,10 @@ def trace_plan(
     config = with_counted_slots(config, algorithm, meshes, memory)
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
+    pools, positions = tuple(roles.pools.values()), {}
     if cluster is not None:
-        check_num_devices(
-            tuple(roles.pools.values()), cluster.name, cluster.accelerator, cluster.num_devices
-        )
+        check_num_devices(pools, cluster.name, cluster.accelerator, cluster.num_devices)
+        positions = positions_on(pools, cluster)
     load = load_of(config, lengths, system)
     traced = tuple(_traced(roles, load))
     updates = {each.program.role: each.jaxprs[0] for each in traced if each.is_update}
@@ -96,7 +96,7 @@ def trace_plan(
     notes = (("shape of the model", roles.models.origin), *_notes(roles, slots_are_chosen, memory))
     return Plan(
         title=f"{config.name}, {algorithm.dataflow.title}",
-        pools=planned_pools(tuple(roles.pools.values()), cluster, buffers),
+        pools=planned_pools(pools, positions, buffers),
         notes=(*notes, *describe_flow(roles), *_operations(traced)),
         left_out=tuple(_left_out(roles)),
         times=None if cluster is None else _times(roles, cluster, load, traced),

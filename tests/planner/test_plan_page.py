@@ -148,7 +148,7 @@ def test_every_role_has_its_devices(tmp_path):
     assert text.count("host 0") == text.count("host 1") == 1
 
 
-def test_pools_that_do_not_divide_over_hosts_are_named(tmp_path):
+def test_pools_that_do_not_divide_over_hosts_are_refused():
     placement = {
         "policy": {"roles": ("actor", "reference"), "train": "1-1-9", "generate": "1-1-1-9"},
         "value": {"roles": ("critic",), "train": "1-1-7", "generate": "1-1-1-7"},
@@ -160,10 +160,9 @@ def test_pools_that_do_not_divide_over_hosts_are_named(tmp_path):
         train=dataclasses.replace(config.train, rows=63),
         rollout=dataclasses.replace(config.rollout, slots=63, prefill_prompts=63),
     )
-    warning = "the pools do not divide over the hosts of h100:2x8"
-    text, _ = page_of(trace_plan(config, Cluster.parse("h100:2x8")), tmp_path)
-    assert warning in text and "host 0" not in text
-    assert warning not in page_of(ppo_plan(), tmp_path)[0]
+    rule = "h100:2x8, a process on each host: pool policy .* a multiple of 2"
+    with pytest.raises(UserError, match=rule):
+        trace_plan(config, Cluster.parse("h100:2x8"))
 
 
 def test_alternatives_are_within_ten_percent_and_slower(tmp_path):

@@ -3,9 +3,11 @@
     h100:16x8     16 hosts of 8 GPUs
     v5p:4x4x8     a slice of 128 chips
 
-Devices are numbered so that neighbours are close. A pool is a contiguous range of them: whole slabs (a host
-of GPUs, a layer of a torus), or a half, a quarter, ... of a slab. Pools of such sizes fit side by side, the
-largest first, without crossing the border of a slab.
+A run has a process on each host, and its pools have an equal part of every host (`mesh.pools`):
+
+    2 hosts of 4        host 0    host 1
+    pool of 4 devices   0 1 . .   0 1 . .
+    pool of 4 devices   . . 0 1   . . 0 1
 """
 
 from __future__ import annotations
@@ -13,11 +15,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
+
+import numpy as np
 
 from jaxrl.mesh.hardware import Accelerator
 from jaxrl.planner.hardware.topologies import check_shape, check_topology, shape_text
 
 _TPU_HOST_CHIPS = 4
+
+
+class ClusterDevice(NamedTuple):
+    """A device of a cluster that need not be present, as `mesh.pools.take_devices` reads it."""
+
+    id: int
+    process_index: int
+
+
+class Ring(NamedTuple):
+    """The links of the slowest of several groups of devices, each of which is a ring.
+
+    Attributes:
+      members: number of devices of a group.
+      near, far: hops of a gather over fast links, and over slower ones.
+      gbs: vendor's GB/s at which each member sends to the next one, if all groups send at the same time.
+    """
+
+    members: int
+    near: int
+    far: int
+    gbs: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +54,13 @@ class Cluster:
     Attributes:
       accelerator: kind of the devices.
       shape: hosts x devices for GPUs, sides of the torus in chips for TPUs.
+      whole_hosts: whether a pool has whole hosts or a part of one, as in the system of the HybridFlow paper.
+        Our runs cannot do this.
     """
 
     accelerator: Accelerator
     shape: tuple[int, ...]
+    whole_hosts: bool = False
 
     def __post_init__(self):
         check_shape(self.accelerator, self.shape)
@@ -42,7 +72,8 @@ class Cluster:
         Raises:
           UserError: the text, the kind or the topology is wrong.
         """
-        return Cluster(*check_topology(text))
+        kind, shape = check_topology(text)
+        return Cluster(kind, shape)
 
     @property
     def name(self) -> str:
@@ -64,9 +95,22 @@ class Cluster:
             min(_TPU_HOST_CHIPS, math.prod(self.shape)) * self.num_devices // math.prod(self.shape)
         )
 
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts."""
+        return self.num_devices // self.host_devices
+
+    @property
+    def devices(self) -> tuple[ClusterDevice, ...]:
+        """The devices of a run with a process on each host."""
+        per_host = self.num_devices if self.whole_hosts else self.host_devices
+        return tuple(ClusterDevice(n, n // per_host) for n in range(self.num_devices))
+
     @functools.cached_property
     def pool_sizes(self) -> tuple[int, ...]:
         """The possible sizes of a pool, ascending."""
+        if not self.whole_hosts:
+            return tuple(self.num_hosts * k for k in range(1, self.host_devices + 1))
         slabs = max(self.shape) if self.accelerator.arrangement == "torus" else self.shape[0]
         slab = self.num_devices // slabs
         parts, size = set(), slab
@@ -75,17 +119,28 @@ class Cluster:
             parts.add(size)
         return tuple(sorted(parts | {slab * k for k in range(1, slabs + 1)}))
 
-    def group_gbs(self, members: int, stride: int) -> float:
-        """Vendor's GB/s at which each member of a group sends to the next one in a ring.
+    def ring(self, groups: np.ndarray) -> Ring:
+        """The links of groups of devices inside a pool.
 
-        If a group spans hosts, its members share the links of their host with neighbouring groups.
+        A pool with a part of each host has that part of the host's links to others, and groups that leave the
+        host share it. In a TPU slice it has that part of every link, because the chips of other pools lie
+        between its own.
 
         Args:
-          members: number of members of the group.
-          stride: distance in devices between members.
+          groups: int [groups, members], positions of all devices of the pool; neighbours in a row send to
+            each other.
         """
-        kind = self.accelerator
-        if members * stride <= kind.domain:
-            return kind.link_gbs
-        in_host = max(1, kind.devices_per_host // stride)
-        return min(kind.link_gbs, kind.host_gbs * in_host / kind.devices_per_host)
+        kind, members = self.accelerator, groups.shape[1]
+        here = self.host_devices if self.whole_hosts else -(-groups.size // self.num_hosts)
+        hosts = groups // here
+        crossings = int((hosts[:, 1:] != hosts[:, :-1]).sum(axis=1).max(initial=0))
+        part = here / self.host_devices
+        if kind.arrangement == "torus":
+            # A ring goes both ways. All devices of a slice are neighbours.
+            hops, far = -(-members // 2), -(-crossings // 2) if part < 1 else 0
+            return Ring(members, hops - far, far, kind.link_gbs * (part if far else 1))
+        if not crossings:
+            return Ring(members, members - 1, 0, kind.link_gbs)
+        leaving = np.bincount(hosts[hosts != np.roll(hosts, -1, axis=1)]).max()
+        gbs = min(kind.link_gbs, kind.host_gbs * part / int(leaving))
+        return Ring(members, members - 1 - crossings, crossings, gbs)

@@ -28,7 +28,7 @@ class Protocol:
     Attributes:
       start_s: seconds of a collective before its first hop.
       near_s: seconds of a hop inside a domain of fast links.
-      far_s: seconds of a hop between hosts.
+      far_s: seconds of a hop between hosts of GPUs, or past the chips of another pool.
       share: share of the link's rate that data gets; the rest is flags.
     """
 
@@ -38,7 +38,8 @@ class Protocol:
     share: float
 
 
-_ICI = (Protocol(5e-6, 1e-6, 1e-6, 1.0),)
+# The next chip of a pool with a part of each host is two hops away.
+_ICI = (Protocol(5e-6, 1e-6, 2e-6, 1.0),)
 _NVLINK = (
     Protocol(6.6e-6, 0.6e-6, 2.7e-6, 1 / 2),  # LL
     Protocol(14.0e-6, 1.9e-6, 4.0e-6, 120 / 128),  # LL128

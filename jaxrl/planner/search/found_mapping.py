@@ -37,7 +37,7 @@ def mapping_of(
       chosen: chosen pools.
       results: best result of every placement, for comparison.
     """
-    # Larger pools first: none then crosses the border of another's host.
+    # Larger pools first: with whole hosts, none then crosses the border of another's host.
     ordered = sorted(chosen, key=lambda pool: (-pool.devices, pool.names))
     pools, found, first = [], {}, 0
     for index, pool in enumerate(ordered):

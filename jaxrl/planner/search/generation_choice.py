@@ -7,14 +7,18 @@ free memory  --minus the weights of generation-->  slots that fit  -->  seconds 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
 
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.search.role_options import RoleOptions, divisors
-from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, SlotTimes
-from jaxrl.planner.simulation.workload import GenerationStrategy, Workload
+from jaxrl.planner.simulation.simulate_generation import (
+    GenerationGroups,
+    GenerationSimulator,
+    SlotTimes,
+)
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,48 +52,58 @@ class GenerationChoice:
         self._model = model
         self._budget = budget
         self._greedy = greedy
-        self._times: dict[tuple[int, int, int], SlotTimes] = {}
-        self._exact: dict[tuple[int, int, int, int], float] = {}
-        self._resharding: dict[tuple[int, int, int], np.ndarray] = {}
+        self._times: dict[GenerationGroups, SlotTimes] = {}
+        self._exact: dict[tuple[GenerationGroups, int], float] = {}
+        self._resharding: dict[tuple[Strategy, int, int], float] = {}
 
-    def best(self, options: RoleOptions, devices: int, free: np.ndarray) -> BestGeneration:
+    def best(self, options: RoleOptions, free: np.ndarray) -> BestGeneration:
         """The fastest p_g, t_g and slots of each pair.
 
         Args:
           options: K training options of the actor on n devices.
-          devices: n, number of devices.
           free: float64 [K, J], bytes per device besides resident buffers.
         """
         seconds = np.full(free.shape, np.inf)
         chosen = np.zeros((*free.shape, 3), np.int64)
-        for p_g, t_g in sorted(set(_sizes(options))):
-            found, slots = self._with_sizes(options, devices, p_g, t_g, free)
-            better = found < seconds
-            seconds = np.where(better, found, seconds)
-            chosen[better] = (p_g, t_g, 0)
-            chosen[better, 2] = slots[better]
+        for groups, rows in self._groups_of(options).items():
+            found, slots = self._with_groups(options, groups, rows, free[rows])
+            better = found < seconds[rows]
+            seconds[rows] = np.where(better, found, seconds[rows])
+            sizes = np.full(better.shape, groups.p_g), np.full(better.shape, groups.t_g)
+            picked = np.stack([*sizes, slots], axis=-1)
+            chosen[rows] = np.where(better[..., None], picked, chosen[rows])
         return BestGeneration(seconds, chosen, self._simulator.workload)
 
-    def _with_sizes(
-        self, options: RoleOptions, devices: int, p_g: int, t_g: int, free: np.ndarray
+    def _groups_of(self, options: RoleOptions) -> dict[GenerationGroups, list[int]]:
+        """The options of the same groups, for each p_g and t_g that divide p and t of an option."""
+        found: dict[GenerationGroups, list[int]] = {}
+        for i, strategy in enumerate(options.strategies):
+            for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
+                groups = self._simulator.groups(strategy, p_g, t_g)
+                found.setdefault(groups, []).append(i)
+        return dict(sorted(found.items()))
+
+    def _with_groups(
+        self, options: RoleOptions, groups: GenerationGroups, rows: list[int], free: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds [K, J], slots [K, J]) of one p_g and t_g; infinite seconds if no slot fits."""
+        """(seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits."""
         simulator, model = self._simulator, self._model
-        times = self._times_of(devices, p_g, t_g)
+        times = self._times_of(groups)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
-        fitting = simulator.fitting_slots(model, p_g, t_g, free)
+        fitting = simulator.fitting_slots(model, groups.p_g, groups.t_g, free)
         # More slots than the samples of a replica are never used.
         usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
         numbers, place = np.unique(usable, return_inverse=True)
-        best = [self._best_within(times, devices, p_g, t_g, n) for n in numbers.tolist()]
+        best = [self._best_within(times, groups, n) for n in numbers.tolist()]
         # No numbers if there is no combination of other roles.
         pairs = np.array(best).reshape(-1, 2)[place].reshape(*free.shape, 2)
         best_s, slots = pairs[..., 0], pairs[..., 1].astype(np.int64)
-        return best_s + self._resharding_of(options, devices, p_g, t_g)[:, None], slots
+        moved = [self._resharding_s(options.strategies[i], groups) for i in rows]
+        return best_s + np.array(moved)[:, None], slots
 
     def _best_within(
-        self, times: SlotTimes, devices: int, p_g: int, t_g: int, most: int
+        self, times: SlotTimes, groups: GenerationGroups, most: int
     ) -> tuple[float, int]:
         """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
         if most < 1:
@@ -98,36 +112,20 @@ class GenerationChoice:
         known = float(times.seconds[place]), int(times.slots[place])
         if times.room[place] == most:
             return known
-        key = (devices, p_g, t_g, most)
+        key = (groups, most)
         if key not in self._exact:
             self._exact[key] = self._simulator.seconds_of(self._model, *key, greedy=self._greedy)
         return min(known, (self._exact[key], most))
 
-    def _times_of(self, devices: int, p_g: int, t_g: int) -> SlotTimes:
-        key = (devices, p_g, t_g)
-        if key not in self._times:
-            self._times[key] = self._simulator.best_seconds(
-                self._model, *key, budget=self._budget, greedy=self._greedy
+    def _times_of(self, groups: GenerationGroups) -> SlotTimes:
+        if groups not in self._times:
+            self._times[groups] = self._simulator.best_seconds(
+                self._model, groups, budget=self._budget, greedy=self._greedy
             )
-        return self._times[key]
+        return self._times[groups]
 
-    def _resharding_of(self, options: RoleOptions, devices: int, p_g: int, t_g: int) -> np.ndarray:
-        """Seconds of each option's resharding: float64 [K], infinite if p_g or t_g does not divide p or t."""
-        key = (devices, p_g, t_g)
+    def _resharding_s(self, strategy: Strategy, groups: GenerationGroups) -> float:
+        key = (strategy, groups.p_g, groups.t_g)
         if key not in self._resharding:
-            self._resharding[key] = np.array(
-                [
-                    self._simulator.resharding_s(self._model, s, p_g, t_g)
-                    if s.p % p_g == 0 and s.t % t_g == 0
-                    else np.inf
-                    for s in options.strategies
-                ]
-            )
+            self._resharding[key] = self._simulator.resharding_s(self._model, *key)
         return self._resharding[key]
-
-
-def _sizes(options: RoleOptions) -> Iterator[tuple[int, int]]:
-    """Every (p_g, t_g) that divides p and t of an option."""
-    for strategy in options.strategies:
-        for p_g in divisors(strategy.p):
-            yield from ((p_g, t_g) for t_g in divisors(strategy.t))

@@ -20,6 +20,7 @@ from jaxrl.mesh.hardware import accelerator_of
 from jaxrl.planner.expected_step import expected_step, tasks_of_run
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.hardware_files import find_accelerator
+from jaxrl.planner.plan import positions_on
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping import Mapping, RoleMapping
 from jaxrl.planner.search.search import search_mapping_of_common_rows
@@ -96,6 +97,7 @@ def propose(
     try:
         meshes = abstract_meshes(proposed)
         planned = planned_roles(proposed, algorithm_of(proposed), meshes)
+        positions_on(tuple(planned.pools.values()), cluster)
         check_role_batches(proposed, meshes)
     except UserError as error:
         raise UserError(

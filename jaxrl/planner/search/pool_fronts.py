@@ -137,7 +137,7 @@ class PoolSolver:
         pairs = own.costs.in_turn(turns.costs)
         # Negative if the pair does not fit, so that no slot fits either.
         free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
-        generation = self._generation.best(own, devices, free)
+        generation = self._generation.best(own, free)
         i, j = np.nonzero(np.isfinite(generation.seconds))
         together = pairs[i, j]
         seconds = np.stack(
@@ -169,7 +169,7 @@ class PoolSolver:
             problem = self._problem
             self._options[key] = role_options(
                 *key,
-                self.simulator.passes,
+                self.simulator,
                 domain=problem.cluster.accelerator.domain,
                 limits=problem.limits,
                 budget=problem.budget_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jaxrl.planner.search.choice_costs import ChoiceCosts
 from jaxrl.planner.search.mapping_problem import SearchLimits
 from jaxrl.planner.search.pareto import pareto_front
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.step_simulator import StepSimulator
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy
 
@@ -65,7 +66,7 @@ def role_options(
     role: RoleTasks,
     model: ModelConfig,
     devices: int,
-    passes: PassSimulator,
+    simulator: StepSimulator,
     *,
     domain: int,
     limits: SearchLimits,
@@ -76,36 +77,41 @@ def role_options(
     Args:
       role, model: tasks and model of the role.
       devices: n, number of devices.
-      passes: simulator of forward passes and updates.
+      simulator: simulator of steps.
       domain: number of devices joined by fast links.
       limits: limits of the strategies.
       budget: available bytes per device.
     """
+    passes = simulator.passes
     strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
     rows = [_costs(role, model, strategy, passes) for strategy in strategies]
     costs = ChoiceCosts.from_rows(np.array(rows).reshape(-1, 4))
     fitting = np.flatnonzero(costs.fits(budget)).tolist()
     if role.generates:
-        kept = _best_of_each_shape(fitting, strategies, costs)
+        unshard_s = {i: simulator.generating.unshard_s(model, strategies[i]) for i in fitting}
+        kept = _best_of_each_shape(fitting, strategies, costs, unshard_s)
     else:
         kept = [fitting[i] for i in pareto_front(costs[fitting].rows())]
     return RoleOptions(tuple(strategies[i] for i in kept), costs[kept])
 
 
 def _best_of_each_shape(
-    choices: list[int], strategies: list[Strategy], costs: ChoiceCosts
+    choices: list[int],
+    strategies: list[Strategy],
+    costs: ChoiceCosts,
+    unshard_s: Mapping[int, float],
 ) -> list[int]:
-    """An actor's Pareto-optimal choices among strategies with the same p and t; FSDP counts as a cost.
+    """An actor's Pareto-optimal choices among strategies with the same p and t.
 
-    Generation splits p and t further, and resharding takes longer the more replicas share the weights.
+    Generation splits p and t further, and FSDP shards are gathered before it, in `unshard_s` seconds.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for i in choices:
         groups.setdefault((strategies[i].p, strategies[i].t), []).append(i)
     kept = []
     for group in groups.values():
-        fsdp = np.array([[float(strategies[i].fsdp)] for i in group])
-        compared = np.concatenate([costs[group].rows(), fsdp], axis=1)
+        gathers = np.array([[unshard_s[i]] for i in group])
+        compared = np.concatenate([costs[group].rows(), gathers], axis=1)
         kept += [group[i] for i in pareto_front(compared)]
     return kept
 

@@ -6,11 +6,13 @@ hosts is a far one. A ring of a TPU goes both ways: g / 2 hops. A reduction is a
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.mesh.layout import AXES, ParallelLayout
+from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.hardware.link_latency import protocols_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 
@@ -27,34 +29,51 @@ class Collectives:
         self._rate = assumptions.link_rate * 1e9
         self._latency = assumptions.latency_scale
         self._protocols = protocols_of(cluster.accelerator)
+        self._rings: dict[tuple[ParallelLayout, tuple[str, ...]], Ring] = {}
 
-    def gather_s(self, nbytes: Bytes, members: int, stride: int, *, calls: float = 1.0) -> Bytes:
+    def ring(self, layout: ParallelLayout, *axes: str) -> Ring:
+        """The links of the groups of a pool's devices along some axes of its mesh.
+
+        Args:
+          layout: layout of the pool, whose mesh has its devices in order.
+          axes: names of the axes, from major to minor.
+        """
+        key = (layout, axes)
+        if key not in self._rings:
+            sizes = layout.axis_sizes
+            places = np.arange(layout.num_devices).reshape(tuple(sizes.values()))
+            last = range(-len(axes), 0)
+            places = np.moveaxis(places, [AXES.index(axis) for axis in axes], last)
+            members = math.prod(sizes[axis] for axis in axes)
+            self._rings[key] = self._cluster.ring(places.reshape(-1, members))
+        return self._rings[key]
+
+    def gather_s(self, nbytes: Bytes, ring: Ring, *, calls: float = 1.0) -> Bytes:
         """Seconds of an all-gather or a reduce-scatter: each of g devices sends (g - 1) / g of the bytes.
 
         Args:
           nbytes: bytes of all calls together.
-          members: g, number of devices of a group.
-          stride: distance in devices between members.
+          ring: g devices and their links.
           calls: number of collectives that the bytes are divided into.
         """
-        return self._ring_s(nbytes, members, stride, calls, rounds=1)
+        return self._ring_s(nbytes, ring, calls, rounds=1)
 
-    def reduce_s(self, nbytes: Bytes, members: int, stride: int, *, calls: float = 1.0) -> Bytes:
+    def reduce_s(self, nbytes: Bytes, ring: Ring, *, calls: float = 1.0) -> Bytes:
         """Seconds of an all-reduce, a reduce-scatter and an all-gather; args as of `gather_s`."""
-        return self._ring_s(nbytes, members, stride, calls, rounds=2)
+        return self._ring_s(nbytes, ring, calls, rounds=2)
 
-    def pass_on_s(self, nbytes: float, stride: int) -> float:
-        """Seconds of sending activations to the next pipeline stage."""
-        return self._ring_s(2 * nbytes, 2, stride, 1.0, rounds=1)
+    def pass_on_s(self, nbytes: float, ring: Ring) -> float:
+        """Seconds of sending activations to the next pipeline stage, over the slowest hop of the ring."""
+        hop = Ring(2, int(not ring.far), int(ring.far > 0), ring.gbs)
+        return self._ring_s(2 * nbytes, hop, 1.0, rounds=1)
 
-    def _ring_s(
-        self, nbytes: Bytes, members: int, stride: int, calls: float, *, rounds: int
-    ) -> Bytes:
+    def _ring_s(self, nbytes: Bytes, ring: Ring, calls: float, *, rounds: int) -> Bytes:
+        members = ring.members
         if members == 1:
             return nbytes * 0.0
-        near, far = (rounds * hops for hops in self._hops(members, stride))
+        near, far = rounds * ring.near, rounds * ring.far
         sent = rounds * nbytes * (members - 1) / members
-        rate = self._cluster.group_gbs(members, stride) * self._rate
+        rate = ring.gbs * self._rate
         # Of protocols that differ in latency and rate, the fastest for this size.
         found: list[Any] = [
             calls * self._latency * (p.start_s + near * p.near_s + far * p.far_s)
@@ -63,11 +82,3 @@ class Collectives:
         ]
         # NumPy's minimum of single numbers takes ten times as long.
         return np.minimum.reduce(found) if isinstance(nbytes, np.ndarray) else min(found)
-
-    def _hops(self, members: int, stride: int) -> tuple[int, int]:
-        """Hops of a gather inside a domain, and between hosts."""
-        kind = self._cluster.accelerator
-        if kind.arrangement == "torus":
-            return -(-members // 2), 0
-        hosts = -(-members // max(1, kind.devices_per_host // stride))
-        return members - hosts, hosts - 1

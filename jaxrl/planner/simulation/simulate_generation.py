@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
@@ -28,7 +28,7 @@ from jaxrl.planner.simulation.decode_trace import (
 )
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
 from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
 from jaxrl.rollout.settings import EngineConfig
 
@@ -51,13 +51,43 @@ class SlotTimes(NamedTuple):
     seconds: np.ndarray
 
 
+class GenerationGroups(NamedTuple):
+    """What decoding depends on, besides the slots of a replica.
+
+    Attributes:
+      devices: n, number of devices.
+      p_g, t_g: sizes of generation.
+      tensor, stages: links of the tensor groups and between the stages of generation.
+    """
+
+    devices: int
+    p_g: int
+    t_g: int
+    tensor: Ring
+    stages: Ring
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of generation."""
+        return self.devices // (self.p_g * self.t_g)
+
+
 # Up to here every number of slots is tried: there a single slot more or less matters.
 _EVERY_NUMBER = 64
 
 
-def slot_counts(most: int) -> tuple[int, ...]:
-    """Numbers of slots to try, ascending: all up to 64, then eight per doubling, and `most` itself."""
+def slot_counts(most: int, *, equal_samples: int = 0) -> tuple[int, ...]:
+    """Numbers of slots to try, ascending: all up to 64, then eight per doubling, and `most` itself.
+
+    Args:
+      most: maximum number of slots.
+      equal_samples: number of samples of a replica if all are equally long, else 0. All slots then end
+        together, so the fewest slots for each number of rounds are tried too: no other number is faster.
+    """
     found, octave = {most, *range(1, min(most, _EVERY_NUMBER) + 1)} - {0}, _EVERY_NUMBER
+    if most:
+        rounds = range(-(-equal_samples // most), equal_samples // _EVERY_NUMBER + 1)
+        found |= {-(-equal_samples // k) for k in rounds if k}
     while octave <= most:
         found |= {n for n in (octave * k // 8 for k in range(8, 16)) if n <= most}
         octave *= 2
@@ -102,21 +132,19 @@ class GenerationSimulator:
           greedy: whether each prompt also gets a greedy answer (ReMax).
           replay: whether to replay the engine's scheduler for all replicas; else one replica stands for all.
         """
-        p_g, t_g = generation.p_g, generation.t_g
-        devices = strategy.num_devices
-        slots = generation.slots
+        p_g, t_g, slots = generation.p_g, generation.t_g, generation.slots
+        groups = self.groups(strategy, p_g, t_g)
         if replay:
-            trace = self.replayed(model, devices, generation, greedy=greedy)
+            trace = self.replayed(model, groups.devices, generation, greedy=greedy)
         else:
-            trace = self._trace(devices, p_g, t_g, slots, greedy)
-        replicas = devices // (p_g * t_g)
-        decoding = self._decoding_s(model, p_g, t_g, trace, replicas)
-        used = min(slots, self._samples_per_replica(devices, p_g, t_g, greedy))
+            trace = self._trace(groups.replicas, slots, greedy)
+        decoding = self._decoding_s(model, groups, trace)
+        used = min(slots, self._samples_per_replica(groups.replicas, greedy))
         full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
-        busy_s = sum(self._decoding_s(model, p_g, t_g, full, replicas).values())
+        busy_s = sum(self._decoding_s(model, groups, full).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
-            "prefill": self._prefill_s(model, devices, p_g, trace.prefill),
+            "prefill": self._prefill_s(model, groups, trace.prefill),
             **decoding,
         }
         tokens = generation.cache_tokens or slots * self.workload.slot_tokens
@@ -126,12 +154,17 @@ class GenerationSimulator:
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
         return CostBreakdown(seconds, {}, transient, idle_s)
 
+    def groups(self, strategy: Strategy, p_g: int, t_g: int) -> GenerationGroups:
+        """The devices that decode together, for a strategy of training and p_g and t_g of generation."""
+        layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
+        ring = self._collectives.ring
+        tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
+        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages)
+
     def best_seconds(
         self,
         model: ModelConfig,
-        devices: int,
-        p_g: int,
-        t_g: int,
+        groups: GenerationGroups,
         *,
         budget: float,
         greedy: bool = False,
@@ -140,37 +173,31 @@ class GenerationSimulator:
 
         Args:
           model: model of the actor.
-          devices: n, number of devices.
-          p_g, t_g: sizes of generation.
+          groups: devices that decode together.
           budget: maximum bytes per device for weights of generation and cache.
           greedy: whether each prompt also gets a greedy answer.
 
         Returns:
           The times; K is 0 if no slot fits.
         """
-        samples = self._samples_per_replica(devices, p_g, t_g, greedy)
-        fitting = int(self.fitting_slots(model, p_g, t_g, np.array(budget)))
-        slots = slot_counts(min(samples, self.workload.max_slots, fitting))
-        found = [self.seconds_of(model, devices, p_g, t_g, n, greedy=greedy) for n in slots]
+        samples = self._samples_per_replica(groups.replicas, greedy)
+        fitting = int(self.fitting_slots(model, groups.p_g, groups.t_g, np.array(budget)))
+        most = min(samples, self.workload.max_slots, fitting)
+        are_equal = self.workload.response_lengths.is_constant
+        slots = slot_counts(most, equal_samples=samples if are_equal else 0)
+        found = [self.seconds_of(model, groups, n, greedy=greedy) for n in slots]
         room, seconds = np.array(slots), np.minimum.accumulate(found)
         # The first of the fastest: fewer slots for the same seconds.
         best = room[np.searchsorted(-seconds, -seconds)]
         return SlotTimes(room, best, seconds)
 
     def seconds_of(
-        self,
-        model: ModelConfig,
-        devices: int,
-        p_g: int,
-        t_g: int,
-        slots: int,
-        *,
-        greedy: bool = False,
+        self, model: ModelConfig, groups: GenerationGroups, slots: int, *, greedy: bool = False
     ) -> float:
         """Seconds without resharding, with exactly this many slots per replica."""
-        trace = self._trace(devices, p_g, t_g, slots, greedy)
-        decoding = self._decoding_s(model, p_g, t_g, trace, devices // (p_g * t_g))
-        return self._prefill_s(model, devices, p_g) + sum(decoding.values())
+        trace = self._trace(groups.replicas, slots, greedy)
+        decoding = self._decoding_s(model, groups, trace)
+        return self._prefill_s(model, groups) + sum(decoding.values())
 
     def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
         """Bytes per device of the weights in the types of generation, in p_g stages and t_g tensor shards."""
@@ -201,36 +228,38 @@ class GenerationSimulator:
         """Seconds of resharding from the training to the generation layout.
 
         HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model, and gathers it inside
-        its micro data-parallel group, whose members are neighbours. With FSDP it first gathers its training
-        shard inside its FSDP group.
+        its micro data-parallel group. With FSDP it first gathers its training shard inside its FSDP group.
         """
-        shard = self.weight_bytes(model, strategy.p, strategy.t)
         whole = self.weight_bytes(model, p_g, t_g)
-        stride = strategy.p * strategy.t
-        fsdp = self._collectives.gather_s(shard, strategy.fsdp, stride)
-        members = stride // (p_g * t_g)
-        # If only stages are gathered, members are one stage (t devices) apart.
-        apart = 1 if strategy.t > t_g else strategy.t
-        return fsdp + self._collectives.gather_s(whole, members, apart)
+        layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
+        micro = self._collectives.ring(layout, "stage_micro", "tensor_micro")
+        return self.unshard_s(model, strategy) + self._collectives.gather_s(whole, micro)
+
+    def unshard_s(self, model: ModelConfig, strategy: Strategy) -> float:
+        """Seconds in which each FSDP group gathers its training shards, the first part of resharding."""
+        shard = self.weight_bytes(model, strategy.p, strategy.t)
+        return self._collectives.gather_s(
+            shard, self._collectives.ring(layout_of(strategy), "fsdp")
+        )
 
     def _samples(self, greedy: bool) -> int:
         work = self.workload
         prompts = math.ceil(work.prompts * work.sampled_per_kept)
         return prompts * (work.samples + greedy)
 
-    def _samples_per_replica(self, devices: int, p_g: int, t_g: int, greedy: bool) -> int:
-        return math.ceil(self._samples(greedy) / (devices // (p_g * t_g)))
+    def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
+        return math.ceil(self._samples(greedy) / replicas)
 
-    def _trace(self, devices: int, p_g: int, t_g: int, slots: int, greedy: bool) -> DecodeTrace:
+    def _trace(self, replicas: int, slots: int, greedy: bool) -> DecodeTrace:
         work = self.workload
-        samples = self._samples_per_replica(devices, p_g, t_g, greedy)
+        samples = self._samples_per_replica(replicas, greedy)
         trace = quick_trace(
             work.prompt_lengths.mean,
             work.response_lengths,
             samples,
             min(slots, samples),
             work.tokens_per_dispatch,
-            devices // (p_g * t_g),
+            replicas,
             slots if self._assume.fixed_slots or work.paged else FEWEST_SLOTS,
         )
         if not work.always_full:
@@ -286,7 +315,7 @@ class GenerationSimulator:
         )
 
     def _prefill_s(
-        self, model: ModelConfig, devices: int, p_g: int, work: PrefillWork | None = None
+        self, model: ModelConfig, groups: GenerationGroups, work: PrefillWork | None = None
     ) -> float:
         """Seconds of all prefills, spread over all devices, with a pipeline bubble.
 
@@ -302,10 +331,11 @@ class GenerationSimulator:
         attention = work.sequences * mean_attention_flops(model, mean, square)
         flops = work.tokens * model_numbers(model).token_flops + attention
         calls = 2 * work.batches * self._assume.call_s
-        return calls + flops / devices / self._flops * (2 * p_g - 1) / p_g
+        p_g = groups.p_g
+        return calls + flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
 
     def _decoding_s(
-        self, model: ModelConfig, p_g: int, t_g: int, trace: DecodeTrace, replicas: int
+        self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
     ) -> dict[str, float]:
         """Seconds of all decoding steps, by cause.
 
@@ -313,6 +343,7 @@ class GenerationSimulator:
         weights for one part.
         """
         assume, numbers = self._assume, model_numbers(model)
+        p_g, t_g = groups.p_g, groups.t_g
         ticks = 2 * p_g - 1
         slots, cached = trace.slots / p_g, trace.cached / p_g
         weights_s = self.weight_bytes(model, p_g, t_g) / self._weights_rate
@@ -329,14 +360,14 @@ class GenerationSimulator:
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
             "overhead of each step": float(trace.steps.sum()) * self._step_s,
-            "host between dispatches": self._host_s(trace, replicas),
+            "host between dispatches": self._host_s(trace, groups.replicas),
         }
         if t_g > 1:
             size = slots * numbers.width * assume.compute_bytes
-            each = self._collectives.reduce_s(size, t_g, 1)
+            each = self._collectives.reduce_s(size, groups.tensor)
             found["tensor all-reduces"] = 2 * numbers.layers / p_g * float((times * each).sum())
         if p_g > 1:
-            hop = self._collectives.pass_on_s(0.0, t_g)
+            hop = self._collectives.pass_on_s(0.0, groups.stages)
             found["between stages"] = float(times.sum()) * hop
         return found
 

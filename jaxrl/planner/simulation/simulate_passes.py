@@ -6,8 +6,8 @@
     bytes     weights, moments | gradients, cast weights, kept layer inputs, and the larger of one layer's
               activations and the logits
 
-Neighbouring devices form tensor groups, then stages, then FSDP groups, then replicas. Not covered: expert and
-context parallelism, offloading, imbalance between replicas, transfers between pools.
+Groups have the devices of a run's mesh (`mesh.layout`). Not covered: expert and context parallelism,
+offloading, imbalance between replicas, transfers between pools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_tasks import RoleTasks
-from jaxrl.planner.simulation.workload import Strategy, Workload
+from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +168,12 @@ class PassSimulator:
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
         reduces = 2 * passes * numbers.layers / strategy.p * microbatches
-        one = self._collectives.reduce_s(size, strategy.t, 1)
+        layout, shared = layout_of(strategy), self._collectives
+        one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
         found = {"tensor all-reduces": reduces * one}
         if strategy.p > 1:
             ticks = flushes.count * (flushes.microbatches + strategy.p - 1)
-            hop = self._collectives.pass_on_s(size, strategy.t)
+            hop = shared.pass_on_s(size, shared.ring(layout, "stage_gen", "stage_micro"))
             found["between stages"] = min(passes, 2) * ticks * hop
         return found
 
@@ -189,18 +190,18 @@ class PassSimulator:
         """Seconds of exchanges between replicas, and the part that compute hides (negative)."""
         assume, shared = self._assume, self._collectives
         values = model_numbers(model).params_of_shard(strategy.p, strategy.t)
-        stride = strategy.p * strategy.t
+        layout = layout_of(strategy)
+        shards = shared.ring(layout, "fsdp")
         # The weights of a layer are one gather, and their gradients one sum.
         calls = model_numbers(model).layers / strategy.p + 1
-        gather = shared.gather_s(values * assume.compute_bytes, strategy.fsdp, stride, calls=calls)
+        gather = shared.gather_s(values * assume.compute_bytes, shards, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
             sums = flushes.count if assume.reduce_each_microbatch else self._work.updates
             size = values * assume.reduced_bytes
-            replicas = strategy.d // strategy.fsdp
-            scatter = shared.gather_s(size, strategy.fsdp, stride, calls=calls)
-            apart = stride * strategy.fsdp
-            rest = shared.reduce_s(size / strategy.fsdp, replicas, apart, calls=calls)
+            scatter = shared.gather_s(size, shards, calls=calls)
+            replicas = shared.ring(layout, "data")
+            rest = shared.reduce_s(size / strategy.fsdp, replicas, calls=calls)
             found["gradients summed"] = flushes.count * scatter + sums * rest
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found

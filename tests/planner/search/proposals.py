@@ -1,17 +1,27 @@
 """Random recipes and topologies, and whether what the search proposes for them runs."""
 
 import dataclasses
+import itertools
 import pathlib
 import random
+import types
+
+import numpy as np
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import device_grid
 from jaxrl.mesh.hardware import ACCELERATORS
+from jaxrl.mesh.layout import AXES, ParallelLayout
+from jaxrl.mesh.pools import PlacedPool, take_devices
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.cross_checks import pools_of
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 # Of every covered dataflow, small and large, dense and with experts.
@@ -40,12 +50,16 @@ class Pair:
         return Cluster.parse(self.topology)
 
 
-def random_pair(seed: int) -> Pair:
+def random_pair(seed: int, *, least_hosts: int = 1) -> Pair:
     """A recipe whose batches are changed at random, within its own checks, and devices up to 64."""
     draw = random.Random(seed)
     recipe = draw.choice(RECIPES)
     kind = draw.choice([k for k in ACCELERATORS.values() if k.memory_gb > 20])
-    shapes = [s for s in kind.growing_shapes() if kind.num_devices(s) <= 64]
+    shapes = [
+        shape
+        for shape in kind.growing_shapes()
+        if kind.num_devices(shape) <= 64 and Cluster(kind, shape).num_hosts >= least_hosts
+    ]
     topology = f"{kind.name}:{'x'.join(map(str, draw.choice(shapes)))}"
     while True:
         overrides = {
@@ -98,6 +112,7 @@ def proposal(pair: Pair, folder: pathlib.Path) -> str:
         if any(words in str(error) for words in REFUSALS):
             return str(error)
         raise
+    check_devices(proposed, pair.cluster)
     copied = _with_lines(pair, setting_lines(pair.config, proposed), folder)
     assert copied == proposed
     plan = trace_plan(copied, pair.cluster)
@@ -118,3 +133,60 @@ def _with_lines(pair: Pair, lines: list[str], folder: pathlib.Path) -> Config:
     set_here = {line.split(" = ")[0].removeprefix("config.") for line in lines}
     others = {name: value for name, value in pair.overrides.items() if name not in set_here}
     return load_config(Config, str(path), others)
+
+
+def check_devices(config: Config, cluster: Cluster) -> None:
+    """Checks the pools of a run with a process on each host: their meshes, and what crosses hosts there."""
+    for pool in take_devices(pools_of(config), _devices_of(cluster)).pools:
+        assert len({d.process_index for d in pool.devices}) == cluster.num_hosts
+        for layout in set(pool.pool.layouts.values()):
+            _check_mesh(pool, layout, cluster)
+
+
+def _check_mesh(pool: PlacedPool, layout: ParallelLayout, cluster: Cluster) -> None:
+    grid = device_grid(layout.axis_sizes, pool.devices)
+    if cluster.accelerator.arrangement == "torus":
+        # Its mesh follows the torus, and the simulation knows no distances there.
+        return
+    hosts = np.vectorize(lambda device: device.process_index)(grid)
+    collectives = Collectives(cluster, Assumptions())
+    for axes in (
+        *zip(AXES, strict=True),
+        ("stage_gen", "stage_micro"),
+        ("tensor_gen", "tensor_micro"),
+    ):
+        places = [AXES.index(axis) for axis in axes]
+        groups = np.moveaxis(hosts, places, range(-len(axes), 0))
+        groups = groups.reshape(-1, collectives.ring(layout, *axes).members)
+        crossings = (np.diff(groups, axis=1) != 0).sum(axis=1).max(initial=0)
+        assert collectives.ring(layout, *axes).far == crossings
+
+
+def _devices_of(cluster: Cluster) -> list:
+    """The devices of a cluster as JAX lists them in a run with a process on each host."""
+    kind, shape = cluster.accelerator, cluster.shape
+    if kind.arrangement == "hosts":
+        return [
+            types.SimpleNamespace(
+                id=n, process_index=h, slice_index=h, platform="gpu", device_kind="imagined"
+            )
+            for n, h in cluster.devices
+        ]
+    sides = (*shape, 1)[:3]
+    block = tuple(min(2, side) for side in sides[:2])
+    hosts = itertools.product(*(range(0, s, b) for s, b in zip(sides, (*block, 1), strict=True)))
+    chips = [
+        (x + i, y + j, z) for x, y, z in hosts for j in range(block[1]) for i in range(block[0])
+    ]
+    cores = itertools.product(chips, range(kind.devices_per_chip))
+    return [
+        types.SimpleNamespace(
+            id=device.id,
+            process_index=device.process_index,
+            platform="tpu",
+            device_kind=kind.device_kinds[0],
+            coords=chip,
+            core_on_chip=core,
+        )
+        for device, (chip, core) in zip(cluster.devices, cores, strict=True)
+    ]

@@ -16,15 +16,18 @@ from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.step_tasks import TASKS, tasks_of
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
-# Hosts of four and of eight, and parts of one: every cluster of up to 16 devices.
+# Hosts of four and of eight, and parts of one: every cluster of up to 16 devices. The last two have pools of
+# whole hosts.
 CLUSTERS = [
-    (4, (1, 1)),
-    (4, (1, 2)),
-    (4, (1, 4)),
-    (4, (2, 4)),
-    (4, (3, 4)),
-    (4, (4, 4)),
-    (8, (2, 8)),
+    (4, (1, 1), False),
+    (4, (1, 2), False),
+    (4, (1, 4), False),
+    (4, (2, 4), False),
+    (4, (3, 4), False),
+    (4, (4, 4), False),
+    (8, (2, 8), False),
+    (4, (3, 4), True),
+    (8, (2, 8), True),
 ]
 
 
@@ -37,7 +40,7 @@ def toy_models(dataflow: str, layers: int = 2, critic_layers: int | None = None)
     return {role.name: model(role.name) for role in TASKS[dataflow]}
 
 
-@pytest.mark.parametrize(("per_host", "shape"), CLUSTERS, ids=str)
+@pytest.mark.parametrize(("per_host", "shape", "whole_hosts"), CLUSTERS, ids=str)
 @pytest.mark.parametrize("dataflow", ["ppo", "remax", "grpo", "dapo"])
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(
@@ -48,9 +51,9 @@ def toy_models(dataflow: str, layers: int = 2, critic_layers: int | None = None)
     max_tensor=st.sampled_from([1, 2]),
 )
 def test_it_is_as_good_as_brute_force(
-    dataflow, per_host, shape, memory, layers, updates, host_gbs, max_tensor
+    dataflow, per_host, shape, whole_hosts, memory, layers, updates, host_gbs, max_tensor
 ):
-    cluster = Cluster(toy(memory, per_host=per_host, host_gbs=host_gbs), shape)
+    cluster = Cluster(toy(memory, per_host=per_host, host_gbs=host_gbs), shape, whole_hosts)
     models, work = toy_models(dataflow, *layers), toy_work(updates=updates)
     limits = SearchLimits(max_tensor=max_tensor, max_pipeline=2 if dataflow != "ppo" else 1)
     expected = brute_force(tasks_of(dataflow, models), models, work, cluster, ASSUME, limits)
@@ -118,16 +121,21 @@ def test_the_breakdown_adds_up_to_what_was_searched_for():
     assert "predicted" in text and "cache read" in text and "master weights, stays" in text
 
 
-def test_pools_lie_side_by_side_and_cross_no_host():
+@pytest.mark.parametrize("whole_hosts", [False, True])
+def test_pools_lie_side_by_side(whole_hosts):
     placement = (("actor",), ("critic",), ("reference",), ("reward",))
-    found = search_mapping("ppo", ppo_8b(), WORK, "h100:4x8", placements=[placement])
+    cluster = Cluster(accelerator("h100"), (4, 8), whole_hosts)
+    found = search_mapping("ppo", ppo_8b(), WORK, cluster, placements=[placement])
     assert sorted(p.roles for p in found.pools) == sorted(placement)
     end = 0
     for pool in found.pools:
         assert pool.first == end
         end += pool.devices
         first_host, last_host = pool.first // 8, (end - 1) // 8
-        assert first_host == last_host or (pool.first % 8, end % 8) == (0, 0)
+        if whole_hosts:
+            assert first_host == last_host or (pool.first % 8, end % 8) == (0, 0)
+        else:
+            assert pool.devices % 4 == 0
 
 
 @pytest.mark.parametrize("dataflow", ["ppo", "dapo"])

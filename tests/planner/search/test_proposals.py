@@ -18,6 +18,19 @@ def test_a_proposal_runs(seed, tmp_path):
     assert proposal(random_pair(seed), tmp_path) == ""
 
 
+# Several pools on several hosts of GPUs and of TPUs.
+APART = (8, 13, 19, 32)
+
+
+@pytest.mark.parametrize("seed", APART)
+def test_a_proposal_runs_with_pools_on_every_host(seed, tmp_path):
+    pair = random_pair(seed)
+    assert pair.cluster.num_hosts > 1
+    found, _ = propose(pair.config, pair.cluster)
+    assert len(found.pools) > 1
+    assert proposal(pair, tmp_path) == ""
+
+
 def with_pages(pair: Pair) -> Pair:
     return dataclasses.replace(pair, overrides=pair.overrides | {"rollout.cache": "paged"})
 
@@ -43,10 +56,19 @@ def test_two_hundred_proposals_run(first, tmp_path):
     assert sum(map(bool, refused)) <= 8, refused
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(300, 500, 10))
+def test_two_hundred_proposals_for_several_hosts_run(first, tmp_path):
+    pairs = [random_pair(seed, least_hosts=2) for seed in range(first, first + 10)]
+    assert all(pair.cluster.num_hosts > 1 for pair in pairs)
+    refused = [proposal(pair, tmp_path) for pair in pairs]
+    assert sum(map(bool, refused)) <= 4, refused
+
+
 def test_a_run_has_the_rows_that_were_simulated():
     # The fastest mapping has different numbers of rows, so the search is repeated with common ones. It then
     # finds a mapping whose roles would do with fewer, and which is slower with these.
-    pair = Pair("safe_rlhf_tiny", {"train.rows": "1"}, "v4:4x4x4")
+    pair = Pair("safe_rlhf_tiny", {"train.rows": "1"}, "v4:2x2x4")
     found = search_for(pair.config, Cluster.parse(pair.topology))
     parts = {role.strategy.row_parts for role in found.roles.values()}
     assert found.common_rows > math.lcm(*parts)

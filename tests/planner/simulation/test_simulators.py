@@ -54,7 +54,7 @@ PLAIN = Assumptions(
     host_s=0.0,
 )
 # Reading weights takes no time beside 1 TFLOP/s.
-CLUSTER = Cluster(toy(memory_gbs=1e4), (4, 4))
+CLUSTER = Cluster(toy(memory_gbs=1e4), (4, 4), whole_hosts=True)
 # 16 sequences of 128 + 128 tokens.
 WORK = toy_work(
     prompts=16,
@@ -222,32 +222,61 @@ V5P = Cluster.parse("v5p:4x4x8")
 FULL = dataclasses.replace(PLAIN, latency_scale=1.0)
 
 
+def tensor_ring(cluster, t, d=None, *, axis="tensor_gen"):
+    """Links of tensor groups of t devices, or of another axis, on the whole cluster or on t x d devices."""
+    layout = ParallelLayout(1, t, d or cluster.num_devices // t, 1, t)
+    return Collectives(cluster, FULL).ring(layout, axis)
+
+
 def test_small_reductions_take_the_protocol_with_the_lowest_latency():
     # NCCL's LL: 6.6 us, and 2 x 7 hops of .6 us; half of 450 GB/s for data.
-    reduced = Collectives(H100, FULL).reduce_s(1e3, 8, 1)
+    eight = tensor_ring(H100, 8)
+    reduced = Collectives(H100, FULL).reduce_s(1e3, eight)
     assert reduced == pytest.approx(6.6e-6 + 14 * 0.6e-6 + 2 * 7 / 8 * 1e3 / 225e9)
     # A TPU's ring goes both ways: 8 hops of 1 us, and 5 us before the first.
-    assert Collectives(V5P, FULL).reduce_s(0.0, 8, 1) == pytest.approx(13e-6)
+    assert Collectives(V5P, FULL).reduce_s(0.0, tensor_ring(V5P, 8)) == pytest.approx(13e-6)
     # Large arrays go by Simple, at the whole rate: 8.4 us, 14 hops of 3.4.
-    large = Collectives(H100, FULL).reduce_s(1e9, 8, 1)
+    large = Collectives(H100, FULL).reduce_s(1e9, eight)
     assert large == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * 1e9 / 450e9)
     # Arrays of several sizes at once.
-    both = Collectives(H100, FULL).reduce_s(np.array([1e3, 1e9]), 8, 1)
+    both = Collectives(H100, FULL).reduce_s(np.array([1e3, 1e9]), eight)
     assert both.tolist() == pytest.approx([reduced, large])
 
 
 def test_hops_between_hosts_cost_more():
     # 32 devices of four hosts: 28 hops inside and 3 between; 16 replicas eight apart: 15 between hosts.
     latency = {
-        (32, 1): 6.6e-6 + 28 * 0.6e-6 + 3 * 2.7e-6,
-        (16, 8): 6.6e-6 + 15 * 2.7e-6,
-        (8, 1): 6.6e-6 + 7 * 0.6e-6,
+        tensor_ring(H100, 32): 6.6e-6 + 28 * 0.6e-6 + 3 * 2.7e-6,
+        tensor_ring(H100, 8, axis="data"): 6.6e-6 + 15 * 2.7e-6,
+        tensor_ring(H100, 8): 6.6e-6 + 7 * 0.6e-6,
     }
-    for (members, stride), seconds in latency.items():
-        assert Collectives(H100, FULL).gather_s(0.0, members, stride) == pytest.approx(seconds)
-        ten = Collectives(H100, FULL).gather_s(0.0, members, stride, calls=10)
+    for ring, seconds in latency.items():
+        assert Collectives(H100, FULL).gather_s(0.0, ring) == pytest.approx(seconds)
+        ten = Collectives(H100, FULL).gather_s(0.0, ring, calls=10)
         assert ten == pytest.approx(10 * seconds)
-    assert Collectives(H100, FULL).gather_s(1e9, 1, 8) == 0
+    assert Collectives(H100, FULL).gather_s(1e9, tensor_ring(H100, 1)) == 0
+
+
+def test_a_tensor_group_over_the_halves_of_two_hosts_pays_for_the_network():
+    # A pool of 64 devices has four of each of 16 hosts: groups of eight have two hosts, of four one.
+    halves, four = tensor_ring(H100, 8, 8), tensor_ring(H100, 4, 16)
+    assert (halves.near, halves.far, halves.gbs) == (6, 1, 200)
+    assert (four.near, four.far, four.gbs) == (3, 0, 450)
+    work = toy_work(prompts=64)
+    strategy = Strategy(1, 8, 8)
+    apart = passes(FULL, work, H100).training(MODEL, strategy).seconds["tensor all-reduces"]
+    whole = dataclasses.replace(H100, whole_hosts=True)
+    inside = passes(FULL, work, whole).training(MODEL, strategy).seconds["tensor all-reduces"]
+    assert apart > 1.5 * inside
+
+
+def test_groups_of_generation_are_those_of_the_mesh():
+    # Two hosts, a pool with four devices of each, trained with t = 8. A group of t_g = 4 has every other one.
+    cluster = Cluster(toy(per_host=8), (2, 8))
+    halves = generator(FULL, cluster=cluster).groups(Strategy(1, 8, 1), 1, 4)
+    assert (halves.tensor.near, halves.tensor.far) == (2, 1)
+    whole = generator(FULL, cluster=cluster).groups(Strategy(1, 4, 2), 1, 4)
+    assert (whole.tensor.near, whole.tensor.far) == (3, 0)
 
 
 def test_gathers_and_gradient_sums_have_a_latency_per_layer():
@@ -390,14 +419,15 @@ def test_resharding_moves_what_the_real_shardings_say():
 def test_more_memory_for_slots_is_never_slower():
     work = toy_work(prompts=64, samples=4)
     simulator = generator(work=work)
-    room, slots, seconds = simulator.best_seconds(MODEL, 4, 1, 1, budget=1e12)
+    four = simulator.groups(Strategy(1, 1, 4), 1, 1)
+    room, slots, seconds = simulator.best_seconds(MODEL, four, budget=1e12)
     assert room[-1] == 64 and (np.diff(seconds) <= 0).all() and (slots <= room).all()
     for n, best, s in zip(room, slots, seconds, strict=True):
         chosen = GenerationStrategy(1, 1, int(best))
         assert simulator.generation(MODEL, Strategy(1, 1, 4), chosen).total_s == pytest.approx(s)
         budget = simulator.weight_bytes(MODEL, 1, 1) + (n + 0.5) * simulator.slot_bytes(MODEL, 1, 1)
-        assert simulator.best_seconds(MODEL, 4, 1, 1, budget=budget)[2][-1] == pytest.approx(s)
-    nothing = simulator.best_seconds(MODEL, 4, 1, 1, budget=1e3)
+        assert simulator.best_seconds(MODEL, four, budget=budget)[2][-1] == pytest.approx(s)
+    nothing = simulator.best_seconds(MODEL, four, budget=1e3)
     assert [len(x) for x in nothing] == [0, 0, 0]
 
 
@@ -422,6 +452,47 @@ def test_slot_counts_end_with_the_most():
     assert slot_counts(1) == (1,)
     assert slot_counts(23) == tuple(range(1, 24))
     assert slot_counts(93) == (*range(1, 65), 72, 80, 88, 93)
+    # Rounds of 75, 100, ...; 150 are more than the most.
+    assert slot_counts(140, equal_samples=300)[64:] == (
+        72,
+        75,
+        80,
+        88,
+        96,
+        100,
+        104,
+        112,
+        120,
+        128,
+        140,
+    )
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(
+    samples=st.integers(65, 800),
+    share=st.floats(0.1, 1.0),
+    t_g=st.sampled_from([1, 2]),
+    dispatch=st.sampled_from([1, 64]),
+)
+def test_of_equal_samples_no_other_number_of_slots_is_faster(samples, share, t_g, dispatch):
+    # Brute force over all numbers of slots, also above those of which every one is tried.
+    work = toy_work(
+        prompts=samples,
+        samples=1,
+        response_lengths=LengthDistribution.exactly(128),
+        tokens_per_dispatch=dispatch,
+    )
+    simulator = generator(dataclasses.replace(Assumptions(), fixed_slots=True), work)
+    groups = simulator.groups(Strategy(1, t_g, 1), 1, t_g)
+    most = max(1, int(samples * share))
+    every = [simulator.seconds_of(MODEL, groups, n) for n in range(1, most + 1)]
+    room = simulator.weight_bytes(MODEL, 1, t_g) + (most + 0.5) * simulator.slot_bytes(
+        MODEL, 1, t_g
+    )
+    found = simulator.best_seconds(MODEL, groups, budget=room)
+    assert found.room[-1] == most
+    assert found.seconds[-1] == pytest.approx(min(every), rel=1e-9)
 
 
 # The trace of decoding
