@@ -25,6 +25,7 @@ from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
+from jaxrl.planner.simulation.filled_rows import filled_rows
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -283,19 +284,22 @@ def test_the_host_looks_at_the_slots_of_all_replicas():
 
 
 def test_a_shared_prompt_is_computed_once_for_its_answers_in_a_row():
-    # Four answers of 32 tokens after a prompt of 64: rows of 160 hold three of them, so two copies.
+    # Six answers of 32 tokens after a prompt of 64, whose last token each repeats: a row of 162 tokens holds
+    # three of them, so a prompt has two copies.
     lengths = {
         "prompt_lengths": LengthDistribution.exactly(64),
         "response_lengths": LengthDistribution.exactly(32),
     }
-    alone = toy_work(prompts=4, samples=4, microbatch_tokens=160, **lengths)
+    alone = toy_work(prompts=4, samples=6, microbatch_tokens=162, **lengths)
+    alone = dataclasses.replace(alone, response_lengths=LengthDistribution(32, 98))
     shared = dataclasses.replace(alone, shares_prompts=True)
-    assert (alone.packed_tokens, shared.packed_tokens) == (96, 64)
+    assert (filled_rows(alone).total, filled_rows(alone).prompt_copies) == (24, 1)
+    assert (filled_rows(shared).total, filled_rows(shared).prompt_copies) == (8, 1 / 3)
     one = Strategy(1, 1, 1)
-    # Matmuls of 16 x 64 tokens; attention of eight prompts and sixteen answers that also see their prompt.
+    # Matmuls of whole rows; attention of eight prompts and 24 answers that also see their prompt.
     numbers = model_numbers(MODEL)
-    pairs = 8 * 64 * 65 / 2 + 16 * (32 * 64 + 32 * 33 / 2)
-    flops = 16 * 64 * numbers.token_flops + pairs * numbers.pair_flops
+    pairs = 8 * 64 * 65 / 2 + 24 * (32 * 64 + 32 * 33 / 2)
+    flops = 8 * 162 * numbers.token_flops + pairs * numbers.pair_flops
     found = PassSimulator(CLUSTER, shared, PLAIN).training(MODEL, one).seconds["compute"]
     assert found == pytest.approx(3 * flops / 1e12)
     assert found < PassSimulator(CLUSTER, alone, PLAIN).training(MODEL, one).seconds["compute"]
