@@ -50,8 +50,6 @@ WORK = Workload(
     prompt_lengths=LengthDistribution.exactly(1024),
     response_lengths=LengthDistribution.exactly(1024),
     updates=8,
-    # A row holds one sequence: Megatron packs none.
-    microbatch_tokens=2048,
     pipeline_microbatches=8,
 )
 # Generation returns the log-probabilities, so the actor has no pass of its own in preparation.

@@ -218,7 +218,8 @@ def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> 
         rollout.decode_attention,
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
-    ours = Assumptions(
+    ours = Assumptions.on(
+        kind,
         skips_segments=attention == "xla",
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),

@@ -8,16 +8,17 @@ updates compiled for TPUs and GPUs. No other number was fitted to a result.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl.checks import at_least, between, check_fields, positive, token_count
+from jaxrl.mesh.hardware import Accelerator
 
 Share = Annotated[float, between(0, 1, has_low=False)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Fractions refer to the rates of `mesh.hardware`; bytes are per value.
+    """Fractions refer to the rates of `mesh.hardware`; bytes are per value. `on` makes those of a device.
 
     Attributes:
       flops_rate: fraction of the peak that matmuls reach.
@@ -93,8 +94,13 @@ class Assumptions:
     def __post_init__(self):
         check_fields(self)
 
-    def for_measured_rates(self) -> Assumptions:
-        """These assumptions for a measured entry of the hardware table, whose rates need no fractions."""
-        return dataclasses.replace(
-            self, flops_rate=1.0, weights_rate=1.0, cache_rate=1.0, link_rate=1.0
-        )
+    @staticmethod
+    def on(kind: Accelerator, **others: Any) -> Assumptions:
+        """The assumptions for a kind of device: fractions of a vendor's rates, and all of measured ones.
+
+        Args:
+          kind: kind of the devices.
+          others: values of other fields.
+        """
+        fractions = ("flops_rate", "weights_rate", "cache_rate", "link_rate")
+        return Assumptions(**dict.fromkeys(fractions if kind.measured else (), 1.0), **others)

@@ -628,10 +628,10 @@ def test_what_makes_no_sense_is_refused(make, message):
         make()
 
 
-def test_a_measured_entry_reaches_its_rates():
-    found = Assumptions(overlap=0.25).for_measured_rates()
-    assert found == dataclasses.replace(
-        Assumptions(), flops_rate=1, weights_rate=1, cache_rate=1, link_rate=1, overlap=0.25
+def test_measured_rates_are_reached_and_those_of_vendors_in_part():
+    assert Assumptions.on(toy(), overlap=0.25) == Assumptions(overlap=0.25)
+    assert Assumptions.on(toy(measured=True), overlap=0.25) == Assumptions(
+        flops_rate=1, weights_rate=1, cache_rate=1, link_rate=1, overlap=0.25
     )
 
 
