@@ -220,7 +220,7 @@ def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> 
     )
     ours = Assumptions.on(
         kind,
-        skips_segments=attention == "xla",
+        attention=attention,
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
         sampled_bytes=float(jnp.dtype(rollout.weights_dtype or rollout.dtype).itemsize),

@@ -49,8 +49,9 @@ class Assumptions:
       gradient_bytes: bytes of a gradient during an update, which sums in float32.
       reduced_bytes: bytes of a gradient in the sum over replicas.
       frozen_bytes: bytes of a weight of a role that is not trained.
-      skips_segments: whether attention over packed rows skips tiles without a common segment, as plain XLA
-        does. The kernels of cuDNN and splash compute them and mask them (docs/attention.md).
+      attention: implementation of attention over packed rows. Plain XLA skips tiles without a common
+        segment; cuDNN and splash compute them and mask them. cuDNN computes tiles before a window too, unless
+        all layers have one (docs/attention.md).
       remat: rematerialisation. "full" keeps only the input of each layer and recomputes the rest in the
         backward pass.
       reduce_each_microbatch: whether replicas sum gradients after each microbatch instead of once per update.
@@ -84,7 +85,7 @@ class Assumptions:
     gradient_bytes: Annotated[float, at_least(0)] = 4.0
     reduced_bytes: Annotated[float, positive()] = 4.0
     frozen_bytes: Annotated[float, positive()] = 4.0
-    skips_segments: bool = True
+    attention: Literal["xla", "cudnn", "splash"] = "xla"
     remat: Literal["full", "none"] = "full"
     reduce_each_microbatch: bool = True
     logits_tokens: Annotated[int, token_count(1)] = 1024

@@ -168,8 +168,10 @@ class PassSimulator:
         """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
         work, filled = self._work, self._filled
         rows = flushes.tokens / work.row_tokens
-        whole = mean_attention_flops(model, work.row_tokens, work.row_tokens**2)
-        if not self._assume.skips_segments:
+        kernel = self._assume.attention
+        windows = kernel != "cudnn" or all(model.sliding_layers)
+        whole = mean_attention_flops(model, work.row_tokens, work.row_tokens**2, windows=windows)
+        if kernel != "xla":
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
             return rows * whole
         prompt = work.prompt_lengths

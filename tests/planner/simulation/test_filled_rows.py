@@ -77,7 +77,7 @@ def test_empty_rows_cost_as_much_as_full_ones():
     # Eight texts of 160 tokens in an update, in four rows of 320 or in a microbatch of 16.
     work = toy_work(prompts=8, samples=2, response_lengths=LengthDistribution.exactly(96))
     work = dataclasses.replace(work, microbatch_tokens=320)
-    kernels = (Assumptions(overlap=0.0), Assumptions(overlap=0.0, skips_segments=False))
+    kernels = (Assumptions(overlap=0.0), Assumptions(overlap=0.0, attention="splash"))
     cluster, one = Cluster(toy(memory_gbs=1e4), (1, 4)), Strategy(1, 1, 1)
     for assume in kernels:
         of_rows = {

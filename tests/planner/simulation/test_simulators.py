@@ -100,7 +100,7 @@ def test_compute_is_what_the_model_asks_for():
 
 def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
     # 16 texts of 256 tokens in 8 rows of 512: each row has 512 x 513 / 2 pairs, not twice 256 x 257 / 2.
-    rows = dataclasses.replace(PLAIN, skips_segments=False)
+    rows = dataclasses.replace(PLAIN, attention="splash")
     one, two = (passes(a).inference(MODEL, Strategy(1, 1, 1)).seconds for a in (PLAIN, rows))
     pairs = 8 * (512 * 513 / 2 - 2 * 256 * 257 / 2)
     more = pairs * model_numbers(MODEL).pair_flops / 1e12
@@ -109,6 +109,21 @@ def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
     alone = dataclasses.replace(WORK, microbatch_tokens=128)
     one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, rows))
     assert one.total_s == two.total_s
+
+
+@pytest.mark.parametrize("pattern", [("sliding",), ("sliding", "full")])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "splash"])
+def test_pairs_before_a_window_are_computed_only_by_cudnn_with_mixed_layers(kernel, pattern):
+    # 16 texts of 256 tokens in 8 rows of 512.
+    model = dataclasses.replace(MODEL, sliding_window=100, layer_pattern=pattern)
+    assume = dataclasses.replace(PLAIN, attention=kernel)
+    found = passes(assume).inference(model, Strategy(1, 1, 1)).seconds["compute"]
+    seen = model
+    if kernel == "cudnn" and len(pattern) == 2:
+        seen = MODEL
+    tokens = np.full(16, 256) if kernel == "xla" else np.full(8, 512)
+    flops = 16 * 256 * token_flops(model).weights + attention_flops(seen, tokens).sum()
+    assert found == pytest.approx(flops / 1e12)
 
 
 def test_without_remat_nothing_is_computed_again():
