@@ -15,7 +15,7 @@
 Memory is of configs/dapo_qwen7b.py in five layouts of eight devices. Bytes of reshardings are compared in
 tests/planner/layouts/test_predicted_resharding.py. Calibration takes three numbers from
 the first run: the shares of the measured rate of matmuls that its update and its forward pass reach, and what
-a step of decoding takes beside its work. Mean lengths, padding and batches of dynamic sampling are those of
+a step of decoding takes beside its work. Mean lengths and batches of dynamic sampling are those of
 the runs; the spread of lengths is assumed. On one core the processor's seconds are those of a quiet machine,
 whatever else runs on it.
 """
