@@ -2,8 +2,10 @@
 
     python benchmarks/ablations.py --seeds 0 1 2 --record benchmarks/results/2026-11-21-ablations.md \
         --figure docs/images/ablations.svg
+    python benchmarks/ablations.py --table sampling
 
-All runs of a seed begin with the demo's SFT stage of that seed. A run that is there already is not repeated.
+The second table compares ways to sample: batches to their end, slots kept full, and free running. All runs
+of a seed begin with the demo's SFT stage of that seed. A run that is there already is not repeated.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from jaxrl.tracking.metrics import read_metrics
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = "configs/dapo_tiny.py"
 ACCURACY = "val-core/chain_sum/acc/mean@8"
+TOKENS = "perf/total_num_tokens"
 # Each row keeps what the rows before it set.
 TECHNIQUES: dict[str, dict[str, object]] = {
     "naive GRPO": {
@@ -41,11 +44,33 @@ TECHNIQUES: dict[str, dict[str, object]] = {
     "+ token-level loss": {"algorithm.aggregation": "token-mean"},
     "+ dynamic sampling (DAPO)": {"algorithm.dataflow": "dapo"},
 }
+# Each row adds to `CORRECTED`.
+CORRECTED: dict[str, object] = {"algorithm.correction.weights": "token"}
+SAMPLING: dict[str, dict[str, object]] = {
+    "batches to their end": {},
+    "slots kept full": {"rollout.partial": True},
+    "free running": {
+        "rollout.partial": True,
+        "rollout.max_staleness": 2,
+        "mesh.simulated_devices": 2,
+        "placement": {"learn": {"roles": ("actor",)}, "sample": {"roles": ("rollout",)}},
+    },
+}
 
 
-def run(index: int, settings: dict[str, object], seed: int, args: argparse.Namespace) -> list[dict]:
+def settings_of(table: str) -> dict[str, dict[str, object]]:
+    """The settings of each row of a table."""
+    if table == "sampling":
+        return {name: CORRECTED | row for name, row in SAMPLING.items()}
+    settings, rows = {}, {}
+    for name, changes in TECHNIQUES.items():
+        settings = settings | changes
+        rows[name] = settings
+    return rows
+
+
+def run(name: str, settings: dict[str, object], seed: int, args: argparse.Namespace) -> list[dict]:
     """The log of one run, which is made if it is not there."""
-    name = f"ablation{index}"
     folder = pathlib.Path(args.output) / name / f"seed{seed}"
     command = [sys.executable, "launch/train.py", "--config", CONFIG, f"--config.seed={seed}"]
     command += [f"--config.name={name}", "--config.sft.run=dapo_tiny"]
@@ -64,20 +89,23 @@ def curve(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
 def table(logs: dict[str, list[list[dict]]]) -> str:
     """Markdown: a row for each technique, means over seeds and the seeds' own accuracies."""
     lines = [
-        "| | held-out accuracy, by seed | mean | entropy, last 10 steps | response tokens, last 10 |",
-        "|---|---|---|---|---|",
+        "| | held-out accuracy, by seed | mean | mean after 10 steps | entropy, last 10 steps "
+        "| response tokens, last 10 | tokens trained on |",
+        "|---|---|---|---|---|---|---|",
     ]
     before = [curve(rows, ACCURACY)[1][0] for rows in next(iter(logs.values()))]
-    lines.append(f"| SFT | {_percent(before)} | {100 * statistics.mean(before):.1f} | | |")
+    lines.append(f"| SFT | {_percent(before)} | {100 * statistics.mean(before):.1f} | | | | |")
     for name, seeds in logs.items():
         after = [curve(rows, ACCURACY)[1][-1] for rows in seeds]
+        early = statistics.mean(curve(rows, ACCURACY)[1][1] for rows in seeds)
+        trained = statistics.mean(sum(curve(rows, TOKENS)[1]) for rows in seeds)
         entropy, length = (
             statistics.mean(statistics.mean(curve(rows, key)[1][-10:]) for rows in seeds)
             for key in ("actor/entropy", "response_length/mean")
         )
         lines.append(
-            f"| {name} | {_percent(after)} | {100 * statistics.mean(after):.1f} | {entropy:.3f} "
-            f"| {length:.1f} |"
+            f"| {name} | {_percent(after)} | {100 * statistics.mean(after):.1f} | {100 * early:.1f} "
+            f"| {entropy:.3f} | {length:.1f} | {trained:,.0f} |"
         )
     return "\n".join(lines)
 
@@ -114,6 +142,7 @@ def draw(logs: dict[str, list[list[dict]]], path: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--table", choices=("techniques", "sampling"), default="techniques")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output", default="runs")
@@ -121,11 +150,12 @@ def main() -> None:
     parser.add_argument("--figure", help="SVG file to draw the curves to")
     args = parser.parse_args()
     matplotlib.use("svg")
-    logs: dict[str, list[list[dict]]] = {}
-    settings: dict[str, object] = {}
-    for index, (name, changes) in enumerate(TECHNIQUES.items()):
-        settings = settings | changes
-        logs[name] = [run(index, settings, seed, args) for seed in args.seeds]
+    kind = "ablation" if args.table == "techniques" else args.table
+    rows = enumerate(settings_of(args.table).items())
+    logs = {
+        name: [run(f"{kind}{i}", settings, seed, args) for seed in args.seeds]
+        for i, (name, settings) in rows
+    }
     text = table(logs)
     print(text)
     if args.figure:
@@ -133,9 +163,10 @@ def main() -> None:
     if args.record:
         seeds = " ".join(map(str, args.seeds))
         header = (
-            f"# DAPO's techniques one after the other, {datetime.date.today()}\n\n{os.cpu_count()} cores "
-            f"({platform.machine()}), Python {platform.python_version()}\n\n"
-            f"    python benchmarks/ablations.py --seeds {seeds} --steps {args.steps}\n\n"
+            f"# {args.table.capitalize()} on the demo's task, {datetime.date.today()}\n\n"
+            f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}\n\n"
+            f"    python benchmarks/ablations.py --table {args.table} --seeds {seeds} "
+            f"--steps {args.steps}\n\n"
         )
         pathlib.Path(args.record).write_text(header + text + "\n")
 

@@ -6,12 +6,14 @@ whole      every generation batch is sampled to its end
 drained    a step ends once it has enough groups, and others go on in the next; prompts are drawn only at the
            beginning of a generation batch, so slots run empty until it ends
 full       the same, but prompts are drawn as slots fall free (`rollout.partial`)
+free       the same, but samples keep their slots and caches from step to step, so that nothing is prefilled
+           again (`rollout.partial` with devices of its own; here the learner takes no time)
 
 A step needs 32 groups of 8, and a filter keeps half of all groups, chosen by their ids; nothing is learned. A
 generation batch has 48 or 96 prompts. The real engine runs a small model with random weights, in which every
 token ends the response with the same probability, so lengths are exponential. The fake engine has log-normal
 lengths and decodes no tokens: only its decoding steps count, which take about the same time on an accelerator
-however many slots are busy. The three take turns, a step each, so that a busy machine slows all of them.
+however many slots are busy. The four take turns, a step each, so that a busy machine slows all of them.
 """
 
 import argparse
@@ -26,15 +28,17 @@ import jax
 import numpy as np
 
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling, PromptSource, Sampling
+from jaxrl.dataflows.sampling_schedule import SamplingSchedule
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards import FunctionGrader, Grade, Graders
-from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
+from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
@@ -87,7 +91,7 @@ class FixedPolicy:
 
     can_sample = True
 
-    def __init__(self, backend: RolloutBackend):
+    def __init__(self, backend: OfflineBackend):
         self._backend = backend
 
     @property
@@ -98,9 +102,9 @@ class FixedPolicy:
     def for_sampling(self) -> None:
         """The backend has the weights."""
 
-    def start_generating(self, *args: Any, **further: Any) -> Any:
-        """Nothing is sampled ahead."""
-        raise NotImplementedError
+    def continuous(self, *args: Any, **further: Any) -> Any:
+        """See `OfflineBackend.continuous`."""
+        return self._backend.continuous(*args, **further)
 
     def generate(self, *args: Any, **further: Any) -> Any:
         """See `RolloutBackend.generate`."""
@@ -154,6 +158,12 @@ class DrainedSampling(PartialSampling):
         return Prompts.concatenate([next(prompts) for _ in range(missing)])
 
 
+def free_running(generation: Generation, rewards: Rewards, **limits: int) -> FreeRunning:
+    """Sampling that keeps its slots from step to step."""
+    schedule = SamplingSchedule(lambda row: None)
+    return FreeRunning(generation, rewards, schedule, groups_per_step=NUM_PROMPTS, **limits)
+
+
 class HalfOfAll:
     """Keeps half of the groups, chosen by their ids."""
 
@@ -170,12 +180,14 @@ class Totals:
     """Sums over the steps of a run.
 
     Attributes:
-      seconds: time of sampling.
+      seconds: processor time of sampling.
       decoded: number of decoded tokens.
       trained: number of tokens of the groups that steps take.
       decode_steps: number of decoding steps of the engine.
       slot_steps: number of slots in these steps, idle ones included.
       prefilled: number of prefilled tokens.
+      read: cache entries of all slots, over all decoding steps. XLA reads them all; kernels on accelerators
+        read only those in use.
     """
 
     seconds: float = 0.0
@@ -184,6 +196,7 @@ class Totals:
     decode_steps: int = 0
     slot_steps: int = 0
     prefilled: int = 0
+    read: int = 0
 
 
 class WatchedEngine:
@@ -206,6 +219,7 @@ class WatchedEngine:
         count_n = np.asarray(state.decoded.count)
         self._totals.decoded += int(count_n.sum())
         self._totals.decode_steps += int(count_n.max(initial=0))
+        self._totals.read += int(count_n.max(initial=0)) * state.num_slots * state.capacity
         self._totals.slot_steps += int(count_n.max(initial=0)) * self._engine.config.slots
         return state
 
@@ -215,9 +229,8 @@ class SampledRun:
 
     def __init__(self, kind: str, engine: Any, weights: Any, generation_prompts: int):
         self.totals = Totals()
-        backend = OfflineBackend(
-            WatchedEngine(engine, self.totals), functools.partial(map, lambda tokens: "")
-        )  # pyright: ignore
+        watched: Any = WatchedEngine(engine, self.totals)
+        backend = OfflineBackend(watched, functools.partial(map, lambda tokens: ""))
         backend.load(weights)
         self._timer = NoTimer()
         options = SamplingOptions(G, seed=0, step=0, temperature=1.0)
@@ -228,9 +241,9 @@ class SampledRun:
         if kind == "whole":
             sampler, per_draw = Sampling(generation, rewards), generation_prompts
         else:
-            build = {"drained": DrainedSampling, "full": PartialSampling}[kind]
+            build = {"drained": DrainedSampling, "full": PartialSampling, "free": free_running}
             limits = {"prompts_per_batch": generation_prompts, "max_staleness": 8}
-            sampler, per_draw = build(generation, rewards, **limits), 1
+            sampler, per_draw = build[kind](generation, rewards, **limits), 1
         self._sampler = DynamicSampling(
             sampler, NUM_PROMPTS, max_generation_batches=0, keeps=HalfOfAll()
         )
@@ -238,15 +251,15 @@ class SampledRun:
 
     def step(self) -> Completions:
         """Samples the groups of a step."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         completions = self._sampler.sample(self._prompts).completions
-        self.totals.seconds += time.perf_counter() - begin
+        self.totals.seconds += time.process_time() - begin
         self.totals.trained += int(completions.lengths_B.sum())
         self._timer.step += 1
         return completions
 
 
-KINDS = ("whole", "drained", "full")
+KINDS = ("whole", "drained", "full", "free")
 
 
 def compared(
@@ -256,7 +269,7 @@ def compared(
     runs = {kind: SampledRun(kind, build(), weights, generation_prompts) for kind in KINDS}
     for step in range(num_steps):
         # Another one is the first in each step.
-        for kind in (*KINDS[step % 3 :], *KINDS[: step % 3]):
+        for kind in (*KINDS[step % len(KINDS) :], *KINDS[: step % len(KINDS)]):
             runs[kind].step()
     return {kind: run.totals for kind, run in runs.items()}
 
@@ -277,6 +290,7 @@ def report(engine: str, slots: int, generation_prompts: int, num_steps: int) -> 
         cells += [f"{x / t.decode_steps:.1f}" for x in (t.decoded, t.trained)]
         cells.append(f"{t.prefilled / t.decoded:.2f}")
         if real:
+            cells.append(f"{t.read / t.decoded:,.0f}")
             cells += [f"{x / t.seconds:,.0f}" for x in (t.decoded, t.trained)]
         yield "| " + " | ".join(map(str, cells)) + " |"
 
@@ -294,7 +308,9 @@ def main() -> None:
     for engine in args.engine:
         head = ["slots", "batch", "kind", "slots in use", "decoded per decoding step"]
         head += ["trained on per decoding step", "prefilled per decoded"]
-        head += ["decoded a second", "trained on a second"] if engine == "real" else []
+        if engine == "real":
+            head += ["cache entries read per decoded"]
+            head += ["decoded per second of processor time", "trained on"]
         print(f"\n## {engine}\n\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
         for slots, prompts in itertools.product(args.slots, args.generation_prompts):
             for row in report(engine, slots, prompts, args.steps):

@@ -107,7 +107,10 @@ def recipe_in(layout: Layout) -> Config:
             "fsdp": s.fsdp,
         },
         "train": {"rows": layout.rows, "row_tokens": layout.tokens},
-        "rollout": {"max_response_tokens": layout.tokens - config.data.max_prompt_tokens},
+        "rollout": {
+            "max_response_tokens": layout.tokens - config.data.max_prompt_tokens,
+            "slots": 512,
+        },
     }
     parts = {
         name: dataclasses.replace(getattr(config, name), **values)

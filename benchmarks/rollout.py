@@ -64,7 +64,10 @@ OF_LM = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The problem. `stops` of the `vocab` ids end a response."""
+    """The problem. `stops` of the `vocab` ids end a response.
+
+    `devices` is the number of simulated devices that a run of jaxrl with this model has by default on a CPU.
+    """
 
     layers: int = 4
     width: int = 256
@@ -77,6 +80,7 @@ class Shape:
     prompts: int = 16
     samples: int = 8
     stops: int = 0
+    devices: int = 2
 
     @property
     def model(self):
@@ -104,6 +108,7 @@ LM = Shape(
     response=96,
     prompts=16,
     samples=1,
+    devices=1,
 )
 
 

@@ -31,7 +31,7 @@ def jaxrl_system(shape, kv_dtype, dtype="float32", weights_dtype=""):
     import jax
     import numpy as np
 
-    from jaxrl.mesh.devices import build_mesh
+    from jaxrl.mesh.devices import build_mesh, simulate
     from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
     from jaxrl.models.decoder import decoder_graph, init_params
     from jaxrl.models.model_config import ModelConfig
@@ -52,7 +52,10 @@ def jaxrl_system(shape, kv_dtype, dtype="float32", weights_dtype=""):
         qkv_bias=False,
         qk_norm=True,
     )
-    mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
+    devices = shape["devices"]
+    simulate(devices)
+    layout = ParallelLayout.from_config(LayoutConfig(train=f"1-1-{devices}"))
+    mesh = build_mesh(layout, jax.devices())
     config = EngineConfig(
         slots=shape["prompts"] * shape["samples"],
         smallest_bucket=8,

@@ -25,8 +25,7 @@ DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; 
 
 Settings of verl's script without an equal in jaxrl:
 
-    gpu_memory_utilization .8     rollout.slots, as many as fit into nine tenths of a device; the recipe sets
-                                  their number, and "auto" finds it (rollout.memory_fraction)
+    gpu_memory_utilization .8     rollout.memory_fraction .9; rollout.slots "auto" takes as many as fit
     chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
     parameter, optimizer offload  mesh.offload_training_state, not set: both are split, 3 GB per device
     ulysses sequence parallel 8   mesh.context is the counterpart; rows fit without it
@@ -51,19 +50,19 @@ _TEMPLATE = (
 )
 
 
-# Devices, number of replicas d, and slots on each replica of t_g = 8 devices.
+# Devices, and number of replicas d of t_g = 8 devices.
 _LAYOUTS = {
-    "v5p-128": (16, 96),  # TPU v5p:4x4x8, 128 chips of 95 GB
-    "v6e-256": (32, 22),  # TPU v6e:16x16, 256 chips of 32 GB
-    "h100-128": (16, 83),  # 16 hosts x 8 H100 of 80 GB
-    "h200-64": (8, 158),  # 8 hosts x 8 H200 of 141 GB
+    "v5p-128": 16,  # TPU v5p:4x4x8, 128 chips of 95 GB
+    "v6e-256": 32,  # TPU v6e:16x16, 256 chips of 32 GB
+    "h100-128": 16,  # 16 hosts x 8 H100 of 80 GB
+    "h200-64": 8,  # 8 hosts x 8 H200 of 141 GB
 }
 
 
 def get_config(layout: str = "v5p-128"):
     if layout not in _LAYOUTS:
         raise UserError(f"layout {layout!r} is not one of {', '.join(_LAYOUTS)}")
-    d, slots = _LAYOUTS[layout]
+    d = _LAYOUTS[layout]
     config = to_config_dict(Config())
     config.name = "dapo_qwen32b"
     config.weights = "Qwen/Qwen2.5-32B"
@@ -95,8 +94,9 @@ def get_config(layout: str = "v5p-128"):
     # Lmax 16384 and Lcache 4096 in the paper.
     config.rollout.max_response_tokens = 16_384 + 4096
     config.rollout.temperature = 1.0
-    # Each slot has room for the longest sequence, .74 GB of a device, and is allocated once.
-    config.rollout.slots = d * slots
+    # Room for a sequence of full length takes .74 GB of a device; pages let three samples share it.
+    config.rollout.cache = "paged"
+    config.rollout.slots = "auto"
     config.rollout.prefill_prompts = 32
     config.rollout.tokens_per_dispatch = 64
     config.rollout.dtype = "bfloat16"

@@ -28,7 +28,6 @@ def get_config():
     config.mesh.fsdp = 2
     config.mesh.expert = 4
     config.rollout.max_response_tokens = 8192
-    config.rollout.slots = 8 * 214
     config.reward.overlong_buffer_tokens = 2048
     config.train.rows = 8
     config.train.row_tokens = 2048 + 8192

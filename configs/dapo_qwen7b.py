@@ -28,7 +28,6 @@ def get_config():
     config.rollout.num_prompts = 128
     config.rollout.generation_prompts = 3 * 128
     config.rollout.max_response_tokens = 8192
-    config.rollout.slots = 2 * 256
     config.rollout.prefill_prompts = 16
     config.reward.overlong_buffer_tokens = 2048
     config.train.rows = 2

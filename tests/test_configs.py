@@ -79,7 +79,8 @@ def test_recipe_loads_and_divides(path):
     mesh = abstract_mesh(ParallelLayout.from_config(config.mesh))
     assert config.train.rows % shards_of("batch", TRAIN_RULES, mesh) == 0
     assert config.train.row_tokens % shards_of("length", TRAIN_RULES, mesh) == 0
-    for size in (config.rollout.slots, config.rollout.prefill_prompts):
+    slots = config.rollout.slots
+    for size in (0 if slots == "auto" else slots, config.rollout.prefill_prompts):
         assert size % shards_of("batch", GENERATE_RULES, mesh) == 0
 
 

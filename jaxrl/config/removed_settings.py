@@ -5,6 +5,7 @@ from __future__ import annotations
 # Dotted name, or a group prefix that ends with a dot -> text for the error message.
 REMOVED = {
     "algorithm.correction.veto": 'set algorithm.correction.reject with the rule "veto"',
+    "algorithm.one_step_off": "give the role rollout a pool of its own and set rollout.partial",
     "critic.optim.lr": "set critic.lr",
     "critic.optim.": "the critic's optimiser is that of the actor but for its rate; set optim.{leaf}",
     "critic.optim": "set critic.lr; all else is as in optim",

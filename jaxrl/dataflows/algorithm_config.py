@@ -147,8 +147,6 @@ class AlgorithmConfig:
       updates_per_step: number of minibatches in a step, one optimiser update each.
       epochs: number of passes over the minibatches of a step. Later passes keep the old log-probabilities of
         the first, as in PPO.
-      one_step_off: sample the answers of the next step while this step learns. The role "rollout" then needs
-        a pool of its own.
     """
 
     dataflow: Annotated[str, PATH] = "dapo"
@@ -167,37 +165,19 @@ class AlgorithmConfig:
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
     updates_per_step: Annotated[int, count(1)] = 4
     epochs: Annotated[int, between(1, 1000)] = 1
-    one_step_off: bool = False
 
     def __post_init__(self):
         check_fields(self)
+
+    def check_runs_free(self) -> None:
+        """Raises UserError if nothing corrects for samples of older weights."""
         correction = self.correction
         # With bypass, a loss with a ratio compares with the sampler's policy, which corrects it.
-        corrects = correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)
-        if self.one_step_off and not corrects:
-            raise ValueError(
-                "one_step_off samples from weights of one step ago, and nothing corrects for it; set "
-                'correction.weights to "token" or "sequence", or correction.bypass to True for a loss with a '
-                "ratio"
-            )
-
-    def check_one_step_off(self, pool: str, *, with_actor: bool, num_processes: int) -> None:
-        """Raises UserError if sampling and learning at the same time share devices, or run on several hosts.
-
-        Args:
-          pool: name of the pool of the role "rollout".
-          with_actor: whether the actor is in the same pool.
-          num_processes: number of processes of the run.
-        """
-        if with_actor:
+        if not (correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)):
             raise UserError(
-                "algorithm.one_step_off samples while the actor learns, but both live in pool "
-                f"{pool}; give the role rollout a pool of its own in `placement`"
-            )
-        if num_processes > 1:
-            raise UserError(
-                "algorithm.one_step_off runs two threads of programs, which several processes could not "
-                "keep in one order; use hosts.num_processes=1"
+                "rollout.partial with a pool of its own for the role rollout samples with weights of earlier "
+                'steps, and nothing corrects for it; set algorithm.correction.weights to "token" or '
+                '"sequence", or algorithm.correction.bypass to True for a loss with a ratio'
             )
 
 

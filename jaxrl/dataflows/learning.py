@@ -63,6 +63,7 @@ class ActorPhase:
         needs_signal: bool = False,
         sampling: SamplingOptions | None = None,
         look: Callable[[Experience], None] | None = None,
+        meanwhile: Callable[[Any], None] = lambda results: None,
     ):
         """Args.
 
@@ -83,6 +84,7 @@ class ActorPhase:
         sampling: options that the responses are sampled with, to draw their tokens again now and then; None
           never does.
         look: called with the experience of every step, after its updates are dispatched.
+        meanwhile: called with arrays on the devices before the host waits for them.
         """
         self._actor = actor
         self._objective = objective
@@ -97,6 +99,7 @@ class ActorPhase:
         self._needs_signal = needs_signal
         self._sampling = sampling
         self._look = look
+        self._meanwhile = meanwhile
 
     def logprobs(self, experience: Experience) -> Experience:
         """Adds the log-probabilities of the start of the step, and corrects for the sampler's.
@@ -145,13 +148,19 @@ class ActorPhase:
         if self._is_frozen:
             return self._metrics(experience)
         with self._timer.phase("update_actor", shown="update"):
-            if self._needs_signal and not bool(_has_signal(experience.batch)):
+            if self._needs_signal and not self._has_signal(experience):
                 self._actor.skip_update()
                 return {"actor/skipped_updates": 1.0} | self._metrics(experience)
             metrics, experience = self._updated(experience)
             metrics = self._timer.when_done(prefixed("actor", metrics))
+            self._meanwhile(metrics)
         # Reading metrics waits for the device, so the updates are dispatched first.
         return metrics | self._metrics(experience)
+
+    def _has_signal(self, experience: Experience) -> bool:
+        has_signal = _has_signal(experience.batch)
+        self._meanwhile(has_signal)
+        return bool(has_signal)
 
     def _updated(self, experience: Experience) -> tuple[Metrics, Experience]:
         """Runs the updates; returns their metrics, and the experience with all old log-probabilities."""

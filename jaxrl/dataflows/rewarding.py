@@ -268,6 +268,11 @@ class GroupsBeside:
         assert self._begun.keys() >= set(keys), "a backend hands out every group that it finishes"
         return [self._begun[key] for key in keys]
 
+    def forget(self, completions: Completions) -> None:
+        """Forgets the grading of groups."""
+        for key in _keys(completions):
+            del self._begun[key]
+
 
 def _keys(completions: Completions) -> list[tuple[str, int]]:
     # In an evaluation an id is a position in a file, and there may be several files.

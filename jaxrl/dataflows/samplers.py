@@ -1,9 +1,9 @@
 """Samplers, with one interface: they turn prompts into the groups of a step with their rewards.
 
     Sampling            one generation batch; every response is finished
-    OneStepAhead        samples the next batch while the step learns from the current one
     PartialSampling     draws prompts as slots fall free and ends once there are enough groups; the next step
                         continues unfinished ones
+    FreeRunning         goes on while the step learns, on devices of its own (`free_running`)
     CurriculumSampling  wraps one of these and updates the pass rates of problems (`curriculum_sampling`)
     DynamicSampling     wraps one of these and samples until enough groups are mixed (`dynamic_sampling`)
 
@@ -12,7 +12,6 @@ Each finished group is graded once, while others are still sampled.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import zlib
@@ -26,6 +25,7 @@ from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.rollout.backend import More, OnGroup, SamplingOptions
+from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
@@ -99,10 +99,10 @@ class Policy(Protocol):
         """Finishes every response; calls `on_group` with each finished group."""
         ...
 
-    def start_generating(
-        self, prompts: Prompts, options: SamplingOptions, *, expected_tokens_N: np.ndarray | None
-    ) -> concurrent.futures.Future[Completions]:
-        """Does the same in the background."""
+    def continuous(
+        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+    ) -> ContinuousRollout:
+        """Sampling that outlives changes of the weights."""
         ...
 
     def resume(
@@ -198,7 +198,7 @@ class Sampling:
             check_same_prompts(batch, self._generation.timer.step)
             completions = self._generation.generate(batch, beside)
             metrics = self._generation.actor.sampling_metrics
-        return _with_metrics(self._rewards(completions, beside), metrics)
+        return with_metrics(self._rewards(completions, beside), metrics)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Expected lengths, and the position in the prompts."""
@@ -210,7 +210,8 @@ class Sampling:
         self._generation.restore(record)
 
 
-def _with_metrics(sampled: Sampled, metrics: Mapping[str, float]) -> Sampled:
+def with_metrics(sampled: Sampled, metrics: Mapping[str, float]) -> Sampled:
+    """`sampled` with more metrics."""
     return dataclasses.replace(sampled, metrics={**sampled.metrics, **metrics})
 
 
@@ -227,57 +228,6 @@ class GreedySampling:
         with self._generation.timer.phase("gen_max", shown="generate"):
             completions = self._generation.generate(prompts, beside, num_samples=1, temperature=0.0)
         return self._rewards(completions, beside)
-
-
-class OneStepAhead:
-    """Samples the next batch on separate devices while the step learns from the current batch.
-
-        step          1            2            3
-        sampler    [batch 1] [ batch 2 ] [ batch 3 ] [ batch 4 ]      with the weights before the step
-        learner              [ learn 1 ] [ learn 2 ] [ learn 3 ]
-
-    So the weights that sample a batch are one step older than the weights that learn from it. The rollout
-    correction (`roles.correction`) accounts for the difference.
-    """
-
-    def __init__(self, generation: Generation, rewards: Rewards):
-        self._generation = generation
-        self._rewards = rewards
-        self._ahead: concurrent.futures.Future[Completions] | None = None
-        # Ids of the prompts that are being sampled.
-        self._ids_ahead_N = np.zeros(0, np.int64)
-
-    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """Starts the next batch, and returns the one that was started a step ago."""
-        del enough
-        generation = self._generation
-        with generation.timer.phase("gen", shown="generate", may_stop=True):
-            current = self._ahead or self._start(prompts)
-            completions = current.result()
-            metrics = generation.actor.sampling_metrics
-            self._ahead = self._start(prompts)
-            generation.learn_lengths(completions)
-        return _with_metrics(self._rewards(completions), metrics)
-
-    def _start(self, prompts: PromptSource) -> concurrent.futures.Future[Completions]:
-        """Starts sampling in the background with the current weights."""
-        generation = self._generation
-        batch = next(prompts)
-        self._ids_ahead_N = batch.ids_N
-        generation.load_weights()
-        return generation.actor.start_generating(
-            batch, generation.current(), expected_tokens_N=generation.expected_tokens(batch)
-        )
-
-    def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """Expected lengths, and the position in the prompts; the batch in progress is sampled again."""
-        state = prompts.state(again=self._ids_ahead_N)
-        return {"prompts": state, **self._generation.record()}
-
-    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Continues from a record."""
-        prompts.restore(record["prompts"])
-        self._generation.restore(record)
 
 
 class PartialSampling:
@@ -346,7 +296,7 @@ class PartialSampling:
         sampled = self._rewards(rollout.completions, beside)
         counts["rollout/stale_tokens"] = stale
         sampled = dataclasses.replace(sampled, counts=counts)
-        return _with_metrics(sampled, generation.actor.sampling_metrics)
+        return with_metrics(sampled, generation.actor.sampling_metrics)
 
     def _draw(self, prompts: PromptSource, places: int, unfinished: int) -> Prompts:
         """Draws groups for free places, but not more samples than a generation batch has."""

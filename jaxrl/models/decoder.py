@@ -68,6 +68,10 @@ class Attention(nnx.Module):
         q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, compute) for project in (self.q, self.k, self.v))
         if self.config.qk_norm:
             q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
+        if x_BTD.shape[1] == 1:
+            # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
+            # and keeps a transposed copy of the query weights of all layers.
+            q_BTQH = jax.lax.optimization_barrier(q_BTQH)
         q_BTQH = rotate(q_BTQH, rotation, scale=self.query_scale)
         q_BTQH = constrain(q_BTQH, ("batch", "length", "heads", "head_dim"))
         k_BTKH = constrain(rotate(k_BTKH, rotation), ("batch", "length", "kv_heads", "head_dim"))

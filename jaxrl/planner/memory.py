@@ -114,7 +114,7 @@ def sampling_memory(
         dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
         _buffers(
             "KV cache and slots",
-            f"{slots} {what} x {kv_heads} kv heads a device, {tokens:,} tokens each",
+            f"{slots:,} {what} x {kv_heads} kv heads a device, {tokens:,} tokens each",
             sampler.slots,
             learning=False,
         ),

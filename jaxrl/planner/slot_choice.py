@@ -31,11 +31,12 @@ from jaxrl.planner.step_load import StepLoad, load_of
 from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
-from jaxrl.trainer.roles import Meshes
+from jaxrl.trainer.roles import Meshes, check_role_batches
 
 # Copies of a prefill batch that an insert makes: 1 on TPUs, 1.5 on GPUs.
 _INSERTED_COPIES = 1.5
-# Float32 arrays [V] per slot that a dispatch holds at once, measured on GPUs; TPUs hold fewer.
+# Float32 arrays [V] per slot that a dispatch holds at once, split over the vocabulary. Compiled for an H100
+# they are at most seven.
 _LOGITS_COPIES = 8
 # Maximum number of slot counts to compile; three were enough in all trials.
 _TRIES = 6
@@ -54,7 +55,7 @@ def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, mem
       memory: bytes of a device.
 
     Raises:
-      UserError: not even one slot fits.
+      UserError: not even one slot fits, or a mesh does not divide a batch.
     """
     if config.rollout.slots != "auto":
         return config
@@ -73,7 +74,7 @@ def with_compiled_slots(
       compile: function that compiles the sampling programs; called for several numbers of slots.
 
     Raises:
-      UserError: not even one slot fits.
+      UserError: not even one slot fits, or a mesh does not divide a batch.
     """
     if config.rollout.slots != "auto":
         return config
@@ -132,11 +133,14 @@ class _Choice:
     """The number of slots of a replica, for one config and memory."""
 
     def __init__(self, config: Config, algorithm: Algorithm, meshes: Meshes, memory: int):
+        # The programs to compile have these batches, and a run checks them only afterwards.
+        check_role_batches(config, meshes)
         self._config = config
         self._algorithm = algorithm
         self._meshes = meshes
         sampler = meshes.get("rollout", meshes["actor"])
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
+        self._parts_of_logits = shards_of("vocab", GENERATE_RULES, sampler)
         self._load = load_of(config)
         self._samples_per_slot = _samples_per_slot(config, self._load)
         # More slots than a replica can use.
@@ -166,7 +170,8 @@ class _Choice:
         tokens = round_up(engine.prompt_sizes, engine.config.max_prompt_tokens)
         prefix = self._slot * engine.batch_sizes[-1] * tokens / engine.cache_sizes[-1]
         inserted = _INSERTED_COPIES * prefix
-        logits = 4 * self._one.models.actor.vocab_size * _LOGITS_COPIES * self._samples_per_slot
+        logits = 4 * self._one.models.actor.vocab_size // self._parts_of_logits
+        logits *= _LOGITS_COPIES * self._samples_per_slot
         fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
         return int(max(0, min(fitting, self._most)))
 

@@ -17,6 +17,7 @@ from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.step_simulator import StageBreakdown
 from jaxrl.planner.step_load import StepLoad
+from jaxrl.trainer.cross_checks import runs_free
 
 # A program's role, name, phase ("sampling" or "learning") and roofline.
 ProgramSeconds = tuple[str, str, str, Seconds]
@@ -53,7 +54,7 @@ class StepTimes:
       load: assumed work of a step.
       num_steps: number of steps of the run.
       tasks: tasks of all stages, in order.
-      overlaps: whether sampling overlaps with the rest of the step (one step off).
+      overlaps: whether sampling overlaps with the rest of the step (free running).
     """
 
     cluster: Cluster
@@ -143,7 +144,7 @@ def step_times(
         load,
         planned.config.run.num_steps,
         tuple(_tasks(stages, floors)),
-        overlaps=planned.config.algorithm.one_step_off,
+        overlaps=runs_free(planned.config),
     )
 
 

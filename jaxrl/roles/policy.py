@@ -5,14 +5,12 @@ U minibatches   M microbatches   R rows   T tokens of a row
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
@@ -31,7 +29,9 @@ from jaxrl.roles.objective import Objective, Stats
 from jaxrl.roles.packed_model import PackedModel, each_micro, micro_of
 from jaxrl.roles.redraw import Draws
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
-from jaxrl.rollout.samples import Rollout
+from jaxrl.rollout.continuous import ContinuousRollout
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
 
@@ -92,8 +92,6 @@ class Actor(Learner):
             self.resharding = self._resharding_to(backend)
         # Whether the backend has the current weights.
         self._can_sample = False
-        self._sampler: concurrent.futures.ThreadPoolExecutor | None = None
-        self._sampling: concurrent.futures.Future[Completions] | None = None
         self.logprobs_program = jax.jit(
             functools.partial(self.packed_logprobs, self.graph, temperature=temperature),
             static_argnames="first_minibatch",
@@ -121,10 +119,7 @@ class Actor(Learner):
         return self._backend
 
     def close(self) -> None:
-        """Waits for running generation and closes the backend."""
-        self._wait_for_sampler()
-        if self._sampler is not None:
-            self._sampler.shutdown()
+        """Closes the backend."""
         if self._backend is not None:
             self._backend.close()
 
@@ -137,8 +132,6 @@ class Actor(Learner):
 
     def for_training(self) -> TrainState:
         """The training state on its devices; first brings weights back from the backend or the host."""
-        if self._shares_mesh:
-            self._wait_for_sampler()
         self._onload()
         if self._state is not None and self._state.params is None:
             assert isinstance(self.resharding, Resharding)
@@ -150,7 +143,7 @@ class Actor(Learner):
         """Moves the current weights to the backend; then offloads the training state if `offload` was set.
 
         Does not move weights that are there already. If both layouts have the same type, the training copy
-        becomes the generation copy. Waits first for generation that still runs with older weights.
+        becomes the generation copy.
         """
         if not self._can_sample:
             state = self.for_training()
@@ -170,7 +163,6 @@ class Actor(Learner):
             self._unloaded()
 
     def _unloaded(self) -> Params | None:
-        self._wait_for_sampler()
         self._can_sample = False
         return self.backend.unload()
 
@@ -178,12 +170,12 @@ class Actor(Learner):
 
     def generate(self, prompts: Prompts, options: SamplingOptions, **further: Any) -> Completions:
         """Samples with the current weights; arguments as for `RolloutBackend.generate`."""
-        self._prepare_sampling()
+        self.for_sampling()
         return self.backend.generate(prompts, options, **further)
 
     def resume(self, prompts: Prompts, options: SamplingOptions, **further: Any) -> Rollout:
         """Continues unfinished groups, and may leave some; arguments as for `RolloutBackend.resume`."""
-        self._prepare_sampling()
+        self.for_sampling()
         return self.backend.resume(prompts, options, **further)
 
     @property
@@ -191,39 +183,18 @@ class Actor(Learner):
         """Metrics of the last sampling that has ended; see `RolloutBackend.metrics`."""
         return self.backend.metrics
 
-    def start_generating(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        *,
-        expected_tokens_N: np.ndarray | None = None,
-    ) -> concurrent.futures.Future[Completions]:
-        """Starts `generate` in a thread, with the current weights, and returns a future.
+    def continuous(
+        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+    ) -> ContinuousRollout:
+        """Sampling that outlives changes of the weights; the backend must have its own devices.
 
-        The actor can learn at the same time only if the backend has its own devices. Every other use of these
-        devices, such as loading new weights, waits until generation has ended.
+        Args:
+          options: sampling options.
+          unfinished: groups of an earlier run.
         """
-        self._prepare_sampling()
-        if self._sampler is None:
-            self._sampler = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sampler")
-        self._sampling = self._sampler.submit(
-            self.backend.generate, prompts, options, expected_tokens_N=expected_tokens_N
-        )
-        return self._sampling
-
-    def _prepare_sampling(self) -> None:
-        self._wait_for_sampler()
-        self.for_sampling()
-
-    def _wait_for_sampler(self) -> None:
-        """Waits until nothing is being sampled. Errors are raised where the future is read.
-
-        Two threads must not dispatch to one mesh: its devices could receive the programs in different orders
-        and wait for each other forever.
-        """
-        if self._sampling is not None:
-            concurrent.futures.wait([self._sampling])
-            self._sampling = None
+        assert not self._shares_mesh, "updates take the weights of a sampler on the same devices"
+        assert isinstance(self.backend, OfflineBackend), "settings with other backends are refused"
+        return self.backend.continuous(options, unfinished)
 
     # Log-probabilities
 

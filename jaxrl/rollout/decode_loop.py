@@ -184,6 +184,7 @@ class DecodeLoop:
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
             may_start=_always if self._pages is None else functools.partial(_take, self._pages),
+            preferred=self._holders,
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
@@ -298,10 +299,23 @@ class DecodeLoop:
             metrics["rollout/tokens_per_round"] = counts["in rounds"] / counts["rounds"]
         return metrics
 
-    def leave(self) -> None:
-        """Gives the running samples the tokens that they have so far. The loop is not used after this."""
+    def give_tokens(self) -> None:
+        """Gives the running samples the tokens that they have so far, without those of a begun dispatch."""
         for slot in self._scheduler.busy_slots.tolist():
             self._give_tokens(slot)
+
+    def renew(self, params: Params, version: int) -> None:
+        """Decodes on with other weights. No dispatch may have begun.
+
+        Samples keep their slots and caches. Sequences that are prefilled and wait for a slot keep theirs too.
+        """
+        assert not self._begun, "a dispatch in progress has the weights that it began with"
+        self.give_tokens()
+        self._slots.params, self._version = params, version
+
+    def release_weights(self) -> None:
+        """Forgets the weights, so that their memory can be freed before `renew`."""
+        self._slots.params = None
 
     def _move(self, moves: list[int]) -> None:
         """Moves what is known of the slots, as the scheduler's `resize` has moved their samples."""
@@ -324,7 +338,7 @@ class DecodeLoop:
             return
         for slot, extension in self._extensions_by_slot().items():
             self._pages.extend(slot, extension.length, len(extension.tokens))
-        if not (dropped := self._pages.grow()):
+        if not (dropped := self._pages.grow(self._cached if self._reuses else None)):
             return
         self._slots.release(dropped)
         for slot in dropped:
@@ -333,11 +347,23 @@ class DecodeLoop:
         for task in self._scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
             self._extensions.pop(task, None)
-            prompt = task.start.tokens[: task.prompt_tokens]
-            task.start = StartSequence(np.concatenate([prompt, task.sample.tokens]))
+            task.start = StartSequence(_sequence(task))
             self._scheduler.add_first(SampleRequest(task, task.start))
 
+    def _cached(self, slot: int) -> np.ndarray:
+        """The sequence in a slot, int32 [T], without an environment's answer that still waits."""
+        self._give_tokens(slot)
+        task = self._scheduler.owner(slot)
+        extension = self._extensions.get(task)
+        return _sequence(task)[: extension.length - 1 if extension else None]
+
     # Into slots
+
+    def _holders(self, task: SampleTask) -> Collection[int]:
+        """The shards that hold most of the beginning of a sample's sequence in known pages."""
+        if not (self._reuses and self._pages):
+            return ()
+        return self._pages.pool.holders(task.start.tokens[:-1])[0]
 
     def _known(self, admission: Admission) -> dict[int, KnownBeginning]:
         """The batch indices of a new prefill batch whose sequences begin with known pages."""
@@ -345,9 +371,9 @@ class DecodeLoop:
             return {}
         found = {}
         for index, start in enumerate(admission.sources):
-            shard, pages = self._pages.pool.written_pages(start.tokens[:-1])
+            shards, pages = self._pages.pool.holders(start.tokens[:-1])
             if pages:
-                found[index] = KnownBeginning(shard, pages, start.tokens)
+                found[index] = KnownBeginning(shards[0], pages, start.tokens)
         return found
 
     def _admit(self, admission: Admission, known: Mapping[int, KnownBeginning]) -> None:
@@ -463,8 +489,7 @@ class DecodeLoop:
         finished = [s for s, task in zip(ended, tasks, strict=True) if task.sample.finished]
         if self._reuses:
             for slot, task in zip(ended, tasks, strict=True):
-                prompt = task.start.tokens[: task.prompt_tokens]
-                self._pages.remember(slot, np.concatenate([prompt, task.sample.tokens]))
+                self._pages.remember(slot, _sequence(task))
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 
@@ -542,6 +567,11 @@ class DecodeLoop:
         self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
         sample.add_given(answer, self._version)
         return None
+
+
+def _sequence(task: SampleTask) -> np.ndarray:
+    """The prompt and the tokens of a sample, int32 [T]."""
+    return np.concatenate([task.start.tokens[: task.prompt_tokens], task.sample.tokens])
 
 
 def _always(slot: int, task: SampleTask) -> bool:

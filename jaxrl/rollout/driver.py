@@ -1,8 +1,9 @@
 """The offline backend: samples batches of prompts, for training and evaluation.
 
 It turns prompts into tasks of a `DecodeLoop`. `generate` samples one batch to its end, those with the longest
-expected responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy. All
-samples of a prompt share one prefill. After each dispatch the groups that have just finished are handed out.
+expected responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
+`continuous` does so without an end, over changes of the weights. After each dispatch the groups that have
+just finished are handed out.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions.
@@ -13,7 +14,7 @@ N prompts   G samples of each   B = N * G
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,14 +27,13 @@ from jaxrl.rollout.backend import (
     More,
     OnGroup,
     SamplingOptions,
-    check_lengths,
-    expected_or_prompt_lengths,
 )
-from jaxrl.rollout.decode_loop import DecodeLoop, SampleTask, StartSequence
+from jaxrl.rollout.continuous import ContinuousRollout
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.group_loop import GroupLoop
 from jaxrl.rollout.sample_groups import SampleGroups
-from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
-from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.types import Completions, Prompts
@@ -102,6 +102,7 @@ class OfflineBackend(EngineBackend):
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
         self._metrics: dict[str, float] = {}
+        self._continuous: ContinuousRollout | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -123,10 +124,10 @@ class OfflineBackend(EngineBackend):
             if on_group is not None:
                 on_group(group)
 
-        groups = SampleGroups(options, self._decode_texts)
-        first = self._add(groups, prompts, expected_or_prompt_lengths(prompts, expected_tokens_N))
-        self._sample(groups, first, options, goes_on)
-        return groups.rollout().completions
+        running = self._start(options)
+        running.add(prompts, expected_tokens_N)
+        self._sample(running, goes_on)
+        return running.groups.rollout().completions
 
     def resume(
         self,
@@ -143,99 +144,71 @@ class OfflineBackend(EngineBackend):
         devices decode, `on_group` is called with the groups that the dispatch before has finished, and then
         `more` for samples that can take the next free slots.
         """
-        groups = SampleGroups(options, self._decode_texts, unfinished)
-        first = _oldest_first(groups, unfinished) if unfinished is not None else []
-        first += self._add(groups, prompts, expected_or_prompt_lengths(prompts, None))
-        self._sample(groups, first, options, on_group, more)
-        return groups.rollout()
+        running = self._start(options, unfinished)
+        running.go_on()
+        running.add(prompts)
+        self._sample(running, on_group, more)
+        return running.groups.rollout()
 
-    def _add(self, groups: SampleGroups, prompts: Prompts, expected_N: np.ndarray) -> list[Sample]:
-        """Adds groups; returns their samples in the order in which they start, the longest first."""
-        check_lengths(prompts, self.engine.max_prefill_length)
-        new = groups.add(prompts)
-        order = sorted(new, key=lambda n: -expected_N[n - new.start])
-        return [sample for n in order for sample in groups.group(n)]
+    def continuous(
+        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+    ) -> ContinuousRollout:
+        """Sampling that outlives changes of the weights. `generate` and `resume` pause it.
+
+        Args:
+          options: sampling options.
+          unfinished: groups of an earlier run; finished ones are handed out first.
+        """
+        groups = SampleGroups(options, self._decode_texts, unfinished)
+        self._continuous = ContinuousRollout(groups, self._grouped, lambda: self.params)
+        return self._continuous
+
+    def close(self) -> None:
+        """Ends continuous sampling."""
+        self._continuous = None
+
+    def unload(self) -> Params | None:
+        """Returns the weights and releases them; None if none are loaded."""
+        if self._continuous is not None:
+            self._continuous.release_weights()
+        return super().unload()
+
+    def _start(
+        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
+    ) -> GroupLoop:
+        if self._continuous is not None:
+            # Both would have slots on the same devices.
+            self._continuous.pause()
+        return self._grouped(SampleGroups(options, self._decode_texts, unfinished), options)
+
+    def _grouped(self, groups: SampleGroups, options: SamplingOptions) -> GroupLoop:
+        """A decode loop with the current weights for some groups."""
+        loop = DecodeLoop(
+            self.engine, self.params, self._stops, version=options.step, texts=self._texts
+        )
+        return GroupLoop(loop, groups, options, self.engine)
 
     def _sample(
-        self,
-        groups: SampleGroups,
-        first: Sequence[Sample],
-        options: SamplingOptions,
-        on_group: OnGroup | None,
-        more: More | None = None,
+        self, running: GroupLoop, on_group: OnGroup | None, more: More | None = None
     ) -> None:
-        """Samples until `on_group` returns True, or until nothing is left and `more` draws nothing.
-
-        `first` has the samples of `groups` that are unfinished, in the order in which they start.
-        """
-        loop = DecodeLoop(
-            self.engine,
-            self.params,
-            self._stops,
-            version=options.step,
-            texts=self._texts,
-        )
-        max_tokens = self.engine.config.max_response_tokens
-
-        def start_more() -> bool:
-            """Fills free places; returns whether any sample waits or decodes."""
-            if more is not None and (places := loop.places):
-                new = more(places, loop.num_unfinished)
-                samples = self._add(groups, new, expected_or_prompt_lengths(new, None))
-                loop.add(_tasks(groups, samples, options, max_tokens))
-            return loop.unfinished
-
-        loop.add(_tasks(groups, first, options, max_tokens))
-        start_more()
+        """Samples until `on_group` returns True, or until nothing is left and `more` draws nothing."""
+        running.draw(more)
+        groups = running.groups
         finished: list[int] = []
         enough = False
-        while not enough and (loop.unfinished or start_more()):
-            loop.begin()
+        while not enough and (running.loop.unfinished or running.draw(more)):
+            running.loop.begin()
             # The text of the groups that have just finished is made while the devices decode on.
             enough = groups.hand_out(finished, on_group)
             if not enough:
-                start_more()
-            ended = [sample for result in loop.finish() if (sample := result.task.sample).finished]
-            finished = [n for n in dict.fromkeys(s.prompt for s in ended) if groups.finished(n)]
+                running.draw(more)
+            finished = running.finish()
         groups.hand_out(finished, on_group)
-        loop.leave()
+        running.loop.give_tokens()
         if self.engine.config.speculate:
-            self._metrics = loop.metrics()
+            self._metrics = running.loop.metrics()
 
 
 def _decode_text(decode_texts: DecodeTexts, tokens: np.ndarray) -> str:
     (text,) = decode_texts([tokens])
     return text
-
-
-def _oldest_first(groups: SampleGroups, unfinished: UnfinishedGroups) -> list[Sample]:
-    """The unfinished samples of resumed groups: those of the group with the oldest tokens first.
-
-    Of equally old ones the longest start first, so that the sequences of a prefill have similar lengths.
-    """
-    oldest_N = unfinished.oldest_version_N
-    samples = [sample for sample in groups.samples if not sample.finished]
-    return sorted(samples, key=lambda s: (oldest_N[s.prompt], -len(s)))
-
-
-def _tasks(
-    groups: SampleGroups, samples: Iterable[Sample], options: SamplingOptions, max_tokens: int
-) -> Iterator[SampleTask]:
-    """The tasks of samples, in their order."""
-    # Samples without tokens of their own share the prefill of their prompt.
-    starts: dict[int, StartSequence] = {}
-    for sample in samples:
-        prompt = groups.prompt(sample.prompt)
-        start = starts.setdefault(sample.prompt, StartSequence(prompt.tokens[0]))
-        if len(sample):
-            start = StartSequence(np.concatenate([start.tokens, sample.tokens]))
-        yield SampleTask(
-            sample,
-            start,
-            int(prompt.ids_N[0]),
-            DrawSettings(options.seed, sample.step, options.temperature, options.truncation),
-            max_tokens,
-            budget_tokens=options.budget_tokens,
-            stop_strings=options.stop_strings,
-            environment=options.environment,
-        )

@@ -94,7 +94,7 @@ def page_sizes(
       config: sizes of the engine.
       shards: number of shards of the slots.
       kv_heads: number of kv heads that a device uses.
-      platform: platform of the devices.
+      platform: platform of the devices; None for a plan without devices, which is one for accelerators.
 
     Raises:
       UserError: the pool of a shard is too small for a sample of full length, or the page table of a device
@@ -119,7 +119,7 @@ def page_sizes(
 
 def _page_tokens(config: EngineConfig, pairs: int, platform: str | None) -> int:
     """Tokens of a page, for as many pairs of a slot and a kv head on a device."""
-    if platform in (None, "cpu"):
+    if platform == "cpu":
         return _PAGE_ON_CPU
     if platform != "tpu":
         return _PAGES[0]

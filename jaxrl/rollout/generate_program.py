@@ -128,7 +128,7 @@ class GenerateProgram:
             return seen_tokens(vocab_size, state.context, decoded_nW)
 
         token_n, logprob_n, entropy_n = sample(
-            logits_nV, state, state.count + i, self.stop_ids, seen
+            logits_nV, state, state.count + i, self.stop_ids, seen, self.compute
         )
         stopped_n = jnp.isin(token_n, jnp.array(self.stop_ids, jnp.int32))
         stopped_n |= state.count + i + 1 >= state.limit
@@ -157,6 +157,7 @@ def sample(
     position_n: jax.Array,
     stop_ids: tuple[int, ...],
     seen: Callable[[], jax.Array],
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draws one token per slot.
 
@@ -166,6 +167,7 @@ def sample(
       position_n: int32, number of response tokens before the next one.
       stop_ids: token ids that end a response.
       seen: function that returns bool [n, V], the tokens that a repetition penalty applies to.
+      compute: implementation choices of the model; nothing but `constrain` of it is used.
 
     Returns:
       int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution,
@@ -174,6 +176,8 @@ def sample(
     greedy_n = state.temperature == 0
     scaled_nV = logits_nV / jnp.where(greedy_n, 1.0, state.temperature)[:, None]
     choice_nV = penalize(scaled_nV, state.truncation, seen)
+    # The compiler does not see through the conditional and would gather the vocabulary on every device.
+    choice_nV = compute.constrain(choice_nV, ("batch", "vocab"))
     choice_nV = forbid(choice_nV, state.truncation, position_n, stop_ids)
     noise_nV = gumbel_noise(state.key, position_n, logits_nV.shape[-1])
     noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)

@@ -132,15 +132,20 @@ class PagePool:
         """Notes that all pages known by now are written: what has started so far was dispatched."""
         self._last_written = self._num_identities
 
-    def written_pages(self, tokens: np.ndarray) -> tuple[int, list[int]]:
-        """The shard that holds most of the beginning of `tokens` in written pages, and these pages."""
-        found = []
+    def holders(self, tokens: np.ndarray) -> tuple[list[int], list[int]]:
+        """The shards that hold most of the beginning of `tokens` in written pages.
+
+        Returns:
+          These shards, ascending, and the pages of the first of them; both are empty if no page is known.
+        """
+        found: dict[int, list[int]] = {}
         for shard in range(len(self.num_free_S)):
             known = self._known_pages(shard, tokens)
             identities = self._identity_SN[shard, known]
-            found.append(known[: int((identities <= self._last_written).sum())])
-        best = max(range(len(found)), key=lambda shard: (len(found[shard]), -shard))
-        return best, found[best]
+            found[shard] = known[: int((identities <= self._last_written).sum())]
+        most = max(map(len, found.values()))
+        shards = [shard for shard, pages in found.items() if most and len(pages) == most]
+        return shards, found[shards[0]] if shards else []
 
     def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The number of pages that each shard lacks to `grow` the slots, int [S]; 0 if there are enough."""

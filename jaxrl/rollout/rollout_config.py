@@ -60,9 +60,13 @@ class RolloutConfig(EngineSettings):
         ids to append, or None to end the sample. "" means no environment.
       partial: keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its buffer of
         groups is full, and unfinished samples continue in the next step. At most as many samples as a
-        generation batch has are decoded at the same time.
+        generation batch has are decoded at the same time. If the role "rollout" has a pool of its own,
+        sampling goes on while the step learns.
       max_staleness: with `partial`, maximum number of steps between the weights that sampled a token and the
         step that trains on it. An unfinished group with older tokens is dropped. For 0 turn `partial` off.
+      schedule: folder of a run with `partial` and a pool of its own for sampling; this run repeats its
+        recorded schedule. It must have the same settings, and gets the same samples and metrics. "" goes by
+        the clock.
       driver: backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra `jetstream`,
         one process only); or "package.module:function", a function that builds a backend.
     """
@@ -89,6 +93,7 @@ class RolloutConfig(EngineSettings):
     environment: Annotated[str, PATH] = ""
     partial: bool = False
     max_staleness: Annotated[int, between(1, 1000)] = 8
+    schedule: Annotated[str, PATH] = ""
     driver: Annotated[str, PATH] = "offline"
 
     def __post_init__(self):
@@ -135,21 +140,38 @@ class RolloutConfig(EngineSettings):
             environment=environment_of(self.environment, tokenizer),
         )
 
-    def check_partial(self, dataflow: str, *, dynamic_sampling: bool, one_step_off: bool) -> None:
+    def check_partial(self, dataflow: str, *, dynamic_sampling: bool, runs_free: bool) -> None:
         """Raises UserError if partial rollout cannot work with the dataflow or the other settings.
 
         Args:
           dataflow: name of the dataflow.
           dynamic_sampling: whether a step is full once enough groups pass the filter.
-          one_step_off: whether the next step is sampled while this one trains.
+          runs_free: whether sampling goes on while the step learns (`partial` with a pool of its own).
         """
-        if self.partial and not dynamic_sampling:
+        if self.partial and not dynamic_sampling and not runs_free:
             raise UserError(
                 f"rollout.partial ends a step when it has enough groups, and dataflow {dataflow!r} takes "
-                "what it gets; use dataflow dapo, or rollout.partial=False"
+                "what it gets; use dataflow dapo, give the role rollout a pool of its own in `placement`, or "
+                "set rollout.partial=False"
             )
-        if self.partial and one_step_off:
+        if self.schedule and not runs_free:
             raise UserError(
-                "rollout.partial and algorithm.one_step_off are two ways to keep the devices busy while long "
-                "samples end, and do not go together; choose one"
+                f"rollout.schedule {self.schedule!r} repeats a run that samples while it learns, and this "
+                "run does not; leave rollout.schedule out, or set rollout.partial and give the role rollout "
+                "a pool of its own in `placement`"
+            )
+
+    def check_runs_free(self, num_processes: int) -> None:
+        """Raises UserError if sampling cannot go on while a step learns."""
+        if num_processes > 1:
+            raise UserError(
+                "rollout.partial with a pool of its own for the role rollout goes by the clock of one "
+                f"process, and this run has {num_processes}; use hosts.num_processes=1, or put rollout into "
+                "the pool of the actor"
+            )
+        if self.driver != "offline":
+            raise UserError(
+                "rollout.partial with a pool of its own for the role rollout keeps samples in their slots "
+                f"while the weights change, which rollout.driver {self.driver!r} cannot; use "
+                "rollout.driver='offline'"
             )

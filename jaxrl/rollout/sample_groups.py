@@ -1,4 +1,4 @@
-"""The samples of a call to a backend, in groups: one group per prompt.
+"""The samples that a backend decodes, in groups: one group per prompt.
 
 Example, G = 2, one unfinished group of an earlier call, then `add` with the prompts "p", "q":
 
@@ -11,20 +11,22 @@ N prompts   G samples of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxrl.errors import UserError
 from jaxrl.rollout.backend import DecodeTexts, OnGroup, SamplingOptions
-from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups, completions_of
+from jaxrl.rollout.samples import (
+    Rollout,
+    Sample,
+    UnfinishedGroups,
+    completions_of,
+    oldest_version,
+)
 from jaxrl.types import Completions, Prompts
 
 
 class SampleGroups:
-    """Groups of samples; unfinished groups of an earlier call come first.
-
-    Attributes:
-      samples: N * G samples, group by group.
-    """
+    """Groups of samples by number; unfinished groups of an earlier call come first."""
 
     def __init__(
         self,
@@ -40,25 +42,45 @@ class SampleGroups:
         self._num_samples = options.num_samples
         self._step = options.step
         self._decode_texts = decode_texts
-        # One for each group, so that it takes the same time to add one to few groups or to many.
-        self._prompts: list[Prompts] = []
-        self.samples: list[Sample] = []
-        if unfinished is not None:
-            _check_size(unfinished, self._num_samples)
-            self._prompts += [unfinished.prompts.take([n]) for n in range(len(unfinished.prompts))]
-            self.samples += [sample.at(sample.prompt) for sample in unfinished.samples]
+        # The prompt and the samples of each group.
+        self._prompts: dict[int, Prompts] = {}
+        self._samples: dict[int, list[Sample]] = {}
+        self._next = 0
         # For both `hand_out` and the result, which then share their texts.
         self._completions: dict[int, Completions] = {}
+        if unfinished is not None:
+            _check_size(unfinished, self._num_samples)
+            for n in range(len(unfinished.prompts)):
+                self._add(unfinished.prompts.take([n]), [s.at(n) for s in unfinished.group(n)])
 
-    def add(self, prompts: Prompts) -> range:
-        """Adds a group without tokens for each prompt; returns their indices."""
-        new = range(len(self), len(self) + len(prompts))
-        self._prompts += [prompts.take([n]) for n in range(len(prompts))]
-        self.samples += [Sample(n, k, self._step) for n in new for k in range(self._num_samples)]
+    def _add(self, prompt: Prompts, samples: list[Sample]) -> None:
+        self._prompts[self._next], self._samples[self._next] = prompt, samples
+        self._next += 1
+
+    def add(self, prompts: Prompts, *, step: int | None = None) -> range:
+        """Adds a group without tokens for each prompt; returns their numbers.
+
+        Args:
+          prompts: the prompts.
+          step: training step that starts the samples; None is that of the options.
+        """
+        new = range(self._next, self._next + len(prompts))
+        step = self._step if step is None else step
+        for n in new:
+            samples = [Sample(n, k, step) for k in range(self._num_samples)]
+            self._add(prompts.take([n - new.start]), samples)
         return new
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the groups, in the order in which they were added."""
+        return iter(list(self._prompts))
+
+    def oldest_version(self, n: int) -> int:
+        """The policy version of the oldest token of group n; see `samples.oldest_version`."""
+        return oldest_version(self.group(n))
 
     def prompt(self, n: int) -> Prompts:
         """The prompt of group n."""
@@ -66,7 +88,7 @@ class SampleGroups:
 
     def group(self, n: int) -> list[Sample]:
         """The samples of group n."""
-        return self.samples[n * self._num_samples : (n + 1) * self._num_samples]
+        return self._samples[n]
 
     def finished(self, n: int) -> bool:
         """Whether all samples of group n are finished."""
@@ -92,18 +114,30 @@ class SampleGroups:
 
     def rollout(self) -> Rollout:
         """The finished groups as completions, and the unfinished groups unchanged."""
-        done = [n for n in range(len(self)) if self.finished(n)]
-        left = [n for n in range(len(self)) if not self.finished(n)]
+        done = [n for n in self if self.finished(n)]
         return Rollout(
             completions=self.completions(done),
             prompt_indices=tuple(done),
             versions=tuple(sample.version for n in done for sample in self.group(n)),
-            unfinished=UnfinishedGroups(
-                Prompts.concatenate([self._prompts[n] for n in left]),
-                self._num_samples,
-                tuple(sample.at(i) for i, n in enumerate(left) for sample in self.group(n)),
-            ),
+            unfinished=self.unfinished(),
         )
+
+    def unfinished(self) -> UnfinishedGroups:
+        """A copy of the unfinished groups."""
+        return self.copied([n for n in self if not self.finished(n)])
+
+    def copied(self, groups: Sequence[int]) -> UnfinishedGroups:
+        """A copy of some groups."""
+        return UnfinishedGroups(
+            Prompts.concatenate([self._prompts[n] for n in groups]),
+            self._num_samples,
+            tuple(sample.at(i) for i, n in enumerate(groups) for sample in self.group(n)),
+        )
+
+    def remove(self, n: int) -> None:
+        """Forgets a group."""
+        del self._prompts[n], self._samples[n]
+        self._completions.pop(n, None)
 
 
 def _check_size(unfinished: UnfinishedGroups, num_samples: int) -> None:

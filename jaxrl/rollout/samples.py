@@ -135,6 +135,12 @@ class Sample:
         return np.concatenate([np.zeros(0, dtype), *(of(p) for p in self._pieces)]).astype(dtype)
 
 
+def oldest_version(samples: Sequence[Sample]) -> int:
+    """The policy version of the oldest token of some samples; without tokens the largest number."""
+    versions = (s.oldest_version for s in samples)
+    return min((v for v in versions if v is not None), default=np.iinfo(np.int64).max)
+
+
 @dataclasses.dataclass(frozen=True)
 class UnfinishedGroups:
     """Groups that a step left unfinished, for the next step.
@@ -151,16 +157,26 @@ class UnfinishedGroups:
 
     @property
     def oldest_version_N(self) -> np.ndarray:
-        """The policy version of the oldest token of each group, int64; without tokens the largest number."""
-        none = np.iinfo(np.int64).max
-        oldest = [none if s.oldest_version is None else s.oldest_version for s in self.samples]
-        return np.array(oldest, np.int64).reshape(-1, self.num_samples).min(axis=1)
+        """The policy version of the oldest token of each group, int64; see `oldest_version`."""
+        groups = range(len(self.prompts))
+        return np.array([oldest_version(self.group(n)) for n in groups], np.int64)
+
+    def group(self, n: int) -> tuple[Sample, ...]:
+        """The samples of prompt n."""
+        return self.samples[n * self.num_samples : (n + 1) * self.num_samples]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> UnfinishedGroups:
         """The groups at `indices`, in that order."""
-        G = self.num_samples
-        samples = tuple(s.at(i) for i, n in enumerate(indices) for s in self.samples[n * G :][:G])
-        return UnfinishedGroups(self.prompts.take(indices), G, samples)
+        samples = tuple(s.at(i) for i, n in enumerate(indices) for s in self.group(n))
+        return UnfinishedGroups(self.prompts.take(indices), self.num_samples, samples)
+
+    @staticmethod
+    def concatenate(parts: Sequence[UnfinishedGroups]) -> UnfinishedGroups:
+        """The groups of all parts, of which there is at least one."""
+        prompts = Prompts.concatenate([part.prompts for part in parts])
+        groups = [part.group(n) for part in parts for n in range(len(part.prompts))]
+        samples = tuple(sample.at(i) for i, group in enumerate(groups) for sample in group)
+        return UnfinishedGroups(prompts, parts[0].num_samples, samples)
 
     def record(self) -> dict[str, Any]:
         """All data, exact to the bit, as lists of JSON types and NumPy arrays, for a checkpoint."""

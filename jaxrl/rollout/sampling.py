@@ -36,8 +36,9 @@ REPETITION_PENALTY = between(0.01, 100)
 _NEVER = -1e30
 # Number of candidates tried before the vocabulary is scanned again.
 _TRIES = 8
-# Number of partial sums over the vocabulary, and the width of a block of it.
-_COLUMNS = 128
+# The vocabulary as a matrix with this many rows. Devices that share a vocabulary have whole rows each, if it
+# is a multiple of 128; with rows of 128 tokens XLA would gather the logits on every device.
+_ROWS = 128
 
 
 def sample_keys(
@@ -252,19 +253,19 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 def _largest(x_SV: jax.Array) -> jax.Array:
     """Indices of the largest values, largest first, int32 [S, K].
 
-    Searches only the columns of the K blocks with the largest maxima, which costs little more than a maximum.
+    Searches only the K columns of `_as_rows` with the largest maxima, which costs little more than a maximum.
     `top_k` over a vocabulary of 152k costs 10 times as much.
     """
     S, V = x_SV.shape
-    padding = ((0, 0), (0, -V % _COLUMNS))
-    x_SRC = jnp.pad(x_SV, padding, constant_values=-jnp.inf).reshape(S, -1, _COLUMNS)
-    _, block_SK = jax.lax.top_k(x_SRC.max(axis=-1), min(_TRIES, x_SRC.shape[1]))
-    # Blocks in ascending order, so that the first of equal values comes first.
-    block_SK = jnp.sort(block_SK, axis=-1)
-    found_SN = jnp.take_along_axis(x_SRC, block_SK[..., None], axis=1).reshape(S, -1)
+    x_SRC = _as_rows(x_SV, -jnp.inf)
+    C = x_SRC.shape[2]
+    _, column_SK = jax.lax.top_k(x_SRC.max(axis=1), min(_TRIES, C))
+    # In ascending order, so that the first of equal values comes first.
+    column_SK = jnp.sort(column_SK, axis=-1)
+    found_SN = jnp.take_along_axis(x_SRC, column_SK[:, None], axis=2).reshape(S, -1)
     _, index_SK = jax.lax.top_k(found_SN, min(_TRIES, V))
-    of_block_SK = jnp.take_along_axis(block_SK, index_SK // _COLUMNS, axis=-1)
-    return of_block_SK * _COLUMNS + index_SK % _COLUMNS
+    row_SK, index_SK = jnp.divmod(index_SK, column_SK.shape[1])
+    return row_SK * C + jnp.take_along_axis(column_SK, index_SK, axis=-1)
 
 
 def _least(p_SV: jax.Array, limits: Truncation) -> tuple[jax.Array, jax.Array]:
@@ -308,6 +309,11 @@ def _kth_largest(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
 
 def _sum(x_SV: jax.Array) -> jax.Array:
     """Sums over the vocabulary, [S, 1], by columns: XLA on CPU sums a row serially."""
+    return _as_rows(x_SV, 0.0).sum(axis=1).sum(axis=-1, keepdims=True)
+
+
+def _as_rows(x_SV: jax.Array, padding: float) -> jax.Array:
+    """The vocabulary as the rows of a matrix, [S, `_ROWS`, C]; the end of the last rows is padding."""
     S, V = x_SV.shape
-    x_SV = jnp.pad(x_SV, ((0, 0), (0, -V % _COLUMNS)))
-    return x_SV.reshape(S, -1, _COLUMNS).sum(axis=1).sum(axis=-1, keepdims=True)
+    x_SV = jnp.pad(x_SV, ((0, 0), (0, -V % _ROWS)), constant_values=padding)
+    return x_SV.reshape(S, _ROWS, -1)

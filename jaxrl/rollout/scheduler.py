@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl.rollout.buckets import next_below, round_up
+
+# Preferred shards may have this part of their slots more in use than others: a quarter.
+_UNEVEN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Scheduler:
         prefill_batch: int,
         shards: int = 1,
         may_start: Callable[[int, Any], bool] = lambda slot, owner: True,
+        preferred: Callable[[Any], Collection[int]] = lambda owner: (),
     ):
         """Starts with no slots; `resize` creates the first.
 
@@ -69,8 +74,9 @@ class Scheduler:
           shards: number of shards of the slots.
           may_start: function (slot, owner) that takes memory for a sample on the shard of a free slot. If it
             returns False, the shard has too little, and the sample and all behind it wait.
+          preferred: function from an owner to the shards on which it should start if a slot is free there.
         """
-        self._may_start = may_start
+        self._may_start, self._preferred = may_start, preferred
         self._queue = collections.deque(requests)
         self._slot_sizes = tuple(slot_sizes)
         self._prefill_batch = prefill_batch
@@ -204,17 +210,37 @@ class Scheduler:
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
     def _take_slot(self, free: collections.deque[int]) -> int | None:
-        """Takes the first free slot whose shard has memory for the next request; None if none has."""
-        each = self.num_slots // self._num_shards
+        """Takes the first free slot whose shard has memory for the next request; None if none has.
+
+        Slots of the request's preferred shards come first.
+        """
+        if not (free and self._queue):
+            return None
+        owner, each = self._queue[0].owner, self.num_slots // self._num_shards
+        preferred = self._not_crowded(self._preferred(owner))
+        first = (i for i, slot in enumerate(free) if slot // each in preferred)
         refused: set[int] = set()
-        for i, slot in enumerate(free if self._queue else ()):
+        for i in itertools.chain(first if preferred else (), range(len(free))):
+            slot = free[i]
             if slot // each in refused:
                 continue
-            if self._may_start(slot, self._queue[0].owner):
+            if self._may_start(slot, owner):
                 del free[i]
                 return slot
             refused.add(slot // each)
         return None
+
+    def _not_crowded(self, shards: Collection[int]) -> Collection[int]:
+        """Those of some shards on which one more sample leaves the load even enough.
+
+        All shards decode at the pace of the one with the most to read. So no shard gets more samples than the
+        one with the fewest, plus a quarter of its slots.
+        """
+        if not shards:
+            return ()
+        busy_S = self._busy_n.reshape(self._num_shards, -1).sum(axis=1)
+        most = busy_S.min() + max(1, len(self._busy_n) // self._num_shards // _UNEVEN)
+        return {shard for shard in shards if busy_S[shard] < most}
 
     def _free_slots(self) -> collections.deque[int]:
         """The free slots, alternating between shards, the emptiest shard first."""

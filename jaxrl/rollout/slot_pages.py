@@ -17,6 +17,8 @@ and of floating point only operations are used that IEEE 754 rounds alike on all
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jaxrl.rollout.engine_sizes import PageSizes
@@ -143,13 +145,16 @@ class SlotPages:
             ]
         )
 
-    def grow(self) -> list[int]:
+    def grow(self, cached: Callable[[int], np.ndarray] | None = None) -> list[int]:
         """Gives every busy slot pages for W more tokens.
+
+        Args:
+          cached: function that returns the sequence of a slot, int32 [T], which is about to lose its pages;
+            later samples may share what is cached of it. None lets them share the prompt only.
 
         Returns:
           Slots whose samples have lost their pages because there were too few, the newest first.
         """
-        self.pool.settle()
         dropped = []
         while True:
             slots = np.flatnonzero(self._busy_n)
@@ -160,11 +165,14 @@ class SlotPages:
             if not len(short):
                 self.pool.grow(slots, wanted)
                 self._expect()
+                self.pool.settle()
                 # Over all shards, so that the oldest of them is the first to start again.
                 return sorted(dropped, key=lambda slot: -self._order_n[slot])
             for shard in short.tolist():
                 of_shard = [slot for slot in slots.tolist() if self.pool.shard_of(slot) == shard]
                 newest = max(of_shard, key=lambda slot: self._order_n[slot])
+                if cached is not None:
+                    self.remember(newest, cached(newest))
                 self.release([newest])
                 dropped.append(newest)
 

@@ -180,12 +180,13 @@ class Slots:
 
     Attributes:
       pages: pages of the slots, for the caller to assign; None if the cache is contiguous.
+      params: weights of the next programs; the caller may change them between two programs.
     """
 
     def __init__(
         self,
         engine: Engine,
-        params: Params,
+        params: Params | None,
         lock: contextlib.AbstractContextManager | None = None,
     ):
         """Starts with no state; `make_room` allocates it.
@@ -195,7 +196,7 @@ class Slots:
           lock: context manager that is held during each dispatch; None if no other thread uses the devices.
         """
         self.engine = engine
-        self._params = params
+        self.params = params
         self._lock = contextlib.nullcontext() if lock is None else lock
         self.clear()
         # Made per instance: a cache on the method would hold a reference to `self`. The decode state, which
@@ -262,7 +263,7 @@ class Slots:
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
         """See `prefilled`."""
         with self._lock:
-            return prefilled(self.engine, self._params, sequences)
+            return prefilled(self.engine, self.params, sequences)
 
     def insert(
         self,
@@ -351,7 +352,7 @@ class Slots:
             rests[row] = tokens[length + 1 :]
         with self._lock:
             given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
-            return _extended(engine, self._params, engine.reuse(state, *given), rests)
+            return _extended(engine, self.params, engine.reuse(state, *given), rests)
 
     def _extended(
         self, P: int, slot_of: dict[int, int], extensions: Mapping[int, Extension]
@@ -367,7 +368,7 @@ class Slots:
             parts[index] = extension.tokens
         with self._lock:
             prefix = engine.extract(state, *host_inputs(engine.mesh, slot_P, length_P, token_P))
-            return _extended(engine, self._params, prefix, parts)
+            return _extended(engine, self.params, prefix, parts)
 
     def release(self, slots: Sequence[int]) -> None:
         """Stops decoding in `slots`."""
@@ -381,7 +382,7 @@ class Slots:
         """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
         state = self._taken_state()
         with self._lock:
-            self._state = self.engine.generate(self._params, state, self._scalar(least_active))
+            self._state = self.engine.generate(self.params, state, self._scalar(least_active))
 
     def speculate(
         self,
@@ -404,7 +405,7 @@ class Slots:
             limits = np.float32(enough), np.float32(credit)
             given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS, *limits)
             least = self._scalar(least_active)
-            self._state, self._rounds = self.engine.speculate(self._params, state, *given, least)
+            self._state, self._rounds = self.engine.speculate(self.params, state, *given, least)
 
     def rounds(self) -> int:
         """The number of rounds of all rows in the last `speculate`."""

@@ -175,7 +175,7 @@ class SpeculateProgram:
         def seen():
             return _seen_in_round(logits_NV.shape[-1], rows.context, fed_mT)
 
-        drawn = sample(logits_NV, each, position_mT.reshape(-1), self.stop_ids, seen)
+        drawn = sample(logits_NV, each, position_mT.reshape(-1), self.stop_ids, seen, self.compute)
         token_mT, logprob_mT, entropy_mT = (x.reshape(m, T) for x in drawn)
         right_mk = fed_mT[:, 1:] == token_mT[:, :-1]
         count_m = 1 + jnp.cumprod(right_mk, axis=1, dtype=jnp.int32).sum(axis=1)

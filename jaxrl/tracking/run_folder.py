@@ -74,6 +74,11 @@ class StageFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def schedule(self) -> pathlib.Path:
+        """The schedule of a free-running sampler, one JSON row per version of the weights."""
+        return self.path / "schedule.jsonl"
+
+    @property
     def tensorboard(self) -> pathlib.Path:
         """The same metrics for TensorBoard."""
         return self.path / "tensorboard"

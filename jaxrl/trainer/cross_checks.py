@@ -67,7 +67,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
     if algorithm.kl.needs_reference and own_reference:
         roles.append("reference")
     roles += [name for name, row in ROLES.items() if row.by_setting and row.weights(config)]
-    if algorithm.one_step_off or places(config.placement, "rollout"):
+    if places(config.placement, "rollout"):
         roles.append("rollout")
     for role in declared:
         row = ROLES.get(role)
@@ -93,6 +93,12 @@ def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
     return read_placement(config.placement, config.mesh, roles or roles_of(config))
 
 
+def runs_free(config: Config) -> bool:
+    """Whether sampling goes on while a step learns: partial rollout on devices of its own."""
+    apart = places(config.placement, "rollout")
+    return config.rollout.partial and apart and "actor" not in _pool_of(config, "rollout").roles
+
+
 # Each rule passes settings to the check that it calls.
 
 
@@ -108,21 +114,17 @@ def _full_kl(config: Config) -> None:
         )
 
 
-def _one_step_off(config: Config) -> None:
-    if config.algorithm.one_step_off:
-        pool = _pool_of(config, "rollout")
-        config.algorithm.check_one_step_off(
-            pool.name,
-            with_actor="actor" in pool.roles,
-            num_processes=config.hosts.num_processes,
-        )
+def _runs_free(config: Config) -> None:
+    if runs_free(config):
+        config.algorithm.check_runs_free()
+        config.rollout.check_runs_free(config.hosts.num_processes)
 
 
 def _rollout(config: Config) -> None:
     config.rollout.check_partial(
         config.algorithm.dataflow,
         dynamic_sampling=find_dataflow(config.algorithm.dataflow).dynamic_sampling,
-        one_step_off=config.algorithm.one_step_off,
+        runs_free=runs_free(config),
     )
 
 
@@ -191,7 +193,7 @@ def _loss(config: Config) -> None:
 RULES: tuple[Callable[[Config], Any], ...] = (
     pools_of,
     _full_kl,
-    _one_step_off,
+    _runs_free,
     _rollout,
     _driver,
     _curriculum,

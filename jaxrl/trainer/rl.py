@@ -14,7 +14,9 @@ from typing import Any
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.samplers import Generation
+from jaxrl.dataflows.sampling_schedule import SamplingSchedule
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
@@ -22,12 +24,18 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.kept_rollouts import KeptRollouts
+from jaxrl.tracking.schedule_file import ScheduleFile
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
-from jaxrl.trainer.run_sampling import prompt_stream, sampler_of
+from jaxrl.trainer.run_sampling import (
+    group_sampler,
+    prompt_stream,
+    recorded_schedule,
+    step_sampler,
+)
 from jaxrl.trainer.run_step import StepBuilder, StepState
 from jaxrl.trainer.supervised import starting_params
 from jaxrl.trainer.weights import keep_reference, load_frozen, start_from
@@ -69,9 +77,11 @@ class RlStage(TrainingStage):
             called only if they are needed.
 
         Raises:
-          UserError: a reward function cannot be imported.
+          UserError: a reward function cannot be imported, or a recorded schedule cannot be repeated.
         """
         self._run = run
+        self._schedule_file = ScheduleFile(run.config.run_folder.rl.schedule)
+        schedule = SamplingSchedule(self._schedule_file.write, recorded_schedule(run.config))
         self._roles = roles
         self._timer = timer
         self._starting_params = starting_params
@@ -93,9 +103,16 @@ class RlStage(TrainingStage):
             # A step that trains on the sampler's log-probabilities has none of the trainer's.
             has_old_logprob=not run.config.algorithm.correction.bypass,
         )
-        self._sampler = sampler_of(run, self._generation, rewards, self._prompts)
+        groups = group_sampler(run, self._generation, rewards, schedule)
+        self._sampler = step_sampler(run, groups, self._prompts)
         build = StepBuilder(run, roles, self._state, timer)
-        self._step = build.step(self._sampler, self._generation, rewards, self._rollouts.look)
+        self._step = build.step(
+            self._sampler,
+            self._generation,
+            rewards,
+            self._rollouts.look,
+            groups.meanwhile if isinstance(groups, FreeRunning) else _nothing,
+        )
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -145,6 +162,12 @@ class RlStage(TrainingStage):
     def close(self) -> None:
         """Waits for sampling and writing in progress; closes backend, graders and reward functions."""
         self._rollouts.close()
+        self._schedule_file.close()
         self._functions.close()
         self._graders.close()
         self._roles.actor.close()
+
+
+def _nothing(results: Any) -> None:
+    """Nothing is sampled while a step learns."""
+    del results

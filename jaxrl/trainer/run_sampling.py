@@ -1,10 +1,14 @@
 """Builds the sampler of a reinforcement learning step: which prompts, which options, when to stop.
 
-PromptStream --> Sampling, or one step ahead, or partial --> CurriculumSampling --> DynamicSampling
+PromptStream --> Sampling, or partial, or free running --> CurriculumSampling --> DynamicSampling
 """
 
 from __future__ import annotations
 
+import pathlib
+from typing import Any
+
+from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.pass_rates import Curriculum
 from jaxrl.data.stream import PromptStream
@@ -15,57 +19,88 @@ from jaxrl.dataflows.dynamic_sampling import (
     MixedGroups,
     SpreadGroups,
 )
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.samplers import (
     Generation,
-    OneStepAhead,
     PartialSampling,
     Sampler,
     Sampling,
 )
+from jaxrl.dataflows.sampling_schedule import SamplingSchedule, VersionRow
 from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.tracking.run_folder import RunFolder
+from jaxrl.tracking.schedule_file import read_schedule
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.cross_checks import runs_free
 
 
 def prompt_stream(run: RunContext) -> PromptStream:
     """The training prompts in an endless order; checkpoints save the position."""
     config, rollout = run.config, run.config.rollout
-    dynamic = run.algorithm.dataflow.dynamic_sampling
-    per_batch = rollout.generation_prompts if dynamic else rollout.num_prompts
     return PromptStream(
         run.train_prompts,
         weights=[source.settings.weight for source in run.problems.train],
         # Partial rollout draws prompts one at a time, as slots fall free.
-        prompts_per_batch=1 if rollout.partial else per_batch,
+        prompts_per_batch=1 if rollout.partial else _prompts_per_batch(run),
         seed=config.seed,
         curriculum=_curriculum(config),
     )
 
 
-def sampler_of(
-    run: RunContext, generation: Generation, rewards: Rewards, prompts: PromptStream
+def _prompts_per_batch(run: RunContext) -> int:
+    """The number of prompts of a generation batch."""
+    rollout = run.config.rollout
+    dynamic = run.algorithm.dataflow.dynamic_sampling
+    return rollout.generation_prompts if dynamic else rollout.num_prompts
+
+
+def recorded_schedule(config: Config) -> dict[int, VersionRow] | None:
+    """The schedule that the config names; None if the run goes by the clock.
+
+    Raises:
+      UserError: the schedule is missing, damaged, or of a run with other settings.
+    """
+    if not config.rollout.schedule:
+        return None
+    return read_schedule(RunFolder(pathlib.Path(config.rollout.schedule)), format_config(config))
+
+
+def group_sampler(
+    run: RunContext, generation: Generation, rewards: Rewards, schedule: SamplingSchedule
 ) -> Sampler:
-    """Builds the sampler of a step from the config.
+    """Builds the sampler of finished groups from the config.
 
     Args:
       run: the run.
       generation: the actor in its generation layout.
       rewards: rewards that score each response.
+      schedule: schedule of a sampler that runs free.
+    """
+    options = run.config.rollout
+    limits: Any = {
+        "prompts_per_batch": _prompts_per_batch(run),
+        "max_staleness": options.max_staleness,
+    }
+    if runs_free(run.config):
+        return FreeRunning(
+            generation, rewards, schedule, groups_per_step=options.num_prompts, **limits
+        )
+    if options.partial:
+        return PartialSampling(generation, rewards, **limits)
+    return Sampling(generation, rewards)
+
+
+def step_sampler(run: RunContext, inner: Sampler, prompts: PromptStream) -> Sampler:
+    """Wraps the sampler of finished groups by a curriculum and by dynamic sampling.
+
+    Args:
+      run: the run.
+      inner: sampler of finished groups.
       prompts: stream of prompts; graded groups tell it which problems are solved.
     """
     options, dataflow = run.config.rollout, run.algorithm.dataflow
-    if options.partial:
-        sampler: Sampler = PartialSampling(
-            generation,
-            rewards,
-            prompts_per_batch=options.generation_prompts,
-            max_staleness=options.max_staleness,
-        )
-    elif run.config.algorithm.one_step_off:
-        sampler = OneStepAhead(generation, rewards)
-    else:
-        sampler = Sampling(generation, rewards)
-    sampler = CurriculumSampling(sampler, prompts)
+    sampler = CurriculumSampling(inner, prompts)
     if not dataflow.dynamic_sampling:
         return sampler
     return DynamicSampling(

@@ -70,6 +70,7 @@ class StepBuilder:
         generation: Generation,
         rewards: Rewards,
         look: Callable[[Experience], None],
+        meanwhile: Callable[[Any], None],
     ) -> Step:
         """Builds the step.
 
@@ -77,12 +78,13 @@ class StepBuilder:
           sampler: sampler of the groups to learn from.
           generation, rewards: generation and rewards of greedy responses.
           look: called with the experience of every step.
+          meanwhile: called with arrays on the devices before the host waits for them.
         """
         return Step(
             sample=sampler.sample,
             greedy=GreedySampling(generation, rewards),
             pack=self._packer(),
-            actor=self._actor_phase(look),
+            actor=self._actor_phase(look, meanwhile),
             advantages=self._advantages(),
             multiplier=self._state.multiplier,
             phases=self._phases(),
@@ -113,7 +115,9 @@ class StepBuilder:
             epochs=config.algorithm.epochs,
         )
 
-    def _actor_phase(self, look: Callable[[Experience], None]) -> ActorPhase:
+    def _actor_phase(
+        self, look: Callable[[Experience], None], meanwhile: Callable[[Any], None]
+    ) -> ActorPhase:
         config, algorithm = self._run.config, self._run.algorithm
         return ActorPhase(
             self._roles.actor,
@@ -129,6 +133,7 @@ class StepBuilder:
             needs_signal=self._needs_signal(),
             sampling=self._run.sampling,
             look=look,
+            meanwhile=meanwhile,
         )
 
     def _needs_signal(self) -> bool:

@@ -292,6 +292,7 @@ NONE_BY_EMPTY = {
     "mesh.generate",
     "preference.evaluation_path",
     "rollout.kv_dtype",
+    "rollout.schedule",
     "rollout.weights_dtype",
 } | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("grader", "template")}
 
@@ -395,7 +396,7 @@ def is_meant(setting: str, hostile: str) -> bool:
             and isinstance(value_of(setting), float)
             and not ((setting in NEVER_ONE and value) or (setting in NEVER_ZERO and not value))
         )
-        return is_switch and (setting, value) != ("algorithm.one_step_off", True)
+        return is_switch
     if isinstance(value, str):
         allowed = {"empty": NONE_BY_EMPTY | PATHS | NAMES | PROSE, "text": NAMES | PATHS | PROSE}
         allowed |= {"digit": NAMES | PATHS | PROSE, "NUL": set(), "long": PROSE}

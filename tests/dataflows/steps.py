@@ -1,6 +1,5 @@
 """A policy that samples by arithmetic, and prompts that are numbered, for samplers and dataflows alone."""
 
-import concurrent.futures
 import functools
 
 import jax
@@ -64,10 +63,8 @@ class SamplingPolicy:
         assert expected_tokens_N.shape == (len(prompts),)
         return self.backend.generate(prompts, options, on_group=on_group)
 
-    def start_generating(self, prompts, options, *, expected_tokens_N):
-        future = concurrent.futures.Future()
-        future.set_result(self.generate(prompts, options, expected_tokens_N=expected_tokens_N))
-        return future
+    def continuous(self, options, unfinished=None):
+        return self.backend.continuous(options, unfinished)
 
     def resume(self, prompts, options, *, more, unfinished, on_group):
         self._note(prompts, options)

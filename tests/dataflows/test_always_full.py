@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy
 
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling
+from jaxrl.dataflows.sampling_schedule import SamplingSchedule
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.rewards import FunctionGrader, Graders
@@ -47,11 +49,13 @@ class FullRun:
         generation = Generation(self.policy, options, self.timer)
         graders = Graders.of(FunctionGrader(CountingGrader()))
         rewards = Rewards(graders, OverlongPunishment(LONGEST, 0, 0.0), self.timer)
-        self.sampler = PartialSampling(
-            generation, rewards, prompts_per_batch=per_batch, max_staleness=max_staleness
-        )
+        limits = {"prompts_per_batch": per_batch, "max_staleness": max_staleness}
+        self.sampler = self.build(generation, rewards, groups, limits)
         self.prompts = NumberedPrompts(1)
         self._groups = groups
+
+    def build(self, generation, rewards, groups, limits):
+        return PartialSampling(generation, rewards, **limits)
 
     def step(self):
         """The groups of a step, with their versions and counts."""
@@ -98,6 +102,45 @@ def test_no_more_samples_decode_than_a_generation_batch_has():
         run.step()
     # Whole groups are drawn, so the last one may exceed 4 x 4 by 3.
     assert max(call.active for call in run.engine.calls) <= 4 * 4 + 3
+
+
+class FreeRun(FullRun):
+    """The same with a sampler that goes on while a step learns.
+
+    Attributes:
+      rows: the recorded schedule.
+    """
+
+    def __init__(self, *, recorded=None, **settings):
+        self.rows = []
+        self._recorded = recorded
+        super().__init__(**settings)
+
+    def build(self, generation, rewards, groups, limits):
+        schedule = SamplingSchedule(self.rows.append, self._recorded)
+        return FreeRunning(generation, rewards, schedule, groups_per_step=groups, **limits)
+
+    def step(self, dispatches=0):
+        """The groups of a step, during which the sampler may make some dispatches more."""
+        missing = self._groups
+
+        def enough(group):
+            nonlocal missing
+            missing -= 1
+            return missing <= 0
+
+        sampled = self.sampler.sample(self.prompts, enough=enough)
+        left = iter(range(dispatches))
+        self.sampler.meanwhile(FakeResults(lambda: next(left, None) is None))
+        self.sampler.record(self.prompts)
+        self.policy.update()
+        self.timer.step += 1
+        return sampled
+
+
+class FakeResults:
+    def __init__(self, is_ready):
+        self.is_ready = is_ready
 
 
 runs = st.fixed_dictionaries(
@@ -196,6 +239,71 @@ def test_a_resumed_run_draws_and_drops_the_same(after):
     assert [again.step() for _ in range(4)] == expected
     assert schedule(again) == schedule(whole)
     assert any(counts["rollout/dropped_stale_groups"] for *_, counts in expected)
+
+
+@settings(max_examples=60)
+@given(runs, st.lists(st.integers(0, 30), min_size=2, max_size=7))
+def test_what_runs_free_is_never_too_old_and_is_trained_on_or_dropped_once(case, dispatches):
+    run = FreeRun(**case)
+    trained, dropped = [], 0
+    for number in dispatches:
+        sampled = run.step(number)
+        completions = sampled.completions
+        ids = completions.prompts.ids_N.tolist()
+        assert 0 < len(ids) <= case["groups"]
+        waiting = run.sampler.record(run.prompts)["unfinished"]
+        assert len(waiting["ids"]) <= case["groups"] * (case["max_staleness"] + 1)
+        trained += ids
+        dropped += sampled.counts["rollout/dropped_stale_groups"]
+        assert 0 <= sampled.metrics["rollout/staleness"] <= case["max_staleness"]
+    drawn = [n for row in run.rows for _, n in row.drawn]
+    assert drawn == list(range(len(drawn)))
+    assert len(set(trained)) == len(trained)
+    assert len(drawn) == len(trained) + len(waiting["ids"]) + dropped
+
+
+@settings(max_examples=30)
+@given(runs, st.lists(st.integers(0, 30), min_size=2, max_size=6))
+def test_a_recorded_schedule_repeats_every_dispatch(case, dispatches):
+    run = FreeRun(**case)
+    ids = [run.step(number).completions.prompts.ids_N.tolist() for number in dispatches]
+    again = FreeRun(recorded={row.version: row for row in run.rows}, **case)
+    # Its clock would let it make none.
+    assert [again.step(0).completions.prompts.ids_N.tolist() for _ in dispatches] == ids
+    assert again.rows == run.rows
+    calls = [[(c.steps, c.active, c.tokens) for c in r.engine.calls] for r in (run, again)]
+    assert calls[0] == calls[1]
+
+
+def test_new_prompts_wait_while_the_learner_is_slow():
+    run = FreeRun(slots=16, groups=2, per_batch=64, G=2, max_staleness=1, mean=5, sigma=0.1)
+    run.step(500)
+    # Two groups were trained on, and the next step takes two.
+    waiting = run.sampler.record(run.prompts)["unfinished"]
+    assert len(waiting["ids"]) == 2 and run.rows[0].dispatches < 30
+    later = run.step(500)
+    assert later.counts["rollout/unfinished_groups"] == 2
+
+
+def test_a_generation_batch_of_finished_groups_is_enough():
+    run = FreeRun(slots=16, groups=2, per_batch=3, G=2, max_staleness=8, mean=5, sigma=0.1)
+    run.step(500)
+    # Three are finished; others were in slots, or about to be, when the third was.
+    waiting = run.sampler.record(run.prompts)["unfinished"]
+    assert 3 <= len(waiting["ids"]) <= 3 + 3 and run.rows[0].dispatches < 30
+
+
+def test_all_slots_are_busy_while_the_learner_works():
+    run = FreeRun(slots=32, groups=16, per_batch=64, W=16)
+    for _ in range(8):
+        run.step(6)
+    assert run.occupancy() > 0.9
+    # Prompts have one token, and what a sample has decoded is not prefilled again.
+    drawn = [n for row in run.rows for _, n in row.drawn]
+    again = FullRun(slots=32, groups=16, per_batch=64, W=16)
+    for _ in range(8):
+        again.step()
+    assert run.engine.prefilled_tokens <= 4 * len(drawn) < again.engine.prefilled_tokens / 4
 
 
 def test_a_staleness_of_0_is_refused():

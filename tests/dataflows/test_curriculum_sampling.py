@@ -11,7 +11,7 @@ from test_samplers import Bench, dynamic, ids_of
 from jaxrl.data import PromptStream
 from jaxrl.data.pass_rates import Curriculum
 from jaxrl.dataflows.curriculum_sampling import CurriculumSampling
-from jaxrl.dataflows.samplers import OneStepAhead, PartialSampling, Sampling
+from jaxrl.dataflows.samplers import PartialSampling, Sampling
 from jaxrl.types import Prompts
 
 SIZE = 60
@@ -70,9 +70,7 @@ def told(sampled) -> tuple:
 
 SAMPLERS = [
     (Sampling, {}),
-    (OneStepAhead, {}),
     (Sampling, {"groups": 3}),
-    (OneStepAhead, {"groups": 3}),
     (PartialSampling, {"groups": 3, "per_batch": 1, "prompts_per_batch": 6, "max_staleness": 8}),
 ]
 

@@ -11,7 +11,6 @@ from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import (
     Generation,
     GreedySampling,
-    OneStepAhead,
     PartialSampling,
     Sampling,
 )
@@ -134,31 +133,6 @@ def test_rewards_come_with_the_groups():
     assert sampled.metrics["reward/grader/mean"] == pytest.approx(-0.5)
 
 
-def test_the_next_batch_is_sampled_before_this_one_is_learned_from():
-    bench = Bench(OneStepAhead)
-    assert [ids_of(bench.step())[0] for _ in range(3)] == [0, 4, 8]
-    versions = {n: version for n, version, _ in bench.policy.sampled}
-    # The first two batches are sampled by the first weights, every other by those of one update ago.
-    assert [versions[n] for n in (0, 4, 8, 12)] == [0, 0, 1, 2]
-
-
-def test_what_was_sampled_ahead_is_sampled_again_after_a_restart():
-    bench = Bench(OneStepAhead)
-    bench.step()
-    record = bench.sampler.record(bench.prompts)
-    again = Bench(OneStepAhead)
-    again.sampler.restore(record, again.prompts)
-    assert ids_of(again.step()) == ids_of(bench.step()) == [4, 5, 6, 7]
-
-
-def test_what_was_sampled_ahead_is_named_and_not_drawn_anew():
-    bench = Bench(OneStepAhead)
-    bench.step()
-    record = bench.sampler.record(bench.prompts)
-    # The prompts have gone on: where they stand is one thing, what is under way another.
-    assert record["prompts"] == {"next": 8, "again": [4, 5, 6, 7]}
-
-
 def test_the_greedy_response_is_one_for_each_prompt():
     bench = Bench(Sampling)
     greedy = GreedySampling(bench.generation, bench.rewards)(next(bench.prompts))
@@ -265,12 +239,6 @@ def test_partial_sampling_stops_once_the_step_is_full():
     assert len(ids_of(sampled)) == 3 and all(n % 2 == 0 for n in ids_of(sampled))
     # Every group was looked at once, in all that was sampled.
     assert bench.grader.calls == 2 * sampled.metrics["train/num_prompts_sampled"]
-
-
-def test_one_step_ahead_inside_dynamic_sampling():
-    bench = Bench(OneStepAhead, grader=CountingGrader(first_sample_of_even_prompts))
-    sampler = dynamic(bench, 2)
-    assert [ids_of(bench.step(sampler)) for _ in range(3)] == [[0, 2], [4, 6], [8, 10]]
 
 
 def test_too_few_mixed_groups_end_the_run():

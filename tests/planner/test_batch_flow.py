@@ -13,7 +13,7 @@ def test_the_flow_tells_every_number_of_a_step():
     assert flow["learning"] == (
         "16 updates x 512 sequences, each in at most 32 microbatches of 16 rows x 22,528 tokens"
     )
-    assert flow["decoding"].startswith("1,536 slots over 16 replicas, 96 on each")
+    assert flow["decoding"].startswith("3,600 slots over 16 replicas, 225 on each")
 
 
 def test_a_pipeline_tells_how_long_it_is_idle():

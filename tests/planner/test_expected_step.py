@@ -21,6 +21,7 @@ from jaxrl.planner.search.mapping_choice import propose
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
+from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_times import StepTimes
 from jaxrl.planner.trace_plan import trace_plan
@@ -44,6 +45,11 @@ def planned_of(config: Config):
     return planned_roles(config, algorithm_of(config), abstract_meshes(config))
 
 
+def with_slots(config: Config, cluster: Cluster) -> Config:
+    memory = int(cluster.accelerator.memory_gb * 1e9)
+    return with_counted_slots(config, algorithm_of(config), abstract_meshes(config), memory)
+
+
 def times_of(config: Config, cluster: Cluster) -> StepTimes:
     times = trace_plan(config, cluster).times
     assert times is not None
@@ -53,11 +59,13 @@ def times_of(config: Config, cluster: Cluster) -> StepTimes:
 @pytest.mark.parametrize("layout", PODS)
 def test_plan_and_search_agree_on_every_phase_of_the_four_pods(layout):
     topology, d = PODS[layout]
-    config, cluster = recipe(f"dapo_qwen32b.py:{layout}"), Cluster.parse(topology)
+    cluster = Cluster.parse(topology)
+    config = with_slots(recipe(f"dapo_qwen32b.py:{layout}"), cluster)
     load, planned = load_of(config), planned_of(config)
     plan = expected_step(planned, cluster, load)
     # What the search ranks by: the quick trace, and the rows of a microbatch that follow from the layout.
-    slots = GenerationStrategy(1, 8, planned.engine.config.slots // d)
+    rollout = planned.engine.config
+    slots = GenerationStrategy(1, 8, rollout.slots // d, cache_tokens=rollout.cache_tokens // d)
     roles = {"actor": RoleMapping("actor", 0, Strategy(1, 8, d, d), slots)}
     work = dataclasses.replace(load.work, microbatch_rows=0)
     simulator = StepSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
@@ -70,10 +78,13 @@ def test_plan_and_search_agree_on_every_phase_of_the_four_pods(layout):
 @pytest.mark.parametrize(
     ("cache", "minutes"),
     [
-        ({}, {"drained": 20.2, "full": 18.0}),
-        ({"rollout.cache": "paged"}, {"drained": 14.7, "full": 11.9}),
+        (
+            {"rollout.cache": "contiguous", "rollout.slots": str(16 * 83)},
+            {"drained": 20.2, "full": 18.0},
+        ),
+        ({}, {"drained": 14.7, "full": 11.9}),
         pytest.param(
-            {"rollout.cache": "paged", "rollout.kv_dtype": "int8"},
+            {"rollout.kv_dtype": "int8"},
             {"drained": 11.8, "full": 7.6},
             marks=pytest.mark.slow,
         ),
@@ -83,7 +94,7 @@ def test_plan_and_search_agree_on_every_phase_of_the_four_pods(layout):
 def test_pages_and_full_slots_shorten_a_generation_batch(cache, minutes):
     """The slots and pages that fit, as compiled for 128 H100: docs/planning.md."""
     samples = 2 if "rollout.kv_dtype" in cache else 1
-    if cache:
+    if "rollout.cache" not in cache:
         slots, pages = 16 * 243 * samples, 16 * 14_580 * samples
         cache = cache | {"rollout.slots": str(slots), "rollout.cache_tokens": str(128 * pages)}
     cluster = Cluster.parse("h100:16x8")

@@ -33,7 +33,9 @@ def on_shapes(config):
 
 
 def counted(memory: float, fraction: float = 0.9) -> int:
-    config = config_of("dapo_qwen32b.py", rollout__memory_fraction=fraction)
+    config = config_of(
+        "dapo_qwen32b.py", rollout__memory_fraction=fraction, rollout__cache="contiguous"
+    )
     return with_counted_slots(*on_shapes(config), int(memory)).rollout.slots
 
 
@@ -49,13 +51,13 @@ def test_by_shapes_they_are_as_many_as_fit():
 def test_a_paged_cache_has_more_slots_in_the_same_memory():
     """Prompts of 2,048 and responses of 20,480: a slot of full length is shared by three."""
     slots = counted(95e9)
-    config = config_of("dapo_qwen32b.py", rollout__cache="paged")
+    config = config_of("dapo_qwen32b.py")
     paged = with_counted_slots(*on_shapes(config), int(95e9)).rollout
     longest = paged.cache_tokens / (paged.slots / 3)
     assert 0 <= longest - (2048 + 20_480 + paged.tokens_per_dispatch) < 512
     # What else a slot takes is little.
     assert 2.7 * slots < paged.slots <= 3 * slots
-    given = config_of("dapo_qwen32b.py", rollout__cache="paged", rollout__cache_tokens=10**6)
+    given = config_of("dapo_qwen32b.py", rollout__cache_tokens=10**6)
     with pytest.raises(UserError, match=r"rollout\.cache_tokens is 1,000,000; set it to 0"):
         with_counted_slots(*on_shapes(given), int(95e9))
 
@@ -101,6 +103,22 @@ def test_what_grows_evenly_is_found_in_two_tries(first, tries):
 
     assert most_that_fit(bytes_with, 100, first=first, most=1000, slot=1.0) == 83
     assert len(tried) == tries
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [("rollout__prefill_prompts", 24, "use 16 or 32"), ("train__rows", 24, "use 16 or 32")],
+)
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_compiled(
+    setting, value, remedy
+):
+    def never(*args):
+        raise AssertionError("slots are compiled")
+
+    config = config_of("dapo_qwen32b.py", **{setting: value})
+    name = setting.replace("__", ".")
+    with pytest.raises(UserError, match=rf"{name}={value} does not divide over .*{remedy}"):
+        with_compiled_slots(*on_shapes(config), int(95e9), never)
 
 
 def test_a_compiler_that_fits_none_is_an_error():

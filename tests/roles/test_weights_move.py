@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import threading
 
 import jax
 import numpy as np
@@ -19,7 +18,6 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
 MODEL = ModelConfig(
@@ -134,84 +132,75 @@ def test_one_device_shares_what_needs_no_move():
 # Sampling beside learning
 
 
-class Gate:
-    """Responses that wait until they may come; it notes with which weights."""
-
-    def __init__(self):
-        self.begun, self.opened = threading.Event(), threading.Event()
-        self.embeddings = []
-
-    def backend_on(self, device) -> ArithmeticBackend:
-        mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), [device])
-
-        def respond(prompt, index):
-            self.begun.set()
-            assert self.opened.wait(timeout=60)
-            assert backend.weights is not None
-            self.embeddings.append(np.array(backend.weights["embedding"]))
-            return np.array([1], np.int32)
-
-        backend = ArithmeticBackend(
-            mesh, engine_of("float32"), functools.partial(map, str), respond
-        )
-        return backend
+ONE_PROMPT = Prompts(np.arange(1), (np.array([2], np.int32),), *(("",) for _ in range(3)))
+OPTIONS = SamplingOptions(num_samples=1, seed=0, step=0, temperature=0.0)
 
 
-def gated_actor(sampling_device) -> tuple[Actor, Gate]:
-    gate = Gate()
+def apart() -> Actor:
+    """An actor that learns on one device and samples on another one."""
+    learns, samples = (
+        build_mesh(ParallelLayout(1, 1, 1, 1, 1), [device]) for device in jax.devices()[:2]
+    )
+    engine = dataclasses.replace(engine_of("float32"), tokens_per_dispatch=1, stop_ids=())
     actor = Actor(
         MODEL,
-        build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1]),
+        learns,
         train=TrainConfig(rows=8, row_tokens=8),
         optim=OptimConfig(lr=0.1, lr_warmup_steps=0),
         temperature=1.0,
         seed=0,
-        backend=gate.backend_on(sampling_device),
+        backend=build_backend("offline", MODEL, samples, engine, functools.partial(map, str)),
     )
     actor.init()
-    return actor, gate
-
-
-ONE_PROMPT = Prompts(np.arange(1), (np.array([2], np.int32),), *(("",) for _ in range(3)))
-OPTIONS = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0)
+    return actor
 
 
 def test_the_actor_learns_while_its_former_weights_sample():
-    actor, gate = gated_actor(jax.devices()[1])
-    before = np.array(actor.state.params["embedding"])
-    started = actor.start_generating(ONE_PROMPT, OPTIONS)
-    assert gate.begun.wait(timeout=60)
+    actor = apart()
+    actor.for_sampling()
+    before = np.array(actor.backend.params["embedding"])
+    drawn = iter([ONE_PROMPT])
+    rollout = actor.continuous(OPTIONS)
+    draw = lambda places, unfinished: next(drawn, ONE_PROMPT.take([]))  # noqa: E731
+    # The token of a dispatch in progress has the weights that the dispatch began with.
+    assert rollout.dispatch(OPTIONS, draw) and rollout.dispatch(OPTIONS, draw)
     actor.update(actor.place(sequences(MODEL)), SUPERVISED)
-    assert int(actor.state.step) == 1 and not started.done() and not actor.can_sample
-    gate.opened.set()
-    assert started.result(timeout=60).tokens[0].tolist() == [1]
-    np.testing.assert_array_equal(gate.embeddings[0], before)
-    actor.generate(ONE_PROMPT, OPTIONS)
-    np.testing.assert_array_equal(gate.embeddings[1], actor.state.params["embedding"])
-    assert (gate.embeddings[1] != before).any()
+    np.testing.assert_array_equal(actor.backend.params["embedding"], before)
+    assert not actor.can_sample
+    actor.for_sampling()
+    assert (actor.backend.params["embedding"] != before).any()
+    later = OPTIONS.replace(step=1)
+    while rollout.dispatch(later, draw):
+        pass
+    (group,) = rollout.take_finished()
+    assert group.samples.samples[0].version.tolist() == [0, 0, 1, 1]
+    assert group.oldest_version == 0 and group.count_older(1) == 2
     actor.close()
 
 
-@pytest.mark.parametrize("needs", ["for_training", "generate"])
-def test_what_needs_the_samplers_devices_waits_for_it(needs):
-    actor, gate = gated_actor(jax.devices()[0])
-    started = actor.start_generating(ONE_PROMPT, OPTIONS)
-    assert gate.begun.wait(timeout=60)
-    threading.Timer(0.1, gate.opened.set).start()
-    if needs == "generate":
-        actor.generate(ONE_PROMPT, OPTIONS)
-    else:
-        actor.for_training()
-    assert started.done()
+def test_a_sample_in_its_slot_goes_on_as_if_nothing_was_if_the_weights_are_the_same():
+    actor = apart()
+    actor.for_sampling()
+    whole = actor.generate(ONE_PROMPT, OPTIONS)
+    rollout = actor.continuous(OPTIONS)
+    drawn = iter([ONE_PROMPT])
+    draw = lambda places, unfinished: next(drawn, ONE_PROMPT.take([]))  # noqa: E731
+    step = 0
+    while rollout.dispatch(OPTIONS.replace(step=step), draw):
+        step += 1
+        actor.backend.load(actor.backend.unload())
+    (group,) = rollout.take_finished()
+    np.testing.assert_array_equal(group.completions.tokens[0], whole.tokens[0])
+    np.testing.assert_array_equal(group.completions.rollout_logprob[0], whole.rollout_logprob[0])
+    assert group.samples.samples[0].version.tolist() == [0, 1, 2, 3]
     actor.close()
 
 
-def test_a_sampler_that_fails_tells_whoever_waits_for_it():
-    actor, gate = gated_actor(jax.devices()[1])
-    gate.opened.set()
+def test_a_prompt_that_cannot_be_sampled_ends_the_call():
+    actor = apart()
+    actor.for_sampling()
     long = dataclasses.replace(ONE_PROMPT, tokens=(np.zeros(5, np.int32),))
-    started = actor.start_generating(long, OPTIONS)
     with pytest.raises(UserError, match="prompt 0 has 5 tokens"):
-        started.result(timeout=60)
-    assert actor.generate(ONE_PROMPT, OPTIONS).tokens[0].tolist() == [1]
+        actor.continuous(OPTIONS).dispatch(OPTIONS, lambda places, unfinished: long)
+    assert len(actor.generate(ONE_PROMPT, OPTIONS).tokens[0]) == 4
     actor.close()

@@ -20,6 +20,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.compiled.trace import sampler_shapes
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
@@ -378,6 +379,18 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
         # Longer than the window.
         assert len(response) == R
         np.testing.assert_allclose(whole[-R:], logprob, atol=1e-5)
+
+
+def test_devices_that_share_a_vocabulary_gather_no_logits():
+    """1,152 tokens are 9 times 128 and do not split over 8 devices in pieces of 128."""
+    model = dataclasses.replace(MODEL, vocab_size=1152, num_heads=8, num_kv_heads=8, num_tokens=0)
+    layout = ParallelLayout.from_config(LayoutConfig(train="1-8-1"))
+    graph, shapes, axes = decoder_graph(model)
+    engine = Engine(model, graph, build_mesh(layout), BASE)
+    sampler, least = sampler_shapes(engine, shapes, axes), jnp.int32(0)
+    compiled = engine.generate.lower(sampler.params, sampler.slots, least).compile().as_text()
+    assert "f32[8,144]" in compiled
+    assert "f32[8,1152]" not in compiled
 
 
 @pytest.mark.parametrize("unroll", [1, 2], ids=["one stack", "layer by layer"])

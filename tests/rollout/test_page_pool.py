@@ -77,9 +77,9 @@ def test_the_least_recently_used_pages_are_forgotten_first_and_ends_before_begin
     pool.start(1, tokens(12, 50), 12)
     pool.settle()
     # Two pages were empty, and one comes from the second sequence.
-    assert [len(pool.written_pages(s)[1]) for s in sequences] == [2, 1]
+    assert [len(pool.holders(s)[1]) for s in sequences] == [2, 1]
     pool.grow(np.array([1]), np.array([20]))
-    assert [len(pool.written_pages(s)[1]) for s in sequences] == [1, 0]
+    assert [len(pool.holders(s)[1]) for s in sequences] == [1, 0]
 
 
 def test_decoded_pages_are_known_to_all_shards_once_written():
@@ -91,9 +91,10 @@ def test_decoded_pages_are_known_to_all_shards_once_written():
     held = pool.table_nP[2, :3].tolist()
     pool.release(np.array([2]))
     # The first page was written before the call of `settle`, the others after it.
-    assert pool.written_pages(tokens(13)) == (1, held[:1])
+    assert pool.holders(tokens(13)) == ([1], held[:1])
     pool.settle()
-    assert pool.written_pages(tokens(13)) == (1, held)
+    assert pool.holders(tokens(13)) == ([1], held)
+    assert pool.holders(tokens(13, 100)) == ([], [])
     # On the other shard they cannot be shared, only copied.
     assert pool.pages_to_start(0, tokens(13), 13) == 4
     assert pool.pages_to_start(1, tokens(13), 13) == 4

@@ -76,8 +76,8 @@ def events(monkeypatch) -> collections.Counter:
     counts = collections.Counter()
     grow, release = SlotPages.grow, SlotPages.release
 
-    def watched_grow(self):
-        dropped = grow(self)
+    def watched_grow(self, *cached):
+        dropped = grow(self, *cached)
         counts["dropped"] += len(dropped)
         shared = (self.pool.shared_n > 0) & self._busy_n
         counts["shared"] += int(shared.sum())

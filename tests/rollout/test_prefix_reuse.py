@@ -163,6 +163,35 @@ def test_other_weights_and_a_cleared_loop_know_nothing(prefilled):
     assert first.tokens.tolist() != second.tokens.tolist()
 
 
+def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
+    """Of two idle replicas the second knows it; otherwise a sample starts on the first."""
+    engine = engine_of(tuple({"train": "1-1-2"}.items()), **PAGED)
+    loop = loop_of(engine, reuse_prefixes=True)
+    pool = loop._slots.pages.pool
+    run(loop, task_of(words(0, 20)), task_of(words(1, 60)))
+    for prompt, replica, shared in [(words(1, 60), 1, 3), (words(2, 60), 0, 0)]:
+        task = task_of(prompt, 1)
+        loop.add([task])
+        loop.begin()
+        slot = loop._scheduler.slot_of(task)
+        assert (pool.shard_of(slot), pool.shared_n[slot]) == (replica, shared)
+        loop.finish()
+        run(loop)
+        assert_expected(task)
+
+
+def test_a_sample_that_gave_way_prefills_its_last_token_only(prefilled, monkeypatch):
+    """Seven pages; two samples with three full ones each after the first dispatch."""
+    monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
+    loop = loop_of(engine_of(cache_tokens=112, **PAGED), reuse_prefixes=True)
+    prompt_tokens = 49 - BASE.tokens_per_dispatch
+    tasks = [task_of(words(seed, prompt_tokens), 6) for seed in (7, 8)]
+    run(loop, *tasks)
+    for task in tasks:
+        assert_expected(task)
+    assert prefilled == [(prompt_tokens, 0), (prompt_tokens, 0), (49, 48)]
+
+
 def test_known_pages_give_way_to_samples(prefilled):
     """Pages for one sample of full length: the second prompt needs those of the first."""
     loop = loop_of(engine_of(cache_tokens=112, **PAGED), reuse_prefixes=True)

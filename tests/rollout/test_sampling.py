@@ -9,6 +9,12 @@ from extras import import_extra
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, constraint
+from jaxrl.models.compute import Compute
+from jaxrl.rollout.decode_state import DecodeState, Prefix
+from jaxrl.rollout.generate_program import sample, seen_tokens
 from jaxrl.rollout.sampling import (
     Truncation,
     _mix,
@@ -350,3 +356,39 @@ def test_no_device_gathers_the_logits_of_other_replicas():
     compiled = jax.jit(draw, in_shardings=by_slot).lower(*arrays).compile()
     assert "f32[2,4096]" in compiled.as_text()
     assert "f32[16,4096]" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("vocab_size", [128 * 9, 128 * 16])
+def test_devices_that_share_a_vocabulary_gather_no_logits(vocab_size):
+    """With and without limits and penalty; and they draw the tokens that one device draws."""
+    mesh = build_mesh(ParallelLayout.from_config(LayoutConfig(train="1-8-1")))
+    compute = Compute(constrain=constraint(mesh, GENERATE_RULES))
+    slots = 6
+    limits = truncation(slots=slots)
+    limits = dataclasses.replace(
+        limits,
+        top_p=jnp.array([1.0, 0.5, 0.9, 1.0, 1.0, 0.02]),
+        top_k=jnp.array([0, 0, 40, 3, 0, 0]),
+        repetition_penalty=jnp.array([1.0, 1.0, 1.0, 1.0, 1.5, 1.0]),
+    )
+    unread = dict.fromkeys(("context", "count", "limit", "active", "decoded"))
+    history = jnp.asarray(np.random.default_rng(1).integers(0, vocab_size, (slots, 100)))
+    context = Prefix(None, history, jnp.full(slots, 80), jnp.arange(slots))
+    no_more = jnp.full((slots, 1), vocab_size)
+    keys = sample_keys(np.uint32(1), np.int32(2), jnp.arange(slots), jnp.arange(slots))
+    state = DecodeState(**unread, key=keys, temperature=jnp.ones(slots), truncation=limits)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(slots, vocab_size)), jnp.float32)
+
+    def drawn(logits, state, compute):
+        seen = lambda: seen_tokens(vocab_size, context, no_more)  # noqa: E731
+        return sample(logits, state, jnp.arange(slots), (1,), seen, compute)
+
+    split = NamedSharding(mesh, PartitionSpec(None, "tensor_gen"))
+    program = jax.jit(drawn, static_argnums=2)
+    compiled = program.lower(jax.device_put(logits, split), state, compute).compile()
+    assert f"f32[{slots},{vocab_size // 8}]" in compiled.as_text()
+    assert f"f32[{slots},{vocab_size}]" not in compiled.as_text()
+    together = compiled(jax.device_put(logits, split), state)
+    alone = program(logits, state, Compute())
+    np.testing.assert_array_equal(together[0], alone[0])
+    assert_close(together[1:], alone[1:], rtol=1e-5)

@@ -214,3 +214,39 @@ def test_sizes_by_hand():
     assert bucket_sizes(20, 8) == (8, 12, 20)
     assert bucket_sizes(64, 16) == (16, 24, 32, 48, 64)
     assert bucket_sizes(5, 8) == (5,)
+
+
+def test_a_sample_starts_on_its_preferred_shard_while_the_load_stays_even():
+    """Two shards of eight slots; all want the second, which may have two samples more than the first."""
+    queue = requests(7, 1)
+    scheduler = Scheduler(
+        queue, slot_sizes=(16,), prefill_batch=8, shards=2, preferred=lambda owner: {1}
+    )
+    scheduler.resize()
+    admission = scheduler.admit()
+    assert admission is not None
+    # The free slots alternate between shards, from the emptiest on.
+    assert [slot // 8 for slot, _, _ in admission.slots] == [1, 1, 0, 1, 0, 1, 0]
+
+
+def test_a_sample_goes_elsewhere_if_its_preferred_shard_has_no_slot_or_no_memory():
+    asked = []
+
+    def may_start(slot, owner):
+        asked.append(slot)
+        return slot < 2 or owner == (0, 0)
+
+    scheduler = Scheduler(
+        requests(3, 1),
+        slot_sizes=(4,),
+        prefill_batch=4,
+        shards=2,
+        may_start=may_start,
+        preferred=lambda owner: {1},
+    )
+    scheduler.resize()
+    admission = scheduler.admit()
+    assert admission is not None
+    assert [slot for slot, _, _ in admission.slots] == [2, 0, 1]
+    # A shard that has refused is not asked again for the same sample.
+    assert asked == [2, 0, 3, 1]

@@ -214,8 +214,8 @@ def test_out_of_pages_the_newest_request_waits_and_none_is_lost(train, engine, m
         alone = [answer(driver, request) for request in requests]
     grow, waiting, ended = SlotPages.grow, [], []
 
-    def watched(self):
-        dropped = grow(self)
+    def watched(self, *cached):
+        dropped = grow(self, *cached)
         for slot in dropped:
             others = np.flatnonzero(self._busy_n)
             others = others[self.pool._shard_n[others] == self.pool.shard_of(slot)]

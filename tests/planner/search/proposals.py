@@ -65,7 +65,6 @@ def random_pair(seed: int) -> Pair:
             "optim.moments": draw.choice(["float32", "int8"]),
             "model.lora.rank": "8",
             "rollout.kv_dtype": "int8",
-            "algorithm.one_step_off": "True",
         }
         pair = Pair(recipe, dict(draw.sample(sorted(overrides.items()), 5)), topology)
         if _is_valid(pair):

@@ -92,7 +92,8 @@ def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
     config, cluster = recipe_file("dapo_qwen32b"), Cluster.parse("h100:16x8")
     paged = dataclasses.replace(config.rollout, cache="paged", cache_tokens=10**6)
     found, proposed = propose(dataclasses.replace(config, rollout=paged), cluster)
-    contiguous, unpaged = propose(config, cluster)
+    whole = dataclasses.replace(config.rollout, cache="contiguous")
+    contiguous, unpaged = propose(dataclasses.replace(config, rollout=whole), cluster)
     generation = found.roles["actor"].generation
     assert generation is not None
     replicas = 128 // (generation.p_g * generation.t_g)

@@ -106,7 +106,7 @@ class FixedPolicy:
 
     def __init__(self, backend: OfflineBackend):
         self.resume, self.generate = backend.resume, backend.generate
-        self.for_sampling = self.start_generating = backend.generate
+        self.for_sampling = self.continuous = backend.generate
 
 
 @dataclasses.dataclass
@@ -123,8 +123,8 @@ def watched(engine: FakeEngine) -> Iterator[Watched]:
     """Notes what happens on an engine."""
     found, grow, prefill = Watched(), SlotPages.grow, Slots.prefill
 
-    def counted_grow(self: SlotPages) -> list[int]:
-        dropped = grow(self)
+    def counted_grow(self: SlotPages, *cached) -> list[int]:
+        dropped = grow(self, *cached)
         found.preempted += len(dropped)
         return dropped
 

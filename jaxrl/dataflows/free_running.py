@@ -1,0 +1,202 @@
+"""Free-running sampling: the sampler has devices of its own and goes on while the learner works.
+
+    step          1                     2                     3
+    sampler    [ weights 0                 ][ weights 1          ][ weights 2   ..
+    learner              [ learn from 1    ][ learn from 2       ]
+
+A step takes the finished groups with the oldest tokens. New weights are handed over between two dispatches;
+samples in progress go on with them (`rollout.continuous`). Every token keeps its log-probability and the
+version of its weights, and the rollout correction (`roles.correction`) accounts for the difference.
+
+There is one thread. JAX starts the learner's programs and returns. Before the host reads their results, it
+makes dispatches on the sampler's devices until they are there (`FreeRunning.meanwhile`). So an error on
+either side ends the run, and the number of dispatches in each wait is the only decision that depends on the
+clock. It is recorded, and can be repeated (`sampling_schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxrl.dataflows.experience import Sampled
+from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.dataflows.samplers import (
+    Enough,
+    Generation,
+    PromptSource,
+    check_same_prompts,
+    with_metrics,
+)
+from jaxrl.dataflows.sampling_schedule import SamplingSchedule
+from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup
+from jaxrl.rollout.samples import UnfinishedGroups
+from jaxrl.types import Completions, Prompts
+
+
+class FreeRunning:
+    """Samples all the time. New prompts wait while a new group could not be trained on in time."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        rewards: Rewards,
+        schedule: SamplingSchedule,
+        *,
+        groups_per_step: int,
+        prompts_per_batch: int,
+        max_staleness: int,
+    ):
+        """Args.
+
+        generation: the actor in its generation layout, on devices of its own.
+        rewards: rewards that score each group.
+        schedule: how long the sampler goes on while the learner works.
+        groups_per_step: number of groups that a step trains on.
+        prompts_per_batch: largest number of groups of one call of `sample`, of groups in progress, and of
+          finished groups that wait.
+        max_staleness: largest number of steps between the weights of a token and the step that trains on it.
+        """
+        self._generation = generation
+        self._rewards = rewards
+        self._schedule = schedule
+        self._groups_per_step = groups_per_step
+        self._prompts_per_batch = prompts_per_batch
+        self._max_staleness = max_staleness
+        self._rollout: ContinuousRollout | None = None
+        self._ready: list[FinishedGroup] = []
+        self._beside = rewards.beside()
+        self._prompts: PromptSource | None = None
+        # The step that is being sampled, the number of groups that it has taken, and its oldest token.
+        self._step, self._num_taken, self._staleness = -1, 0, 0
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """The oldest finished groups, as soon as there are enough, or a generation batch of them."""
+        generation, self._prompts = self._generation, prompts
+        with generation.timer.phase("gen", shown="generate", may_stop=True):
+            generation.load_weights()
+            counts = self._begin_step(generation.timer.step)
+            taken = self._take(enough)
+        completions = Completions.concatenate([group.completions for group in taken])
+        stale = sum(group.count_older(self._step) for group in taken)
+        sampled = self._rewards(completions, self._beside)
+        self._beside.forget(completions)
+        sampled = Sampled(
+            sampled.scored, sampled.metrics, {**counts, "rollout/stale_tokens": stale}
+        )
+        self._staleness = max(self._staleness, *(self._step - g.oldest_version for g in taken))
+        metrics = {"rollout/staleness": self._staleness, **self._open().metrics}
+        return with_metrics(sampled, metrics)
+
+    def meanwhile(self, results: Any) -> None:
+        """Goes on sampling until arrays of the learner are there, which the host is about to read."""
+        arrays = [x for x in jax.tree.leaves(results) if hasattr(x, "is_ready")]
+        while self._schedule.goes_on(lambda: all(x.is_ready() for x in arrays)):
+            if not self._dispatch():
+                return
+
+    def _open(self) -> ContinuousRollout:
+        if self._rollout is None:
+            self._rollout = self._generation.actor.continuous(self._generation.current())
+        return self._rollout
+
+    def _begin_step(self, step: int) -> dict[str, int]:
+        """Drops groups past the limit at the beginning of a step; returns counts for the metrics."""
+        counts = {"rollout/unfinished_groups": 0, "rollout/dropped_stale_groups": 0}
+        if step == self._step:
+            return counts
+        rollout = self._open()
+        if self._schedule.begin(step):
+            rollout.pause()
+        self._step, self._num_taken, self._staleness = step, 0, 0
+        oldest = step - self._max_staleness
+        counts["rollout/dropped_stale_groups"] += rollout.drop_older(oldest)
+        self._receive()
+        stale = [group for group in self._ready if group.oldest_version < oldest]
+        for group in stale:
+            self._beside.forget(group.completions)
+        self._ready = [group for group in self._ready if group.oldest_version >= oldest]
+        counts["rollout/dropped_stale_groups"] += len(stale)
+        counts["rollout/unfinished_groups"] += len(self._ready) + rollout.num_unfinished
+        return counts
+
+    def _take(self, enough: Enough | None) -> list[FinishedGroup]:
+        """Takes finished groups, and samples while there are none."""
+        taken: list[FinishedGroup] = []
+        full = False
+        while not full:
+            if not self._ready:
+                goes_on = self._dispatch() or self._ready
+                assert goes_on, "new prompts are drawn if a step has too few groups"
+                continue
+            group = self._ready.pop(0)
+            taken.append(group)
+            self._num_taken += 1
+            full = len(taken) >= self._prompts_per_batch
+            if enough is not None:
+                scored = self._rewards.graded(self._beside.of(group.completions))
+                full = enough(scored) or full
+        return taken
+
+    def _dispatch(self) -> bool:
+        """Makes a dispatch; returns False if there is nothing to sample."""
+        started = self._open().dispatch(self._generation.current(), self._draw)
+        self._receive()
+        if started:
+            self._schedule.note_dispatch()
+        return started
+
+    def _receive(self) -> None:
+        """Takes over the groups that have finished, and begins to grade them."""
+        for group in self._open().take_finished():
+            self._beside(group.completions)
+            self._ready.append(group)
+        self._ready.sort(key=lambda group: group.oldest_version)
+
+    def _draw(self, places: int, unfinished: int) -> Prompts:
+        """Draws groups for free places, unless others would then wait too long."""
+        assert self._prompts is not None, "`sample` comes first"
+        self._receive()
+        G = self._generation.options.num_samples
+        places = min(places, self._prompts_per_batch * G - unfinished)
+        drawn: list[Prompts] = []
+        while len(drawn) * G < places and self._may_draw(len(drawn)):
+            drawn.append(next(self._prompts))
+        new = Prompts.concatenate(drawn)
+        if drawn:
+            check_same_prompts(new, self._step)
+            self._schedule.note_drawn(new.ids_N.tolist())
+        return new
+
+    def _may_draw(self, drawn: int) -> bool:
+        """Whether another group can be trained on in time, after all that are ahead of it."""
+        if len(self._ready) >= self._prompts_per_batch:
+            return False
+        # Each step takes at least `groups_per_step` groups, this one besides those that it has taken.
+        taken = min(self._num_taken, self._groups_per_step)
+        ahead = taken + len(self._ready) + self._open().num_unfinished + drawn
+        return ahead < self._groups_per_step * (self._max_staleness + 1)
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """All groups that no step has taken, expected lengths, and the position in the prompts.
+
+        Ends the schedule's row of the step, so it is called after every step.
+        """
+        self._schedule.end()
+        groups = None
+        if self._rollout is not None:
+            ready = [group.samples for group in self._ready]
+            groups = UnfinishedGroups.concatenate([*ready, self._rollout.unfinished()]).record()
+        return {"prompts": prompts.state(), "unfinished": groups, **self._generation.record()}
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Continues from a record."""
+        prompts.restore(record["prompts"])
+        self._generation.restore(record)
+        self._schedule.restart()
+        if (stored := record["unfinished"]) is not None:
+            groups = UnfinishedGroups.of_record(stored)
+            self._rollout = self._generation.actor.continuous(self._generation.current(), groups)
+            self._receive()

@@ -1,0 +1,97 @@
+"""Writes and reads the schedule of a free-running sampler: schedule.jsonl in the folder of its stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+from jaxrl.dataflows.sampling_schedule import VersionRow
+from jaxrl.errors import UserError
+from jaxrl.files import read_bytes, read_text
+from jaxrl.mesh import hosts
+from jaxrl.tracking.durable import AppendedFile, write_atomically
+from jaxrl.tracking.run_folder import RunFolder, parse_config
+
+# Settings that may differ between a recorded run and one that repeats it.
+_FREE = ("name", "rollout.schedule")
+_FREE_GROUPS = ("run.",)
+
+
+class ScheduleFile:
+    """Appends rows to a schedule. The first row of a resumed run replaces later ones of the file."""
+
+    def __init__(self, path: pathlib.Path):
+        """Writes nothing yet."""
+        self._path = path
+        self._file: AppendedFile | None = None
+
+    def write(self, row: VersionRow) -> None:
+        """Appends a row; only the first process writes."""
+        if not hosts.is_first():
+            return
+        if self._file is None:
+            kept = _rows(self._path) if self._path.exists() and row.version else {}
+            earlier = [kept[version] for version in sorted(kept) if version < row.version]
+            write_atomically(self._path, b"".join(map(_line, earlier)))
+            self._file = AppendedFile(self._path)
+        self._file.append(_line(row))
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_schedule(folder: RunFolder, config_text: str) -> dict[int, VersionRow]:
+    """Reads the schedule of a run that another run repeats, by version of the weights.
+
+    Args:
+      folder: folder of the recorded run.
+      config_text: settings of the run that repeats it, as in `RunFolder.config`.
+
+    Raises:
+      UserError: the folder has no schedule, it is damaged, or the run has other settings.
+    """
+    path = folder.rl.schedule
+    absent = "set rollout.schedule to the folder of a run that sampled while it learned"
+    rows = _rows(path, absent=absent)
+    recorded = parse_config(read_text(folder.config, absent=absent))
+    now = parse_config(config_text)
+    changed = [
+        f"{name}: {recorded.get(name)} -> {now.get(name)}"
+        for name in sorted(recorded.keys() | now.keys())
+        if recorded.get(name) != now.get(name)
+        and name not in _FREE
+        and not name.startswith(_FREE_GROUPS)
+    ]
+    if changed:
+        raise UserError(
+            f"rollout.schedule {folder}: that run has other settings ({'; '.join(changed)}); a schedule only "
+            "repeats a run with the same settings, except for name and run.*"
+        )
+    return rows
+
+
+def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, VersionRow]:
+    rows = {}
+    content = read_bytes(path, absent=absent, max_bytes=None)
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            row = _row(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}:{number}: not a row of a schedule ({error}); restore the file from a copy"
+            ) from error
+        rows[row.version] = row
+    return rows
+
+
+def _row(line: bytes) -> VersionRow:
+    fields = json.loads(line)
+    drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
+    return VersionRow(drawn=drawn, **fields)
+
+
+def _line(row: VersionRow) -> bytes:
+    return json.dumps(dataclasses.asdict(row)).encode() + b"\n"
