@@ -15,7 +15,7 @@
 Memory is of configs/dapo_qwen7b.py in five layouts of eight devices. Bytes of reshardings are compared in
 tests/planner/layouts/test_predicted_resharding.py. Calibration takes three numbers from
 the first run: the shares of the measured rate of matmuls that its update and its forward pass reach, and what
-a step of decoding takes beside its work. Mean lengths, padding and batches of dynamic sampling are those of
+a step of decoding takes beside its work. Mean lengths and batches of dynamic sampling are those of
 the runs; the spread of lengths is assumed. On one core the processor's seconds are those of a quiet machine,
 whatever else runs on it.
 """
@@ -258,12 +258,12 @@ class Ran:
         self, step: Mapping[str, float], cluster: Cluster, rates: Rates
     ) -> dict[str, float]:
         config, work = self.config, self.work(step)
-        one, full = Strategy(1, 1, 1), 1 / (1 - step["perf/padding"])
+        one = Strategy(1, 1, 1)
         forward = PassSimulator(cluster, work, rates.forward)
         update = PassSimulator(cluster, work, rates.update)
         critic = dataclasses.replace(config.model, num_scores=1)
         values = forward.inference(critic, one).total_s + update.training(critic, one).total_s
-        logprobs = forward.inference(config.model, one).total_s * full
+        logprobs = forward.inference(config.model, one).total_s
         # The first minibatch gets its log-probabilities from the update.
         shared = (
             1
@@ -275,8 +275,8 @@ class Ran:
             "old_log_prob": logprobs * shared,
             "ref": logprobs,
             # Values are asked for before, and waited for here.
-            "update_critic": full * values,
-            "update_actor": update.training(config.model, one).total_s * full,
+            "update_critic": values,
+            "update_actor": update.training(config.model, one).total_s,
         }
 
     def _sampling_s(self, step: Mapping[str, float], cluster: Cluster, rates: Rates) -> float:
@@ -304,9 +304,7 @@ def calibrated(run: Ran, cluster: Cluster) -> Rates:
     for a model that caches hold, and else the rate at which weights are read: a CPU copies those of each
     layer before it multiplies them.
     """
-    plain = dataclasses.replace(
-        assumptions_of(run.config, cluster.accelerator).for_measured_rates(), hosts_step_s=0.0
-    )
+    plain = dataclasses.replace(assumptions_of(run.config, cluster.accelerator), hosts_step_s=0.0)
 
     def solved(rates: Rates, name: str, phase: str, low: float, high: float) -> Rates:
         """The rates with the value for which a phase takes its measured seconds, by bisection."""

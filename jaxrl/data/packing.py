@@ -213,7 +213,7 @@ def plan_packing(
     indices = np.arange(len(tokens_of))
     groups = prefix_groups or PrefixGroups(indices, np.zeros_like(indices))
     members_U = list(indices.reshape(U, -1))
-    rows_U = [_best_fit_decreasing(members, tokens_of, groups, T) for members in members_U]
+    rows_U = [best_fit_decreasing(members, tokens_of, groups, T) for members in members_U]
     last_B = np.zeros(len(tokens_of), bool) if last_B is None else last_B
     if last_B.any():
         rows_U = [
@@ -346,14 +346,19 @@ class _OpenRows:
         bisect.insort(self._sorted, (self.rooms[row], row))
 
 
-def _best_fit_decreasing(
+def best_fit_decreasing(
     members: np.ndarray, lengths: np.ndarray, groups: PrefixGroups, capacity: int
 ) -> Rows:
-    """Rows of the members: the largest group first, and as many of a group in one row as fit.
+    """Returns the rows of a minibatch: the largest group first, and as many of a group in one row as fit.
 
     A group of one sequence goes to the fullest row that has room: plain best-fit decreasing. Only a
     sequence that fits nowhere with all its tokens opens a row. So the bound of `PackedShape.for_sequences`
     holds with prefix groups too.
+
+    Args:
+      members: Indices of the sequences of the minibatch.
+      lengths, groups: Number of tokens and prefix group of every sequence.
+      capacity: T, the number of tokens of a row.
     """
     own = (lengths - groups.shared_B).tolist()
     longest_first = members[np.argsort(-lengths[members], kind="stable")].tolist()
@@ -387,7 +392,7 @@ def _apart(
 ) -> Rows:
     """The rows of a minibatch in which no row mixes last sequences with others; `rows` if they do not fit."""
     parts = (members[~last_B[members]], members[last_B[members]])
-    apart = [row for m in parts for row in _best_fit_decreasing(m, lengths, groups, shape.tokens)]
+    apart = [row for m in parts for row in best_fit_decreasing(m, lengths, groups, shape.tokens)]
     return apart if len(apart) <= shape.microbatches * shape.rows else rows
 
 
@@ -432,7 +437,7 @@ def _filled_minibatches(
     best = rows_U
     for fill in _FILLS:
         exchanged = _exchanged(members_U, lengths, int(fill * R * T))
-        rows = [_best_fit_decreasing(members, lengths, groups, T) for members in exchanged]
+        rows = [best_fit_decreasing(members, lengths, groups, T) for members in exchanged]
         if sum(_num_micro(r, R) for r in rows) < sum(_num_micro(r, R) for r in best):
             best = rows
     return best

@@ -61,6 +61,7 @@ class Accelerator:
       largest: devices of the largest torus, or of the largest cluster to plan for.
       shapes: small torus shapes that exist; empty for hosts of GPUs.
       side_multiple: larger torus shapes exist if every side is a multiple of it, up to `largest`; 0 for none.
+      measured: whether the rates are what programs reached (`jaxrl calibrate`), not a vendor's peaks.
       source: source of the numbers.
     """
 
@@ -80,6 +81,7 @@ class Accelerator:
     largest: Annotated[int, count(1)] = 16_384
     shapes: tuple[tuple[Annotated[int, count(1)], ...], ...] = ()
     side_multiple: Annotated[int, at_least(0, at_most=MAX_COUNT)] = 0
+    measured: bool = False
     source: str = ""
 
     def __post_init__(self):

@@ -17,14 +17,13 @@ from jaxrl.mesh.hardware import Accelerator
 from jaxrl.models.attention import pick_implementation
 from jaxrl.models.kernels.paged_attention import pick_decode_implementation
 from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.filled_rows import filled_rows
 from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
 RESPONSE_SHARE = 0.2
 _PROMPT_SHARE = 0.15
-# Share of the tokens of a row that best-fit packing fills.
-_FILLED = 0.97
 # Two moments per trained weight: int8 values with one scale per block.
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
 
@@ -112,11 +111,11 @@ class StepLoad:
         sampled = self.prompts * self.samples * self.lengths.batches
         return f"{batch} = {sampled:,.0f} are sampled, {self.kept:,} are kept and trained on"
 
-    def microbatches(self, shape: PackedShape) -> int:
-        """Number of microbatches that the kept sequences fill in a minibatch, at most M."""
-        tokens = self.kept / shape.minibatches * (self.prompt_tokens + self.response_tokens)
-        filled = math.ceil(tokens / (shape.rows * shape.tokens * _FILLED))
-        return min(shape.microbatches, max(1, filled))
+    def microbatches(self, shape: PackedShape) -> float:
+        """Mean number of microbatches that the kept sequences fill in a minibatch."""
+        work = self.work
+        filled = filled_rows(work)
+        return filled.microbatches(shape.rows, fill_minibatches=work.fill_minibatches)
 
     def of_verdicts(self, tokens: int) -> StepLoad:
         """The work of a judge that reads every sample and writes `tokens` tokens about it."""
@@ -181,6 +180,7 @@ def load_of(config: Config, lengths: StepLengths | None = None, system: System =
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
         shares_prompts=config.train.shares_prompts,
+        fill_minibatches=config.train.fill_minibatches,
         paged=rollout.cache == "paged",
         always_full=rollout.partial,
         max_staleness=rollout.max_staleness,
@@ -218,8 +218,9 @@ def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> 
         rollout.decode_attention,
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
-    ours = Assumptions(
-        skips_segments=attention == "xla",
+    ours = Assumptions.on(
+        kind,
+        attention=attention,
         dtype=train.dtype,
         compute_bytes=float(jnp.dtype(train.dtype).itemsize),
         sampled_bytes=float(jnp.dtype(rollout.weights_dtype or rollout.dtype).itemsize),

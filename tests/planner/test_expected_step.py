@@ -18,6 +18,7 @@ from jaxrl.planner.expected_step import expected_step, tasks_of_run
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping_choice import propose
+from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.slot_choice import with_counted_slots
@@ -190,6 +191,22 @@ def test_the_table_has_phases_causes_and_both_predictions():
         "cut off at",
     ):
         assert words in text
+
+
+def test_measured_rates_are_taken_as_they_are():
+    given, measured = (
+        times_of(tiny_config(), Cluster(toy(per_host=8, memory_gbs=1e6, measured=measured), (1, 8)))
+        for measured in (False, True)
+    )
+    for stage, cause, share in (
+        ("training", "compute", Assumptions().flops_rate),
+        ("generation", "weights read", Assumptions().weights_rate),
+    ):
+        slow, fast = (
+            sum(task.expected.seconds[cause] for task in times.of_stage(stage))
+            for times in (given, measured)
+        )
+        assert fast == pytest.approx(share * slow), cause
 
 
 def test_a_cluster_of_another_size_is_refused():

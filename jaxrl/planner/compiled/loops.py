@@ -56,12 +56,12 @@ class Runs:
         return found
 
 
-def runs_of(text: str, *, open_loops: int = 1, longest_branch: bool = True) -> Runs:
+def runs_of(text: str, *, open_loops: float = 1, longest_branch: bool = True) -> Runs:
     """Counts the runs of the computations of a compiled program.
 
     Args:
       text: text of the compiled program.
-      open_loops: rounds of an outermost loop whose end depends on data; such a loop inside it counts once.
+      open_loops: mean rounds of an outermost loop whose end depends on data; one inside it counts once.
       longest_branch: whether conditionals take the branch with the most instructions; else with the fewest.
     """
     computations, entry = computations_of(text)
@@ -75,7 +75,7 @@ def runs_of(text: str, *, open_loops: int = 1, longest_branch: bool = True) -> R
 class _Taken:
     """Assumptions about loops and conditionals: the arguments of `runs_of`."""
 
-    open_loops: int
+    open_loops: float
     longest_branch: bool
 
 

@@ -52,7 +52,7 @@ class Piece:
       function: jitted function.
       arguments, keywords: shapes with shardings; keywords are static.
       calls: number of calls in a step.
-      open_loops: rounds of its outermost loop whose end depends on data.
+      open_loops: mean rounds of its outermost loop whose end depends on data.
       used: share of the rounds of its other loops that are not empty.
       longest_branch: whether conditionals take the branch with the most instructions; else with the fewest.
     """
@@ -61,7 +61,7 @@ class Piece:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any] = dataclasses.field(default_factory=dict)
     calls: float = 1.0
-    open_loops: int = 1
+    open_loops: float = 1
     used: float = 1.0
     longest_branch: bool = True
 
@@ -300,6 +300,6 @@ def frozen_programs(
     )
 
 
-def _read_by_update(state: Any, minibatches: int, micro: int) -> float:
+def _read_by_update(state: Any, minibatches: int, micro: float) -> float:
     """Bytes read by an update: weights three times per microbatch (rematerialised), the state twice."""
     return minibatches * (3 * micro * bytes_of(state.params) + 2 * bytes_of(state))

@@ -149,7 +149,9 @@ def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
             yield value
 
 
-def matmul_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards: int = 1) -> int:
+def matmul_flops(
+    program: jax_core.Jaxpr, *, open_loops: float = 1, expert_shards: int = 1
+) -> float:
     """Floating-point operations of all matmuls of a traced program over the whole mesh, with recomputation.
 
     The body of a scan counts once per iteration, a `shard_map` once per device, a kernel once per position of
@@ -158,10 +160,10 @@ def matmul_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards:
 
     Args:
       program: traced program.
-      open_loops: rounds of an outermost loop whose end depends on data; such a loop inside it counts once.
+      open_loops: mean rounds of an outermost loop whose end depends on data; one inside it counts once.
       expert_shards: number of devices that share the experts, inside the `shard_map` over them.
     """
-    total = 0
+    total = 0.0
     for eqn in program.eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in _MATMULS:
@@ -178,7 +180,7 @@ def matmul_flops(program: jax_core.Jaxpr, *, open_loops: int = 1, expert_shards:
     return total
 
 
-def _times(eqn: jax_core.JaxprEqn, open_loops: int) -> int:
+def _times(eqn: jax_core.JaxprEqn, open_loops: float) -> float:
     """The number of runs of an equation's inner programs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":

@@ -64,7 +64,7 @@ def search_mapping(
       models: model of each role; a role without a model is a function on the host.
       workload: work of a step.
       cluster: cluster, or its name in the format of `Cluster.parse`.
-      assumptions: assumptions of the simulation.
+      assumptions: assumptions of the simulation; None takes those for the kind of device.
       limits: limits of the searched strategies.
       tasks: tasks of the roles, to replace those of `step_tasks.TASKS`.
       placements: placements to choose from; None means all.
@@ -76,13 +76,14 @@ def search_mapping(
       UserError: a name, a placement or a topology is wrong, or the models do not fit; then the message has
         the smallest cluster of this kind that would hold them.
     """
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     problem = MappingProblem(
         dataflow,
         tasks_of(dataflow, models, tasks),
         models,
         workload,
-        Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-        assumptions or Assumptions(),
+        cluster,
+        assumptions or Assumptions.on(cluster.accelerator),
         limits or SearchLimits(),
     )
     names = [role.name for role in problem.roles]

@@ -8,16 +8,17 @@ updates compiled for TPUs and GPUs. No other number was fitted to a result.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrl.checks import at_least, between, check_fields, positive, token_count
+from jaxrl.mesh.hardware import Accelerator
 
 Share = Annotated[float, between(0, 1, has_low=False)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Fractions refer to the rates of `mesh.hardware`; bytes are per value.
+    """Fractions refer to the rates of `mesh.hardware`; bytes are per value. `on` makes those of a device.
 
     Attributes:
       flops_rate: fraction of the peak that matmuls reach.
@@ -48,8 +49,9 @@ class Assumptions:
       gradient_bytes: bytes of a gradient during an update, which sums in float32.
       reduced_bytes: bytes of a gradient in the sum over replicas.
       frozen_bytes: bytes of a weight of a role that is not trained.
-      skips_segments: whether attention over packed rows skips tiles without a common segment, as plain XLA
-        does. The kernels of cuDNN and splash compute them and mask them (docs/attention.md).
+      attention: implementation of attention over packed rows. Plain XLA skips tiles without a common
+        segment; cuDNN and splash compute them and mask them. cuDNN computes tiles before a window too, unless
+        all layers have one (docs/attention.md).
       remat: rematerialisation. "full" keeps only the input of each layer and recomputes the rest in the
         backward pass.
       reduce_each_microbatch: whether replicas sum gradients after each microbatch instead of once per update.
@@ -83,7 +85,7 @@ class Assumptions:
     gradient_bytes: Annotated[float, at_least(0)] = 4.0
     reduced_bytes: Annotated[float, positive()] = 4.0
     frozen_bytes: Annotated[float, positive()] = 4.0
-    skips_segments: bool = True
+    attention: Literal["xla", "cudnn", "splash"] = "xla"
     remat: Literal["full", "none"] = "full"
     reduce_each_microbatch: bool = True
     logits_tokens: Annotated[int, token_count(1)] = 1024
@@ -93,8 +95,13 @@ class Assumptions:
     def __post_init__(self):
         check_fields(self)
 
-    def for_measured_rates(self) -> Assumptions:
-        """These assumptions for a measured entry of the hardware table, whose rates need no fractions."""
-        return dataclasses.replace(
-            self, flops_rate=1.0, weights_rate=1.0, cache_rate=1.0, link_rate=1.0
-        )
+    @staticmethod
+    def on(kind: Accelerator, **others: Any) -> Assumptions:
+        """The assumptions for a kind of device: fractions of a vendor's rates, and all of measured ones.
+
+        Args:
+          kind: kind of the devices.
+          others: values of other fields.
+        """
+        fractions = ("flops_rate", "weights_rate", "cache_rate", "link_rate")
+        return Assumptions(**dict.fromkeys(fractions if kind.measured else (), 1.0), **others)

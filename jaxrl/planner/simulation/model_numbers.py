@@ -74,12 +74,15 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
 
 
 @functools.lru_cache(maxsize=256)
-def mean_attention_flops(model: ModelConfig, mean_tokens: float, mean_square: float) -> float:
+def mean_attention_flops(
+    model: ModelConfig, mean_tokens: float, mean_square: float, *, windows: bool = True
+) -> float:
     """Mean operations of attention in a sequence's forward pass.
 
     Without sliding windows attention is quadratic, so mean and mean square of the lengths give the exact
-    value. With windows the root mean square length stands for all lengths.
+    value. With windows the root mean square length stands for all lengths; without `windows` sliding layers
+    count like others.
     """
-    if not model.sliding_window:
+    if not (model.sliding_window and windows):
         return model_numbers(model).pair_flops * (mean_square + mean_tokens) / 2
     return float(attention_flops(model, np.array([round(mean_square**0.5)]))[0])

@@ -272,10 +272,9 @@ class GenerationSimulator:
         """The trace of the engine's own scheduler and pages; args as of `generation`."""
         work = self.workload
         G, samples = work.samples + greedy, self._samples(greedy)
-        lengths = np.random.default_rng(0).permutation(work.response_lengths.quantiles(samples))
-        prompts = np.random.default_rng(1).permutation(work.prompt_lengths.quantiles(samples // G))
+        prompts, lengths = work.lengths_of(samples // G, G)
         engine = self._engine(model, devices, generation)
-        replay = EngineReplay(engine, prompts, lengths.reshape(-1, G))
+        replay = EngineReplay(engine, prompts, lengths)
         if not work.always_full:
             return replay.drained().trace(engine.replicas)
         batch = len(prompts)

@@ -1,6 +1,6 @@
 """Simulates seconds and bytes of forward passes and updates, which compute bounds (as in HybridFlow).
 
-    tokens of a replica --> microbatches --> flushes of m microbatches through p stages
+    rows of a minibatch --> microbatches of whole rows --> flushes of m microbatches through p stages
     seconds   matmuls and attention, remat, bubble, all-reduces of tensor parallelism, stages' permutes,
               weights gathered (FSDP), gradients summed, minus the part hidden by compute; optimiser reads
     bytes     weights, moments | gradients, cast weights, kept layer inputs, and the larger of one layer's
@@ -13,6 +13,7 @@ offloading, imbalance between replicas, transfers between pools.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from jaxrl.models.model_config import ModelConfig
@@ -20,6 +21,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
+from jaxrl.planner.simulation.filled_rows import FilledRows, filled_rows
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
@@ -27,19 +29,22 @@ from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
 
 @dataclasses.dataclass(frozen=True)
 class _Flushes:
-    """The split of a replica's tokens into pipeline flushes.
+    """The split of a replica's rows into pipeline flushes. Each computes whole rows, padding included.
 
     Attributes:
-      count: number of flushes in a pass over the tokens.
+      count: number of flushes in a pass over the sequences, a mean.
       microbatches: m, number of microbatches per flush.
-      tokens: tokens of the busiest replica in a pass.
-      microbatch_tokens: tokens of a microbatch.
+      microbatch_tokens: tokens of a replica's rows in a microbatch.
     """
 
-    count: int
+    count: float
     microbatches: int
-    tokens: float
     microbatch_tokens: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a replica in a pass."""
+        return self.count * self.microbatches * self.microbatch_tokens
 
 
 class PassSimulator:
@@ -54,6 +59,11 @@ class PassSimulator:
         kind = cluster.accelerator
         self._flops = kind.roof.tflops(assumptions.dtype) * 1e12 * assumptions.flops_rate
         self._read = kind.memory_gbs * 1e9 * assumptions.weights_rate
+
+    @functools.cached_property
+    def _filled(self) -> FilledRows:
+        # The workload is hashed once: measured lengths are thousands of numbers.
+        return filled_rows(self._work)
 
     def divides(self, strategy: Strategy) -> bool:
         """Whether the rows of a microbatch divide over the replicas and stages of a strategy."""
@@ -74,9 +84,8 @@ class PassSimulator:
           strategy: its strategy.
           share: number of sequences relative to the trained ones; above 1 if greedy answers are scored too.
         """
-        sequences = math.ceil(self._work.sequences * share)
-        flushes = self._flush(sequences, strategy, parts=1)
-        compute = self._forward_s(model, strategy, flushes)
+        flushes = self._flush(strategy, share=share)
+        compute = self._forward_s(model, strategy, flushes, share=share)
         seconds = {
             "compute": compute,
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
@@ -91,7 +100,7 @@ class PassSimulator:
     def training(self, model: ModelConfig, strategy: Strategy) -> CostBreakdown:
         """Cost of all updates of a step."""
         work, assume = self._work, self._assume
-        flushes = self._flush(work.sequences, strategy, parts=work.updates)
+        flushes = self._flush(strategy)
         repeats = work.epochs
         again = 1 if assume.remat == "full" else 0
         forward = self._forward_s(model, strategy, flushes) * repeats
@@ -126,39 +135,54 @@ class PassSimulator:
         assume = self._assume
         return 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
 
-    def _flush(self, sequences: int, strategy: Strategy, *, parts: int) -> _Flushes:
-        """The flushes of the busiest replica, in a pass that is divided into `parts` minibatches."""
-        work = self._work
-        each = math.ceil(math.ceil(sequences / parts) / strategy.d)
-        tokens = each * work.packed_tokens
-        rows = max(1, work.microbatch_rows // strategy.row_parts)
-        size = min(max(rows * work.microbatch_tokens, work.mean_tokens), tokens)
+    def _flush(self, strategy: Strategy, *, share: float = 1.0) -> _Flushes:
+        """The flushes of a pass over `share` times the sequences of all minibatches."""
+        work, filled, d = self._work, self._filled, strategy.d
         # With one microbatch a pipeline is no faster than one stage.
         wanted = (work.pipeline_microbatches or strategy.p) if strategy.p > 1 else 1
-        microbatches = max(1, min(wanted, each))
-        if tokens / size < microbatches:
-            size = tokens / microbatches
-        count = parts * math.ceil(tokens / size / microbatches - 1e-9)
-        return _Flushes(count, microbatches, parts * tokens, size)
+        if work.microbatch_rows:
+            rows = work.microbatch_rows
+            wanted = math.gcd(max(1, rows // d), wanted)
+        else:
+            if work.pipeline_microbatches:
+                wanted = min(wanted, math.ceil(filled.most / d))
+            rows = wanted * d
+        micro = filled.microbatches(rows, fill_minibatches=work.fill_minibatches)
+        size = rows / d / wanted * work.row_tokens
+        return _Flushes(work.updates * micro * share, wanted, size)
 
-    def _forward_s(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
+    def _forward_s(
+        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, share: float = 1.0
+    ) -> float:
         """Seconds of matmuls and attention; with few tokens those of reading the weights."""
-        numbers, work = model_numbers(model), self._work
-        prompt = work.prompt_lengths
-        attention = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
-        # Attention inside a prompt is computed once for each copy.
-        once = mean_attention_flops(model, prompt.mean, prompt.mean_square)
-        attention -= (1 - work.prompt_copies) * once
-        attention *= flushes.tokens / work.packed_tokens
-        if not self._assume.skips_segments:
-            # All pairs of a row up to each token: more than twice as many with several texts in a row.
-            tokens = max(float(work.microbatch_tokens), work.mean_tokens)
-            rows = flushes.tokens / tokens
-            attention = max(attention, rows * mean_attention_flops(model, tokens, tokens**2))
+        numbers = model_numbers(model)
+        attention = self._attention_flops(model, strategy, flushes, share)
         flops = flushes.tokens * numbers.token_flops + attention
         read = numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read
         return max(flops / (strategy.p * strategy.t) / self._flops, reads)
+
+    def _attention_flops(
+        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, share: float
+    ) -> float:
+        """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
+        work, filled = self._work, self._filled
+        rows = flushes.tokens / work.row_tokens
+        kernel = self._assume.attention
+        windows = kernel != "cudnn" or all(model.sliding_layers)
+        whole = mean_attention_flops(model, work.row_tokens, work.row_tokens**2, windows=windows)
+        if kernel != "xla":
+            # All pairs of a row up to each token: more than twice as many with several texts in a row.
+            return rows * whole
+        prompt = work.prompt_lengths
+        texts = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
+        # Attention inside a prompt is computed once for each copy.
+        once = mean_attention_flops(model, prompt.mean, prompt.mean_square)
+        texts = share * work.sequences * (texts - (1 - filled.prompt_copies) * once)
+        # The padding of a row is a segment of its own.
+        used = share * filled.total
+        padding = used * mean_attention_flops(model, filled.unused, filled.unused_square)
+        return (texts + padding) / strategy.d + max(0.0, rows - used / strategy.d) * whole
 
     def _tensor_s(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int

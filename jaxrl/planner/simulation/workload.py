@@ -165,13 +165,15 @@ class Workload:
       sampled_per_kept: prompts sampled per prompt kept (dynamic sampling); 1 keeps all.
       updates: optimiser steps per epoch over the responses.
       epochs: number of epochs over the responses of a step.
-      microbatch_tokens: tokens per device in one pipeline microbatch.
-      microbatch_rows: rows of `microbatch_tokens` in the microbatches of every role, divided evenly over its
-        replicas and stages; 0 gives one row to each of them.
-      pipeline_microbatches: microbatches in a pipeline at a time; 0 means the number of stages.
+      microbatch_tokens: tokens of a row of a microbatch.
+      microbatch_rows: rows in the microbatches of every role, divided evenly over its replicas and stages; 0
+        gives one row to each of them.
+      pipeline_microbatches: microbatches in a pipeline at a time; 0 means the number of stages. Without
+        `microbatch_rows` each has one row of a replica, and fewer are used if they hold an update.
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
       prefill_prompts: prompts of a prefill batch of the engine.
       shares_prompts: whether a packed row holds a prompt once for all its answers there.
+      fill_minibatches: whether minibatches exchange sequences to fill whole microbatches.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
       paged: whether the cache has pages, so that more slots fit than at full length.
       always_full: whether prompts are drawn as slots fall free, and unfinished groups continue in the next
@@ -192,6 +194,7 @@ class Workload:
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 32
     shares_prompts: bool = False
+    fill_minibatches: bool = False
     max_slots: Annotated[int, count(1)] = 1024
     paged: bool = False
     always_full: bool = False
@@ -216,17 +219,16 @@ class Workload:
         return self.prompt_lengths.mean + self.response_lengths.mean
 
     @property
-    def prompt_copies(self) -> float:
-        """Mean copies of a prompt in packed rows for each of its responses: 1 unless prompts are shared."""
-        if not self.shares_prompts:
-            return 1.0
-        room = (self.microbatch_tokens - self.prompt_lengths.mean) // self.response_lengths.mean
-        return math.ceil(self.samples / max(1.0, room)) / self.samples
+    def row_tokens(self) -> int:
+        """Tokens of a packed row, which holds the longest sequence."""
+        return max(self.microbatch_tokens, self.longest_tokens)
 
-    @property
-    def packed_tokens(self) -> float:
-        """Mean tokens of packed rows for each response, with its part of the prompt."""
-        return self.prompt_copies * self.prompt_lengths.mean + self.response_lengths.mean
+    def lengths_of(self, prompts: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of `prompts` prompts, int64 [N], and of `samples` responses to each, int64 [N, G]."""
+        responses = self.response_lengths.quantiles(prompts * samples)
+        responses = np.random.default_rng(0).permutation(responses)
+        lengths = np.random.default_rng(1).permutation(self.prompt_lengths.quantiles(prompts))
+        return lengths, responses.reshape(prompts, samples)
 
     @property
     def longest_tokens(self) -> int:

@@ -120,8 +120,10 @@ def test_shapes_grow(name):
     assert all(map(entry.exists, entry.growing_shapes()))
 
 
-def test_the_machine_at_hand_can_be_measured():
+def test_the_machine_at_hand_can_be_measured(tmp_path):
     found = calibrate("here", side=64, megabytes=1)
+    write_accelerator(found, tmp_path / "here.json")
+    assert find_accelerator(str(tmp_path / "here.json")) == found and found.measured
     assert found.devices_per_host == len(jax.devices())
     assert found.host_gbs == found.link_gbs > 0
     assert found.memory_gb * len(jax.devices()) > 0.5

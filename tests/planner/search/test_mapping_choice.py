@@ -155,13 +155,13 @@ def test_the_search_assumes_what_the_recipe_says():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "skips"),
-    [("h100", "bfloat16", False), ("h100", "float32", True), ("v5p", "bfloat16", False)],
+    ("kind", "dtype", "attention"),
+    [("h100", "bfloat16", "cudnn"), ("h100", "float32", "xla"), ("v5p", "bfloat16", "splash")],
 )
-def test_pairs_of_packed_texts_are_those_that_the_devices_kernel_computes(kind, dtype, skips):
+def test_pairs_of_packed_texts_are_those_that_the_devices_kernel_computes(kind, dtype, attention):
     config = recipe()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, dtype=dtype))
-    assert assumptions_of(config, accelerator(kind)).skips_segments == skips
+    assert assumptions_of(config, accelerator(kind)).attention == attention
 
 
 def mapping_of(strategies, devices=8, generation=(1, 2)):

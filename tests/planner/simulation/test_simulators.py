@@ -25,6 +25,7 @@ from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
+from jaxrl.planner.simulation.filled_rows import filled_rows
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -99,7 +100,7 @@ def test_compute_is_what_the_model_asks_for():
 
 def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
     # 16 texts of 256 tokens in 8 rows of 512: each row has 512 x 513 / 2 pairs, not twice 256 x 257 / 2.
-    rows = dataclasses.replace(PLAIN, skips_segments=False)
+    rows = dataclasses.replace(PLAIN, attention="splash")
     one, two = (passes(a).inference(MODEL, Strategy(1, 1, 1)).seconds for a in (PLAIN, rows))
     pairs = 8 * (512 * 513 / 2 - 2 * 256 * 257 / 2)
     more = pairs * model_numbers(MODEL).pair_flops / 1e12
@@ -108,6 +109,21 @@ def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
     alone = dataclasses.replace(WORK, microbatch_tokens=128)
     one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, rows))
     assert one.total_s == two.total_s
+
+
+@pytest.mark.parametrize("pattern", [("sliding",), ("sliding", "full")])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "splash"])
+def test_pairs_before_a_window_are_computed_only_by_cudnn_with_mixed_layers(kernel, pattern):
+    # 16 texts of 256 tokens in 8 rows of 512.
+    model = dataclasses.replace(MODEL, sliding_window=100, layer_pattern=pattern)
+    assume = dataclasses.replace(PLAIN, attention=kernel)
+    found = passes(assume).inference(model, Strategy(1, 1, 1)).seconds["compute"]
+    seen = model
+    if kernel == "cudnn" and len(pattern) == 2:
+        seen = MODEL
+    tokens = np.full(16, 256) if kernel == "xla" else np.full(8, 512)
+    flops = 16 * 256 * token_flops(model).weights + attention_flops(seen, tokens).sum()
+    assert found == pytest.approx(flops / 1e12)
 
 
 def test_without_remat_nothing_is_computed_again():
@@ -312,19 +328,22 @@ def test_the_host_looks_at_the_slots_of_all_replicas():
 
 
 def test_a_shared_prompt_is_computed_once_for_its_answers_in_a_row():
-    # Four answers of 32 tokens after a prompt of 64: rows of 160 hold three of them, so two copies.
+    # Six answers of 32 tokens after a prompt of 64, whose last token each repeats: a row of 162 tokens holds
+    # three of them, so a prompt has two copies.
     lengths = {
         "prompt_lengths": LengthDistribution.exactly(64),
         "response_lengths": LengthDistribution.exactly(32),
     }
-    alone = toy_work(prompts=4, samples=4, microbatch_tokens=160, **lengths)
+    alone = toy_work(prompts=4, samples=6, microbatch_tokens=162, **lengths)
+    alone = dataclasses.replace(alone, response_lengths=LengthDistribution(32, 98))
     shared = dataclasses.replace(alone, shares_prompts=True)
-    assert (alone.packed_tokens, shared.packed_tokens) == (96, 64)
+    assert (filled_rows(alone).total, filled_rows(alone).prompt_copies) == (24, 1)
+    assert (filled_rows(shared).total, filled_rows(shared).prompt_copies) == (8, 1 / 3)
     one = Strategy(1, 1, 1)
-    # Matmuls of 16 x 64 tokens; attention of eight prompts and sixteen answers that also see their prompt.
+    # Matmuls of whole rows; attention of eight prompts and 24 answers that also see their prompt.
     numbers = model_numbers(MODEL)
-    pairs = 8 * 64 * 65 / 2 + 16 * (32 * 64 + 32 * 33 / 2)
-    flops = 16 * 64 * numbers.token_flops + pairs * numbers.pair_flops
+    pairs = 8 * 64 * 65 / 2 + 24 * (32 * 64 + 32 * 33 / 2)
+    flops = 8 * 162 * numbers.token_flops + pairs * numbers.pair_flops
     found = PassSimulator(CLUSTER, shared, PLAIN).training(MODEL, one).seconds["compute"]
     assert found == pytest.approx(3 * flops / 1e12)
     assert found < PassSimulator(CLUSTER, alone, PLAIN).training(MODEL, one).seconds["compute"]
@@ -695,10 +714,10 @@ def test_what_makes_no_sense_is_refused(make, message):
         make()
 
 
-def test_a_measured_entry_reaches_its_rates():
-    found = Assumptions(overlap=0.25).for_measured_rates()
-    assert found == dataclasses.replace(
-        Assumptions(), flops_rate=1, weights_rate=1, cache_rate=1, link_rate=1, overlap=0.25
+def test_measured_rates_are_reached_and_those_of_vendors_in_part():
+    assert Assumptions.on(toy(), overlap=0.25) == Assumptions(overlap=0.25)
+    assert Assumptions.on(toy(measured=True), overlap=0.25) == Assumptions(
+        flops_rate=1, weights_rate=1, cache_rate=1, link_rate=1, overlap=0.25
     )
 
 
