@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -66,6 +67,8 @@ class DecodedLog:
         # Number of columns of all dispatches, and of those that are in blocks; the tokens of the others.
         self._end, self._settled = 0, 0
         self._last: DecodedTokens | None = None
+        # Slot, first and last column of stretches that `settle` passes on, and what receives them.
+        self._ended: list[tuple[int, int, int, Callable[[Stretch], None]]] = []
 
     def moved(self, old_n: np.ndarray) -> DecodedLog:
         """A log of other slots; `old_n` has the slot that each of them was, int, or -1 for an idle one."""
@@ -94,7 +97,9 @@ class DecodedLog:
         self._missing_n = steps - decoded.count
 
     def settle(self) -> None:
-        """Copies the tokens of the last dispatch, if that has not been done."""
+        """Passes on what `give_later` has left, and copies the tokens of the last dispatch."""
+        # In this order: the copy drops blocks that no running sample needs.
+        self.pass_on()
         decoded, self._last = self._last, None
         if decoded is None or not (steps := self._end - self._settled):
             return
@@ -105,23 +110,44 @@ class DecodedLog:
         block.used += steps
         self._settled += steps
 
+    def pass_on(self) -> None:
+        """Passes on the tokens that `give_later` has left."""
+        ended, self._ended = self._ended, []
+        for slot, begin, end, receive in ended:
+            receive(self._stretch(slot, begin, end))
+
     def take(self, slot: int) -> Stretch:
         """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch."""
-        stretch = self._stretch(slot, int(self._begin_n[slot]))
+        end = self._end - int(self._missing_n[slot])
+        stretch = self._stretch(slot, int(self._begin_n[slot]), end)
         self._begin_n[slot], self._missing_n[slot] = self._end, 0
         return stretch
+
+    def give_later(
+        self, slots: np.ndarray, dropped: np.ndarray, receive: Sequence[Callable[[Stretch], None]]
+    ) -> None:
+        """Lets `pass_on` give away the tokens of samples that have ended; `settle` calls it too.
+
+        Args:
+          slots: int [K], the slots; others may start in them before.
+          dropped: int [K], number of last tokens that are left out.
+          receive: K functions, which take the stretches.
+        """
+        ends = self._end - self._missing_n[slots] - dropped
+        begins = self._begin_n[slots].tolist()
+        self._ended += zip(slots.tolist(), begins, ends.tolist(), receive, strict=True)
+        self._begin_n[slots], self._missing_n[slots] = self._end, 0
 
     def tail(self, slot: int, count: int) -> np.ndarray:
         """The last `count` tokens of the stretch in a slot, or all of it, int32."""
         end = self._end - int(self._missing_n[slot])
-        return self._stretch(slot, max(int(self._begin_n[slot]), end - count)).token
+        return self._stretch(slot, max(int(self._begin_n[slot]), end - count), end).token
 
     def stop(self, slots: np.ndarray) -> None:
         """Forgets the samples in these slots, int."""
         self._running_n[slots] = False
 
-    def _stretch(self, slot: int, begin: int) -> Stretch:
-        end = self._end - int(self._missing_n[slot])
+    def _stretch(self, slot: int, begin: int, end: int) -> Stretch:
         parts = [
             b.words[:, slot, max(0, begin - b.first) : min(end - b.first, b.used)]
             for b in self._blocks

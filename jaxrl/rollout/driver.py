@@ -197,8 +197,8 @@ class OfflineBackend(EngineBackend):
                 start_more()
             ended = [sample for result in loop.finish() if (sample := result.task.sample).finished]
             finished = [n for n in dict.fromkeys(s.prompt for s in ended) if groups.finished(n)]
-        groups.hand_out(finished, on_group)
         loop.leave()
+        groups.hand_out(finished, on_group)
         if self.engine.config.speculate:
             self._metrics = loop.metrics()
 
