@@ -49,7 +49,7 @@ from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, KnownBeginning, SlotAssignment, Slots
 from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
-from jaxrl.rollout.stop_strings import StopSearch, tokens_to_search
+from jaxrl.rollout.stop_strings import NO_TOKEN, StopSearch, tokens_to_search
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,6 +199,8 @@ class DecodeLoop:
         # Tokens of the sequence in each slot; the slots whose text is searched for these stop strings.
         self._length_n = np.zeros(num_slots, int)
         self._searched: dict[tuple[str, ...], np.ndarray] = {}
+        # The newest token of each slot that is searched.
+        self._newest_n = np.full(num_slots, NO_TOKEN, np.int32)
 
     @property
     def unfinished(self) -> bool:
@@ -319,7 +321,7 @@ class DecodeLoop:
         first_n = np.repeat(np.arange(shards) * (before // shards), now // shards)
         old_n = np.where(np.array(moves) < 0, -1, first_n + moves)
         self._log = self._log.moved(old_n)
-        self._length_n = self._length_n[old_n]
+        self._length_n, self._newest_n = self._length_n[old_n], self._newest_n[old_n]
         self._searched = {stop: of_n[old_n] for stop, of_n in self._searched.items()}
 
     # Pages
@@ -396,6 +398,7 @@ class DecodeLoop:
 
     def _search(self, slots: np.ndarray, stop_strings: list[tuple[str, ...]]) -> None:
         """Sets the stop strings of slots."""
+        self._newest_n[slots] = NO_TOKEN
         for stop, of_n in list(self._searched.items()):
             of_n[slots] = False
             if not of_n.any():
@@ -476,7 +479,11 @@ class DecodeLoop:
         cuts: dict[int, int] = {}
         for stop, of_n in self._searched.items():
             slots = busy[of_n[busy]]
-            may_end = self._stops.may_end(stop, decoded.token[slots], decoded.count[slots])
+            tokens, count = decoded.token[slots], decoded.count[slots]
+            before = self._newest_n[slots]
+            may_end = self._stops.may_end(stop, before, tokens, count)
+            newest = tokens[np.arange(len(slots)), count - 1]
+            self._newest_n[slots] = np.where(count, newest, before)
             for slot in slots[may_end].tolist():
                 newest = int(decoded.count[slot])
                 task = self._scheduler.owner(slot)
