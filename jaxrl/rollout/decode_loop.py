@@ -482,12 +482,11 @@ class DecodeLoop:
             tokens, count = decoded.token[slots], decoded.count[slots]
             before = self._newest_n[slots]
             may_end = self._stops.may_end(stop, before, tokens, count)
-            newest = tokens[np.arange(len(slots)), count - 1]
-            self._newest_n[slots] = np.where(count, newest, before)
-            for slot in slots[may_end].tolist():
-                newest = int(decoded.count[slot])
-                task = self._scheduler.owner(slot)
-                tail = self._tail(slot, task, tokens_to_search(newest, stop))
+            last = tokens[np.arange(len(slots)), count - 1]
+            self._newest_n[slots] = np.where(count, last, before)
+            more = tokens_to_search(0, stop)
+            for slot, newest in zip(slots[may_end].tolist(), count[may_end].tolist(), strict=True):
+                tail = self._tail(slot, self._scheduler.owner(slot), newest + more)
                 end = self._stops.end(tail, newest, stop)
                 if end is not None:
                     cuts[slot] = len(tail) - end

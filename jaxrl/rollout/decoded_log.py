@@ -162,7 +162,9 @@ class DecodedLog:
         for b in reversed(self._blocks):
             if b.first + b.used <= begin:
                 break
-            parts.append(b.words[:kinds, slot, max(0, begin - b.first) : min(max(0, end - b.first), b.used)])
+            parts.append(
+                b.words[:kinds, slot, max(0, begin - b.first) : min(max(0, end - b.first), b.used)]
+            )
         return np.concatenate(parts[::-1], axis=1)
 
     def _room_for(self, steps: int) -> _Block:

@@ -82,6 +82,8 @@ class StopTokens:
         self._any_token = any(s.endswith(" ") for s in stop_strings)
         self._decode_text = decode_text
         self._kinds = np.full(1, _UNKNOWN, np.uint8)
+        # Whether a stop string can end in a token: a lookup of every token, so it is a table of its own.
+        self._is_end = np.ones(1, bool)
 
     def may_end(
         self, before_n: np.ndarray, tokens_nW: np.ndarray, count_n: np.ndarray
@@ -96,14 +98,14 @@ class StopTokens:
         if self._any_token:
             return count_n > 0
         # The last entry is unknown, and stands for all that are beyond the table.
-        kinds_nW = self._kinds.take(tokens_nW, mode="clip")
-        hits = np.flatnonzero(kinds_nW & (_WHOLE | _END) > 0)
-        slots, columns = np.divmod(hits, kinds_nW.shape[1])
+        hits = np.flatnonzero(self._is_end.take(tokens_nW, mode="clip"))
+        slots, columns = np.divmod(hits, tokens_nW.shape[1])
         new = columns < count_n[slots]
         slots, columns = slots[new], columns[new]
-        kinds = kinds_nW[slots, columns]
+        tokens = tokens_nW[slots, columns]
+        kinds = self._kinds.take(tokens, mode="clip")
         if (unknown := kinds == _UNKNOWN).any():
-            self._learn(np.unique(tokens_nW[slots, columns][unknown]))
+            self._learn(np.unique(tokens[unknown]))
             return self.may_end(before_n, tokens_nW, count_n)
         preceding = np.where(columns, tokens_nW[slots, columns - 1], before_n[slots])
         before = self._kinds.take(preceding, mode="clip") & _BEFORE
@@ -118,6 +120,7 @@ class StopTokens:
             self._kinds = np.concatenate([self._kinds, more])
         for token in tokens.tolist():
             self._kinds[token] = self._kind(token)
+        self._is_end = self._kinds & (_WHOLE | _END) > 0
 
     def _kind(self, token: int) -> int:
         """The bits of a token; with doubt they are set."""

@@ -75,7 +75,7 @@ def test_every_sample_gets_its_own_tokens(columns, seed, monkeypatch):
             last = int(rng.integers(0, 12))
             wanted = own[slot][max(0, len(own[slot]) - last) :]
             assert log.tail(slot, last).tolist() == wanted
-        given = {}
+        given, received = {}, {}
         for slot in ends:
             if rng.random() < 0.5:
                 assert log.take(slot).token.tolist() == own[slot]
@@ -85,7 +85,11 @@ def test_every_sample_gets_its_own_tokens(columns, seed, monkeypatch):
                 log.give_later(
                     np.array([slot]),
                     np.array([cut]),
-                    [lambda stretch, slot=slot: received.update({slot: stretch.token.tolist()})],
+                    [
+                        lambda stretch, slot=slot, to=received: to.update(
+                            {slot: stretch.token.tolist()}
+                        )
+                    ],
                 )
                 # Another sample starts in the slot before the tokens are passed on.
                 log.start(np.array([slot]))
@@ -93,7 +97,6 @@ def test_every_sample_gets_its_own_tokens(columns, seed, monkeypatch):
             if rng.random() < 0.7:
                 log.stop(np.array([slot]))
                 del own[slot]
-        received = {}
         if given and rng.random() < 0.5:
             log = log.moved(np.arange(n))
         else:

@@ -73,9 +73,7 @@ class CostBreakdown:
         use = self.slot_use
         if use is not None:
             use = use._replace(dispatches=factor * use.dispatches, preempted=factor * use.preempted)
-        return dataclasses.replace(
-            self, seconds=seconds, idle_s=factor * self.idle_s, slot_use=use
-        )
+        return dataclasses.replace(self, seconds=seconds, idle_s=factor * self.idle_s, slot_use=use)
 
     def lines(self) -> list[str]:
         """One line per cause, and the sums."""
