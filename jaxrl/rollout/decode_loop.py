@@ -166,7 +166,7 @@ class DecodeLoop:
         self._stops = stops
         self._reuses = reuse_prefixes
         # Whether samples get their tokens in `finish`; else the next `begin` gives them, while devices work.
-        self._gives_at_once = streams or reuse_prefixes or bool(engine.config.speculate)
+        self._gives_at_once = reuse_prefixes or bool(engine.config.speculate)
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params, lock)
@@ -234,9 +234,14 @@ class DecodeLoop:
                 self._pages.release(running)
 
     def dispatch(self) -> list[Decoded]:
-        """Starts waiting samples and decodes up to W tokens in every slot: `begin` and `finish`."""
+        """Starts waiting samples and decodes up to W tokens in every slot: `begin` and `finish`.
+
+        Unlike after `finish`, ended samples have all their tokens.
+        """
         self.begin()
-        return self.finish()
+        results = self.finish()
+        self._log.pass_on()
+        return results
 
     def begin(self) -> None:
         """Starts waiting samples, and a dispatch on the devices, if there is any sample."""
@@ -285,8 +290,7 @@ class DecodeLoop:
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
 
-        Ended samples get their last tokens in the next `begin` or in `leave`, while the devices work. With
-        `streams` or an environment they get them at once.
+        Ended samples may get their tokens only in the next `begin`, while the devices work, or in `leave`.
 
         Returns:
           One entry per ended sample, or with `streams` per running sample, in the order of the slots; empty

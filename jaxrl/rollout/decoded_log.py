@@ -65,7 +65,7 @@ class DecodedLog:
         self._spare: list[np.ndarray] = []
         # Number of columns of all dispatches, and of those that are in blocks; ids and bits of the others.
         self._end, self._settled = 0, 0
-        self._last = np.zeros((3, num_slots, 0), np.int32)
+        self._last: np.ndarray = np.zeros((3, num_slots, 0), np.int32)
         # Slot, first and last column of stretches that `settle` passes on, and what receives them.
         self._ended: list[tuple[int, int, int, Callable[[Stretch], None]]] = []
 
