@@ -217,6 +217,8 @@ def _task_bar(task: TaskTime, longest: float, colors: Mapping[str, int]) -> Bar:
     notes += [f"{cause}: {shown(-s)}" for cause, s in costs.seconds.items() if s < 0]
     if costs.idle_s:
         notes.append(f"idle slots, part of these: {shown(costs.idle_s)}")
+    if costs.slot_use is not None:
+        notes.append(costs.slot_use.text)
     value, mark = shown(costs.total_s), 100 * task.at_least_s / longest
     return Bar(f"{task.stage}, {task.role}", value, segments, notes, min(mark, 100.0))
 

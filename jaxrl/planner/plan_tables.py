@@ -161,6 +161,9 @@ def verdict(plan: Plan, times: StepTimes) -> list[str]:
         f"{seconds_text(times.at_least_s)} and {times.chip_hours(times.at_least_s):,.0f} chip-hours"
     )
     lines.append(f"a step: {times.load.text}")
+    for task in times.tasks:
+        if (use := task.expected.slot_use) is not None:
+            lines.append(f"{task.stage}, {task.role}: {use.text}")
     if plan.price is not None:
         lines.append(
             f"price: {number(plan.price)}, at {plan.price_per_hour:g} for a device and hour"

@@ -115,6 +115,7 @@ class StepTimes:
         }
 
     def _task_json(self, task: TaskTime) -> dict[str, Any]:
+        use = task.expected.slot_use
         return {
             "stage": task.stage,
             "role": task.role,
@@ -123,6 +124,7 @@ class StepTimes:
             "bound_by": task.bound,
             "seconds": dict(task.expected.seconds),
             "idle_s": task.expected.idle_s,
+            "slot_use": None if use is None else use._asdict(),
         }
 
 

@@ -96,6 +96,8 @@ class ContinuousRollout:
 
     def take_finished(self) -> list[FinishedGroup]:
         """The groups that have finished since the last call, in the order in which they did."""
+        if self._running is not None:
+            self._running.loop.give_ended()
         taken, self._finished = self._finished, []
         found = [
             FinishedGroup(self._groups.completions([n]), self._groups.copied([n])) for n in taken

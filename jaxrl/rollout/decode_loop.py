@@ -33,7 +33,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ import numpy as np
 from jaxrl.mesh.devices import platform_of
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
-from jaxrl.rollout.decoded_log import DecodedLog
+from jaxrl.rollout.decoded_log import DecodedLog, Stretch
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample
@@ -49,7 +49,7 @@ from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, KnownBeginning, SlotAssignment, Slots
 from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
-from jaxrl.rollout.stop_strings import StopSearch, tokens_to_search
+from jaxrl.rollout.stop_strings import NO_TOKEN, StopSearch, tokens_to_search
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,6 +165,8 @@ class DecodeLoop:
         self._engine = engine
         self._stops = stops
         self._reuses = reuse_prefixes
+        # Whether samples get their tokens in `finish`; else the next `begin` gives them, while devices work.
+        self._gives_at_once = reuse_prefixes or bool(engine.config.speculate)
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params, lock)
@@ -198,6 +200,8 @@ class DecodeLoop:
         # Tokens of the sequence in each slot; the slots whose text is searched for these stop strings.
         self._length_n = np.zeros(num_slots, int)
         self._searched: dict[tuple[str, ...], np.ndarray] = {}
+        # The newest token of each slot that is searched.
+        self._newest_n = np.full(num_slots, NO_TOKEN, np.int32)
 
     @property
     def unfinished(self) -> bool:
@@ -231,9 +235,14 @@ class DecodeLoop:
                 self._pages.release(running)
 
     def dispatch(self) -> list[Decoded]:
-        """Starts waiting samples and decodes up to W tokens in every slot: `begin` and `finish`."""
+        """Starts waiting samples and decodes up to W tokens in every slot: `begin` and `finish`.
+
+        Unlike after `finish`, ended samples have all their tokens.
+        """
         self.begin()
-        return self.finish()
+        results = self.finish()
+        self.give_ended()
+        return results
 
     def begin(self) -> None:
         """Starts waiting samples, and a dispatch on the devices, if there is any sample."""
@@ -246,9 +255,9 @@ class DecodeLoop:
         self._grow_pages()
         # Later admissions may take the memory of known beginnings, so these are looked up one by one.
         admissions = [(each, self._known(each)) for each in iter(scheduler.admit, None)]
-        starting = [slot for admission, _ in admissions for slot, _, _ in admission.slots]
-        for slot in starting:
-            self._length_n[slot] = scheduler.owner(slot).num_tokens
+        for admission, _ in admissions:
+            slots, _, tasks = zip(*admission.slots, strict=True)
+            self._length_n[list(slots)] = [task.num_tokens for task in tasks]
         longest = int(self._length_n[scheduler.busy_slots].max())
         self._slots.make_room(scheduler.num_slots, moves, longest)
         self._extend_answered()
@@ -282,6 +291,9 @@ class DecodeLoop:
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
 
+        Ended samples may get their tokens only in the next `begin`, while the devices work, or in
+        `give_ended`.
+
         Returns:
           One entry per ended sample, or with `streams` per running sample, in the order of the slots; empty
           if nothing runs.
@@ -300,9 +312,14 @@ class DecodeLoop:
         return metrics
 
     def give_tokens(self) -> None:
-        """Gives the running samples the tokens that they have so far, without those of a begun dispatch."""
+        """Gives all samples the tokens that they have so far, without those of a begun dispatch."""
+        self.give_ended()
         for slot in self._scheduler.busy_slots.tolist():
             self._give_tokens(slot)
+
+    def give_ended(self) -> None:
+        """Gives ended samples their last tokens, if `finish` has left that to the next `begin`."""
+        self._log.pass_on()
 
     def renew(self, params: Params, version: int) -> None:
         """Decodes on with other weights. No dispatch may have begun.
@@ -327,7 +344,7 @@ class DecodeLoop:
         first_n = np.repeat(np.arange(shards) * (before // shards), now // shards)
         old_n = np.where(np.array(moves) < 0, -1, first_n + moves)
         self._log = self._log.moved(old_n)
-        self._length_n = self._length_n[old_n]
+        self._length_n, self._newest_n = self._length_n[old_n], self._newest_n[old_n]
         self._searched = {stop: of_n[old_n] for stop, of_n in self._searched.items()}
 
     # Pages
@@ -397,7 +414,6 @@ class DecodeLoop:
         starts = list(starts)
         slots = np.array([slot for slot, _, _ in starts])
         self._log.start(slots)
-        self._length_n[slots] = [task.num_tokens for _, _, task in starts]
         self._search(slots, [task.stop_strings for _, _, task in starts])
         for slot, batch_index, task in starts:
             sample = task.sample
@@ -411,6 +427,7 @@ class DecodeLoop:
 
     def _search(self, slots: np.ndarray, stop_strings: list[tuple[str, ...]]) -> None:
         """Sets the stop strings of slots."""
+        self._newest_n[slots] = NO_TOKEN
         for stop, of_n in list(self._searched.items()):
             of_n[slots] = False
             if not of_n.any():
@@ -453,10 +470,8 @@ class DecodeLoop:
             self._acceptance.add((tokens - self._enough * rounds) / len(busy))
             self._counts.update({"in rounds": tokens, "rounds": rounds})
         cuts = self._cuts(busy, decoded)
-        over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int).tolist()
-        ends = {
-            slot: self._end_turn(slot, int(decoded.count[slot]), cuts.get(slot)) for slot in over
-        }
+        over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
+        ends = self._end_turns(over, decoded, cuts)
         # The device does not check stop strings, so it must be told to stop decoding.
         if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
@@ -492,11 +507,14 @@ class DecodeLoop:
         cuts: dict[int, int] = {}
         for stop, of_n in self._searched.items():
             slots = busy[of_n[busy]]
-            may_end = self._stops.may_end(stop, decoded.token[slots], decoded.count[slots])
-            for slot in slots[may_end].tolist():
-                newest = int(decoded.count[slot])
-                task = self._scheduler.owner(slot)
-                tail = self._tail(slot, task, tokens_to_search(newest, stop))
+            tokens, count = decoded.token[slots], decoded.count[slots]
+            before = self._newest_n[slots]
+            may_end = self._stops.may_end(stop, before, tokens, count)
+            last = tokens[np.arange(len(slots)), count - 1]
+            self._newest_n[slots] = np.where(count, last, before)
+            more = tokens_to_search(0, stop)
+            for slot, newest in zip(slots[may_end].tolist(), count[may_end].tolist(), strict=True):
+                tail = self._tail(slot, self._scheduler.owner(slot), newest + more)
                 end = self._stops.end(tail, newest, stop)
                 if end is not None:
                     cuts[slot] = len(tail) - end
@@ -514,39 +532,52 @@ class DecodeLoop:
         sample = self._scheduler.owner(slot).sample
         sample.add_decoded(*self._log.take(slot), version=self._version)
 
-    def _end_turn(self, slot: int, newest: int, cut: int | None) -> End | None:
-        """Ends a turn: the sample ends, stays unfinished, or continues after the environment's answer.
+    def _end_turns(
+        self, slots: np.ndarray, decoded: DecodedTokens, cuts: Mapping[int, int]
+    ) -> dict[int, End | None]:
+        """Ends turns: a sample ends, stays unfinished, or continues after the environment's answer.
 
         Args:
-          slot: slot of the sample, which decodes no more.
-          newest: number of tokens that the dispatch has added.
-          cut: number of tokens after a stop string; None if there is none.
+          slots: int, slots that decode no more, ascending.
+          decoded: tokens that the dispatch has added; the log has them too.
+          cuts: number of tokens after a stop string, by slot.
 
         Returns:
-          Why the sample has ended; None if it continues.
+          Why each sample has ended, by slot; None if it continues.
         """
-        task = self._scheduler.owner(slot)
-        self._give_tokens(slot)
-        stop = self._stop(task.sample, newest, cut)
-        end = stop
-        if stop is None:
-            end = End.FULL if len(task.sample) >= task.max_tokens else End.PAUSED
-        elif task.environment is not None:
-            end = self._answer(task, task.environment, stop)
-        self._length_n[slot] = task.num_tokens
-        task.sample.finished = end not in (None, End.PAUSED)
-        task.sample.truncated = end is End.FULL
-        if task.sample.finished and self._engine.config.speculate:
-            self._texts.add(task.prompt_id, task.sample.tokens)
-        return end
+        newest = decoded.count[slots]
+        at_stop_id = np.isin(decoded.token[slots, newest - 1], self._engine.config.stop_ids)
+        cut = np.array([cuts.get(slot, 0) for slot in slots.tolist()], int)
+        self._length_n[slots] -= cut
+        tasks = [self._scheduler.owner(slot) for slot in slots.tolist()]
+        self._log.give_later(slots, cut, [self._giving(task.sample) for task in tasks])
+        if self._gives_at_once or any(task.environment for task in tasks):
+            self._log.pass_on()
+        ends: dict[int, End | None] = {}
+        for slot, task, stopped, length in zip(
+            slots.tolist(),
+            tasks,
+            ((newest > 0) & at_stop_id).tolist(),
+            self._length_n[slots].tolist(),
+            strict=True,
+        ):
+            end = End.STOP_STRING if slot in cuts else End.STOP_ID if stopped else None
+            if end is None:
+                full = length - task.prompt_tokens >= task.max_tokens
+                end = End.FULL if full else End.PAUSED
+            elif task.environment is not None:
+                end = self._answer(task, task.environment, end)
+                self._length_n[slot] = task.num_tokens
+            ends[slot] = end
+            task.sample.finished = end not in (None, End.PAUSED)
+            task.sample.truncated = end is End.FULL
+            if task.sample.finished and self._engine.config.speculate:
+                self._texts.add(task.prompt_id, task.sample.tokens)
+        return ends
 
-    def _stop(self, sample: Sample, newest: int, cut: int | None) -> End | None:
-        """Cuts the sample after a stop string; returns how its turn ended, None if the limit ended it."""
-        if cut is not None:
-            sample.cut(len(sample) - cut)
-            return End.STOP_STRING
-        stopped = newest and int(sample.tail(1)[0]) in self._engine.config.stop_ids
-        return End.STOP_ID if stopped else None
+    def _giving(self, sample: Sample) -> Callable[[Stretch], None]:
+        version = self._version
+        return lambda stretch: sample.add_decoded(*stretch, version=version)
 
     def _answer(self, task: SampleTask, environment: Environment, stop: End) -> End | None:
         """Calls the environment; returns None if it has answered, because the sample then continues."""

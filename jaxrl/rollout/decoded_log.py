@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxrl.rollout.decode_state import DecodedTokens
@@ -63,9 +63,11 @@ class DecodedLog:
         self._blocks: collections.deque[_Block] = collections.deque()
         # Memory of blocks that no running sample needs any more: new memory is slow at its first use.
         self._spare: list[np.ndarray] = []
-        # Number of columns of all dispatches, and of those that are in blocks; the tokens of the others.
+        # Number of columns of all dispatches, and of those that are in blocks; ids and bits of the others.
         self._end, self._settled = 0, 0
-        self._last: DecodedTokens | None = None
+        self._last: np.ndarray = np.zeros((3, num_slots, 0), np.int32)
+        # Slot, first and last column of stretches that `settle` passes on, and what receives them.
+        self._ended: list[tuple[int, int, int, Callable[[Stretch], None]]] = []
 
     def moved(self, old_n: np.ndarray) -> DecodedLog:
         """A log of other slots; `old_n` has the slot that each of them was, int, or -1 for an idle one."""
@@ -89,49 +91,81 @@ class DecodedLog:
         """
         self.settle()
         steps = int(decoded.count.max(initial=0))
+        if steps > self._last.shape[2]:
+            self._last = np.empty((3, *decoded.token.shape), np.int32)
         # A copy: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
-        self._last, self._end = jax.tree.map(np.copy, decoded), self._end + steps
+        for last, new in zip(self._last, _words(decoded), strict=True):
+            last[:, :steps] = new[:, :steps]
+        self._end += steps
         self._missing_n = steps - decoded.count
 
     def settle(self) -> None:
-        """Copies the tokens of the last dispatch, if that has not been done."""
-        decoded, self._last = self._last, None
-        if decoded is None or not (steps := self._end - self._settled):
+        """Passes on what `give_later` has left, and copies the tokens of the last dispatch."""
+        # In this order: the copy drops blocks that no running sample needs.
+        self.pass_on()
+        steps = self._end - self._settled
+        if not steps:
             return
         block = self._room_for(steps)
-        here = slice(block.used, block.used + steps)
-        for words, new in zip(block.words, _words(decoded), strict=True):
-            words[:, here] = new[:, :steps]
+        block.words[:, :, block.used : block.used + steps] = self._last[:, :, :steps]
         block.used += steps
         self._settled += steps
 
+    def pass_on(self) -> None:
+        """Passes on the tokens that `give_later` has left."""
+        ended, self._ended = self._ended, []
+        for slot, begin, end, receive in ended:
+            receive(self._stretch(slot, begin, end))
+
     def take(self, slot: int) -> Stretch:
         """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch."""
-        stretch = self._stretch(slot, int(self._begin_n[slot]))
+        end = self._end - int(self._missing_n[slot])
+        stretch = self._stretch(slot, int(self._begin_n[slot]), end)
         self._begin_n[slot], self._missing_n[slot] = self._end, 0
         return stretch
+
+    def give_later(
+        self, slots: np.ndarray, dropped: np.ndarray, receive: Sequence[Callable[[Stretch], None]]
+    ) -> None:
+        """Lets `pass_on` give away the tokens of samples that have ended; `settle` calls it too.
+
+        Args:
+          slots: int [K], the slots; others may start in them before.
+          dropped: int [K], number of last tokens that are left out.
+          receive: K functions, which take the stretches.
+        """
+        ends = self._end - self._missing_n[slots] - dropped
+        begins = self._begin_n[slots].tolist()
+        self._ended += zip(slots.tolist(), begins, ends.tolist(), receive, strict=True)
+        self._begin_n[slots], self._missing_n[slots] = self._end, 0
 
     def tail(self, slot: int, count: int) -> np.ndarray:
         """The last `count` tokens of the stretch in a slot, or all of it, int32."""
         end = self._end - int(self._missing_n[slot])
-        return self._stretch(slot, max(int(self._begin_n[slot]), end - count)).token
+        begin = max(int(self._begin_n[slot]), end - count)
+        return self._words_of(slot, begin, end, 1)[0]
 
     def stop(self, slots: np.ndarray) -> None:
         """Forgets the samples in these slots, int."""
         self._running_n[slots] = False
 
-    def _stretch(self, slot: int, begin: int) -> Stretch:
-        end = self._end - int(self._missing_n[slot])
-        parts = [
-            b.words[:, slot, max(0, begin - b.first) : min(end - b.first, b.used)]
-            for b in self._blocks
-            if begin < b.first + b.used and b.first < end
-        ]
-        if self._last is not None and end > self._settled:
-            here = slice(max(0, begin - self._settled), end - self._settled)
-            parts.append(np.stack([words[slot, here] for words in _words(self._last)]))
-        words = np.concatenate([np.zeros((3, 0), np.int32), *parts], axis=1)
+    def _stretch(self, slot: int, begin: int, end: int) -> Stretch:
+        words = self._words_of(slot, begin, end, 3)
         return Stretch(words[0], words[1].view(np.float32), words[2].view(np.float32))
+
+    def _words_of(self, slot: int, begin: int, end: int, kinds: int) -> np.ndarray:
+        """Columns of a slot, int32 [kinds, columns]: ids, bits of log-probabilities, of entropies."""
+        parts = [self._last[:kinds, slot, max(0, begin - self._settled) : end - self._settled]]
+        if end <= self._settled:
+            parts = [self._last[:kinds, slot, :0]]
+        # From the newest: with long samples there are many blocks, and few of them are looked for.
+        for b in reversed(self._blocks):
+            if b.first + b.used <= begin:
+                break
+            parts.append(
+                b.words[:kinds, slot, max(0, begin - b.first) : min(max(0, end - b.first), b.used)]
+            )
+        return np.concatenate(parts[::-1], axis=1)
 
     def _room_for(self, steps: int) -> _Block:
         """The block for the next columns. First drops those that nobody needs any more."""

@@ -203,8 +203,8 @@ class OfflineBackend(EngineBackend):
             if not enough:
                 running.draw(more)
             finished = running.finish()
-        groups.hand_out(finished, on_group)
         running.loop.give_tokens()
+        groups.hand_out(finished, on_group)
         if self.engine.config.speculate:
             self._metrics = running.loop.metrics()
 

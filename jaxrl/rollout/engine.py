@@ -219,7 +219,11 @@ class Engine:
 
 def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:
     """Copies small host arrays to all devices of `mesh`, replicated."""
-    return tuple(put(a, replicated(mesh)) for a in arrays)
+    sharding = replicated(mesh)
+    # One call for all is several times as fast, but cannot reach devices of other processes.
+    if sharding.is_fully_addressable:
+        return tuple(jax.device_put(arrays, sharding))
+    return tuple(put(a, sharding) for a in arrays)
 
 
 def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:

@@ -192,6 +192,8 @@ class Scheduler:
 
     def admit(self) -> Admission | None:
         """Starts queued requests of one prefill batch in free slots; None if nothing can start."""
+        if not self._queue or self.num_running == self.num_slots:
+            return None
         free = self._free_slots()
         slot = self._take_slot(free)
         if slot is None:

@@ -145,13 +145,11 @@ def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...
 
 def on_device(engine: Engine, num_slots: int, assignments: Sequence[SlotAssignment]) -> Assignment:
     """`assignments` as arrays with one entry per slot, on the devices."""
-    source_n, id_n, index_n, limit_n, count_n = (np.zeros(num_slots, np.int32) for _ in range(5))
-    source_n[:] = -1
-    for each in assignments:
-        source_n[each.slot], limit_n[each.slot] = each.batch_index, each.max_tokens
-        count_n[each.slot] = each.response_tokens
-        id_n[each.slot], index_n[each.slot] = each.prompt_id, each.sample_index
-    return Assignment(*host_inputs(engine.mesh, source_n, id_n, index_n, limit_n, count_n))
+    fields = np.zeros((len(SlotAssignment._fields) - 1, num_slots), np.int32)
+    fields[0] = -1
+    slots, *values = np.array(assignments, np.int32).T
+    fields[:, slots] = values
+    return Assignment(*host_inputs(engine.mesh, *fields))
 
 
 def settings_on_device(engine: Engine, settings: DrawSettings) -> DeviceSettings:

@@ -30,6 +30,8 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # last of a stop string, if the token before it has `_BEFORE`.
 # An unknown kind has all bits.
 _WHOLE, _END, _BEFORE, _UNKNOWN = 1, 2, 4, 255
+# Stands for a token that is not known: it is beyond every table of kinds.
+NO_TOKEN = np.iinfo(np.int32).max
 # Stop strings whose tokens are remembered. A run has one set of them, a server one for each kind of request.
 _KEPT = 256
 
@@ -80,30 +82,35 @@ class StopTokens:
         self._any_token = any(s.endswith(" ") for s in stop_strings)
         self._decode_text = decode_text
         self._kinds = np.full(1, _UNKNOWN, np.uint8)
+        # Whether a stop string can end in a token: a lookup of every token, so it is a table of its own.
+        self._is_end = np.ones(1, bool)
 
-    def may_end(self, tokens_nW: np.ndarray, count_n: np.ndarray) -> np.ndarray:
+    def may_end(
+        self, before_n: np.ndarray, tokens_nW: np.ndarray, count_n: np.ndarray
+    ) -> np.ndarray:
         """Whether a stop string can end in the new tokens of each slot, bool [n].
 
         Args:
+          before_n: int32, the token before the first new one, or `NO_TOKEN`.
           tokens_nW: int32, new tokens.
           count_n: int, number of new tokens of each slot; entries behind them are ignored.
         """
         if self._any_token:
             return count_n > 0
         # The last entry is unknown, and stands for all that are beyond the table.
-        kinds_nW = self._kinds.take(tokens_nW, mode="clip")
-        hits = np.flatnonzero(kinds_nW & (_WHOLE | _END))
-        slots, columns = np.divmod(hits, kinds_nW.shape[1])
+        hits = np.flatnonzero(self._is_end.take(tokens_nW, mode="clip"))
+        slots, columns = np.divmod(hits, tokens_nW.shape[1])
         new = columns < count_n[slots]
         slots, columns = slots[new], columns[new]
-        kinds = kinds_nW[slots, columns]
+        tokens = tokens_nW[slots, columns]
+        kinds = self._kinds.take(tokens, mode="clip")
         if (unknown := kinds == _UNKNOWN).any():
-            self._learn(np.unique(tokens_nW[slots, columns][unknown]))
-            return self.may_end(tokens_nW, count_n)
-        # What precedes the first new token is unknown here.
-        before = (columns == 0) | (kinds_nW[slots, columns - 1] & _BEFORE > 0)
+            self._learn(np.unique(tokens[unknown]))
+            return self.may_end(before_n, tokens_nW, count_n)
+        preceding = np.where(columns, tokens_nW[slots, columns - 1], before_n[slots])
+        before = self._kinds.take(preceding, mode="clip") & _BEFORE
         found_n = np.zeros(len(tokens_nW), bool)
-        found_n[slots[(kinds & _WHOLE > 0) | before]] = True
+        found_n[slots[(kinds & _WHOLE | before) > 0]] = True
         return found_n
 
     def _learn(self, tokens: np.ndarray) -> None:
@@ -113,6 +120,7 @@ class StopTokens:
             self._kinds = np.concatenate([self._kinds, more])
         for token in tokens.tolist():
             self._kinds[token] = self._kind(token)
+        self._is_end = self._kinds & (_WHOLE | _END) > 0
 
     def _kind(self, token: int) -> int:
         """The bits of a token; with doubt they are set."""
@@ -148,10 +156,14 @@ class StopSearch:
         )
 
     def may_end(
-        self, stop_strings: tuple[str, ...], tokens_nW: np.ndarray, count_n: np.ndarray
+        self,
+        stop_strings: tuple[str, ...],
+        before_n: np.ndarray,
+        tokens_nW: np.ndarray,
+        count_n: np.ndarray,
     ) -> np.ndarray:
         """See `StopTokens.may_end`."""
-        return self._tokens_of(stop_strings).may_end(tokens_nW, count_n)
+        return self._tokens_of(stop_strings).may_end(before_n, tokens_nW, count_n)
 
     def end(self, tokens: np.ndarray, newest: int, stop_strings: Sequence[str]) -> int | None:
         """See `end_of_stop`."""

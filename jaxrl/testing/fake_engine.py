@@ -136,11 +136,11 @@ class FakeEngine:
             np.asarray(getattr(assignment, name))
             for name in ("prompt_id", "sample_index", "limit", "count")
         )
-        new = np.asarray(assignment.source) >= 0
-        left = np.minimum(self._lengths(ids, index), limit).astype(np.int32) - count
-        return dataclasses.replace(
-            state, left=np.where(new, left, state.left), active=state.active | new
-        )
+        new = np.flatnonzero(np.asarray(assignment.source) >= 0)
+        left, active = state.left.copy(), state.active.copy()
+        left[new] = np.minimum(self._lengths(ids[new], index[new]), limit[new]) - count[new]
+        active[new] = True
+        return dataclasses.replace(state, left=left, active=active)
 
     def release(self, state: FakeState, keep: Any) -> FakeState:
         """Stops slots."""

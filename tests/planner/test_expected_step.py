@@ -122,6 +122,7 @@ def test_the_lower_bound_is_below_the_expectation_in_every_phase():
     assert sampling.bound == "memory"
     assert {"weights read", "cache read", "tensor all-reduces"} <= sampling.expected.seconds.keys()
     assert 0 < sampling.expected.idle_s < sampling.expected.total_s
+    assert all(task.expected.slot_use is None for task in times.tasks if task is not sampling)
     # Long answers are in flight for longer than short ones: 4,096 tokens on average, not half of them.
     assert times.load.work.response_lengths.mean_in_flight == pytest.approx(4090, rel=0.02)
 

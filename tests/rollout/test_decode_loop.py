@@ -168,3 +168,21 @@ def test_text_is_decoded_only_where_a_stop_string_can_have_ended():
     assert kinds <= len(decoded) < kinds + len(results)
     # The newest tokens and as many as the stop string has bytes, however long the sample is.
     assert 2 < max(decoded) <= CONFIG.tokens_per_dispatch + len("never said")
+
+
+def test_ended_samples_get_their_tokens_while_the_devices_work_on():
+    """Not between two dispatches, where the devices would wait; and none is lost when slots move."""
+    tasks = [task for prompt in range(5) for task in tasks_of(prompt)]
+    loop = DecodeLoop(engine_of(), weights(), StopSearch(decode), version=4)
+    loop.add(tasks)
+    ended = []
+    while loop.unfinished:
+        loop.begin()
+        assert all(len(task.sample) for task in ended)
+        ended = [result.task for result in loop.finish()]
+        assert all(task.sample.finished and not len(task.sample) for task in ended)
+    assert ended
+    loop.give_tokens()
+    found = {(t.sample.prompt, t.sample.index): t.sample.tokens.tolist() for t in tasks}
+    expected = offline()
+    assert found == {key: expected[key] for key in found}

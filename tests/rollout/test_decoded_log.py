@@ -75,11 +75,32 @@ def test_every_sample_gets_its_own_tokens(columns, seed, monkeypatch):
             last = int(rng.integers(0, 12))
             wanted = own[slot][max(0, len(own[slot]) - last) :]
             assert log.tail(slot, last).tolist() == wanted
+        given, received = {}, {}
         for slot in ends:
-            assert log.take(slot).token.tolist() == own[slot]
+            if rng.random() < 0.5:
+                assert log.take(slot).token.tolist() == own[slot]
+            else:
+                cut = int(rng.integers(0, count[slot] + 1))
+                given[slot] = own[slot][: len(own[slot]) - cut]
+                log.give_later(
+                    np.array([slot]),
+                    np.array([cut]),
+                    [
+                        lambda stretch, slot=slot, to=received: to.update(
+                            {slot: stretch.token.tolist()}
+                        )
+                    ],
+                )
+                # Another sample starts in the slot before the tokens are passed on.
+                log.start(np.array([slot]))
             own[slot] = []
             if rng.random() < 0.7:
                 log.stop(np.array([slot]))
                 del own[slot]
+        if given and rng.random() < 0.5:
+            log = log.moved(np.arange(n))
+        else:
+            log.settle()
+        assert received == given
     # Blocks that nobody needs are gone.
     assert len(log._blocks) < 60 * W / columns + 3

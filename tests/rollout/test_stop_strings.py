@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from jaxrl.rollout.stop_strings import StopTokens, end_of_stop, tokens_to_search
+from jaxrl.rollout.stop_strings import NO_TOKEN, StopTokens, end_of_stop, tokens_to_search
 
 PARROT = "\N{PARROT}"
 
@@ -83,7 +83,8 @@ def test_no_end_of_a_stop_string_is_missed(name, data):
         tail = turn[:first][-tokens_to_search(count, stop) :]
         # Entries behind the new tokens are those of another dispatch.
         padded = np.concatenate([new, turn[: W - count], np.zeros(W, np.int32)])[:W]
-        (may_end,) = stop_tokens.may_end(padded[None], np.array([count]))
+        before = turn[first - count - 1] if first > count else NO_TOKEN
+        (may_end,) = stop_tokens.may_end(np.array([before]), padded[None], np.array([count]))
         end = end_of_stop(tail, count, stop, decode)
         assert may_end or end is None
         if end is not None:
@@ -91,21 +92,27 @@ def test_no_end_of_a_stop_string_is_missed(name, data):
 
 
 @pytest.mark.parametrize(
-    "text, expected",
+    "before, text, expected",
     [
-        ("ab", False),
-        ("xx:", False),  # "x" is no part of it
-        ("ab:", True),
-        ("b:xx", True),  # "a" may be the token before
-        (":xxx", True),
-        ("xb:", True),  # "b" is inside of it, and the token before is not looked at
+        ("", "ab", False),
+        ("", "xx:", False),  # "x" is no part of it
+        ("", "ab:", True),
+        ("", "b:xx", True),  # "a" may be the token before
+        ("", ":xxx", True),
+        ("", "xb:", True),  # "b" is inside of it, and only one token before is looked at
+        ("b", ":xxx", True),
+        ("x", ":xxx", False),
+        ("x", "xb:", True),
     ],
 )
-def test_slots_by_hand(text, expected):
+def test_slots_by_hand(before, text, expected):
     tokens_W = np.frombuffer(text.encode().ljust(6, b":"), np.uint8).astype(np.int32)
     stop_tokens = StopTokens(("ab:",), utf8)
+    stop_tokens.may_end(np.full(1, NO_TOKEN), np.frombuffer(b"abx:", np.uint8)[None], np.array([4]))
     found = stop_tokens.may_end(
-        np.stack([tokens_W, np.full(6, ord("x"))]), np.array([len(text), 6])
+        np.array([ord(before) if before else NO_TOKEN, ord("a")]),
+        np.stack([tokens_W, np.full(6, ord("x"))]),
+        np.array([len(text), 6]),
     )
     assert found.tolist() == [expected, False]
 
@@ -115,7 +122,8 @@ def test_the_space_before_a_word_counts_though_a_text_begins_without(name):
     decode, tokenizer = DECODE[name][0], TOKENIZERS[name]
     tokens = np.array([tokenizer.token_to_id("b"), tokenizer.token_to_id("▁a")], np.int32)
     assert decode(tokens) == "b a" and decode(tokens[1:]) == "a"
-    assert StopTokens((" a",), decode).may_end(tokens[None], np.array([2])).all()
+    before = np.array([NO_TOKEN])
+    assert StopTokens((" a",), decode).may_end(before, tokens[None], np.array([2])).all()
 
 
 def test_the_text_of_a_token_is_made_twice_in_all():
@@ -129,5 +137,5 @@ def test_the_text_of_a_token_is_made_twice_in_all():
     rng = np.random.default_rng(0)
     for _ in range(20):
         tokens = rng.integers(ord("a"), ord("z") + 1, (64, 16)).astype(np.int32)
-        stop_tokens.may_end(tokens, np.full(64, 16))
+        stop_tokens.may_end(np.full(64, NO_TOKEN), tokens, np.full(64, 16))
     assert sorted(calls) == [1] * 26 + [2] * 26

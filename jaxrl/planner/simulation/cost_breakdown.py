@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 _NOTHING: Mapping[str, float] = {}
+
+
+class SlotUse(NamedTuple):
+    """Use of the slots of all replicas, from a replay of the engine's scheduler.
+
+    Attributes:
+      busy: mean number of slots with a sample, over all decoding steps.
+      slots: number of slots.
+      dispatches: number of dispatches of a step of training.
+      preempted: number of times that a sample lost its pages and was prefilled again.
+    """
+
+    busy: float
+    slots: int
+    dispatches: float
+    preempted: float
+
+    @property
+    def text(self) -> str:
+        """One line of all figures."""
+        return (
+            f"{self.busy:,.0f} of {self.slots:,} slots busy on average ({self.busy / self.slots:.0%}), "
+            f"{self.dispatches:,.0f} dispatches, {self.preempted:,.0f} preemptions"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +43,14 @@ class CostBreakdown:
       transient: additional bytes while the task runs.
       idle_s: seconds, contained in `seconds`, that generation would save if no slot were ever idle and all
         replicas had the same load.
+      slot_use: use of the slots; None if nothing is sampled or the scheduler was not replayed.
     """
 
     seconds: Mapping[str, float]
     resident: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
     transient: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
     idle_s: float = 0.0
+    slot_use: SlotUse | None = None
 
     @property
     def total_s(self) -> float:
@@ -43,7 +70,10 @@ class CostBreakdown:
     def times(self, factor: float) -> CostBreakdown:
         """The cost of `factor` repetitions: seconds are multiplied, bytes are not."""
         seconds = {cause: factor * s for cause, s in self.seconds.items()}
-        return dataclasses.replace(self, seconds=seconds, idle_s=factor * self.idle_s)
+        use = self.slot_use
+        if use is not None:
+            use = use._replace(dispatches=factor * use.dispatches, preempted=factor * use.preempted)
+        return dataclasses.replace(self, seconds=seconds, idle_s=factor * self.idle_s, slot_use=use)
 
     def lines(self) -> list[str]:
         """One line per cause, and the sums."""

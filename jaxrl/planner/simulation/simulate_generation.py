@@ -19,7 +19,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
+from jaxrl.planner.simulation.cost_breakdown import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.decode_trace import (
     FEWEST_SLOTS,
     DecodeTrace,
@@ -152,7 +152,11 @@ class GenerationSimulator:
         weights = self.weight_bytes(model, p_g, t_g)
         transient = {"weights of generation": weights, "cache": cache}
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
-        return CostBreakdown(seconds, {}, transient, idle_s)
+        use = None
+        if replay:
+            busy = float(trace.samples) * replicas
+            use = SlotUse(busy, slots * replicas, trace.dispatches, trace.preempted)
+        return CostBreakdown(seconds, {}, transient, idle_s, use)
 
     def groups(self, strategy: Strategy, p_g: int, t_g: int) -> GenerationGroups:
         """The devices that decode together, for a strategy of training and p_g and t_g of generation."""
