@@ -219,7 +219,7 @@ def test_no_program_copies_the_pages(topology):
         ("v5p:2x2x2", 256, 1_900_000),
         ("7x:2x2x1", 256, 2_000_000),
         pytest.param(
-            *("h100:1x8", 256, 1_400_000), marks=needs_extra("aot-gpu", "jax_plugins.xla_cuda13")
+            *("h100:1x8", 256, 1_400_000), marks=needs_extra("aot-gpu", "jax_cuda13_plugin")
         ),
     ],
 )

@@ -154,8 +154,8 @@ class GenerationSimulator:
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
         use = None
         if replay:
-            busy = float(trace.samples) * replicas
-            use = SlotUse(busy, slots * replicas, trace.dispatches, trace.preempted)
+            busy = float(trace.samples) * groups.replicas
+            use = SlotUse(busy, slots * groups.replicas, trace.dispatches, trace.preempted)
         return CostBreakdown(seconds, {}, transient, idle_s, use)
 
     def groups(self, strategy: Strategy, p_g: int, t_g: int) -> GenerationGroups:

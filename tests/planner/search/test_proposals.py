@@ -19,7 +19,7 @@ def test_a_proposal_runs(seed, tmp_path):
 
 
 # Several pools on several hosts of GPUs and of TPUs.
-APART = (8, 13, 19, 32)
+APART = (8, 13, 32, 60)
 
 
 @pytest.mark.parametrize("seed", APART)
