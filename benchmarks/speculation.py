@@ -1,18 +1,19 @@
 """How much faster speculation samples, over all tokens and over the last tenth of a batch.
 
     python benchmarks/speculation.py [--rounds 3] [--drafted 4] [--task copy|table|story] [--tokens 500]
-                                     [--temperature 0.5]
+                                     [--temperature 0.5] [--dtype float32|bfloat16]
 
     copy     "Repeat this list ..."                      answers repeat the prompt
     table    "Write the multiplication table of 7 ..."   answers repeat themselves
     story    "Write a short story about a lighthouse"    answers do not
 
-SmolLM2-135M-Instruct (`jaxrl fetch smollm2-135m-instruct`) in float32, 2 prompts with 8 answers each. Three
+SmolLM2-135M-Instruct (`jaxrl fetch smollm2-135m-instruct`), 2 prompts with 8 answers each. Three
 systems take turns in each round, whose noise is its own: plain decoding; speculation, which drafts from a
 sample's own text and from answers to the same prompt that have ended; and speculation that also has the
 answers of an earlier call. Each round runs once before, which compiles. The ratios are medians over rounds of
 plain seconds over seconds, in wall time and in processor time of the process. The last tenth begins when nine
-tenths of the tokens of the batch are decoded.
+tenths of the tokens of the batch are decoded. "Equal" counts samples that are those of plain decoding, and
+the share of tokens before the first that is another one.
 """
 
 import argparse
@@ -87,7 +88,8 @@ class Bench:
         mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
         graph, shapes, axes = decoder_graph(self.model)
         where = shardings(axes, shapes, GENERATE_RULES, mesh)
-        self.params = load_params(folder, self.model, where)
+        params = load_params(folder, self.model, where)
+        self.params = jax.tree.map(lambda weight: weight.astype(args.dtype), params)
         self.engines = {
             k: Engine(self.model, graph, mesh, self.config(k)) for k in (0, args.drafted)
         }
@@ -101,6 +103,7 @@ class Bench:
             max_response_tokens=self.args.tokens,
             stop_ids=tuple(self.tokenizer.stop_ids),
             speculate=drafted,
+            dtype=self.args.dtype,
         )
 
     def run(self, drafted, seed, texts=None):
@@ -157,23 +160,32 @@ def ratio(runs, system, kind, since):
     return statistics.median(a.seconds(kind, since) / b.seconds(kind, since) for a, b in pairs)
 
 
+def num_equal(answer, plain):
+    """The number of tokens before the first difference."""
+    shared = min(len(answer), len(plain))
+    differs = np.flatnonzero(answer[:shared] != plain[:shared])
+    return int(differs[0]) if len(differs) else shared
+
+
 def show(args, runs):
     lengths = [len(answer) for run in runs["plain"] for answer in run.answers]
     table = Table(title=f"{args.task}: answers of {np.quantile(lengths, (0.1, 0.5, 0.9))} tokens")
     for column in ("system", "tokens/s", "all, wall", "all, CPU", "tail, wall", "tail, CPU"):
         table.add_column(column, justify="left" if column == "system" else "right")
-    for column in ("tokens a round", "in rounds", "equal samples"):
+    for column in ("tokens a round", "in rounds", "equal samples", "equal tokens"):
         table.add_column(column, justify="right")
     for system, of_system in runs.items():
         rates = [run.tokens[-1] / run.wall_s[-1] for run in of_system]
         ratios = [
             ratio(runs, system, kind, since) for since in (0.0, 0.9) for kind in ("wall_s", "cpu_s")
         ]
-        equal = [
-            a == b
-            for run, plain in zip(of_system, runs["plain"], strict=True)
-            for a, b in zip(run.answers, plain.answers, strict=True)
+        pairs = [
+            (np.array(answer), np.array(plain))
+            for run, of_plain in zip(of_system, runs["plain"], strict=True)
+            for answer, plain in zip(run.answers, of_plain.answers, strict=True)
         ]
+        equal = sum(np.array_equal(*pair) for pair in pairs)
+        same = sum(num_equal(*pair) for pair in pairs) / sum(len(plain) for _, plain in pairs)
         kept = [run.metrics.get("rollout/tokens_per_round", 0.0) for run in of_system]
         fraction = [run.metrics["rollout/speculated_fraction"] for run in of_system]
         table.add_row(
@@ -182,7 +194,8 @@ def show(args, runs):
             *(f"{value:.2f}" for value in ratios),
             f"{statistics.mean(kept):.2f}",
             f"{statistics.mean(fraction):.0%}",
-            f"{sum(equal)} of {len(equal)}",
+            f"{equal} of {len(pairs)}",
+            f"{same:.1%}",
         )
     console = Console(width=140)
     console.print(table)
@@ -198,6 +211,7 @@ def main():
     parser.add_argument("--task", choices=TASKS, default="copy")
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--temperature", type=float, default=0.5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     show(args, Bench(args).compare())
 
