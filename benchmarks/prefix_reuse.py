@@ -18,8 +18,9 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.decode_loop import DecodeLoop, SampleTask, StartSequence
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.sample_task import SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import DrawSettings

@@ -35,8 +35,9 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.shapes import model_shapes
-from jaxrl.rollout.decode_loop import DecodeLoop, SampleTask, StartSequence
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.sample_task import SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slots import DrawSettings

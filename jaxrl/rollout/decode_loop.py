@@ -24,17 +24,15 @@ Python runs only for samples that start, end or have stop strings; the others co
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions and dispatch the same programs.
 
-W tokens of a dispatch   T tokens   R tokens that a dispatch has added to a sample
+W tokens of a dispatch   T tokens
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,94 +42,13 @@ from jaxrl.rollout.decode_state import DecodedTokens, Prefix
 from jaxrl.rollout.decoded_log import DecodedLog, Stretch
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
+from jaxrl.rollout.sample_task import Decoded, End, SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, KnownBeginning, SlotAssignment, Slots
 from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
-from jaxrl.rollout.stop_strings import NO_TOKEN, StopSearch, tokens_to_search
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StartSequence:
-    """Tokens that samples start from. Samples that hold the same object share one prefill.
-
-    Attributes:
-      tokens: int32 [T].
-    """
-
-    tokens: np.ndarray
-
-
-@dataclasses.dataclass(eq=False)
-class SampleTask:
-    """A sample to decode, with its settings.
-
-    Attributes:
-      sample: the sample that receives the tokens; it may already have some.
-      start: the prompt, followed by the tokens that the sample already has.
-      prompt_id: part of the sampling key. With `settings` and the sample's index it determines the noise of
-        every token.
-      settings: how tokens are drawn.
-      max_tokens: maximum length of the whole sample, end-of-sequence included.
-      budget_tokens: maximum number of tokens that this loop adds. After that the sample is left unfinished.
-        0 means no limit.
-      stop_strings: texts that end a turn; tokens after the stop string are removed.
-      environment: function that answers a finished turn; None ends the sample after its first turn.
-      owner: any value of the caller, to recognise the sample by.
-      prompt_tokens: number of tokens before the sample.
-      limit: length of the sample at which its slot stops decoding.
-    """
-
-    sample: Sample
-    start: StartSequence
-    prompt_id: int
-    settings: DrawSettings
-    max_tokens: int
-    budget_tokens: int = 0
-    stop_strings: tuple[str, ...] = ()
-    environment: Environment | None = None
-    owner: Any = None
-    prompt_tokens: int = dataclasses.field(init=False)
-    limit: int = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        count = len(self.sample)
-        self.prompt_tokens = len(self.start.tokens) - count
-        allowed = count + self.budget_tokens if self.budget_tokens else self.max_tokens
-        self.limit = min(allowed, self.max_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the prompt and the sample together."""
-        return self.prompt_tokens + len(self.sample)
-
-
-class End(enum.Enum):
-    """Why a sample left the loop. A sample that is PAUSED is not finished."""
-
-    STOP_ID = enum.auto()
-    STOP_STRING = enum.auto()
-    FULL = enum.auto()
-    PAUSED = enum.auto()
-
-
-class Decoded(NamedTuple):
-    """Tokens that a dispatch has added to a sample.
-
-    Attributes:
-      task: the sample's task.
-      tokens: int32 [R], without tokens after a stop string and without the environment's answer.
-      logprob: float32 [R].
-      end: reason why the sample has ended; None if it continues.
-      num_before: number of tokens of the prompt and the sample before the dispatch.
-    """
-
-    task: SampleTask
-    tokens: np.ndarray
-    logprob: np.ndarray
-    end: End | None
-    num_before: int
+from jaxrl.rollout.stop_strings import StopSearch, StopsOfSlots
 
 
 class DecodeLoop:
@@ -163,7 +80,7 @@ class DecodeLoop:
           texts: answers to draft from, to which the loop adds its own; None drafts from a sample's own text.
         """
         self._engine = engine
-        self._stops = stops
+        self._stop_search = stops
         self._reuses = reuse_prefixes
         # Whether samples get their tokens in `finish`; else the next `begin` gives them, while devices work.
         self._gives_at_once = reuse_prefixes or bool(engine.config.speculate)
@@ -197,11 +114,9 @@ class DecodeLoop:
     def _forget_slots(self, num_slots: int) -> None:
         """Begins with idle slots: no tokens, no lengths, no stop strings."""
         self._log = DecodedLog(num_slots)
-        # Tokens of the sequence in each slot; the slots whose text is searched for these stop strings.
+        self._stops = StopsOfSlots(self._stop_search, num_slots)
+        # Tokens of the sequence in each slot.
         self._length_n = np.zeros(num_slots, int)
-        self._searched: dict[tuple[str, ...], np.ndarray] = {}
-        # The newest token of each slot that is searched.
-        self._newest_n = np.full(num_slots, NO_TOKEN, np.int32)
 
     @property
     def unfinished(self) -> bool:
@@ -344,8 +259,8 @@ class DecodeLoop:
         first_n = np.repeat(np.arange(shards) * (before // shards), now // shards)
         old_n = np.where(np.array(moves) < 0, -1, first_n + moves)
         self._log = self._log.moved(old_n)
-        self._length_n, self._newest_n = self._length_n[old_n], self._newest_n[old_n]
-        self._searched = {stop: of_n[old_n] for stop, of_n in self._searched.items()}
+        self._stops = self._stops.moved(old_n)
+        self._length_n = self._length_n[old_n]
 
     # Pages
 
@@ -364,7 +279,7 @@ class DecodeLoop:
         for task in self._scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
             self._extensions.pop(task, None)
-            task.start = StartSequence(_sequence(task))
+            task.start = StartSequence(task.sequence)
             self._scheduler.add_first(SampleRequest(task, task.start))
 
     def _cached(self, slot: int) -> np.ndarray:
@@ -372,7 +287,7 @@ class DecodeLoop:
         self._give_tokens(slot)
         task = self._scheduler.owner(slot)
         extension = self._extensions.get(task)
-        return _sequence(task)[: extension.length - 1 if extension else None]
+        return task.sequence[: extension.length - 1 if extension else None]
 
     # Into slots
 
@@ -414,7 +329,7 @@ class DecodeLoop:
         starts = list(starts)
         slots = np.array([slot for slot, _, _ in starts])
         self._log.start(slots)
-        self._search(slots, [task.stop_strings for _, _, task in starts])
+        self._stops.set(slots, [task.stop_strings for _, _, task in starts])
         for slot, batch_index, task in starts:
             sample = task.sample
             alike[task.settings].append(
@@ -424,18 +339,6 @@ class DecodeLoop:
             )
         for settings, assignments in alike.items():
             self._slots.insert(prefix, assignments, settings)
-
-    def _search(self, slots: np.ndarray, stop_strings: list[tuple[str, ...]]) -> None:
-        """Sets the stop strings of slots."""
-        self._newest_n[slots] = NO_TOKEN
-        for stop, of_n in list(self._searched.items()):
-            of_n[slots] = False
-            if not of_n.any():
-                del self._searched[stop]
-        for slot, stop in zip(slots.tolist(), stop_strings, strict=True):
-            if stop:
-                nowhere = np.zeros(len(self._length_n), bool)
-                self._searched.setdefault(stop, nowhere)[slot] = True
 
     def _extensions_by_slot(self) -> dict[int, Extension]:
         """The environment's answers that wait, by the slot of their sample; a slot may have moved since."""
@@ -469,7 +372,7 @@ class DecodeLoop:
             rounds = self._slots.rounds()
             self._acceptance.add((tokens - self._enough * rounds) / len(busy))
             self._counts.update({"in rounds": tokens, "rounds": rounds})
-        cuts = self._cuts(busy, decoded)
+        cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
         ends = self._end_turns(over, decoded, cuts)
         # The device does not check stop strings, so it must be told to stop decoding.
@@ -498,31 +401,13 @@ class DecodeLoop:
         finished = [s for s, task in zip(ended, tasks, strict=True) if task.sample.finished]
         if self._reuses:
             for slot, task in zip(ended, tasks, strict=True):
-                self._pages.remember(slot, _sequence(task))
+                self._pages.remember(slot, task.sequence)
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 
-    def _cuts(self, busy: np.ndarray, decoded: DecodedTokens) -> dict[int, int]:
-        """Number of tokens after the first stop string, for the slots in which one has ended."""
-        cuts: dict[int, int] = {}
-        for stop, of_n in self._searched.items():
-            slots = busy[of_n[busy]]
-            tokens, count = decoded.token[slots], decoded.count[slots]
-            before = self._newest_n[slots]
-            may_end = self._stops.may_end(stop, before, tokens, count)
-            last = tokens[np.arange(len(slots)), count - 1]
-            self._newest_n[slots] = np.where(count, last, before)
-            more = tokens_to_search(0, stop)
-            for slot, newest in zip(slots[may_end].tolist(), count[may_end].tolist(), strict=True):
-                tail = self._tail(slot, self._scheduler.owner(slot), newest + more)
-                end = self._stops.end(tail, newest, stop)
-                if end is not None:
-                    cuts[slot] = len(tail) - end
-        return cuts
-
-    def _tail(self, slot: int, task: SampleTask, count: int) -> np.ndarray:
-        """The last `count` tokens of the current turn, or all of them if there are fewer."""
-        tokens = self._log.tail(slot, count)
+    def _tail(self, slot: int, count: int) -> np.ndarray:
+        """The last `count` tokens of a slot's current turn, or all of them if there are fewer."""
+        task, tokens = self._scheduler.owner(slot), self._log.tail(slot, count)
         # A sample that was continued has the beginning of its turn itself.
         before = task.sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
         return np.concatenate([before, tokens])
@@ -592,11 +477,6 @@ class DecodeLoop:
         self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
         sample.add_given(answer, self._version)
         return None
-
-
-def _sequence(task: SampleTask) -> np.ndarray:
-    """The prompt and the tokens of a sample, int32 [T]."""
-    return np.concatenate([task.start.tokens[: task.prompt_tokens], task.sample.tokens])
 
 
 def _holders(pages: SlotPages | None, task: SampleTask) -> Collection[int]:

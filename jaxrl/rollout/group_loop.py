@@ -18,9 +18,10 @@ from jaxrl.rollout.backend import (
     check_lengths,
     expected_or_prompt_lengths,
 )
-from jaxrl.rollout.decode_loop import DecodeLoop, SampleTask, StartSequence
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.sample_task import SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.slots import DrawSettings
 from jaxrl.types import Prompts

@@ -168,3 +168,69 @@ class StopSearch:
     def end(self, tokens: np.ndarray, newest: int, stop_strings: Sequence[str]) -> int | None:
         """See `end_of_stop`."""
         return end_of_stop(tokens, newest, stop_strings, self._decode_text)
+
+
+class StopsOfSlots:
+    """The stop strings of the samples in n slots, and the newest token of each slot that has some."""
+
+    def __init__(self, search: StopSearch, num_slots: int):
+        """Begins with slots that have no stop strings."""
+        self._search = search
+        # Whether each slot has these stop strings, bool [n].
+        self._has_n: dict[tuple[str, ...], np.ndarray] = {}
+        self._newest_n = np.full(num_slots, NO_TOKEN, np.int32)
+
+    def moved(self, old_n: np.ndarray) -> StopsOfSlots:
+        """The same for slots in another order: slot i was slot `old_n[i]`, or -1 if nothing is in it."""
+        moved = StopsOfSlots(self._search, len(old_n))
+        moved._has_n = {stop: has_n[old_n] for stop, has_n in self._has_n.items()}
+        moved._newest_n = self._newest_n[old_n]
+        return moved
+
+    def set(self, slots: np.ndarray, stop_strings: Sequence[tuple[str, ...]]) -> None:
+        """Sets the stop strings of slots in which samples start.
+
+        Args:
+          slots: int [m].
+          stop_strings: m tuples of texts; an empty one means that nothing is searched.
+        """
+        self._newest_n[slots] = NO_TOKEN
+        for stop, has_n in list(self._has_n.items()):
+            has_n[slots] = False
+            if not has_n.any():
+                del self._has_n[stop]
+        for slot, stop in zip(slots.tolist(), stop_strings, strict=True):
+            if stop:
+                nowhere = np.zeros(len(self._newest_n), bool)
+                self._has_n.setdefault(stop, nowhere)[slot] = True
+
+    def cuts(
+        self,
+        busy: np.ndarray,
+        token_nW: np.ndarray,
+        count_n: np.ndarray,
+        tail: Callable[[int, int], np.ndarray],
+    ) -> dict[int, int]:
+        """Number of tokens after the first stop string, for the slots in which one has ended.
+
+        Args:
+          busy: int, slots with a sample.
+          token_nW: int32, new tokens.
+          count_n: int, number of new tokens of each slot.
+          tail: function from a slot and a count to the last tokens of its turn, at most `count`.
+        """
+        cuts: dict[int, int] = {}
+        for stop, has_n in self._has_n.items():
+            slots = busy[has_n[busy]]
+            tokens, count = token_nW[slots], count_n[slots]
+            before = self._newest_n[slots]
+            may_end = self._search.may_end(stop, before, tokens, count)
+            last = tokens[np.arange(len(slots)), count - 1]
+            self._newest_n[slots] = np.where(count, last, before)
+            more = tokens_to_search(0, stop)
+            for slot, newest in zip(slots[may_end].tolist(), count[may_end].tolist(), strict=True):
+                text = tail(slot, newest + more)
+                end = self._search.end(text, newest, stop)
+                if end is not None:
+                    cuts[slot] = len(text) - end
+        return cuts

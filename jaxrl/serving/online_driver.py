@@ -26,8 +26,9 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End, SampleTask, StartSequence
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.sample_task import Decoded, End, SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.sampling import Truncation, untruncated
 from jaxrl.rollout.slots import DrawSettings

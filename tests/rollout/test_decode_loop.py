@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from byte_engine import CONFIG, OPTIONS, PROMPTS, decode, engine_of, loaded, weights
 
-from jaxrl.rollout.decode_loop import DecodeLoop, End, SampleTask, StartSequence
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.sample_task import End, SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.slots import DrawSettings, Slots
 from jaxrl.rollout.stop_strings import StopSearch

@@ -15,8 +15,9 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.rollout.decode_loop import DecodeLoop, SampleTask, StartSequence
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.sample_task import SampleTask, StartSequence
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Slots
