@@ -88,6 +88,12 @@ class EngineSettings:
         return settings | changes
 
 
+def fewest_slots(slots: int, max_response_tokens: int) -> int:
+    """The smallest number of slots to compile a decode program for, on all shards."""
+    # With short responses, compiling programs for few slots takes longer than they save.
+    return slots if max_response_tokens <= _SHORT_RESPONSE else min(slots, _SMALLEST_BUCKET)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineSettings):
     """All settings that the compiled programs depend on, besides the model and its mesh.
@@ -128,8 +134,7 @@ class EngineConfig(EngineSettings):
         """The value of `smallest_bucket` for the length of the responses."""
         if self.smallest_bucket != "auto":
             return self.smallest_bucket
-        # With short responses, compiling programs for few slots takes longer than they save.
-        return self.slots if self.max_response_tokens <= _SHORT_RESPONSE else _SMALLEST_BUCKET
+        return fewest_slots(self.slots, self.max_response_tokens)
 
     @property
     def cache_dtype(self) -> Any:

@@ -240,6 +240,8 @@ def compile_piece(
 def _key(lowered: Any, topology: Topology) -> str:
     parts = [topology.name, *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS)]
     parts += [f"{name} {_version(name)}" for name in _COMPILERS]
+    # Options of `jax.jit` are neither in the program's text nor in a public attribute.
+    parts += [f"{name}={value}" for name, value in lowered._lowering._compiler_options_kvs]
     return hashlib.sha256("\n".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 

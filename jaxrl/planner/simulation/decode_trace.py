@@ -24,9 +24,6 @@ import numpy as np
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.rollout.buckets import coarse_bucket_sizes
 
-FEWEST_SLOTS = 8
-"""Smallest number of slots of a replica that the engine has a program for, unless their number is fixed."""
-
 _MOST_STRETCHES = 512
 
 
@@ -105,7 +102,7 @@ def quick_trace(
     slots: int,
     tokens_per_dispatch: int,
     replicas: int = 1,
-    fewest_slots: int = FEWEST_SLOTS,
+    fewest_slots: int = 1,
 ) -> DecodeTrace:
     """Traces one replica, which stands for all.
 

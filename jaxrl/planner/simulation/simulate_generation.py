@@ -21,7 +21,6 @@ from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.decode_trace import (
-    FEWEST_SLOTS,
     DecodeTrace,
     PrefillWork,
     quick_trace,
@@ -30,7 +29,7 @@ from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
 from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
-from jaxrl.rollout.settings import EngineConfig
+from jaxrl.rollout.settings import EngineConfig, fewest_slots
 
 # Steps of always full slots that are replayed; the last one counts. The first one begins without unfinished
 # groups and takes longer; in the second there are as many as in the fifth, for the 32B recipe.
@@ -257,6 +256,7 @@ class GenerationSimulator:
     def _trace(self, replicas: int, slots: int, greedy: bool) -> DecodeTrace:
         work = self.workload
         samples = self._samples_per_replica(replicas, greedy)
+        fewest = fewest_slots(slots * replicas, work.response_lengths.longest) // replicas
         trace = quick_trace(
             work.prompt_lengths.mean,
             work.response_lengths,
@@ -264,7 +264,7 @@ class GenerationSimulator:
             min(slots, samples),
             work.tokens_per_dispatch,
             replicas,
-            slots if self._assume.fixed_slots or work.paged else FEWEST_SLOTS,
+            slots if self._assume.fixed_slots or work.paged else max(1, fewest),
         )
         if not work.always_full:
             return trace

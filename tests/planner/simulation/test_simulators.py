@@ -530,7 +530,7 @@ def replayed_trace(lengths, *, replicas, slots, W, prompt_tokens=64, G=1) -> Dec
 
 
 def test_samples_of_one_length_go_in_waves():
-    trace = quick_trace(10.0, LengthDistribution.exactly(4), 5, 2, 2)
+    trace = quick_trace(10.0, LengthDistribution.exactly(4), 5, 2, 2, fewest_slots=2)
     # 2 + 2 + 1 samples, 4 steps each; cached are the prompt and half of the steps.
     assert trace.steps.tolist() == [4, 4, 4]
     assert trace.slots.tolist() == [2, 2, 2]  # too few for a smaller program
