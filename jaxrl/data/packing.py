@@ -236,13 +236,13 @@ def plan_packing(
         for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
             at = u * M * R + index
             offset = 0
-            for number, segment in enumerate(segments_of[r], start=1):
+            segment_ids[at], prefixes = _ids(segments_of[r], T)
+            if prefix_groups:
+                prefix_ids[at] = prefixes
+            for segment in segments_of[r]:
                 here = slice(offset, offset + segment.stop - segment.first)
                 positions[at, here] = np.arange(segment.first, segment.stop)
-                segment_ids[at, here] = number
                 sequence[at, here] = -1 if segment.sequence is None else segment.sequence
-                if prefix_groups:
-                    prefix_ids[at, here] = segment.prefix
                 start = at * T + offset
                 if segment.sequence is not None:
                     starts[segment.sequence], shared[segment.sequence] = start, segment.first
@@ -303,6 +303,30 @@ def _segments(row: list[int], lengths: np.ndarray, groups: PrefixGroups) -> list
         prefix = len(segments) if shared else 0
         segments += [_Segment(shared, int(lengths[i]), prefix, sequence=i) for i in members]
     return segments
+
+
+def _ids(segments: list[_Segment], tokens: int) -> np.ndarray:
+    """Segment ids and prefix ids of a row, int32 [2, T]."""
+    sizes = [segment.stop - segment.first for segment in segments]
+    numbers = [range(1, len(segments) + 1), [segment.prefix for segment in segments]]
+    ids = np.zeros((2, tokens), np.int32)
+    ids[:, : sum(sizes)] = np.repeat(numbers, sizes, axis=1)
+    return ids
+
+
+def ids_of_rows(rows: Rows, lengths: np.ndarray, groups: PrefixGroups, tokens: int) -> np.ndarray:
+    """Segment ids and prefix ids of the rows of a minibatch, in the order of their microbatches.
+
+    Args:
+      rows: sequences of each row, from `best_fit_decreasing` with the same lengths, groups and tokens.
+      lengths, groups: Number of tokens and prefix group of every sequence.
+      tokens: T, the number of tokens of a row.
+
+    Returns:
+      int32 [rows, 2, T].
+    """
+    heaviest_first = sorted((_segments(row, lengths, groups) for row in rows), key=_work)[::-1]
+    return np.array([_ids(segments, tokens) for segments in heaviest_first])
 
 
 def _work(segments: list[_Segment]) -> int:

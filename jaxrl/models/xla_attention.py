@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxrl.models.attention_kind import AttentionKind
@@ -246,32 +247,43 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(ids: _Ids, reach: jax.Array | None) -> _Tiles:
-    """Finds the pairs of blocks in which a query of any row may see a key.
+    needed_NN = needed_tiles(ids.own, ids.prefix, reach)
+    return _Tiles(jnp.argsort(~needed_NN, axis=1, stable=True), needed_NN.sum(1))
+
+
+def needed_tiles(own_NBC: Any, prefix_NBC: Any, reach: Any, xp: Any = jnp) -> Any:
+    """The pairs of blocks in which a query of any row may see a key; their tiles are computed.
 
     Two blocks can share a segment only if the ranges of their ids overlap. Rows of `data.packing` have
     ascending ids, so almost all overlapping pairs do share one. Other orders give the same result but skip
     fewer tiles.
+
+    Args:
+      own_NBC: int32, segment ids; 0 is padding.
+      prefix_NBC: int32, ids of the prefixes as in `TreeSegments`; None without prefixes.
+      reach: number of tokens in a window; None without one.
+      xp: module of the arrays, `jax.numpy` or `numpy`.
+
+    Returns:
+      Bool [N, N], query block by key block.
     """
-    N, _, C = ids.own.shape
+    N, _, C = own_NBC.shape
     # Padding comes last and has id 0. The range of its block would then begin at 0 and overlap all others.
-    after_all = jnp.iinfo(jnp.int32).max
-    own_NBC = jnp.where(ids.own == 0, after_all, ids.own)
+    after_all = np.iinfo(np.int32).max
+    own_NBC = xp.where(own_NBC == 0, after_all, own_NBC)
     low_NB, high_NB = own_NBC.min(-1), own_NBC.max(-1)
     needed_NNB = _overlap(low_NB, high_NB, low_NB, high_NB)
-    if ids.prefix is not None:
-        before_NB = jnp.where(ids.prefix == 0, after_all, ids.prefix).min(-1)
-        needed_NNB |= _overlap(before_NB, ids.prefix.max(-1), low_NB, high_NB)
-    block_N = jnp.arange(N)
+    if prefix_NBC is not None:
+        before_NB = xp.where(prefix_NBC == 0, after_all, prefix_NBC).min(-1)
+        needed_NNB |= _overlap(before_NB, prefix_NBC.max(-1), low_NB, high_NB)
+    block_N = xp.arange(N)
     needed_NN = needed_NNB.any(-1) & (block_N[None] < block_N[:, None])
     if reach is not None:
         # The smallest distance between two blocks is from the first query to the last key.
         needed_NN &= block_N[:, None] * C - (block_N[None] * C + C - 1) < reach
-    needed_NN |= block_N[None] == block_N[:, None]
-    return _Tiles(jnp.argsort(~needed_NN, axis=1, stable=True), needed_NN.sum(1))
+    return needed_NN | (block_N[None] == block_N[:, None])
 
 
-def _overlap(
-    low_NB: jax.Array, high_NB: jax.Array, other_low_NB: jax.Array, other_high_NB: jax.Array
-) -> jax.Array:
+def _overlap(low_NB: Any, high_NB: Any, other_low_NB: Any, other_high_NB: Any) -> Any:
     """Whether range n of the first set overlaps range m of the second, bool [N, N, B]."""
     return (low_NB[:, None] <= other_high_NB[None]) & (other_low_NB[None] <= high_NB[:, None])

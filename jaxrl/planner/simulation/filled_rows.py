@@ -14,7 +14,8 @@ import math
 
 import numpy as np
 
-from jaxrl.data.packing import PrefixGroups, best_fit_decreasing
+from jaxrl.data.packing import PrefixGroups, Rows, best_fit_decreasing, ids_of_rows
+from jaxrl.models.xla_attention import needed_tiles
 from jaxrl.planner.simulation.workload import Workload
 
 
@@ -25,16 +26,12 @@ class FilledRows:
     Attributes:
       rows_U: number of rows of each minibatch.
       tokens: number of tokens of a row.
-      prompt_copies: copies of a prompt for each of its responses: 1 unless prompts are shared.
       unused: mean number of tokens at the end of these rows that are padding.
-      unused_square: mean of the squares of these numbers.
     """
 
     rows_U: tuple[int, ...]
     tokens: int
-    prompt_copies: float
     unused: float
-    unused_square: float
 
     @property
     def total(self) -> int:
@@ -62,7 +59,55 @@ class FilledRows:
 
 @functools.lru_cache(maxsize=256)
 def filled_rows(work: Workload) -> FilledRows:
-    """Packs the sequences of a step, whose lengths are those of the replayed engine."""
+    """The rows of a step with the sequences that the engine is replayed with."""
+    rows_U, lengths_B, groups = _packed(work)
+    rows = [row for rows in rows_U for row in rows]
+    # A prefix is stored once for the members of its group, whole for a member without others.
+    own = int((lengths_B - groups.shared_B).sum())
+    shared = sum(
+        sum({int(groups.group_B[i]): int(groups.shared_B[i]) for i in row}.values()) for row in rows
+    )
+    unused = work.row_tokens - (own + shared) / len(rows)
+    return FilledRows(tuple(map(len, rows_U)), work.row_tokens, unused)
+
+
+@functools.lru_cache(maxsize=256)
+def computed_pairs(work: Workload, rows: int, block_tokens: int, reach: int | None) -> float:
+    """Pairs of tokens whose scores plain attention computes in the filled rows of a step, whole tiles.
+
+    Args:
+      work: work of a step.
+      rows: number of rows that a device computes at once: a tile that one of them needs is computed for all.
+      block_tokens: side of a tile, at most a row.
+      reach: number of tokens in a window; None without one.
+    """
+    rows_U, lengths_B, groups = _packed(work)
+    block = min(block_tokens, work.row_tokens)
+    pairs = 0.0
+    for filled in rows_U:
+        ids = ids_of_rows(filled, lengths_B, groups, work.row_tokens)
+        for first in range(0, len(ids), rows):
+            pairs += len(ids[first : first + rows]) * _pairs_of(
+                ids[first : first + rows], block, reach
+            )
+    return pairs
+
+
+def pairs_of_one_text(tokens: int, block_tokens: int, reach: int | None) -> float:
+    """Pairs that tiles cover in a row of one text, or of padding; args as of `computed_pairs`."""
+    return _pairs_of(np.zeros((1, 2, tokens), np.int32), min(block_tokens, tokens), reach)
+
+
+def _pairs_of(ids: np.ndarray, block: int, reach: int | None) -> float:
+    """Pairs of each of some rows that are computed at once; args as of `needed_tiles`: int32 [rows, 2, T]."""
+    ids = np.pad(ids, ((0, 0), (0, 0), (0, -ids.shape[-1] % block)))
+    own_NBC, prefix_NBC = ids.reshape(len(ids), 2, -1, block).transpose(1, 2, 0, 3)
+    return float(needed_tiles(own_NBC, prefix_NBC, reach, np).sum()) * block**2
+
+
+@functools.lru_cache(maxsize=4)
+def _packed(work: Workload) -> tuple[list[Rows], np.ndarray, PrefixGroups]:
+    """The sequences of each row of each minibatch, the lengths of all sequences, and their shared prompts."""
     prompts_N, responses_NG = work.lengths_of(work.prompts, work.samples)
     prompts_B = prompts_N.repeat(work.samples)
     lengths_B = prompts_B + responses_NG.ravel()
@@ -71,21 +116,8 @@ def filled_rows(work: Workload) -> FilledRows:
     if work.shares_prompts:
         # An answer begins with the last token of its prompt (roles.batches).
         groups = PrefixGroups(index_B // work.samples, prompts_B - 1)
-    rows_U, unused, copies = [], [], 0
-    for members in np.array_split(index_B, work.updates):
-        rows = best_fit_decreasing(members, lengths_B, groups, work.row_tokens)
-        rows_U.append(len(rows))
-        for row in rows:
-            # A prefix is stored once for the members of its group, whole for a member without others.
-            shared = {int(groups.group_B[i]): int(groups.shared_B[i]) for i in row}
-            copies += len(shared)
-            own = sum(int(lengths_B[i] - groups.shared_B[i]) for i in row)
-            unused.append(work.row_tokens - own - sum(shared.values()))
-    unused = np.array(unused, float)
-    return FilledRows(
-        tuple(rows_U),
-        work.row_tokens,
-        copies / work.sequences,
-        float(unused.mean()),
-        float((unused**2).mean()),
-    )
+    members_U = np.array_split(index_B, work.updates)
+    rows_U = [
+        best_fit_decreasing(members, lengths_B, groups, work.row_tokens) for members in members_U
+    ]
+    return rows_U, lengths_B, groups

@@ -16,15 +16,25 @@ import dataclasses
 import functools
 import math
 
+from jaxrl.models.attention import pick_block_tokens
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
-from jaxrl.planner.simulation.filled_rows import FilledRows, filled_rows
+from jaxrl.planner.simulation.filled_rows import (
+    FilledRows,
+    computed_pairs,
+    filled_rows,
+    pairs_of_one_text,
+)
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
+
+# Matmuls of the backward pass of attention; the forward pass has two. All compute the scores again; splash
+# does so in two kernels, one for the gradient of the queries and one for that of keys and values.
+_BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +114,11 @@ class PassSimulator:
         repeats = work.epochs
         again = 1 if assume.remat == "full" else 0
         forward = self._forward_s(model, strategy, flushes) * repeats
-        compute = 3 * forward
+        # A gradient takes twice the matmuls of the weights, but more of those of attention.
+        attention = _BACKWARD_ATTENTION[assume.attention] / 2
+        compute = forward + repeats * self._forward_s(
+            model, strategy, flushes, weights=2, attention=attention
+        )
         busy = compute + again * forward
         data = self._gathers_s(
             model, strategy, flushes, gathers=2, compute_s=busy / repeats, gradients=True
@@ -152,13 +166,25 @@ class PassSimulator:
         return _Flushes(work.updates * micro * share, wanted, size)
 
     def _forward_s(
-        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, share: float = 1.0
+        self,
+        model: ModelConfig,
+        strategy: Strategy,
+        flushes: _Flushes,
+        *,
+        share: float = 1.0,
+        weights: float = 1.0,
+        attention: float = 1.0,
     ) -> float:
-        """Seconds of matmuls and attention; with few tokens those of reading the weights."""
+        """Seconds of matmuls and attention; with few tokens those of reading the weights.
+
+        `weights` and `attention` are the operations of a pass, relative to those of a forward pass.
+        """
         numbers = model_numbers(model)
-        attention = self._attention_flops(model, strategy, flushes, share)
-        flops = flushes.tokens * numbers.token_flops + attention
-        read = numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
+        flops = weights * flushes.tokens * numbers.token_flops
+        flops += attention * self._attention_flops(model, strategy, flushes, share)
+        read = (
+            weights * numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
+        )
         reads = flushes.count * flushes.microbatches * read / self._read
         return max(flops / (strategy.p * strategy.t) / self._flops, reads)
 
@@ -166,23 +192,28 @@ class PassSimulator:
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, share: float
     ) -> float:
         """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
-        work, filled = self._work, self._filled
+        work, used = self._work, share * self._filled.total
         rows = flushes.tokens / work.row_tokens
         kernel = self._assume.attention
-        windows = kernel != "cudnn" or all(model.sliding_layers)
-        whole = mean_attention_flops(model, work.row_tokens, work.row_tokens**2, windows=windows)
-        if kernel != "xla":
+        if kernel == "cudnn":
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
-            return rows * whole
-        prompt = work.prompt_lengths
-        texts = mean_attention_flops(model, work.mean_tokens, work.mean_square_tokens)
-        # Attention inside a prompt is computed once for each copy.
-        once = mean_attention_flops(model, prompt.mean, prompt.mean_square)
-        texts = share * work.sequences * (texts - (1 - filled.prompt_copies) * once)
-        # The padding of a row is a segment of its own.
-        used = share * filled.total
-        padding = used * mean_attention_flops(model, filled.unused, filled.unused_square)
-        return (texts + padding) / strategy.d + max(0.0, rows - used / strategy.d) * whole
+            square, windows = work.row_tokens**2, all(model.sliding_layers)
+            return rows * mean_attention_flops(model, work.row_tokens, square, windows=windows)
+        block = pick_block_tokens(self._cluster.accelerator.platform, tree=work.shares_prompts)
+        together = max(1, round(flushes.microbatch_tokens / work.row_tokens))
+
+        def pairs(reach: int | None) -> float:
+            one_text = pairs_of_one_text(work.row_tokens, block, reach)
+            if kernel == "splash":
+                return rows * one_text
+            filled = share * computed_pairs(work, together, block, reach) / strategy.d
+            return filled + max(0.0, rows - used / strategy.d) * one_text
+
+        sliding = sum(model.sliding_layers) / model.num_layers
+        seen = (1 - sliding) * pairs(None) + (
+            sliding * pairs(model.sliding_window) if sliding else 0
+        )
+        return model_numbers(model).pair_flops * seen
 
     def _tensor_s(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int

@@ -11,7 +11,7 @@ from toy_clusters import toy, toy_model, toy_work
 from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.filled_rows import filled_rows
+from jaxrl.planner.simulation.filled_rows import computed_pairs, filled_rows, pairs_of_one_text
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution, Strategy
 
@@ -60,7 +60,67 @@ def test_microbatches_are_those_of_a_packed_batch(prompts, mean, tokens, rows, s
     assert filled.total == (some > 0).sum()
     unused = work.row_tokens - some[some > 0]
     assert filled.unused == pytest.approx(unused.mean())
-    assert filled.unused_square == pytest.approx((unused.astype(float) ** 2).mean())
+
+
+@hypothesis.given(
+    mean=st.floats(20, 200),
+    tokens=st.integers(320, 1000),
+    block=st.sampled_from((32, 100, 512)),
+    reach=st.sampled_from((None, 150)),
+    shares=st.booleans(),
+)
+def test_computed_pairs_are_those_of_the_tiles_with_a_visible_pair(
+    mean, tokens, block, reach, shares
+):
+    work = toy_work(
+        response_lengths=LengthDistribution(mean, 256, "log-normal"),
+        microbatch_tokens=tokens,
+        shares_prompts=shares,
+    )
+    real = packed(work, 1)
+    prefix = np.zeros_like(real.segment_ids) if real.prefix_ids is None else real.prefix_ids
+    pairs = 0
+    for own, before in zip(
+        rows_in_use(real.segment_ids, real), rows_in_use(prefix, real), strict=True
+    ):
+        distance = np.arange(tokens_of := len(own))[:, None] - np.arange(tokens_of)
+        seen = (own[:, None] == own) | ((before[:, None] == own) & (before[:, None] > 0))
+        seen &= (distance >= 0) & (distance < (reach or tokens_of))
+        starts = range(0, tokens_of, block)
+        tiles = sum(seen[i : i + block, j : j + block].any() for i in starts for j in starts)
+        pairs += tiles * min(block, tokens_of) ** 2
+    found = computed_pairs(work, 1, block, reach)
+    if shares or reach:
+        # The ranges of ids, and the distance of blocks, may meet without a visible pair.
+        assert pairs <= found <= 2 * pairs
+    else:
+        assert found == pairs
+
+
+def rows_in_use(field, packing):
+    """The rows of a packed field that hold tokens."""
+    return field[(packing.segment_ids > 0).any(-1)]
+
+
+def test_rows_that_are_computed_at_once_share_their_tiles():
+    # Rows of 320 tokens hold two texts of 160, in tiles of 80: 3 + 3 of 10 pairs of blocks for each text.
+    work = toy_work(prompts=8, samples=2, response_lengths=LengthDistribution.exactly(96))
+    work = dataclasses.replace(work, microbatch_tokens=320)
+    assert computed_pairs(work, 1, 80, None) == 8 * 6 * 80**2
+    assert computed_pairs(work, 2, 80, None) == 8 * 6 * 80**2
+    assert pairs_of_one_text(320, 80, None) == 10 * 80**2
+    assert pairs_of_one_text(320, 80, 81) == 7 * 80**2
+    # With one row of two texts and one of one text, both compute all tiles.
+    mixed = dataclasses.replace(
+        work,
+        prompts=3,
+        samples=1,
+        updates=1,
+        prompt_lengths=LengthDistribution.measured([64, 64, 224], 224),
+    )
+    assert filled_rows(mixed).rows_U == (2,)
+    assert computed_pairs(mixed, 1, 80, None) == (10 + 6) * 80**2
+    assert computed_pairs(mixed, 2, 80, None) == 2 * 10 * 80**2
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])

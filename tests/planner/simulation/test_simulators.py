@@ -37,7 +37,7 @@ from jaxrl.planner.simulation.workload import (
     layout_of,
 )
 from jaxrl.quantized import StoredType
-from jaxrl.roles.flops import attention_flops, token_flops, training_flops
+from jaxrl.roles.flops import attention_flops, token_flops
 from jaxrl.rollout.buckets import coarse_bucket_sizes
 
 # Every rate is reached, nothing hides, nothing has a latency: numbers that can be computed on paper.
@@ -87,42 +87,47 @@ def test_parameters_are_those_of_the_model(name):
 # Training and inference
 
 
-def test_compute_is_what_the_model_asks_for():
-    whole = training_flops(MODEL, np.full(16, 256)).sum()
+# 16 texts of 256 tokens fill 8 rows of 512, which end with a tile of 128 tokens as the texts do.
+@pytest.mark.parametrize(
+    ("kernel", "pairs", "backward"),
+    [("xla", 6 * 128**2, 2.5), ("cudnn", 512 * 513 / 2, 2.5), ("splash", 10 * 128**2, 3.5)],
+)
+def test_compute_is_what_the_model_asks_for(kernel, pairs, backward):
+    assume = dataclasses.replace(PLAIN, attention=kernel)
+    weights = 16 * 256 * token_flops(MODEL).weights
+    attention = 8 * pairs * model_numbers(MODEL).pair_flops
     for strategy in (Strategy(1, 1, 1), Strategy(1, 2, 4, 2), Strategy(2, 2, 2)):
-        terms = passes().training(MODEL, strategy)
+        terms = passes(assume).training(MODEL, strategy)
+        whole = 3 * weights + (1 + backward) * attention
         assert terms.seconds["compute"] == pytest.approx(whole / 1e12 / strategy.num_devices)
         again = terms.seconds["layers computed again"]
-        assert again == pytest.approx(whole / 3 / 1e12 / strategy.num_devices)
-        forward = passes().inference(MODEL, strategy)
+        assert again == pytest.approx((weights + attention) / 1e12 / strategy.num_devices)
+        forward = passes(assume).inference(MODEL, strategy)
         assert forward.seconds["compute"] == pytest.approx(again)
 
 
-def test_kernels_that_do_not_skip_segments_compute_all_pairs_of_a_row():
-    # 16 texts of 256 tokens in 8 rows of 512: each row has 512 x 513 / 2 pairs, not twice 256 x 257 / 2.
-    rows = dataclasses.replace(PLAIN, attention="splash")
-    one, two = (passes(a).inference(MODEL, Strategy(1, 1, 1)).seconds for a in (PLAIN, rows))
-    pairs = 8 * (512 * 513 / 2 - 2 * 256 * 257 / 2)
-    more = pairs * model_numbers(MODEL).pair_flops / 1e12
-    assert two["compute"] - one["compute"] == pytest.approx(more)
-    # A text of its own row has no other pairs.
+def test_a_text_in_a_row_of_its_own_has_the_same_pairs_for_all_kernels_with_tiles():
     alone = dataclasses.replace(WORK, microbatch_tokens=128)
-    one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, rows))
+    splash = dataclasses.replace(PLAIN, attention="splash")
+    one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, splash))
     assert one.total_s == two.total_s
 
 
 @pytest.mark.parametrize("pattern", [("sliding",), ("sliding", "full")])
 @pytest.mark.parametrize("kernel", ["xla", "cudnn", "splash"])
 def test_pairs_before_a_window_are_computed_only_by_cudnn_with_mixed_layers(kernel, pattern):
-    # 16 texts of 256 tokens in 8 rows of 512.
     model = dataclasses.replace(MODEL, sliding_window=100, layer_pattern=pattern)
     assume = dataclasses.replace(PLAIN, attention=kernel)
     found = passes(assume).inference(model, Strategy(1, 1, 1)).seconds["compute"]
-    seen = model
-    if kernel == "cudnn" and len(pattern) == 2:
-        seen = MODEL
-    tokens = np.full(16, 256) if kernel == "xla" else np.full(8, 512)
-    flops = 16 * 256 * token_flops(model).weights + attention_flops(seen, tokens).sum()
+    if kernel == "cudnn":
+        seen = MODEL if len(pattern) == 2 else model
+        attention = attention_flops(seen, np.full(8, 512)).sum()
+    else:
+        # A window of 100 tokens reaches one block back.
+        full, sliding = (6, 6) if kernel == "xla" else (10, 7)
+        tiles = 8 * np.mean([sliding if kind == "sliding" else full for kind in pattern])
+        attention = tiles * 128**2 * model_numbers(model).pair_flops
+    flops = 16 * 256 * token_flops(model).weights + attention
     assert found == pytest.approx(flops / 1e12)
 
 
@@ -337,16 +342,16 @@ def test_a_shared_prompt_is_computed_once_for_its_answers_in_a_row():
     alone = toy_work(prompts=4, samples=6, microbatch_tokens=162, **lengths)
     alone = dataclasses.replace(alone, response_lengths=LengthDistribution(32, 98))
     shared = dataclasses.replace(alone, shares_prompts=True)
-    assert (filled_rows(alone).total, filled_rows(alone).prompt_copies) == (24, 1)
-    assert (filled_rows(shared).total, filled_rows(shared).prompt_copies) == (8, 1 / 3)
+    assert (filled_rows(alone).total, filled_rows(shared).total) == (24, 8)
     one = Strategy(1, 1, 1)
-    # Matmuls of whole rows; attention of eight prompts and 24 answers that also see their prompt.
+    # Tiles of 32 tokens over a prompt, tokens 0 to 62, and answers at 63 to 95, 96 to 128 and 129 to 161. The
+    # last three blocks see the two of the prompt, themselves, and the one before if it shares an answer.
     numbers = model_numbers(MODEL)
-    pairs = 8 * 64 * 65 / 2 + 24 * (32 * 64 + 32 * 33 / 2)
-    flops = 8 * 162 * numbers.token_flops + pairs * numbers.pair_flops
-    found = PassSimulator(CLUSTER, shared, PLAIN).training(MODEL, one).seconds["compute"]
-    assert found == pytest.approx(3 * flops / 1e12)
-    assert found < PassSimulator(CLUSTER, alone, PLAIN).training(MODEL, one).seconds["compute"]
+    tiles = 1 + 2 + 3 + 3 + 4 + 4
+    flops = 8 * (162 * numbers.token_flops + tiles * 32**2 * numbers.pair_flops)
+    found = PassSimulator(CLUSTER, shared, PLAIN).inference(MODEL, one).seconds["compute"]
+    assert found == pytest.approx(flops / 1e12)
+    assert found < PassSimulator(CLUSTER, alone, PLAIN).inference(MODEL, one).seconds["compute"]
 
 
 # Generation
