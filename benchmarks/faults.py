@@ -39,6 +39,7 @@ import jax
 
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
+from jaxrl.errors import exit_status
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
@@ -293,7 +294,8 @@ def _train(run: Run, steps: int) -> tuple[int, str]:
         return program.train(config)
 
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-        status = command_line.run(main, Config, argv=["faults", *run.arguments(steps)])
+        argv = ["faults", *run.arguments(steps)]
+        status = exit_status(lambda: command_line.run(main, Config, argv=argv))
     return status, errors.getvalue()
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-from jaxrl.errors import EXIT_USER_ERROR
+from jaxrl.errors import EXIT_USER_ERROR, exit_status
 
 # 128 + SIGPIPE
 _EXIT_CLOSED = 141
@@ -121,9 +121,9 @@ def launch(name: str) -> NoReturn:
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """Imports and calls a command; returns its exit status."""
+    """Imports and calls a command; prints its UserErrors and returns its exit status."""
     module, _, function = COMMANDS[name].function.partition(":")
-    return getattr(importlib.import_module(module), function)(argv)
+    return exit_status(lambda: getattr(importlib.import_module(module), function)(argv))
 
 
 def _with_stdout(call: Callable[[], int]) -> int:

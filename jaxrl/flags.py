@@ -21,6 +21,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import pathlib
 import re
 import typing
 from collections.abc import Callable, Container
@@ -29,6 +30,22 @@ from typing import Any, TypeVar
 Settings = TypeVar("Settings")
 
 _ENTRY = re.compile(r"^  (\w[\w, ]*): ?(.*)$")
+
+
+def command_parser(program: str, about: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser whose help is a command's module docstring, as it is written.
+
+    Args:
+      program: name of the program, as in `sys.argv[0]`.
+      about: docstring of the module.
+      **options: further arguments of `argparse.ArgumentParser`.
+    """
+    return argparse.ArgumentParser(
+        prog=pathlib.Path(program).name,
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
 
 
 @functools.cache

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 
 import jax
 
 from jaxrl.checks import check_path
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 from jaxrl.hub.hub_names import HubName, parsed_name
 from jaxrl.hub.local_paths import local_model, open_hub
 from jaxrl.models.huggingface.gguf_file import gguf_to_hf
@@ -39,14 +39,10 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
     args = parser.parse_args(arguments)
-    try:
-        pushed_to = check_push(args)
-        print(convert(args))
-        if pushed_to is not None:
-            print(open_hub().push_model(args.out, pushed_to, private=not args.public))
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    pushed_to = check_push(args)
+    print(convert(args))
+    if pushed_to is not None:
+        print(open_hub().push_model(args.out, pushed_to, private=not args.public))
     return 0
 
 
@@ -101,11 +97,7 @@ def convert(args: argparse.Namespace) -> str:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument(
         "--from", dest="source", choices=("hf", "orbax", "run", "gguf"), required=True
     )

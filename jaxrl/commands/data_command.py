@@ -15,7 +15,6 @@ import argparse
 import functools
 import json
 import pathlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl.checks import check_path
@@ -30,8 +29,8 @@ from jaxrl.data.prompt_encoding import EncodedPrompts
 from jaxrl.data.records import Record, text_of_context
 from jaxrl.data.row_writers import rows_of, write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import EXIT_USER_ERROR, UserError
-from jaxrl.flags import add_flags
+from jaxrl.errors import UserError
+from jaxrl.flags import add_flags, command_parser
 from jaxrl.hub.local_paths import TRAINING, local_rows, local_tokenizer
 from jaxrl.trainer.hub_files import with_hub_files
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
@@ -45,38 +44,29 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
     parser = _parser(program)
-    try:
-        overrides, rest = take_overrides(arguments, leaf_types(Config))
-        args = parser.parse_args(rest)
-        for name, path in (
-            ("--tokenizer", args.tokenizer),
-            ("--to", args.to),
-            ("--grader", args.grader),
-        ):
-            check_path(name, path)
-        for path in args.files:
-            check_path("FILE", path)
-        if bool(args.files) == bool(args.config):
-            raise UserError("name files of problems, or a recipe with --config, and not both")
-        if args.config:
-            _of_recipe(args, overrides)
-        elif overrides:
-            raise UserError("--config.NAME=VALUE changes a recipe; name one with --config")
-        else:
-            _of_files(args)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    overrides, rest = take_overrides(arguments, leaf_types(Config))
+    args = parser.parse_args(rest)
+    for name, path in (
+        ("--tokenizer", args.tokenizer),
+        ("--to", args.to),
+        ("--grader", args.grader),
+    ):
+        check_path(name, path)
+    for path in args.files:
+        check_path("FILE", path)
+    if bool(args.files) == bool(args.config):
+        raise UserError("name files of problems, or a recipe with --config, and not both")
+    if args.config:
+        _of_recipe(args, overrides)
+    elif overrides:
+        raise UserError("--config.NAME=VALUE changes a recipe; name one with --config")
+    else:
+        _of_files(args)
     return 0
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(program, __doc__, allow_abbrev=False)
     parser.add_argument("files", nargs="*", metavar="FILE", help="JSONL, Parquet, Arrow, ...")
     parser.add_argument("--config", default="", help="recipe whose sources are shown")
     parser.add_argument("--show", type=int, default=0, help="prompts of each source to show")

@@ -7,7 +7,6 @@ Prints a line for each thing, and exits with status 1 if one of them fails.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import pathlib
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxrl.config.recipes import bundled_recipes
+from jaxrl.flags import command_parser
 from jaxrl.mesh.compilation_cache import cache_folder
 
 _STEP_LIMIT_S = 600
@@ -44,9 +44,7 @@ _TINY = {
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("--no_step", action="store_true", help="leave the training step out")
     args = parser.parse_args(arguments)
     good = True

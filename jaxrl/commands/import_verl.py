@@ -10,7 +10,6 @@ the environment. docs/from_verl.md has the tables.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import pathlib
 import sys
@@ -25,8 +24,9 @@ from jaxrl.config.config_tree import leaf_types, type_name
 from jaxrl.config.schema import Config
 from jaxrl.config.verl_files import VerlFile, read_verl
 from jaxrl.config.verl_settings import Import, Line, convert_settings
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
 from jaxrl.files import shown_path
+from jaxrl.flags import command_parser
 
 _WIDTH = 100
 _MAX_OF_A_GROUP = 4
@@ -44,20 +44,14 @@ from jaxrl.config.schema import Config
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("file", metavar="FILE", help="YAML file or shell script of verl")
     parser.add_argument("--out", default="", help="recipe to write; standard output without it")
     parser.add_argument(
         "--num_train_prompts", type=int, default=0, help="prompts in the training files, for epochs"
     )
     args = parser.parse_args(arguments)
-    try:
-        _import(args.file, args.out, args.num_train_prompts)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    _import(args.file, args.out, args.num_train_prompts)
     return 0
 
 

@@ -5,29 +5,22 @@ jaxrl new my_recipe          writes my_recipe.py, with a comment at each setting
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import re
-import sys
 from collections.abc import Sequence
 
 from jaxrl.config.recipes import bundled_recipes
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("name", help="name of the recipe, and of the folder of its results")
     args = parser.parse_args(arguments)
-    try:
-        path = write_recipe(args.name)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    path = write_recipe(args.name)
     print(f"{path} is yours to change; check it with: jaxrl train --config {path} --dry_run")
     return 0
 

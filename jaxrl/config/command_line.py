@@ -32,7 +32,7 @@ from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.config.recipes import recipe_path, recipes_near
 from jaxrl.config.removed_settings import replacement_of
-from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,9 +56,6 @@ def run(
 ) -> int:
     """Parses the command line and calls `command(config, **switches)`.
 
-    A UserError of the command is printed like an error of the command line. SystemExit and all other
-    exceptions pass through.
-
     Args:
       command: function that gets an instance of `config_class` and one boolean keyword per switch, and
         returns the exit status; None means 0.
@@ -67,28 +64,24 @@ def run(
       argv: program name and arguments; None means `sys.argv`.
 
     Returns:
-      The exit status: the status of the command, 2 after a UserError, 130 after an interrupt.
+      The exit status of the command.
+
+    Raises:
+      UserError: an argument, the recipe or a setting cannot be used, or the command raised it.
     """
     program, *arguments = sys.argv if argv is None else argv
     switches = switches or {}
-    try:
-        overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
-        own, groups = _parse_own_flags(program, rest, switches)
-        if own["help"].value:
-            print(_usage(program, command, config_class, switches, groups))
-            return 0
-        if groups:
-            raise UserError(
-                f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
-            )
-        config = load_config(config_class, own["config"].value, overrides)
-        return command(config, **{name: own[name].value for name in switches}) or 0
-    except UserError as error:
-        print("error: " + _one_line(str(error)), file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    overrides, rest = take_overrides(arguments, config_tree.leaf_types(config_class))
+    own, groups = _parse_own_flags(program, rest, switches)
+    if own["help"].value:
+        print(_usage(program, command, config_class, switches, groups))
+        return 0
+    if groups:
+        raise UserError(
+            f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
+        )
+    config = load_config(config_class, own["config"].value, overrides)
+    return command(config, **{name: own[name].value for name in switches}) or 0
 
 
 def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
@@ -386,7 +379,3 @@ def _in_groups(defaults: Mapping[str, Any], groups: Sequence[str]) -> Iterator[t
 def _described(name: str, value: Any, text: str) -> str:
     lines = textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join([f"  --config.{name}={value!r}", *lines])
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s*\n\s*", " ", text.strip())

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Sequence
 
-from jaxrl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from jaxrl.errors import EXIT_INTERRUPTED, UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.evaluation.evaluating import EvaluationPlan, evaluate, plan_evaluation, table_of
 from jaxrl.evaluation.evaluation_page import write_evaluation_page
-from jaxrl.flags import add_flags, settings_of
+from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.hub.local_paths import EVALUATION, local_rows
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
@@ -44,9 +43,6 @@ def main(argv: Sequence[str]) -> int:
         announce_compilations()
         with hosts.watched(config.hosts):
             _run(config, planned)
-    except UserError as error:
-        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted{_what_is_kept(planned)}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -94,11 +90,7 @@ def _what_is_kept(planned: Sequence[EvaluationPlan]) -> str:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument(
         "--set",
         dest="sets",

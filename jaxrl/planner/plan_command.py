@@ -33,7 +33,8 @@ import jax
 from jaxrl.checks import check_path
 from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.mesh.hardware import ACCELERATORS
 from jaxrl.planner import plan_tables
@@ -62,22 +63,18 @@ def main(argv: Sequence[str]) -> int:
     # Nothing runs, so use the CPU: the accelerators of this machine may be busy.
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
-    try:
-        overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
-        args = parser.parse_args(rest)
-        _check_page(args.html)
-        if args.compare:
-            compare_plans(args.compare, args.html)
-            return 0
-        if not args.config:
-            raise UserError("no recipe is named; add --config RECIPE, or --compare A.json B.json")
-        config = command_line.load_config(Config, args.config, overrides)
-        # The planner has its own cache of compiled programs, with the figures read from them.
-        with compiled_programs_not_kept(), disk_errors("."):
-            plan = run(args, config)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
+    args = parser.parse_args(rest)
+    _check_page(args.html)
+    if args.compare:
+        compare_plans(args.compare, args.html)
+        return 0
+    if not args.config:
+        raise UserError("no recipe is named; add --config RECIPE, or --compare A.json B.json")
+    config = command_line.load_config(Config, args.config, overrides)
+    # The planner has its own cache of compiled programs, with the figures read from them.
+    with compiled_programs_not_kept(), disk_errors("."):
+        plan = run(args, config)
     return 0 if plan.fits else _DOES_NOT_FIT
 
 
@@ -179,11 +176,8 @@ def _progress(program: CompiledProgram) -> None:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--config.NAME=VALUE changes a setting, as for training",
+    parser = command_parser(
+        program, __doc__, epilog="--config.NAME=VALUE changes a setting, as for training"
     )
     parser.add_argument("--config", help="the recipe, with its layout after a colon")
     parser.add_argument(

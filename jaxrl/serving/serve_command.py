@@ -9,12 +9,9 @@ listens only on this machine unless --host is given. After SIGTERM or Ctrl-C it 
 from __future__ import annotations
 
 import argparse
-import pathlib
-import sys
 from collections.abc import Sequence
 
-from jaxrl.errors import EXIT_USER_ERROR, UserError
-from jaxrl.flags import add_flags, settings_of
+from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.compile_messages import announce_compilations
 from jaxrl.serving.serve_config import ServeConfig
@@ -32,19 +29,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     keep_compiled_programs()
     announce_compilations()
-    try:
-        return serve(config)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return serve(config)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     add_flags(parser, ServeConfig, without=("grpc",))
     parser.add_argument("--http_only", action="store_true", help="leave gRPC out")
     return parser

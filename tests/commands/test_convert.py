@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.commands.convert import main
+from jaxrl import cli
 from jaxrl.hub import local_paths
 from jaxrl.hub.downloads import Hub
 from jaxrl.models.decoder import decoder_graph
@@ -28,7 +28,7 @@ TINY = ModelConfig(
 
 def convert(**options) -> int:
     arguments = [part for k, v in options.items() for part in (f"--{k}", str(v))]
-    return main(["convert.py", *arguments])
+    return cli.main(["jaxrl", "convert", *arguments])
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -155,4 +155,4 @@ def test_the_script_runs(tmp_path):
     done = subprocess.run([*command, "--out", tmp_path / "out"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("convert.py: ") and "config.json does not exist" in done.stderr
+    assert done.stderr.startswith("error: ") and "config.json does not exist" in done.stderr

@@ -16,7 +16,7 @@ from jaxrl.config import command_line, config_tree
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.removed_settings import REMOVED
 from jaxrl.config.schema import Config as WholeConfig
-from jaxrl.errors import UserError
+from jaxrl.errors import UserError, exit_status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,9 @@ def launch(*arguments: str) -> tuple[int, list]:
         """Trains a toy."""
         calls.append((config, dry_run))
 
-    status = command_line.run(
-        train, Config, switches={"dry_run": "stop early"}, argv=["train.py", *arguments]
+    switches = {"dry_run": "stop early"}
+    status = exit_status(
+        lambda: command_line.run(train, Config, switches=switches, argv=["train.py", *arguments])
     )
     return status, calls
 
@@ -298,7 +299,8 @@ def run_failing(recipe: str, error: BaseException) -> int:
     def command(config):
         raise error
 
-    return command_line.run(command, Config, argv=["train.py", "--config", recipe])
+    argv = ["train.py", "--config", recipe]
+    return exit_status(lambda: command_line.run(command, Config, argv=argv))
 
 
 def test_only_errors_of_the_user_lose_their_traceback(capsys, recipe):
@@ -326,12 +328,14 @@ def test_a_slip_is_reported_before_jax_is_imported(tmp_path):
         sys.path.insert(0, sys.argv[1])
         sys.modules["jaxrl.trainer"] = package
         from jaxrl.config import command_line
+        from jaxrl.errors import exit_status
 
         @dataclasses.dataclass(frozen=True)
         class Config:
             seed: int = 0
 
-        status = command_line.run(print, Config, argv=["train.py", "--config", "absent.py"])
+        argv = ["train.py", "--config", "absent.py"]
+        status = exit_status(lambda: command_line.run(print, Config, argv=argv))
         assert "jax" not in sys.modules
         sys.exit(status)
     """

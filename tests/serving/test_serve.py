@@ -26,6 +26,7 @@ for package in ("pydantic", "starlette", "uvicorn", "jetstream"):
 openai = import_extra("dev", "openai")
 grpc = import_extra("dev", "grpc")
 
+from jaxrl import cli  # noqa: E402
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
@@ -34,7 +35,6 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
-from jaxrl.serving import serve_command  # noqa: E402
 from jaxrl.serving.model_loading import lengths_of, load  # noqa: E402
 from jaxrl.serving.serve_config import ServeConfig  # noqa: E402
 from jaxrl.serving.server import running  # noqa: E402
@@ -627,14 +627,14 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
 
 
 def test_what_the_command_cannot_do_is_one_line(directory, capsys):
-    assert serve_command.main(["serve.py", "--model", str(directory / "nowhere")]) == 2
+    assert cli.main(["jaxrl", "serve", "--model", str(directory / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert "config.json does not exist" in error and error.count("\n") == 1
-    assert serve_command.main(["serve.py", "--model", str(directory / "config.json")]) == 2
+    assert cli.main(["jaxrl", "serve", "--model", str(directory / "config.json")]) == 2
     error = capsys.readouterr().err
     assert "config.json is a file; name the Hugging Face directory" in error
     assert error.count("\n") == 1
     with pytest.raises(SystemExit) as caught:
-        serve_command.main(["serve.py", "--model", str(directory), "--slots=0"])
+        cli.main(["jaxrl", "serve", "--model", str(directory), "--slots=0"])
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith("slots 0 is below 1; use 1 to 1,000,000\n")

@@ -6,13 +6,12 @@ describes a kind of device, for `--topology here.json:1x8` or `mesh.hardware = "
 
 from __future__ import annotations
 
-import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 
 from jaxrl.checks import check_path
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 from jaxrl.mesh.devices import simulate
 from jaxrl.planner.hardware.calibration import calibrate
 from jaxrl.planner.hardware.hardware_files import write_accelerator
@@ -21,11 +20,7 @@ from jaxrl.planner.hardware.hardware_files import write_accelerator
 def main(argv: Sequence[str]) -> int:
     """Measures and writes the file; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
     parser.add_argument("--name", default="here", help="name of the kind (default: %(default)s)")
     parser.add_argument(
@@ -38,20 +33,16 @@ def main(argv: Sequence[str]) -> int:
         "--simulated-devices", type=int, default=0, help="number of simulated devices on this CPU"
     )
     args = parser.parse_args(arguments)
-    try:
-        check_path("--out", args.out)
-        for name, value in (("--side", args.side), ("--megabytes", args.megabytes)):
-            if not 1 <= value <= 100_000:
-                raise UserError(
-                    f"{name} {value} is not from 1 to 100,000; use {parser.get_default(name[2:])}"
-                )
-        if args.simulated_devices:
-            simulate(args.simulated_devices)
-        found = calibrate(args.name, side=args.side, megabytes=args.megabytes)
-        write_accelerator(found, args.out)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    check_path("--out", args.out)
+    for name, value in (("--side", args.side), ("--megabytes", args.megabytes)):
+        if not 1 <= value <= 100_000:
+            raise UserError(
+                f"{name} {value} is not from 1 to 100,000; use {parser.get_default(name[2:])}"
+            )
+    if args.simulated_devices:
+        simulate(args.simulated_devices)
+    found = calibrate(args.name, side=args.side, megabytes=args.megabytes)
+    write_accelerator(found, args.out)
     print(
         f"{args.out}: {found.float32_tflops:.3g} TFLOP/s in float32, {found.bfloat16_tflops:.3g} in "
         f"bfloat16, {found.memory_gbs:.3g} GB/s of memory, {found.link_gbs:.3g} between devices; "

@@ -26,7 +26,8 @@ import jax
 from rich.console import Console
 
 from jaxrl.checks import check_path
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.sharding_strategies import STRATEGIES
@@ -47,11 +48,7 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     parser = _parser(program)
     args = parser.parse_args(arguments)
-    try:
-        run(args)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    run(args)
     return 0
 
 
@@ -80,11 +77,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("--train", required=True, help="p-t-d: pipeline, tensor, data parallel")
     parser.add_argument("--generate", default="", help="p_g-t_g-d_g-d; default: as in training")
     parser.add_argument("--fsdp", type=int, default=1, help="devices of d that share one copy")

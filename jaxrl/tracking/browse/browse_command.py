@@ -9,16 +9,15 @@ another machine, forward the port (ssh -L 8010:127.0.0.1:8010 HOST). Needs the e
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import pathlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
 from jaxrl.checks import check_path
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 from jaxrl.tracking.browse.sample_index import SampleIndex
 from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
 
@@ -29,11 +28,7 @@ _CONNECTIONS = 100
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, which starts with the program's name; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("run", type=pathlib.Path, help="folder of a run or an evaluation")
     parser.add_argument(
         "--http_port",
@@ -42,11 +37,7 @@ def main(argv: Sequence[str]) -> int:
         help="port; 0 chooses a free one (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
-    try:
-        return browse(args.run, port=args.http_port)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return browse(args.run, port=args.http_port)
 
 
 def browse(path: pathlib.Path, *, port: int) -> int:

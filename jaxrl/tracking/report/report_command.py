@@ -9,13 +9,12 @@ is the file report.html in its folder.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 
 from jaxrl.checks import check_path
-from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.errors import UserError
+from jaxrl.flags import command_parser
 from jaxrl.tracking.compared_runs import (
     ComparedRun,
     Samples,
@@ -38,11 +37,7 @@ _MAX_TRAINING_PROMPTS = 4
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, which starts with the program's name; returns the exit status."""
     program, *arguments = argv
-    parser = argparse.ArgumentParser(
-        prog=pathlib.Path(program).name,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(program, __doc__)
     parser.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--out",
@@ -51,11 +46,7 @@ def main(argv: Sequence[str]) -> int:
         help="the page (default: %(default)s)",
     )
     args = parser.parse_args(arguments)
-    try:
-        compare(args.runs, args.out)
-    except UserError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    compare(args.runs, args.out)
     print(f"report: {args.out}")
     return 0
 
