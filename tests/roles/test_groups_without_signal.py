@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from slow_values import mostly_slow
 from test_every_algorithm import OPTIONS as LOSS_OPTIONS
 from test_policy import ADAM, EIGHT_DEVICES, MODEL, ONE_DEVICE, OPTIONS, first_state, fresh, step
 
@@ -47,7 +48,9 @@ def batch_of(quiet_B=QUIET, shape=SHAPE, **packing) -> TrainBatch:
     return batch.replace(advantage=advantage, old_logprob=batch.rollout_logprob)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - HAVE_OTHER_TERMS))
+@pytest.mark.parametrize(
+    "name", mostly_slow(sorted(set(POLICY_LOSSES) - HAVE_OTHER_TERMS), fast=("clipped", "gspo"))
+)
 def test_the_update_is_the_one_with_all_groups(name):
     batch = batch_of()
     (params, metrics), (all_params, all_metrics) = (
@@ -60,7 +63,10 @@ def test_the_update_is_the_one_with_all_groups(name):
         assert value == pytest.approx(all_metrics[key], rel=1e-5, abs=1e-7), key
 
 
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+@pytest.mark.parametrize(
+    "aggregation",
+    mostly_slow(sorted(AGGREGATIONS), fast=("token-mean", "seq-mean-token-sum-norm")),
+)
 @pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["1 device", "8 devices"])
 def test_no_aggregation_sees_a_difference(aggregation, layout):
     options = {"scale": 7.0} if aggregation == "seq-mean-token-sum-norm" else {}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from packed import TWO_UPDATES, packed, sequences
+from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -86,7 +87,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES.keys(), fast=("adamw in 8 bits", "fsdp")))
 def test_moments_on_the_host_train_to_the_same_weights(case):
     model, options = CASES[case]
     actor = actor_of(model, moments_on_host=True, **options)

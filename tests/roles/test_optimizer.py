@@ -15,6 +15,7 @@ import pytest
 from closeness import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -172,7 +173,7 @@ def test_blocks_by_hand(shape, block):
 # Convergence
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", mostly_slow(["adamw", "muon"], fast=("adamw",)))
 def test_fewer_bits_converge_alike(kind):
     """A network learns from noisy examples, with features of very different sizes."""
     key = jax.random.key(0)
@@ -351,7 +352,7 @@ def fresh(kind: str, moments: str) -> Actor:
     ("kind", "moments"),
     [
         ("adamw", "int8"),
-        ("muon", "float32"),
+        pytest.param("muon", "float32", marks=pytest.mark.slow),
         pytest.param("adamw", "float32", marks=pytest.mark.slow),
         pytest.param("adamw", "bfloat16", marks=pytest.mark.slow),
         pytest.param("muon", "bfloat16", marks=pytest.mark.slow),

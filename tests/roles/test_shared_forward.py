@@ -65,8 +65,8 @@ def step(shape, correction, *, shares, layout=ONE_DEVICE):
     ("correction", "layout"),
     [
         ("none", ONE_DEVICE),
-        ("weights", ONE_DEVICE),
-        ("rejections", ONE_DEVICE),
+        pytest.param("weights", ONE_DEVICE, marks=pytest.mark.slow),
+        pytest.param("rejections", ONE_DEVICE, marks=pytest.mark.slow),
         # What is added up over all devices, at once.
         ("all", EIGHT_DEVICES),
     ],

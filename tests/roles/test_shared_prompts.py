@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
+from slow_values import mostly_slow
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
 
 from jaxrl.data.packing import PackedShape
@@ -62,7 +63,11 @@ def by_token(batch, x) -> list[np.ndarray]:
     return [x[mask & (np.asarray(batch.sequence) == i)] for i in range(12)]
 
 
-@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES, STAGES], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    mostly_slow([ONE_DEVICE, EIGHT_DEVICES, STAGES], fast=(ONE_DEVICE, EIGHT_DEVICES)),
+    ids=str,
+)
 def test_probabilities_and_updates_are_those_of_whole_sequences(layout):
     plain, shared = batches()
     assert (np.asarray(shared.segment_ids) > 0).sum() < (np.asarray(plain.segment_ids) > 0).sum()

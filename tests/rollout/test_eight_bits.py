@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from slow_values import mostly_slow
 from test_engine import (
     BASE,
     MODEL,
@@ -101,7 +102,7 @@ def logprobs(completions, params, model) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(found), np.concatenate(expected)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", mostly_slow(["int8", "float8_e4m3fn"], fast=("int8",)))
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_the_sampler_has_the_probabilities_of_the_rounded_weights(model, dtype):
     config = dataclasses.replace(BASE, weights_dtype=dtype)
@@ -117,7 +118,9 @@ def expected():
     return sample(actor_of(config=NARROW))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", mostly_slow(LAYOUTS, fast=("figure 8, fsdp", "stages, as in training"))
+)
 def test_all_layouts_round_alike_and_sample_alike(layout, expected):
     actor = actor_of(*layout, config=NARROW)
     alone = jax.device_get(actor_of(config=NARROW).backend.params)
@@ -211,7 +214,7 @@ def test_deterministic_samples_are_alike_on_every_mesh():
 
 
 @pytest.mark.parametrize("layout", [("1-1-1",), LAYOUTS["figure 8, fsdp"]], ids=["one", "figure 8"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", mostly_slow(["int8", "float8_e4m3fn"], fast=("int8",)))
 def test_pages_in_8_bits_give_the_samples_of_a_contiguous_cache(kv_dtype, layout):
     config = dataclasses.replace(NARROW, kv_dtype=kv_dtype)
     contiguous = sample(actor_of(config=config))

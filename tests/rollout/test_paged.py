@@ -11,6 +11,7 @@ from byte_engine import CONFIG, MODEL, OPTIONS, decode, weights
 from closeness import assert_close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -100,7 +101,7 @@ def greedy(monkeypatch):
     monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, fast=("replicas and heads", "stages")))
 def test_samples_are_those_of_a_contiguous_cache(layout, events, caplog):
     """Room for every slot, and one program for all lengths."""
     backend = backend_of(layout, cache="paged", slots=24)
@@ -116,7 +117,7 @@ def test_samples_are_those_of_a_contiguous_cache(layout, events, caplog):
     assert events["shared"] or layout == LAYOUTS["replicas"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, fast=("one device", "replicas and heads")))
 def test_samples_that_give_way_are_the_same(layout, events, monkeypatch):
     """The least pages: those of one sample for each shard."""
     greedy(monkeypatch)
@@ -151,8 +152,15 @@ def test_resumed_samples_are_the_same_on_any_cache(seed, budget, wait, cache_tok
         assert_same_samples(whole.take(np.argsort(whole.prompts.ids_N)), expected(seed))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["one device"], LAYOUTS["replicas and heads"]])
-@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+@pytest.mark.parametrize(
+    ("layout", "kv_dtype"),
+    [
+        (LAYOUTS["one device"], "int8"),
+        (LAYOUTS["replicas and heads"], ""),
+        pytest.param(LAYOUTS["one device"], "", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS["replicas and heads"], "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_conversations_are_the_same(layout, kv_dtype, events, monkeypatch):
     greedy(monkeypatch)
 

@@ -218,7 +218,7 @@ def check_pages(loop: DecodeLoop) -> None:
     }
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     layout=st.sampled_from([(), tuple(MESH.items())]),

@@ -82,7 +82,11 @@ def sleeps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "changes"), [("grpo", {}), ("dapo", {"data__curriculum__by": "pass_rate"})]
+    ("recipe", "changes"),
+    [
+        ("dapo", {"data__curriculum__by": "pass_rate"}),
+        pytest.param("grpo", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(
     recipe,

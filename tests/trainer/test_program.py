@@ -11,6 +11,7 @@ import jax
 import pytest
 from closeness import assert_close
 from extras import import_extra
+from slow_values import mostly_slow
 
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, SftConfig
@@ -214,7 +215,7 @@ def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, ca
     assert said in config.run_folder.report.read_text()
 
 
-@pytest.mark.parametrize("dataflow", ["grpo", "dapo"])
+@pytest.mark.parametrize("dataflow", mostly_slow(["grpo", "dapo"], fast=("grpo",)))
 def test_prompts_need_no_truth_where_only_functions_score(
     dataflow, tmp_path, problems, whole, capsys
 ):
@@ -628,7 +629,10 @@ MANY_STEPS = {
 }
 
 
-@pytest.mark.parametrize("changes", [{"slots": 16}, MANY_STEPS], ids=["few slots", "many steps"])
+@pytest.mark.parametrize(
+    "changes",
+    mostly_slow({"few slots": {"slots": 16}, "many steps": MANY_STEPS}, fast=("few slots",)),
+)
 def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
     tmp_path, problems, whole, changes
 ):

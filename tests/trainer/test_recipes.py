@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
+from slow_values import mostly_slow
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
@@ -141,7 +142,7 @@ def colocated(folder, tmp_path_factory):
     "placement",
     [
         pytest.param(APART, id="apart"),
-        pytest.param(SPLIT_OTHERWISE, id="split otherwise"),
+        pytest.param(SPLIT_OTHERWISE, id="split otherwise", marks=pytest.mark.slow),
         pytest.param(POLICY_AND_VALUE, id="two pools", marks=pytest.mark.slow),
     ],
 )
@@ -226,13 +227,14 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
     ("recipe", "changes"),
     [
         ("remax", {"algorithm__advantage": "remax", "algorithm__loss": "policy_gradient"}),
-        (
+        pytest.param(
             "grpo",
             {
                 **GROUPS,
                 "algorithm__kl__loss_coef": 1e-3,
                 "algorithm__kl__loss_estimate": "full",
             },
+            marks=pytest.mark.slow,
         ),
         (
             "grpo",
@@ -350,7 +352,9 @@ def equal_rewards(responses):
     return [0.5] * len(responses.texts)
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.1], ids=["nothing else", "a KL term"])
+@pytest.mark.parametrize(
+    "kl", mostly_slow({"nothing else": 0.0, "a KL term": 0.1}, fast=("nothing else",))
+)
 def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
     changes = {
         "reward__functions": {"same": {"path": f"{__file__}:equal_rewards", "weight": 1.0}},
@@ -368,7 +372,10 @@ def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
     assert all(("actor/grad_norm" in row) == bool(kl) for row in rows)
 
 
-@pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
+@pytest.mark.parametrize(
+    "bypass",
+    mostly_slow({"before the loss": False, "inside the loss": True}, fast=("before the loss",)),
+)
 def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path):
     changes = {
         "algorithm__correction__reject": {"token_ratio": (1.5, 2.0)},

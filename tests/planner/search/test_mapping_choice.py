@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 import pytest
+from slow_values import mostly_slow
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
@@ -64,11 +65,22 @@ def recipe_file(name: str) -> Config:
     return load_config(Config, str(pathlib.Path(__file__).parents[3] / f"configs/{name}.py"), {})
 
 
-@pytest.mark.parametrize("cluster", ["a100:2x8", "h100:2x8", "h100:16x8", "v5p:2x2x4", "v5e:8x16"])
-@pytest.mark.parametrize(
-    "name", ["dapo_qwen7b", "dapo_qwen3_30b_a3b", "ppo_llama8b", "grpo_qwen3_8b"]
+PAIRS = {
+    f"{name} {cluster}": (name, cluster)
+    for name in ("dapo_qwen7b", "dapo_qwen3_30b_a3b", "ppo_llama8b", "grpo_qwen3_8b")
+    for cluster in ("a100:2x8", "h100:2x8", "h100:16x8", "v5p:2x2x4", "v5e:8x16")
+}
+FAST = (
+    "dapo_qwen7b h100:2x8",
+    "dapo_qwen3_30b_a3b a100:2x8",
+    "ppo_llama8b v5p:2x2x4",
+    "grpo_qwen3_8b v5e:8x16",
 )
-def test_a_proposal_passes_the_checks_of_a_run(name, cluster):
+
+
+@pytest.mark.parametrize("pair", mostly_slow(PAIRS, fast=FAST))
+def test_a_proposal_passes_the_checks_of_a_run(pair):
+    name, cluster = pair
     found, proposed = propose(recipe_file(name), Cluster.parse(cluster))
     pools = pools_of(proposed)
     assert {pool.layout_of("actor") for pool in pools if "actor" in pool.roles} == {

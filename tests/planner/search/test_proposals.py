@@ -10,7 +10,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping_choice import propose, search_for
 
 # 131 has ZeRO-1, 148 stages of one layer, and 263 rows that are mostly empty.
-FAST = (0, 2, 3, 131, 148, 263)
+FAST = (2, 131, 263)
 
 
 @pytest.mark.parametrize("seed", FAST)
@@ -19,7 +19,7 @@ def test_a_proposal_runs(seed, tmp_path):
 
 
 # Several pools on several hosts of GPUs and of TPUs.
-APART = (8, 13, 32, 60)
+APART = (8, 32)
 
 
 @pytest.mark.parametrize("seed", APART)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from slow_values import mostly_slow
 
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling
@@ -178,7 +179,9 @@ def test_a_drained_batch_is_replayed_dispatch_by_dispatch(case):
     assert trace.samples * trace.steps.sum() * case.replicas == pytest.approx(tokens)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case", mostly_slow(CASES, fast=[name for name in CASES if name != "5,000 slots"])
+)
 def test_steps_of_full_slots_are_replayed_dispatch_by_dispatch(case):
     engine, groups, timer = case.engine(), case.prompts // 3, NoTimer()
     limits = {"prompts_per_batch": case.prompts, "max_staleness": 1}
