@@ -47,7 +47,7 @@ from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import DrawSettings, Extension, KnownBeginning, SlotAssignment, Slots
-from jaxrl.rollout.speculation import Acceptance, AnswerTexts, enough_tokens, rows_of
+from jaxrl.rollout.speculation import AnswerTexts, SpeculationChoice
 from jaxrl.rollout.stop_strings import StopSearch, StopsOfSlots
 
 
@@ -88,9 +88,7 @@ class DecodeLoop:
         self._streams = streams
         self._slots = Slots(engine, params, lock)
         self._texts = AnswerTexts(0) if texts is None else texts
-        self._acceptance, self._speculates = Acceptance(), False
-        self._enough = 1.0
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._speculation = SpeculationChoice(platform_of(engine.mesh), engine.weight_bytes)
         self.clear()
 
     def clear(self) -> None:
@@ -184,24 +182,28 @@ class DecodeLoop:
 
     def _decode(self) -> None:
         """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
-        scheduler, rows = self._scheduler, None
+        scheduler, rows, choice = self._scheduler, None, self._speculation
         if self._engine.config.speculate:
-            rows = rows_of(scheduler.busy_slots, scheduler.num_slots, self._engine.shards)
-        self._speculates = rows is not None and self._acceptance.wants()
-        if rows is None or not self._speculates:
+            shards = self._engine.shards
+            busy, num_slots = scheduler.busy_slots, scheduler.num_slots
+            rows = choice.choose(busy, num_slots, shards, self._num_sampled)
+        if rows is None:
             self._slots.generate(scheduler.enough_active)
             return
         prompt_ids: list[int | None] = [None] * len(rows.slot_m)
         for row, slot in rows.slots.items():
             prompt_ids[row] = scheduler.owner(slot).prompt_id
-        self._enough = enough_tokens(rows.per_shard, platform_of(self._engine.mesh))
         self._slots.speculate(
             rows,
             self._texts.references(prompt_ids),
-            enough=self._enough,
-            credit=self._acceptance.credit * len(rows.slots),
+            enough=choice.enough,
+            credit=choice.credit,
             least_active=scheduler.enough_active,
         )
+
+    def _num_sampled(self, slot: int) -> int:
+        """The number of tokens of the sample in a slot, those in the log included."""
+        return int(self._length_n[slot]) - self._scheduler.owner(slot).prompt_tokens
 
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
@@ -219,12 +221,8 @@ class DecodeLoop:
         return self._collect(*self._slots.decoded())
 
     def metrics(self) -> dict[str, float]:
-        """Tokens that a row kept in a round, if there was one; fraction of tokens decoded in rounds."""
-        counts = self._counts
-        metrics = {"rollout/speculated_fraction": counts["in rounds"] / max(1, counts["tokens"])}
-        if counts["rounds"]:
-            metrics["rollout/tokens_per_round"] = counts["in rounds"] / counts["rounds"]
-        return metrics
+        """Metrics of speculation: see `SpeculationChoice.metrics`."""
+        return self._speculation.metrics()
 
     def give_tokens(self) -> None:
         """Gives all samples the tokens that they have so far, without those of a begun dispatch."""
@@ -366,12 +364,9 @@ class DecodeLoop:
         self._length_n = before_n + decoded.count
         if self._pages is not None:
             self._pages.advance(decoded.count)
-        tokens = int(decoded.count.sum())
-        self._counts["tokens"] += tokens
-        if self._speculates:
-            rounds = self._slots.rounds()
-            self._acceptance.add((tokens - self._enough * rounds) / len(busy))
-            self._counts.update({"in rounds": tokens, "rounds": rounds})
+        speculated = self._speculation.rows is not None
+        rounds_m = self._slots.rounds() if speculated else None
+        self._speculation.note(active, decoded.count, rounds_m)
         cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
         ends = self._end_turns(over, decoded, cuts)
@@ -379,7 +374,7 @@ class DecodeLoop:
         if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
         ended = [slot for slot, end in ends.items() if end is not None]
-        if self._speculates:
+        if speculated:
             # The log takes slots that decode on to have equally many tokens.
             for slot in np.setdiff1d(busy, over).tolist():
                 self._give_tokens(slot)

@@ -170,6 +170,12 @@ class Engine:
         return jax.tree.map(stored_in_place, self.weight_types, params)
 
     @property
+    def weight_bytes(self) -> int:
+        """About the bytes of the weights, summed over the devices of a replica."""
+        config = self.config
+        return self.model.num_params * jnp.dtype(config.weights_dtype or config.dtype).itemsize
+
+    @property
     def max_concurrent_decodes(self) -> int:
         """The maximum number of slots."""
         return self.config.slots

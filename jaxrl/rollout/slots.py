@@ -431,9 +431,9 @@ class Slots:
             self._for_decoding = self.engine.for_decoding(self._params)
         return self._for_decoding
 
-    def rounds(self) -> int:
-        """The number of rounds of all rows in the last `speculate`."""
-        return int(fetch(self._rounds))
+    def rounds(self) -> np.ndarray:
+        """The number of rounds of each row in the last `speculate`, int32 [m]."""
+        return fetch(self._rounds)
 
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""

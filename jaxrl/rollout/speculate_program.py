@@ -37,9 +37,7 @@ from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.generate_program import sample, seen_tokens
 from jaxrl.rollout.slot_programs import SlotPrograms
-
-# Tokens at the end of a sample that are compared with earlier places.
-_COMPARED = 6
+from jaxrl.rollout.speculation import COMPARED
 
 
 class _Round(NamedTuple):
@@ -91,7 +89,7 @@ class SpeculateProgram:
         """Decodes up to W tokens in every active slot, in rounds; slots may get different numbers.
 
         A dispatch ends when a row has no room for another round, at `least_active` active slots, or when too
-        few drafts were right: rounds of all rows, times `enough`, exceed their tokens by `credit`.
+        few drafts of a row were right: its rounds, times `enough`, exceed its tokens by `credit`.
 
         Args:
           params: weights in the generation layout.
@@ -103,7 +101,7 @@ class SpeculateProgram:
           least_active: int32 scalar, as in `GenerateProgram.generate`.
 
         Returns:
-          The state, and the number of rounds of all rows together, int32.
+          The state, and the number of rounds of each row, int32 [m].
         """
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         state = state.replace(decoded=jax.tree.map(jnp.zeros_like, state.decoded))
@@ -112,19 +110,22 @@ class SpeculateProgram:
         layers = self.slots.cache.extend(model, rows.context.cache, rows.context.length).layers
 
         def unfinished(progress: tuple[DecodeState, jax.Array]):
-            rows, rounds = progress
+            rows, rounds_m = progress
             longest = jnp.where(rows.active, rows.decoded.count, 0).max()
             room = longest + self.num_drafted + 1 <= self.slots.tokens_per_dispatch
-            tokens, spent = rows.decoded.count.sum(), enough * rounds.astype(jnp.float32)
-            pays = tokens.astype(jnp.float32) + credit > spent
+            spent_m = enough * rounds_m.astype(jnp.float32)
+            gained_m = rows.decoded.count.astype(jnp.float32) - spent_m
+            pays = jnp.where(rows.active, gained_m, 0.0).min() + credit > 0
             return room & pays & (rows.active.sum() > least_active)
 
         def one_round(progress: tuple[DecodeState, jax.Array]):
-            rows, rounds = progress
-            return self._round(model, layers, rows, reference_mS), rounds + rows.active.sum()
+            rows, rounds_m = progress
+            rounds_m += rows.active.astype(jnp.int32)
+            return self._round(model, layers, rows, reference_mS), rounds_m
 
-        rows, rounds = jax.lax.while_loop(unfinished, one_round, (rows, jnp.int32(0)))
-        return self.slots.layout.place(self.slots.put_back(state, source_n, rows)), rounds
+        start = rows, jnp.zeros_like(rows.count)
+        rows, rounds_m = jax.lax.while_loop(unfinished, one_round, start)
+        return self.slots.layout.place(self.slots.put_back(state, source_n, rows)), rounds_m
 
     def _round(
         self,
@@ -239,7 +240,7 @@ def draft(context: Prefix, reference_mS: jax.Array, count: int) -> jax.Array:
     text = jnp.concatenate([reference_mS, gap_m1, own_mC], axis=1)
     end_m1 = S + 1 + length_m1
     agrees, run = text >= 0, jnp.zeros(text.shape, jnp.int32)
-    for back in range(_COMPARED):
+    for back in range(COMPARED):
         newest_m1 = jnp.take_along_axis(text, end_m1 - back, axis=1)
         agrees &= (jnp.roll(text, back, axis=1) == newest_m1) & (newest_m1 >= 0)
         run += agrees.astype(jnp.int32)

@@ -12,11 +12,14 @@ NumPy only, without a device or a clock. All processes of a run take the same de
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+COMPARED = 6
+"""Number of tokens at the end of a sample that are compared with earlier text to find drafts."""
 # Numbers of rows on a shard that the program is compiled for.
 _ROWS = (2, 4, 8)
 # Tokens per row that speculation may lose against plain decoding before it stops: at first and after a pause,
@@ -26,6 +29,8 @@ _TRIAL, _MOST_CREDIT = 3.0, 16.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 # Answers of full length to a prompt that are kept; of shorter ones more.
 _ANSWERS = 4
+# Bytes of weights from which on a step on CPU waits for memory: no cache of usual processors holds them.
+_BEYOND_CACHES = 2**26
 # Tokens of answers kept for later calls, over all prompts.
 _MOST_KEPT = 2**26
 
@@ -62,25 +67,30 @@ def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
     return Rows(slot_m, source_n, dict(zip(row.tolist(), busy.tolist(), strict=True)), size)
 
 
-def enough_tokens(rows_per_shard: int, platform: str | None) -> float:
+def enough_tokens(rows_per_shard: int, platform: str | None, weight_bytes: int) -> float:
     """The tokens that a row must keep in a round of 5 tokens for speculation to pay.
 
-    It is the cost of a round in steps of one token. On a busy CPU it was 1.5 to 3.2 with one row and 2.4 to
-    3.4 with 8, where matmuls are limited by arithmetic. On accelerators it is not measured yet.
+    It is the cost of a round in steps of one token. On two cores a model of 540 MB, whose weights come from
+    memory, had 1.1 to 1.4 with one or two rows, 1.3 to 2 with four and 1.5 to 2.6 with eight; a model of 16
+    MB had 2.4 to 3.4. On accelerators it is not measured yet.
     """
-    return 2 + 0.1 * rows_per_shard if platform in (None, "cpu") else 1.3
+    if platform not in (None, "cpu"):
+        return 1.3
+    if weight_bytes < _BEYOND_CACHES:
+        return 2 + 0.1 * rows_per_shard
+    return 1.1 + 0.15 * rows_per_shard
 
 
 class Acceptance:
     """Measures what speculation gains, and decides whether to go on.
 
-    It has a credit of tokens per row. Rounds that keep more tokens than needed add to it, others take from
-    it.
+    It has a credit of tokens. Rounds that keep more tokens than needed add to it, others take from it.
     Without credit there is a pause. So a trial costs little, and rounds without right drafts are tolerated
-    where most are right.
+    where most are right. What counts is the row that gains least: a step costs about the same for few rows
+    and for one, so a batch takes as long as its slowest row.
 
     Attributes:
-      credit: tokens per row that the next dispatch may lose before it ends.
+      credit: tokens that the slowest row of the next dispatch may lose before it ends.
     """
 
     def __init__(self):
@@ -93,13 +103,86 @@ class Acceptance:
         return self._left < 0
 
     def add(self, gain: float) -> None:
-        """Notes a dispatch that has gained so many tokens per row; negative if it has lost."""
+        """Notes a dispatch whose slowest row has gained so many tokens; negative if it has lost."""
         self.credit = min(self.credit + gain, _MOST_CREDIT)
         if self.credit == _MOST_CREDIT:
             self._pause = _FIRST_PAUSE
         if self.credit <= 0:
             self.credit = _TRIAL
             self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+
+
+class SpeculationChoice:
+    """Decides for a decode loop which dispatches speculate, and counts what that gains.
+
+    Each number of rows has an `Acceptance` of its own: with fewer rows a round costs less.
+
+    Attributes:
+      rows: rows of the newest dispatch; None if it decodes token by token.
+      enough: tokens that each of them must keep in a round.
+    """
+
+    def __init__(self, platform: str | None, weight_bytes: int):
+        """Args as of `enough_tokens`."""
+        self.rows: Rows | None = None
+        self.enough = 1.0
+        self._enough = functools.partial(
+            enough_tokens, platform=platform, weight_bytes=weight_bytes
+        )
+        self._acceptance: dict[int, Acceptance] = collections.defaultdict(Acceptance)
+        self._tokens = self._tokens_in_rounds = self._rounds = 0
+
+    @property
+    def credit(self) -> float:
+        """Tokens that the slowest row of the newest dispatch may lose before it ends."""
+        return 0.0 if self.rows is None else self._acceptance[self.rows.per_shard].credit
+
+    def choose(
+        self, busy: np.ndarray, num_slots: int, shards: int, num_tokens: Callable[[int], int]
+    ) -> Rows | None:
+        """The rows of the next dispatch, or None if it decodes token by token.
+
+        Args:
+          busy, num_slots, shards: as of `rows_of`.
+          num_tokens: function that returns the number of tokens of the sample in a slot. Too few do not tell
+            which earlier text to follow.
+        """
+        self.rows = None
+        rows = rows_of(busy, num_slots, shards)
+        if rows is None or min(map(num_tokens, rows.slots.values())) < COMPARED:
+            return None
+        if self._acceptance[rows.per_shard].wants():
+            self.rows, self.enough = rows, self._enough(rows.per_shard)
+        return self.rows
+
+    def note(self, active_n: np.ndarray, count_n: np.ndarray, rounds_m: np.ndarray | None) -> None:
+        """Notes what a dispatch has decoded.
+
+        Args:
+          active_n: bool, whether each slot decodes on.
+          count_n: int, number of new tokens of each slot.
+          rounds_m: int, number of rounds of each row; None if the dispatch did not speculate.
+        """
+        tokens = int(count_n.sum())
+        self._tokens += tokens
+        if self.rows is None or rounds_m is None:
+            return
+        self._tokens_in_rounds += tokens
+        self._rounds += int(rounds_m.sum())
+        gains = [
+            float(count_n[slot] - self.enough * rounds_m[row])
+            for row, slot in self.rows.slots.items()
+            if active_n[slot]
+        ]
+        self._acceptance[self.rows.per_shard].add(min(gains, default=0.0))
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens that a row kept in a round, if there was one; fraction of tokens decoded in rounds."""
+        fraction = self._tokens_in_rounds / max(1, self._tokens)
+        metrics = {"rollout/speculated_fraction": fraction}
+        if self._rounds:
+            metrics["rollout/tokens_per_round"] = self._tokens_in_rounds / self._rounds
+        return metrics
 
 
 class AnswerTexts:

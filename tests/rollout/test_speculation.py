@@ -28,7 +28,13 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.slots import Slots
 from jaxrl.rollout.speculate_program import draft
-from jaxrl.rollout.speculation import Acceptance, AnswerTexts, rows_of
+from jaxrl.rollout.speculation import (
+    Acceptance,
+    AnswerTexts,
+    SpeculationChoice,
+    enough_tokens,
+    rows_of,
+)
 from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.types import Completions, Prompts
 
@@ -84,7 +90,7 @@ def counts(monkeypatch) -> collections.Counter:
     rounds = Slots.rounds
 
     def counted(self):
-        found["rounds"] += rounds(self)
+        found["rounds"] += int(rounds(self).sum())
         found["tokens"] += int(self.decoded()[1].count.sum())
         return rounds(self)
 
@@ -264,6 +270,64 @@ def test_pauses_grow_until_speculation_gains():
     acceptance.add(-10.0)
     assert acceptance.wants()
     assert pause() == 16
+
+
+def test_the_slowest_row_decides_and_fewer_rows_are_tried_anew():
+    choice = SpeculationChoice("cpu", 2**30)
+    four, long = np.arange(4), {0: 6, 1: 7, 2: 8, 3: 9}.__getitem__
+    assert choice.choose(four, 8, 1, {0: 6, 1: 7, 2: 8, 3: 5}.__getitem__) is None
+    assert choice.choose(four, 8, 1, long) is not None
+    assert choice.enough == pytest.approx(1.7)
+    # Three rows keep five tokens in each of two rounds, the last one: 2 x 1.7 - 2 tokens are lost.
+    active, rounds = np.ones(8, bool), np.array([2, 2, 2, 2])
+    count = np.array([10, 10, 10, 2, 0, 0, 0, 0])
+    choice.note(active, count, rounds)
+    assert choice.credit == pytest.approx(3 - 1.4)
+    assert choice.metrics() == {
+        "rollout/speculated_fraction": 1.0,
+        "rollout/tokens_per_round": 4.0,
+    }
+    # A row that has ended does not count.
+    assert choice.choose(four, 8, 1, long) is not None
+    active[3] = False
+    choice.note(active, count, rounds)
+    assert choice.credit == pytest.approx(3 - 1.4 + 10 - 3.4)
+    active[:3] = False
+    choice.note(active, count, rounds)
+    active[:] = True
+    count[:4], rounds[:] = 2, 2
+    while choice.choose(four, 8, 1, long):
+        choice.note(active, count, rounds)
+    assert choice.choose(four, 8, 1, long) is None
+    assert choice.choose(four[:2], 8, 1, long) is not None
+    assert choice.enough == pytest.approx(1.4)
+
+
+def test_a_round_of_weights_from_memory_costs_less():
+    assert enough_tokens(8, "cpu", 2**25) > enough_tokens(8, "cpu", 2**27) > 2
+    assert enough_tokens(8, "tpu", 2**25) == enough_tokens(1, "gpu", 2**35) < 1.5
+
+
+def test_a_dispatch_ends_when_a_row_loses(monkeypatch):
+    """Of two rows one has right drafts and the other none."""
+    rounds, count = [], Slots.rounds
+    monkeypatch.setattr(Slots, "rounds", lambda self: rounds.append(count(self)) or rounds[-1])
+    monkeypatch.setattr(Acceptance, "wants", lambda self: True)
+    changes = {"slots": 2, "smallest_bucket": 2, "max_response_tokens": 64, "stop_ids": ()}
+    backend = backend_of(speculate=4, tokens_per_dispatch=32, **changes)
+    options = OPTIONS.replace(num_samples=1, temperature=1.0)
+    prompts = prompts_of(1, 2)
+    answers = backend.generate(prompts, options)
+    longest = []
+    for known in ((0, 1), (0,)):
+        backend._texts = AnswerTexts(64)
+        for i in known:
+            backend._texts.add(i, answers.tokens[i])
+        rounds.clear()
+        backend.generate(prompts, options)
+        longest.append(int(np.max(rounds)))
+    # Right drafts fill a dispatch. Wrong ones take 1.2 tokens a round from a credit of 3 tokens.
+    assert longest[0] >= 6 and longest[1] <= 4
 
 
 def test_answers_are_kept_by_prompt_newest_last(monkeypatch):
