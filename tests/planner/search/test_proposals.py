@@ -68,7 +68,7 @@ def test_two_hundred_proposals_for_several_hosts_run(first, tmp_path):
 def test_a_run_has_the_rows_that_were_simulated():
     # The fastest mapping has different numbers of rows, so the search is repeated with common ones. It then
     # finds a mapping whose roles would do with fewer, and which is slower with these.
-    pair = Pair("safe_rlhf_tiny", {"train.rows": "1"}, "v4:2x2x4")
+    pair = Pair("safe_rlhf_tiny", {"train.rows": "1", "train.row_tokens": "80"}, "v4:2x4x4")
     found = search_for(pair.config, Cluster.parse(pair.topology))
     parts = {role.strategy.row_parts for role in found.roles.values()}
     assert found.common_rows > math.lcm(*parts)
