@@ -30,7 +30,7 @@ class Source:
         return self._prompts.take(np.arange(here, self._next))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     case=st.sampled_from(sorted(CASES)),
     seed=st.integers(0, 3),

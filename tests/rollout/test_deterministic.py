@@ -63,6 +63,7 @@ def test_samples_are_alike_with_adapters():
     assert num_different(tokens_of(("1-8-1",), model=model), tokens_of(model=model)) == 0
 
 
+@pytest.mark.slow
 def test_without_it_some_samples_differ():
     """Else the test above would say nothing."""
     alone = tokens_of(config=PLAIN)

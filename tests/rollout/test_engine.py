@@ -621,7 +621,7 @@ def test_the_buffer_of_new_tokens_is_not_copied_for_every_token():
     assert len(of_buffers) <= 2 * MODEL.num_layers
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_scan_in_bfloat16_samples_as_unrolled_layers_do(kv_dtype):
     model = dataclasses.replace(MODEL, num_layers=9)
     config = dataclasses.replace(BASE, dtype="bfloat16", kv_dtype=kv_dtype)

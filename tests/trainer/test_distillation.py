@@ -106,6 +106,7 @@ def test_a_student_approaches_a_teacher_of_another_size(folder, tmp_path):
     assert kl[-5:].mean() < 0.75 * kl[:3].mean()
 
 
+@pytest.mark.slow
 def test_over_the_whole_vocabulary_it_approaches_faster(folder, tmp_path):
     full = {
         "algorithm__advantage_options": {"coef": 0.0},

@@ -100,6 +100,7 @@ def test_a_proposal_is_printed_as_settings():
     assert setting_lines(config, config) == []
 
 
+@pytest.mark.slow
 def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
     config, cluster = recipe_file("dapo_qwen32b"), Cluster.parse("h100:16x8")
     paged = dataclasses.replace(config.rollout, cache="paged", cache_tokens=10**6)
