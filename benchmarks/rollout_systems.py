@@ -58,7 +58,6 @@ def jaxrl_system(shape, kv_dtype, dtype="float32", weights_dtype=""):
     mesh = build_mesh(layout, jax.devices())
     config = EngineConfig(
         slots=shape["prompts"] * shape["samples"],
-        smallest_bucket=8,
         prefill_prompts=shape["prompts"],
         max_prompt_tokens=shape["prompt"],
         max_response_tokens=shape["response"],
