@@ -88,7 +88,9 @@ class DecodeLoop:
         self._streams = streams
         self._slots = Slots(engine, params, lock)
         self._texts = AnswerTexts(0) if texts is None else texts
-        self._speculation = SpeculationChoice(platform_of(engine.mesh), engine.weight_bytes)
+        self._speculation = SpeculationChoice(
+            platform_of(engine.mesh), engine.weight_bytes, engine.config.speculate
+        )
         self.clear()
 
     def clear(self) -> None:

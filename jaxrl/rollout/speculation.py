@@ -67,18 +67,23 @@ def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
     return Rows(slot_m, source_n, dict(zip(row.tolist(), busy.tolist(), strict=True)), size)
 
 
-def enough_tokens(rows_per_shard: int, platform: str | None, weight_bytes: int) -> float:
-    """The tokens that a row must keep in a round of 5 tokens for speculation to pay.
+def enough_tokens(
+    rows_per_shard: int, platform: str | None, weight_bytes: int, drafted: int
+) -> float:
+    """The tokens that a row must keep in a round of `drafted` + 1 tokens for speculation to pay.
 
-    It is the cost of a round in steps of one token. On two cores a model of 540 MB, whose weights come from
-    memory, had 1.1 to 1.4 with one or two rows, 1.3 to 2 with four and 1.5 to 2.6 with eight; a model of 16
-    MB had 2.4 to 3.4. On accelerators it is not measured yet.
+    It is the cost of a round in steps of one token. With 4 drafted tokens on two cores a model of 540 MB,
+    whose weights come from memory, had 1.1 to 1.4 with one or two rows, 1.3 to 2 with four and 1.5 to 2.6 with
+    eight; a model of 16 MB had 2.4 to 3.4. What a round costs beyond a step is taken to grow with the number
+    of drafted tokens. On accelerators it is not measured yet.
     """
     if platform not in (None, "cpu"):
-        return 1.3
-    if weight_bytes < _BEYOND_CACHES:
-        return 2 + 0.1 * rows_per_shard
-    return 1.1 + 0.15 * rows_per_shard
+        more = 0.3
+    elif weight_bytes < _BEYOND_CACHES:
+        more = 1 + 0.1 * rows_per_shard
+    else:
+        more = 0.1 + 0.15 * rows_per_shard
+    return 1 + more * drafted / 4
 
 
 class Acceptance:
@@ -122,12 +127,12 @@ class SpeculationChoice:
       enough: tokens that each of them must keep in a round.
     """
 
-    def __init__(self, platform: str | None, weight_bytes: int):
+    def __init__(self, platform: str | None, weight_bytes: int, drafted: int):
         """Args as of `enough_tokens`."""
         self.rows: Rows | None = None
         self.enough = 1.0
         self._enough = functools.partial(
-            enough_tokens, platform=platform, weight_bytes=weight_bytes
+            enough_tokens, platform=platform, weight_bytes=weight_bytes, drafted=drafted
         )
         self._acceptance: dict[int, Acceptance] = collections.defaultdict(Acceptance)
         self._tokens = self._tokens_in_rounds = self._rounds = 0

@@ -273,7 +273,7 @@ def test_pauses_grow_until_speculation_gains():
 
 
 def test_the_slowest_row_decides_and_fewer_rows_are_tried_anew():
-    choice = SpeculationChoice("cpu", 2**30)
+    choice = SpeculationChoice("cpu", 2**30, 4)
     four, long = np.arange(4), {0: 6, 1: 7, 2: 8, 3: 9}.__getitem__
     assert choice.choose(four, 8, 1, {0: 6, 1: 7, 2: 8, 3: 5}.__getitem__) is None
     assert choice.choose(four, 8, 1, long) is not None
@@ -304,8 +304,10 @@ def test_the_slowest_row_decides_and_fewer_rows_are_tried_anew():
 
 
 def test_a_round_of_weights_from_memory_costs_less():
-    assert enough_tokens(8, "cpu", 2**25) > enough_tokens(8, "cpu", 2**27) > 2
-    assert enough_tokens(8, "tpu", 2**25) == enough_tokens(1, "gpu", 2**35) < 1.5
+    assert enough_tokens(8, "cpu", 2**25, 4) > enough_tokens(8, "cpu", 2**27, 4) > 2
+    assert enough_tokens(8, "tpu", 2**25, 4) == enough_tokens(1, "gpu", 2**35, 4) < 1.5
+    # A row keeps two tokens at most of a round with one draft, so that must cost less than two steps.
+    assert enough_tokens(8, "cpu", 2**27, 1) < 1.5
 
 
 def test_a_dispatch_ends_when_a_row_loses(monkeypatch):
