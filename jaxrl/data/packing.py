@@ -314,19 +314,32 @@ def _ids(segments: list[_Segment], tokens: int) -> np.ndarray:
     return ids
 
 
-def ids_of_rows(rows: Rows, lengths: np.ndarray, groups: PrefixGroups, tokens: int) -> np.ndarray:
-    """Segment ids and prefix ids of the rows of a minibatch, in the order of their microbatches.
+def ids_of_rows(
+    rows: Rows,
+    lengths: np.ndarray,
+    groups: PrefixGroups,
+    tokens: int,
+    *,
+    rows_of_micro: int,
+    shards: int,
+) -> np.ndarray:
+    """Segment ids and prefix ids of the rows of a minibatch, placed as by `plan_packing`.
 
     Args:
       rows: sequences of each row, from `best_fit_decreasing` with the same lengths, groups and tokens.
       lengths, groups: Number of tokens and prefix group of every sequence.
       tokens: T, the number of tokens of a row.
+      rows_of_micro, shards: R, the number of rows of a microbatch, and of devices that split them.
 
     Returns:
-      int32 [rows, 2, T].
+      int32 [M, R, 2, T], the microbatches in use; rows without sequences are 0.
     """
-    heaviest_first = sorted((_segments(row, lengths, groups) for row in rows), key=_work)[::-1]
-    return np.array([_ids(segments, tokens) for segments in heaviest_first])
+    segments_of = [_segments(row, lengths, groups) for row in rows]
+    ids = np.zeros((_num_micro(rows, rows_of_micro) * rows_of_micro, 2, tokens), np.int32)
+    work, none_last = [_work(segments) for segments in segments_of], [False] * len(rows)
+    for index, row in _assigned(work, none_last, rows_of_micro, shards):
+        ids[index] = _ids(segments_of[row], tokens)
+    return ids.reshape(-1, rows_of_micro, 2, tokens)
 
 
 def _work(segments: list[_Segment]) -> int:
