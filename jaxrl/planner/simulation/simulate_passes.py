@@ -7,7 +7,7 @@
               activations and the logits
 
 Groups have the devices of a run's mesh (`mesh.layout`). Not covered: expert and context parallelism,
-offloading, imbalance between replicas, transfers between pools.
+offloading, transfers between pools.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_n
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
 
-# Matmuls of the backward pass of attention; the forward pass has two. All compute the scores again; splash
-# does so in two kernels, one for the gradient of the queries and one for that of keys and values.
-_BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
+# All compute the scores again; splash does so in two kernels, one for the gradient of the queries and one for
+# that of keys and values.
+BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
+"""Matmuls of the backward pass of attention, by implementation; the forward pass has two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ class PassSimulator:
         again = 1 if assume.remat == "full" else 0
         forward = self._forward_s(model, strategy, flushes) * repeats
         # A gradient takes twice the matmuls of the weights, but more of those of attention.
-        attention = _BACKWARD_ATTENTION[assume.attention] / 2
+        attention = BACKWARD_ATTENTION[assume.attention] / 2
         compute = forward + repeats * self._forward_s(
             model, strategy, flushes, weights=2, attention=attention
         )

@@ -4,15 +4,19 @@ import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_clusters import toy, toy_model, toy_work
 
 from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
+from jaxrl.models import xla_attention
+from jaxrl.models.attention_kind import FULL
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.filled_rows import filled_rows, pairs_of_a_row, pairs_of_one_text
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.simulate_passes import BACKWARD_ATTENTION, PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution, Strategy
 
 MODEL = toy_model()
@@ -135,6 +139,52 @@ def test_a_row_costs_the_tiles_of_the_rows_beside_it_and_of_the_busiest_replica(
     assert pairs_of_a_row(mixed, 2, 2, 80, None) == 10 * 80**2
     assert pairs_of_a_row(mixed, 2, 1, 80, None) == 10 * 80**2
     assert pairs_of_a_row(mixed, 2, 1, 80, None, parts=2) == (10 + 6) / 2 * 80**2
+
+
+def test_tiles_and_flops_are_those_of_the_compiled_program(monkeypatch):
+    work = toy_work(
+        prompts=4,
+        updates=1,
+        response_lengths=LengthDistribution(60, 256, "log-normal"),
+        microbatch_tokens=500,
+    )
+    block, together, heads, size, ran = 64, 2, 2, 256, []
+    scores = xla_attention._scores
+
+    def counted(*args, **kwargs):
+        jax.debug.callback(lambda: ran.append(1))
+        return scores(*args, **kwargs)
+
+    def attend(q, k, v, ids):
+        return xla_attention.xla_attention(q, k, v, ids, FULL, block_tokens=block)
+
+    def learn(q, k, v, ids):
+        # Its result is the gradient that it is given: a constant one would save a matmul.
+        out, backward = jax.vjp(lambda *x: attend(*x, ids), q, k, v)
+        return backward(out)
+
+    def arrays(tokens):
+        return [jnp.ones((together, tokens, heads, size))] * 3
+
+    # XLA counts the body of a loop once: one tile. With a single block there is no loop, and the backward
+    # pass would use the scores of the forward pass.
+    one = [*arrays(3 * block), jnp.ones((together, 3 * block), jnp.int32)]
+    forward, both = (
+        jax.jit(f).lower(*one).compile().cost_analysis()["flops"] for f in (attend, learn)
+    )
+    of_tile = 4 * heads * size * together * block**2
+    assert forward == pytest.approx(of_tile, rel=0.05)
+    assert both - forward == pytest.approx(BACKWARD_ATTENTION["xla"] / 2 * of_tile, rel=0.05)
+    # The rounds of its loops.
+    monkeypatch.setattr(xla_attention, "_scores", counted)
+    real = packed(work, together)
+    program = jax.jit(attend)
+    for ids in real.segment_ids[0, : real.num_micro_U[0]]:
+        jax.block_until_ready(program(*arrays(work.row_tokens), jnp.asarray(ids)))
+    jax.effects_barrier()
+    found = pairs_of_a_row(work, together, 1, block, None)
+    assert real.num_micro_U[0] > 1
+    assert len(ran) * block**2 == pytest.approx(found * real.num_micro_U[0])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
