@@ -221,7 +221,7 @@ def plan_packing(
             for members, rows in zip(members_U, rows_U, strict=True)
         ]
     if fill_minibatches and U > 1:
-        rows_U = _filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
+        rows_U = filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
     positions, segment_ids, sequence, prefix_ids = (
         np.zeros((U * M * R, T), np.int32) for _ in range(4)
     )
@@ -458,7 +458,7 @@ def _assigned(
 _FILLS = (1.0, 0.998, 0.995, 0.99, 0.98, 0.96)
 
 
-def _filled_minibatches(
+def filled_minibatches(
     members_U: list[np.ndarray],
     rows_U: list[Rows],
     lengths: np.ndarray,
@@ -470,6 +470,12 @@ def _filled_minibatches(
 
     A partly filled microbatch costs as much as a full one: a minibatch of 7.3 microbatches costs 8. The
     exchange brings the tokens of each minibatch close to a whole number of microbatches.
+
+    Args:
+      members_U: Sequences of each minibatch.
+      rows_U: Their rows, from `best_fit_decreasing` with the same lengths and groups.
+      lengths, groups: Number of tokens and prefix group of every sequence; groups share nothing.
+      R, T: Number of rows of a microbatch, and of tokens of a row.
     """
     best = rows_U
     for fill in _FILLS:

@@ -14,7 +14,13 @@ import math
 
 import numpy as np
 
-from jaxrl.data.packing import PrefixGroups, Rows, best_fit_decreasing, ids_of_rows
+from jaxrl.data.packing import (
+    PrefixGroups,
+    Rows,
+    best_fit_decreasing,
+    filled_minibatches,
+    ids_of_rows,
+)
 from jaxrl.models.xla_attention import needed_tiles
 from jaxrl.planner.simulation.workload import Workload
 
@@ -89,6 +95,9 @@ def pairs_of_a_row(
       parts: number of parts of a replica's rows that are computed one after the other.
     """
     rows_U, lengths_B, groups = _packed(work)
+    if work.fill_minibatches and work.updates > 1:
+        members_U = [np.sort(np.concatenate(filled)) for filled in rows_U]
+        rows_U = filled_minibatches(members_U, rows_U, lengths_B, groups, rows, work.row_tokens)
     block, tokens = min(block_tokens, work.row_tokens), work.row_tokens
     busiest = []
     for filled in rows_U:

@@ -73,17 +73,21 @@ def test_microbatches_are_those_of_a_packed_batch(prompts, mean, tokens, rows, s
     block=st.sampled_from((32, 100, 512)),
     reach=st.sampled_from((None, 150)),
     shares=st.booleans(),
+    fills=st.booleans(),
     replicas=st.integers(1, 3),
     parts=st.integers(1, 2),
     together=st.integers(1, 2),
 )
 def test_pairs_are_those_of_the_tiles_with_a_visible_pair_on_the_busiest_replica(
-    mean, tokens, block, reach, shares, replicas, parts, together
+    mean, tokens, block, reach, shares, fills, replicas, parts, together
 ):
     work = toy_work(
         response_lengths=LengthDistribution(mean, 256, "log-normal"),
         microbatch_tokens=tokens,
+        updates=2,
         shares_prompts=shares,
+        # An exchange would split groups.
+        fill_minibatches=fills and not shares,
     )
     rows = replicas * parts * together
     real, T = packed(work, rows, replicas), work.row_tokens
@@ -179,12 +183,13 @@ def test_tiles_and_flops_are_those_of_the_compiled_program(monkeypatch):
     monkeypatch.setattr(xla_attention, "_scores", counted)
     real = packed(work, together)
     program = jax.jit(attend)
-    for ids in real.segment_ids[0, : real.num_micro_U[0]]:
+    micros = int(real.num_micro_U[0])
+    for ids in real.segment_ids[0, :micros]:
         jax.block_until_ready(program(*arrays(work.row_tokens), jnp.asarray(ids)))
     jax.effects_barrier()
     found = pairs_of_a_row(work, together, 1, block, None)
-    assert real.num_micro_U[0] > 1
-    assert len(ran) * block**2 == pytest.approx(found * real.num_micro_U[0])
+    assert micros > 1
+    assert len(ran) * block**2 == pytest.approx(found * micros)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
