@@ -221,7 +221,7 @@ def plan_packing(
             for members, rows in zip(members_U, rows_U, strict=True)
         ]
     if fill_minibatches and U > 1:
-        rows_U = _filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
+        rows_U = filled_minibatches(members_U, rows_U, tokens_of, groups, R, T)
     positions, segment_ids, sequence, prefix_ids = (
         np.zeros((U * M * R, T), np.int32) for _ in range(4)
     )
@@ -314,19 +314,32 @@ def _ids(segments: list[_Segment], tokens: int) -> np.ndarray:
     return ids
 
 
-def ids_of_rows(rows: Rows, lengths: np.ndarray, groups: PrefixGroups, tokens: int) -> np.ndarray:
-    """Segment ids and prefix ids of the rows of a minibatch, in the order of their microbatches.
+def ids_of_rows(
+    rows: Rows,
+    lengths: np.ndarray,
+    groups: PrefixGroups,
+    tokens: int,
+    *,
+    rows_of_micro: int,
+    shards: int,
+) -> np.ndarray:
+    """Segment ids and prefix ids of the rows of a minibatch, placed as by `plan_packing`.
 
     Args:
       rows: sequences of each row, from `best_fit_decreasing` with the same lengths, groups and tokens.
       lengths, groups: Number of tokens and prefix group of every sequence.
       tokens: T, the number of tokens of a row.
+      rows_of_micro, shards: R, the number of rows of a microbatch, and of devices that split them.
 
     Returns:
-      int32 [rows, 2, T].
+      int32 [M, R, 2, T], the microbatches in use; rows without sequences are 0.
     """
-    heaviest_first = sorted((_segments(row, lengths, groups) for row in rows), key=_work)[::-1]
-    return np.array([_ids(segments, tokens) for segments in heaviest_first])
+    segments_of = [_segments(row, lengths, groups) for row in rows]
+    ids = np.zeros((_num_micro(rows, rows_of_micro) * rows_of_micro, 2, tokens), np.int32)
+    work, none_last = [_work(segments) for segments in segments_of], [False] * len(rows)
+    for index, row in _assigned(work, none_last, rows_of_micro, shards):
+        ids[index] = _ids(segments_of[row], tokens)
+    return ids.reshape(-1, rows_of_micro, 2, tokens)
 
 
 def _work(segments: list[_Segment]) -> int:
@@ -445,7 +458,7 @@ def _assigned(
 _FILLS = (1.0, 0.998, 0.995, 0.99, 0.98, 0.96)
 
 
-def _filled_minibatches(
+def filled_minibatches(
     members_U: list[np.ndarray],
     rows_U: list[Rows],
     lengths: np.ndarray,
@@ -457,6 +470,12 @@ def _filled_minibatches(
 
     A partly filled microbatch costs as much as a full one: a minibatch of 7.3 microbatches costs 8. The
     exchange brings the tokens of each minibatch close to a whole number of microbatches.
+
+    Args:
+      members_U: Sequences of each minibatch.
+      rows_U: Their rows, from `best_fit_decreasing` with the same lengths and groups.
+      lengths, groups: Number of tokens and prefix group of every sequence; groups share nothing.
+      R, T: Number of rows of a microbatch, and of tokens of a row.
     """
     best = rows_U
     for fill in _FILLS:

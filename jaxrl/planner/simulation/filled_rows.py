@@ -14,7 +14,13 @@ import math
 
 import numpy as np
 
-from jaxrl.data.packing import PrefixGroups, Rows, best_fit_decreasing, ids_of_rows
+from jaxrl.data.packing import (
+    PrefixGroups,
+    Rows,
+    best_fit_decreasing,
+    filled_minibatches,
+    ids_of_rows,
+)
 from jaxrl.models.xla_attention import needed_tiles
 from jaxrl.planner.simulation.workload import Workload
 
@@ -72,29 +78,42 @@ def filled_rows(work: Workload) -> FilledRows:
 
 
 @functools.lru_cache(maxsize=256)
-def computed_pairs(work: Workload, rows: int, block_tokens: int, reach: int | None) -> float:
-    """Pairs of tokens whose scores plain attention computes in the filled rows of a step, whole tiles.
+def pairs_of_a_row(
+    work: Workload, rows: int, replicas: int, block_tokens: int, reach: int | None, parts: int = 1
+) -> float:
+    """Mean number of pairs of tokens whose scores plain attention computes for a row, in whole tiles.
+
+    Replicas wait for each other in every microbatch, so the busiest one counts. A replica computes the tiles
+    that any of the rows needs that it computes at once.
 
     Args:
       work: work of a step.
-      rows: number of rows that a device computes at once: a tile that one of them needs is computed for all.
+      rows: R, number of rows of a microbatch.
+      replicas: number of replicas that split these rows.
       block_tokens: side of a tile, at most a row.
       reach: number of tokens in a window; None without one.
+      parts: number of parts of a replica's rows that are computed one after the other.
     """
     rows_U, lengths_B, groups = _packed(work)
-    block = min(block_tokens, work.row_tokens)
-    pairs = 0.0
+    if work.fill_minibatches and work.updates > 1:
+        members_U = [np.sort(np.concatenate(filled)) for filled in rows_U]
+        rows_U = filled_minibatches(members_U, rows_U, lengths_B, groups, rows, work.row_tokens)
+    block, tokens = min(block_tokens, work.row_tokens), work.row_tokens
+    busiest = []
     for filled in rows_U:
-        ids = ids_of_rows(filled, lengths_B, groups, work.row_tokens)
-        for first in range(0, len(ids), rows):
-            pairs += len(ids[first : first + rows]) * _pairs_of(
-                ids[first : first + rows], block, reach
+        ids = ids_of_rows(filled, lengths_B, groups, tokens, rows_of_micro=rows, shards=replicas)
+        for micro in ids.reshape(len(ids), replicas, parts, -1, 2, tokens):
+            busiest.append(
+                max(
+                    sum(_pairs_of(together, block, reach) for together in replica) / parts
+                    for replica in micro
+                )
             )
-    return pairs
+    return float(np.mean(busiest))
 
 
 def pairs_of_one_text(tokens: int, block_tokens: int, reach: int | None) -> float:
-    """Pairs that tiles cover in a row of one text, or of padding; args as of `computed_pairs`."""
+    """Pairs that tiles cover in a row of one text; args as of `pairs_of_a_row`."""
     return _pairs_of(np.zeros((1, 2, tokens), np.int32), min(block_tokens, tokens), reach)
 
 

@@ -7,7 +7,7 @@
               activations and the logits
 
 Groups have the devices of a run's mesh (`mesh.layout`). Not covered: expert and context parallelism,
-offloading, imbalance between replicas, transfers between pools.
+offloading, transfers between pools.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.filled_rows import (
     FilledRows,
-    computed_pairs,
     filled_rows,
+    pairs_of_a_row,
     pairs_of_one_text,
 )
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
 
-# Matmuls of the backward pass of attention; the forward pass has two. All compute the scores again; splash
-# does so in two kernels, one for the gradient of the queries and one for that of keys and values.
-_BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
+# All compute the scores again; splash does so in two kernels, one for the gradient of the queries and one for
+# that of keys and values.
+BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
+"""Matmuls of the backward pass of attention, by implementation; the forward pass has two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class PassSimulator:
           share: number of sequences relative to the trained ones; above 1 if greedy answers are scored too.
         """
         flushes = self._flush(strategy, share=share)
-        compute = self._forward_s(model, strategy, flushes, share=share)
+        compute = self._forward_s(model, strategy, flushes)
         seconds = {
             "compute": compute,
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
@@ -115,7 +116,7 @@ class PassSimulator:
         again = 1 if assume.remat == "full" else 0
         forward = self._forward_s(model, strategy, flushes) * repeats
         # A gradient takes twice the matmuls of the weights, but more of those of attention.
-        attention = _BACKWARD_ATTENTION[assume.attention] / 2
+        attention = BACKWARD_ATTENTION[assume.attention] / 2
         compute = forward + repeats * self._forward_s(
             model, strategy, flushes, weights=2, attention=attention
         )
@@ -171,7 +172,6 @@ class PassSimulator:
         strategy: Strategy,
         flushes: _Flushes,
         *,
-        share: float = 1.0,
         weights: float = 1.0,
         attention: float = 1.0,
     ) -> float:
@@ -181,39 +181,36 @@ class PassSimulator:
         """
         numbers = model_numbers(model)
         flops = weights * flushes.tokens * numbers.token_flops
-        flops += attention * self._attention_flops(model, strategy, flushes, share)
+        flops += attention * self._attention_flops(model, strategy, flushes)
         read = (
             weights * numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
         )
         reads = flushes.count * flushes.microbatches * read / self._read
         return max(flops / (strategy.p * strategy.t) / self._flops, reads)
 
-    def _attention_flops(
-        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, share: float
-    ) -> float:
+    def _attention_flops(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
         """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
-        work, used = self._work, share * self._filled.total
-        rows = flushes.tokens / work.row_tokens
+        work, rows = self._work, flushes.tokens / self._work.row_tokens
         kernel = self._assume.attention
         if kernel == "cudnn":
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
             square, windows = work.row_tokens**2, all(model.sliding_layers)
             return rows * mean_attention_flops(model, work.row_tokens, square, windows=windows)
         block = pick_block_tokens(self._cluster.accelerator.platform, tree=work.shares_prompts)
-        together = max(1, round(flushes.microbatch_tokens / work.row_tokens))
+        parts = flushes.microbatches
+        of_replica = parts * max(1, round(flushes.microbatch_tokens / work.row_tokens))
 
         def pairs(reach: int | None) -> float:
-            one_text = pairs_of_one_text(work.row_tokens, block, reach)
             if kernel == "splash":
-                return rows * one_text
-            filled = share * computed_pairs(work, together, block, reach) / strategy.d
-            return filled + max(0.0, rows - used / strategy.d) * one_text
+                return pairs_of_one_text(work.row_tokens, block, reach)
+            rows_of_micro = of_replica * strategy.d
+            return pairs_of_a_row(work, rows_of_micro, strategy.d, block, reach, parts)
 
         sliding = sum(model.sliding_layers) / model.num_layers
         seen = (1 - sliding) * pairs(None) + (
             sliding * pairs(model.sliding_window) if sliding else 0
         )
-        return model_numbers(model).pair_flops * seen
+        return model_numbers(model).pair_flops * rows * seen
 
     def _tensor_s(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int

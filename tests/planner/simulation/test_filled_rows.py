@@ -4,21 +4,25 @@ import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_clusters import toy, toy_model, toy_work
 
 from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
+from jaxrl.models import xla_attention
+from jaxrl.models.attention_kind import FULL
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.filled_rows import computed_pairs, filled_rows, pairs_of_one_text
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.filled_rows import filled_rows, pairs_of_a_row, pairs_of_one_text
+from jaxrl.planner.simulation.simulate_passes import BACKWARD_ATTENTION, PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution, Strategy
 
 MODEL = toy_model()
 
 
-def packed(work, rows):
+def packed(work, rows, shards=1):
     """The batch of a step as a run packs it, with `rows` rows of a microbatch."""
     prompts, responses = work.lengths_of(work.prompts, work.samples)
     prompts = prompts.repeat(work.samples)
@@ -33,6 +37,7 @@ def packed(work, rows):
     return plan_packing(
         prompts + responses.ravel(),
         shape,
+        shards=shards,
         fill_minibatches=work.fill_minibatches,
         prefix_groups=groups if work.shares_prompts else None,
     )
@@ -68,49 +73,63 @@ def test_microbatches_are_those_of_a_packed_batch(prompts, mean, tokens, rows, s
     block=st.sampled_from((32, 100, 512)),
     reach=st.sampled_from((None, 150)),
     shares=st.booleans(),
+    fills=st.booleans(),
+    replicas=st.integers(1, 3),
+    parts=st.integers(1, 2),
+    together=st.integers(1, 2),
 )
-def test_computed_pairs_are_those_of_the_tiles_with_a_visible_pair(
-    mean, tokens, block, reach, shares
+def test_pairs_are_those_of_the_tiles_with_a_visible_pair_on_the_busiest_replica(
+    mean, tokens, block, reach, shares, fills, replicas, parts, together
 ):
     work = toy_work(
         response_lengths=LengthDistribution(mean, 256, "log-normal"),
         microbatch_tokens=tokens,
+        updates=2,
         shares_prompts=shares,
+        # An exchange would split groups.
+        fill_minibatches=fills and not shares,
     )
-    real = packed(work, 1)
+    rows = replicas * parts * together
+    real, T = packed(work, rows, replicas), work.row_tokens
     prefix = np.zeros_like(real.segment_ids) if real.prefix_ids is None else real.prefix_ids
-    pairs = 0
-    for own, before in zip(
-        rows_in_use(real.segment_ids, real), rows_in_use(prefix, real), strict=True
-    ):
-        distance = np.arange(tokens_of := len(own))[:, None] - np.arange(tokens_of)
-        seen = (own[:, None] == own) | ((before[:, None] == own) & (before[:, None] > 0))
-        seen &= (distance >= 0) & (distance < (reach or tokens_of))
-        starts = range(0, tokens_of, block)
-        tiles = sum(seen[i : i + block, j : j + block].any() for i in starts for j in starts)
-        pairs += tiles * min(block, tokens_of) ** 2
-    found = computed_pairs(work, 1, block, reach)
+    distance = np.arange(T)[:, None] - np.arange(T)
+    before = (distance >= 0) & (distance < (reach or T))
+    starts = range(0, T, block)
+    busiest = []
+    for u, used in enumerate(real.num_micro_U):
+        for m in range(used):
+            of_replica = np.zeros(replicas)
+            for part in range(replicas * parts):
+                here = slice(part * together, (part + 1) * together)
+                seen = np.zeros((T, T), bool)
+                for own, of_prefix in zip(
+                    real.segment_ids[u, m, here], prefix[u, m, here], strict=True
+                ):
+                    seen |= own[:, None] == own
+                    seen |= (of_prefix[:, None] == own) & (of_prefix[:, None] > 0)
+                seen &= before
+                tiles = sum(
+                    seen[i : i + block, j : j + block].any() for i in starts for j in starts
+                )
+                of_replica[part // parts] += tiles * min(block, T) ** 2 / parts
+            busiest.append(of_replica.max())
+    found = pairs_of_a_row(work, rows, replicas, block, reach, parts)
     if shares or reach:
         # The ranges of ids, and the distance of blocks, may meet without a visible pair.
-        assert pairs <= found <= 2 * pairs
+        assert np.mean(busiest) <= found <= 2 * np.mean(busiest)
     else:
-        assert found == pairs
+        assert found == pytest.approx(np.mean(busiest))
 
 
-def rows_in_use(field, packing):
-    """The rows of a packed field that hold tokens."""
-    return field[(packing.segment_ids > 0).any(-1)]
-
-
-def test_rows_that_are_computed_at_once_share_their_tiles():
+def test_a_row_costs_the_tiles_of_the_rows_beside_it_and_of_the_busiest_replica():
     # Rows of 320 tokens hold two texts of 160, in tiles of 80: 3 + 3 of 10 pairs of blocks for each text.
     work = toy_work(prompts=8, samples=2, response_lengths=LengthDistribution.exactly(96))
     work = dataclasses.replace(work, microbatch_tokens=320)
-    assert computed_pairs(work, 1, 80, None) == 8 * 6 * 80**2
-    assert computed_pairs(work, 2, 80, None) == 8 * 6 * 80**2
+    assert pairs_of_a_row(work, 1, 1, 80, None) == 6 * 80**2
+    assert pairs_of_a_row(work, 2, 1, 80, None) == 6 * 80**2
     assert pairs_of_one_text(320, 80, None) == 10 * 80**2
     assert pairs_of_one_text(320, 80, 81) == 7 * 80**2
-    # With one row of two texts and one of one text, both compute all tiles.
+    # A row of two texts and one of one text.
     mixed = dataclasses.replace(
         work,
         prompts=3,
@@ -119,8 +138,59 @@ def test_rows_that_are_computed_at_once_share_their_tiles():
         prompt_lengths=LengthDistribution.measured([64, 64, 224], 224),
     )
     assert filled_rows(mixed).rows_U == (2,)
-    assert computed_pairs(mixed, 1, 80, None) == (10 + 6) * 80**2
-    assert computed_pairs(mixed, 2, 80, None) == 2 * 10 * 80**2
+    assert pairs_of_a_row(mixed, 1, 1, 80, None) == (10 + 6) / 2 * 80**2
+    # On two replicas one waits for the other; computed at once, both compute all tiles.
+    assert pairs_of_a_row(mixed, 2, 2, 80, None) == 10 * 80**2
+    assert pairs_of_a_row(mixed, 2, 1, 80, None) == 10 * 80**2
+    assert pairs_of_a_row(mixed, 2, 1, 80, None, parts=2) == (10 + 6) / 2 * 80**2
+
+
+def test_tiles_and_flops_are_those_of_the_compiled_program(monkeypatch):
+    work = toy_work(
+        prompts=4,
+        updates=1,
+        response_lengths=LengthDistribution(60, 256, "log-normal"),
+        microbatch_tokens=500,
+    )
+    block, together, heads, size, ran = 64, 2, 2, 256, []
+    scores = xla_attention._scores
+
+    def counted(*args, **kwargs):
+        jax.debug.callback(lambda: ran.append(1))
+        return scores(*args, **kwargs)
+
+    def attend(q, k, v, ids):
+        return xla_attention.xla_attention(q, k, v, ids, FULL, block_tokens=block)
+
+    def learn(q, k, v, ids):
+        # Its result is the gradient that it is given: a constant one would save a matmul.
+        out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)
+        return backward(out)
+
+    def arrays(tokens):
+        return [jnp.ones((together, tokens, heads, size))] * 3
+
+    # XLA counts the body of a loop once: one tile. With a single block there is no loop, and the backward
+    # pass would use the scores of the forward pass.
+    one = [*arrays(3 * block), jnp.ones((together, 3 * block), jnp.int32)]
+    forward, both = (
+        dict(jax.jit(f).lower(*one).compile().cost_analysis() or {})["flops"]
+        for f in (attend, learn)
+    )
+    of_tile = 4 * heads * size * together * block**2
+    assert forward == pytest.approx(of_tile, rel=0.05)
+    assert both - forward == pytest.approx(BACKWARD_ATTENTION["xla"] / 2 * of_tile, rel=0.05)
+    # The rounds of its loops.
+    monkeypatch.setattr(xla_attention, "_scores", counted)
+    real = packed(work, together)
+    program = jax.jit(attend)
+    micros = int(real.num_micro_U[0])
+    for ids in real.segment_ids[0, :micros]:
+        jax.block_until_ready(program(*arrays(work.row_tokens), jnp.asarray(ids)))
+    jax.effects_barrier()
+    found = pairs_of_a_row(work, together, 1, block, None)
+    assert micros > 1
+    assert len(ran) * block**2 == pytest.approx(found * micros)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
