@@ -73,9 +73,9 @@ def enough_tokens(
     """The tokens that a row must keep in a round of `drafted` + 1 tokens for speculation to pay.
 
     It is the cost of a round in steps of one token. With 4 drafted tokens on two cores a model of 540 MB,
-    whose weights come from memory, had 1.1 to 1.4 with one or two rows, 1.3 to 2 with four and 1.5 to 2.6 with
-    eight; a model of 16 MB had 2.4 to 3.4. What a round costs beyond a step is taken to grow with the number
-    of drafted tokens. On accelerators it is not measured yet.
+    whose weights come from memory, had 1.1 to 1.4 with one or two rows, 1.3 to 2 with four and 1.5 to 2.6
+    with eight; a model of 16 MB had 2.4 to 3.4. What a round costs beyond a step is taken to grow with the
+    number of drafted tokens. On accelerators it is not measured yet.
     """
     if platform not in (None, "cpu"):
         more = 0.3
