@@ -20,7 +20,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 from jax.extend import core as jax_core
 
 from jaxrl.config.batch_shapes import step_shape
@@ -168,8 +167,8 @@ def _times(
 
 
 def _jaxpr(piece: Any) -> jax_core.Jaxpr:
-    function = functools.partial(piece.function, **piece.keywords)
-    return jax.make_jaxpr(function)(*piece.arguments).jaxpr
+    # Not `make_jaxpr`, inside of which no function may have compiler options.
+    return piece.function.trace(*piece.arguments, **piece.keywords).jaxpr.jaxpr
 
 
 def _in_updates(

@@ -67,6 +67,15 @@ def test_dapo_alone_keeps_mixed_groups():
     assert flow["generation batch"].endswith("and 192 greedy ones")
 
 
+def test_programs_with_options_of_the_compiler_are_traced():
+    """Deterministic sampling compiles with options of its own, which change no operation."""
+    plain, deterministic = (
+        dict(plan_of("grpo_tiny", **with_setting).notes)
+        for with_setting in ({}, {"rollout__deterministic": "True"})
+    )
+    assert deterministic["actor generate, traced"] == plain["actor generate, traced"]
+
+
 def test_roles_on_the_same_devices_are_counted():
     model = config_of("ppo_tiny").model
     found = sizes(plan_of("ppo_tiny"))
