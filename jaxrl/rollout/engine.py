@@ -142,7 +142,9 @@ class Engine:
             and shards_of("layers", GENERATE_RULES, self.mesh) == 1
         )
         self._split = jax.jit(split_layers)
-        self._idle = jax.jit(slots.idle, static_argnums=(0, 1))
+        # Nothing else ties a state to a mesh of one device, and it would be made on the first device of all.
+        here = replicated(self.mesh) if self.mesh.size == 1 else None
+        self._idle = jax.jit(slots.idle, static_argnums=(0, 1), out_shardings=here)
         options: Any = {"compiler_options": _compiler_options(config, self.mesh)}
         self.prefill = jax.jit(prefill.prefill, **options)
         self.extend = jax.jit(prefill.extend, donate_argnames="prefix", **options)

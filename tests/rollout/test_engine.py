@@ -80,10 +80,12 @@ def weights(model=MODEL):
 
 
 @functools.cache
-def actor_of(train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL) -> Actor:
+def actor_of(
+    train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL, first_device=0
+) -> Actor:
     """An actor ready to sample; compiled programs are shared by all tests that ask for the same."""
     layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
-    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    mesh = build_mesh(layout, jax.devices()[first_device:][: layout.num_devices])
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     actor = Actor(
         model,
@@ -288,6 +290,15 @@ def test_a_sample_does_not_depend_on_its_company(expected):
 )
 def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
     assert_same(sample(actor_of(*layout)), expected)
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_a_pool_of_one_device_stays_on_it(cache, expected):
+    """Also if this is not the first device of all, where arrays go that nothing ties to a device."""
+    actor = actor_of(config=dataclasses.replace(BASE, cache=cache), first_device=3)
+    state = actor.backend.engine.init_decode_state()
+    assert {device.id for leaf in jax.tree.leaves(state) for device in leaf.devices()} == {3}
+    assert_same(sample(actor), expected)
 
 
 @pytest.mark.parametrize("layout", [("1-1-1",), ("2-2-2", "2-2-1-2", 1)], ids=lambda x: x[0])
