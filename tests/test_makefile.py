@@ -57,7 +57,7 @@ def test_the_demo_installs_what_it_needs_and_tests_add_the_rest(make):
 
 def test_both_demos_share_an_environment(make):
     installed, (ran,), _ = make("demo-lm", "SEED=3")
-    assert installed == ["."]
+    assert installed == [".[gguf]"]
     assert ran.endswith("launch/train.py --config configs/grpo_smollm2.py --config.seed=3")
     assert make("demo")[0] == []
 

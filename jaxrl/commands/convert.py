@@ -26,7 +26,6 @@ from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.hub.hub_names import HubName, parsed_name
 from jaxrl.hub.local_paths import local_model, open_hub
-from jaxrl.models.huggingface.gguf_file import gguf_to_hf
 from jaxrl.models.huggingface.orbax_folder import hf_to_orbax, orbax_to_hf
 from jaxrl.models.huggingface.weight_export import check_shard_bytes
 from jaxrl.tracking.export import export_run
@@ -76,6 +75,8 @@ def convert(args: argparse.Namespace) -> str:
     elif (args.source, args.target) == ("orbax", "hf"):
         orbax_to_hf(args.path, args.out, dtype=args.dtype, max_shard_bytes=args.max_shard_bytes)
     elif (args.source, args.target) == ("gguf", "hf"):
+        from jaxrl.models.huggingface.gguf_file import gguf_to_hf
+
         gguf_to_hf(args.path, args.out)
     elif (args.source, args.target) == ("run", "hf"):
         dtype = args.dtype or "bfloat16"

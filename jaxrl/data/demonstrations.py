@@ -209,7 +209,7 @@ def _solution(row: int, record: Record) -> str:
     if record.solution is None:
         raise UserError(
             f"row {row} of {record.source} has no solution to learn from; name the field that "
-            "holds it (solution_field), use a task that has solutions, such as chain_sum, or leave SFT out: "
+            "holds it (solution_field), use jaxrl.data.worked_sums:make, or leave SFT out: "
             "sft.num_steps=0 and an empty sft.run"
         )
     return record.solution

@@ -43,6 +43,6 @@ PAIR_GENERATORS: dict[str, Callable[[Sequence[Record]], tuple[Preference, ...]]]
 def _solution(record: Record) -> str:
     if record.solution is None:
         raise UserError(
-            f"{record.source} has no solutions to make pairs from; use a task that has, such as chain_sum"
+            f"{record.source} has no solutions to make pairs from; use jaxrl.data.worked_sums:make, which has"
         )
     return record.solution

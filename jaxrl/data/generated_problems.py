@@ -4,7 +4,7 @@
         a, b = rng.integers(100, size=2)
         return {"problem": f"{a} + {b} = ?", "answer": a + b}
 
-    task = "chain_sum"                       or a task of reasoning-gym
+    task = "countdown"                       or a task of reasoning-gym
 
 Every host asks for the same problem, and a resumed run asks again. So a function must return the same row
 whenever it gets the same index. This is checked for the first rows when the function is loaded.

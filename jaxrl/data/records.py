@@ -9,13 +9,11 @@ import dataclasses
 import difflib
 import json
 import logging
-import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.checks import check_value, finite, is_a, shown
-from jaxrl.data import worked_sums
 from jaxrl.data.messages import Context
 from jaxrl.errors import UserError
 
@@ -67,7 +65,7 @@ class TaskProblems:
     because they are `MAX_TASK_SIZE` apart. Two items can still ask the same *question*: see `disjoint`.
 
     Args:
-      task: Name of the task, such as "chain_sum". Problems of "chain_sum" get a worked solution.
+      task: Name of the task, such as "countdown".
       seed: Seed, 0 to `MAX_TASK_SEED`.
       **task_config: Settings of the task, such as `min_terms=3`.
 
@@ -88,8 +86,7 @@ class TaskProblems:
         """The problem of a number; number `MAX_TASK_SIZE` is number 0 again."""
         block, place = divmod(number % MAX_TASK_SIZE, _BLOCK)
         items = self._items_of(block)
-        item_seed = self._first_seed + block * _BLOCK + place
-        return _task_record(self._task, items[place], item_seed)
+        return _task_record(self._task, items[place])
 
     def _items_of(self, block: int) -> Any:
         """The items of a block. Blocks are small, because some tasks create all items at once."""
@@ -116,7 +113,7 @@ def reasoning_gym_records(
     _check_task_size(task, size, seed)
     first_seed = seed * MAX_TASK_SIZE
     items = _create_task(task, {**task_config, "size": size, "seed": first_seed})
-    return tuple(_task_record(task, items[i], first_seed + i) for i in range(size))
+    return tuple(_task_record(task, items[i]) for i in range(size))
 
 
 def disjoint(train: Sequence[Record], evaluation: Sequence[Record]) -> tuple[Record, ...]:
@@ -212,12 +209,8 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _task_record(task: str, item: dict[str, Any], item_seed: int) -> Record:
-    solution = None
-    if task == "chain_sum":
-        rng = random.Random(f"worked sum {item_seed}")
-        solution = worked_sums.solve(item["metadata"]["expression"], rng)
-    return Record(item["question"], str(item["answer"]), task, solution, _extra_of(task, item))
+def _task_record(task: str, item: dict[str, Any]) -> Record:
+    return Record(item["question"], str(item["answer"]), task, extra=_extra_of(task, item))
 
 
 def _extra_of(task: str, item: dict[str, Any]) -> dict[str, Any]:

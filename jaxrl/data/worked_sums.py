@@ -1,4 +1,6 @@
-"""Solutions of integer sums in the styles of different authors, as "pretraining" text of the demo.
+"""Generates integer sums, with solutions in the styles of different authors: problems and text of the demo.
+
+    data.train.path = "jaxrl.data.worked_sums:make"
 
     23 + 60 - 71      23+60=83      First 23+60=83, then 83-71=12.     23+60=83; 83-71=12      Answer: 12
                       83-71=12      Answer: 12                         Answer: 12
@@ -12,14 +14,16 @@ keep some entropy.
 
 from __future__ import annotations
 
+import random
 import re
 from typing import TYPE_CHECKING
 
 from jaxrl.errors import UserError
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Sequence
+
+    import numpy as np
 
 # Share of solutions that state only an answer, the share of wrong ones among them, and their errors.
 BARE_ANSWERS = 0.5
@@ -30,6 +34,46 @@ _WRONG_BY = (-10, -3, -2, -1, 1, 2, 3, 10)
 ADDITIONS_FIRST = 0.25
 
 _SUM = re.compile(r"-?\d+( [+-] -?\d+)*", re.ASCII)
+
+
+def make(
+    index: int,
+    rng: np.random.Generator,
+    *,
+    min_terms: int = 2,
+    max_terms: int = 6,
+    min_digits: int = 1,
+    max_digits: int = 4,
+) -> dict[str, str]:
+    """Returns a sum such as "5 + 9 - 7 =", its answer and a solution; a data function of `data.train.path`.
+
+    Args:
+      index: number of the problem; only `rng` decides what it is.
+      rng: source of all choices.
+      min_terms, max_terms: range of the number of terms.
+      min_digits, max_digits: range of the digits of the largest term. All terms of a sum have as many, except
+        that one digit includes 0.
+
+    Raises:
+      UserError: a range is empty or begins below 1.
+    """
+    del index
+    if not (1 <= min_terms <= max_terms and 1 <= min_digits <= max_digits):
+        raise UserError(
+            f"terms {min_terms} to {max_terms} and digits {min_digits} to {max_digits} leave no sum; "
+            "each range must begin at 1 or more and not end before it begins"
+        )
+    choose = random.Random(int(rng.integers(2**63)))
+    digits = choose.randint(min_digits, max_digits)
+    smallest = 10 ** (digits - 1) if digits > 1 else 0
+    total = choose.randint(smallest, 10**digits - 1)
+    expression = str(total)
+    for _ in range(choose.randint(min_terms, max_terms) - 1):
+        sign, term = choose.choice("+-"), choose.randint(smallest, 10**digits - 1)
+        total += term if sign == "+" else -term
+        expression += f" {sign} {term}"
+    problem = f"{expression} ="
+    return {"problem": problem, "answer": str(total), "solution": solve(expression, choose)}
 
 
 def solve(expression: str, rng: random.Random) -> str:

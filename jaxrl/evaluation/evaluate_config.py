@@ -27,7 +27,7 @@ class EvaluateConfig(EngineSettings):
       model: Hugging Face directory, or folder of a run.
       sets: files of problems, in any format of docs/data.md. A set has the name of its file without the
         extension.
-      tasks: names of generated tasks: data sets of reasoning-gym ("chain_sum"), or functions that make
+      tasks: names of generated tasks: data sets of reasoning-gym ("countdown"), or functions that make
         problems ("file.py:make"). A set has the name of its task.
       task_options: options of the tasks, such as {"max_terms": 3}.
       task_seed: seed of the tasks. The recipes here train on seed 1 and evaluate on seed 2.

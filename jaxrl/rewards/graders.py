@@ -95,7 +95,7 @@ GRADERS: dict[str, GraderKind] = {
         f"<answer>42</answer>, or {_FINAL_ANSWER}",
         TASK,
         "reasoning_gym",
-        "demo",
+        "tasks",
     ),
 }
 

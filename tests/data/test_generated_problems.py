@@ -231,7 +231,7 @@ def test_the_card_says_that_there_is_no_end():
 
 
 def test_a_task_without_a_size_has_no_end():
-    import_extra("demo", "reasoning_gym")
+    import_extra("tasks", "reasoning_gym")
     settings = {"seed": 3, "options": {"min_terms": 2, "max_terms": 2}}
 
     def task(**further) -> Source:

@@ -9,20 +9,6 @@ from jaxrl.errors import UserError
 SUMS = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 2}
 
 
-def test_sums_come_with_right_answers_and_solutions():
-    rows = reasoning_gym_records("chain_sum", size=200, seed=3, **SUMS)
-
-    assert len(rows) == 200
-    for row in rows:
-        assert row.source == "chain_sum"
-        assert row.prompt.endswith(" =")
-        assert row.solution is not None
-        # Who shows no work may be wrong; see worked_sums.
-        assert "=" not in row.solution or row.solution.endswith(f"\nAnswer: {row.answer}")
-    styles = {row.solution.startswith("First") for row in rows if row.solution}
-    assert styles == {True, False}
-
-
 def test_same_seed_same_rows_and_neighbouring_seeds_share_no_run():
     rows = reasoning_gym_records("chain_sum", size=100, seed=3, **SUMS)
 

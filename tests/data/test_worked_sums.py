@@ -2,6 +2,7 @@ import itertools
 import random
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,3 +78,42 @@ def test_shares_of_bare_and_of_wrong_answers():
 def test_what_is_no_sum_is_refused(text):
     with pytest.raises(UserError, match="is no sum"):
         worked_sums.solve(text, random.Random(0))
+
+
+def sum_of(problem: str) -> int:
+    """The value of "5 + 9 - 7 =", by hand."""
+    first, *rest = problem.removesuffix(" =").split(" ")
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    return int(first) + sum(int(n) if sign == "+" else -int(n) for sign, n in pairs)
+
+
+def rows(seed: int, **options) -> list[dict[str, str]]:
+    return [worked_sums.make(n, np.random.default_rng((seed, n)), **options) for n in range(300)]
+
+
+def test_generated_sums_have_right_answers_and_the_asked_sizes():
+    made = rows(3, min_terms=3, max_terms=4, min_digits=1, max_digits=2)
+    for row in made:
+        assert int(row["answer"]) == sum_of(row["problem"])
+        assert "=" not in row["solution"] or row["solution"].endswith(f"Answer: {row['answer']}")
+    terms = [re.findall(r"\d+", row["problem"]) for row in made]
+    assert {len(numbers) for numbers in terms} == {3, 4}
+    assert {len(number) for numbers in terms for number in numbers} == {1, 2}
+    # All terms of a sum have as many digits, and 0 is one of them.
+    assert all(len({len(number) for number in numbers}) == 1 for numbers in terms)
+    assert any("0" in numbers for numbers in terms)
+    assert {"+" in row["problem"] for row in made} == {True, False}
+
+
+def test_a_sum_depends_on_its_generator_alone():
+    assert rows(3) == rows(3)
+    assert rows(3)[1:] != rows(4)[:-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_terms": 0}, {"min_terms": 9}, {"max_digits": 0}, {"min_digits": 3, "max_digits": 2}],
+)
+def test_ranges_without_a_sum_are_refused(options):
+    with pytest.raises(UserError, match="leave no sum"):
+        worked_sums.make(0, np.random.default_rng(0), **options)

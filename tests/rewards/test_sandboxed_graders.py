@@ -116,7 +116,7 @@ def test_tests_that_cannot_be_read_are_a_fault(graders, tests):
 
 
 def test_scorers_of_reasoning_gym(graders):
-    import_extra("demo", "reasoning_gym")
+    import_extra("tasks", "reasoning_gym")
     extra = {"metadata": {"numbers": [1, 2, 3], "target": 7, "source_dataset": "countdown"}}
     answers = {
         "1 + 2*3": True,

@@ -87,7 +87,10 @@ def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
         config = dataclasses.replace(
             config,
             preference=dataclasses.replace(config.preference, path=""),
-            data=DataConfig(train=SourceConfig(task="chain_sum", size=40), max_prompt_tokens=16),
+            data=DataConfig(
+                train=SourceConfig(path="jaxrl.data.worked_sums:make", size=40),
+                max_prompt_tokens=16,
+            ),
             tokenizer=TokenizerConfig(vocab_size=288),
             train=TrainConfig(rows=4, row_tokens=512),
         )

