@@ -190,6 +190,13 @@ class _Group(ml_config_dict.ConfigDict):
             raise TypeError(f"{key} = {checks.shown(value)}: expected a number")
         super().__setitem__(key, value)
 
+    def get_ref(self, key: str) -> ml_config_dict.FieldReference:
+        """A reference that follows the setting. An override of the setting it derives stays there.
+
+        ml_collections would store one shared object: --config.run.save_every=6 changed num_steps, too.
+        """
+        return super().get_ref(key).identity()
+
 
 def _group_of(config: DataclassInstance) -> ml_config_dict.ConfigDict:
     tree = _Group()

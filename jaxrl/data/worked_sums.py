@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+# A model without a BOS token needs some text before the first number: without these words held-out accuracy
+# of the demo (one seed) was 39% after SFT and 78% after DAPO.
+QUESTION = "Work out the following sum: "
+
 # Share of solutions that state only an answer, the share of wrong ones among them, and their errors.
 BARE_ANSWERS = 0.5
 WRONG_BARE_ANSWERS = 0.5
@@ -45,7 +49,7 @@ def make(
     min_digits: int = 1,
     max_digits: int = 4,
 ) -> dict[str, str]:
-    """Returns a sum such as "5 + 9 - 7 =", its answer and a solution; a data function of `data.train.path`.
+    """Returns the problem of a sum such as "5 + 9 - 7 =", its answer and a solution.
 
     Args:
       index: number of the problem; only `rng` decides what it is.
@@ -72,7 +76,7 @@ def make(
         sign, term = choose.choice("+-"), choose.randint(smallest, 10**digits - 1)
         total += term if sign == "+" else -term
         expression += f" {sign} {term}"
-    problem = f"{expression} ="
+    problem = f"{QUESTION}{expression} ="
     return {"problem": problem, "answer": str(total), "solution": solve(expression, choose)}
 
 

@@ -137,6 +137,16 @@ def test_settings_may_derive_from_earlier_ones():
     assert config_tree.from_config_dict(Config, tree).limit == 42
 
 
+def test_an_override_of_a_derived_setting_stays_there():
+    tree = config_tree.to_config_dict(Config())
+    tree.limit = tree.get_ref("seed")
+    tree.seed = 24
+    assert tree.limit == 24
+    tree.limit = 6
+    config = config_tree.from_config_dict(Config, tree)
+    assert (config.seed, config.limit) == (24, 6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -82,7 +82,7 @@ def test_what_is_no_sum_is_refused(text):
 
 def sum_of(problem: str) -> int:
     """The value of "5 + 9 - 7 =", by hand."""
-    first, *rest = problem.removesuffix(" =").split(" ")
+    first, *rest = problem.removeprefix(worked_sums.QUESTION).removesuffix(" =").split(" ")
     pairs = zip(rest[::2], rest[1::2], strict=True)
     return int(first) + sum(int(n) if sign == "+" else -int(n) for sign, n in pairs)
 
