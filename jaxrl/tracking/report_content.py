@@ -121,8 +121,8 @@ def evaluation_lines(
             if step and step == max(found) and step < last:
                 when += f" of {last:,}, where it was last evaluated"
             shown = shown_accuracy(found[step], f"{name} mean@{num_samples}")
-            shown += " (standard error)" if "±" in shown else ""
-            lines.append((f"evaluation accuracy{of} {when}", shown))
+            error = " (± standard error)" if "±" in shown else ""
+            lines.append((f"evaluation accuracy{of} {when}{error}", shown))
     return lines
 
 

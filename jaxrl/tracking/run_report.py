@@ -52,7 +52,7 @@ def write_run_report(
     report.write_report(
         folder.report,
         title=title,
-        summary=[*accuracy, *_summary(rl, rows), *facts],
+        summary=[*accuracy, *_summary(rows), *facts],
         sections=[report.Section(name, found) for name, found in rows.items() if found],
         samples=[
             report.PromptResponses(
@@ -70,13 +70,9 @@ def write_run_report(
     return folder.report
 
 
-def _summary(rl: Sequence[dict[str, Any]], rows: Mapping[str, list[dict[str, Any]]]) -> Lines:
-    """Entropy, and the steps and minutes of each stage."""
-    entropy = [row["actor/entropy"] for row in rl if "actor/entropy" in row]
-    lines = []
-    if entropy:
-        lines.append(("entropy, first and last step", f"{entropy[0]:.3f} → {entropy[-1]:.3f}"))
-    return lines + [
+def _summary(rows: Mapping[str, list[dict[str, Any]]]) -> Lines:
+    """The steps and minutes of each stage."""
+    return [
         (
             f"{title}, steps and minutes",
             f"{found[-1]['step']:,}, {report_content.minutes_of(found):.1f}",

@@ -155,7 +155,7 @@ def test_a_run_keeps_its_colour_where_another_lacks_a_metric():
 def test_a_metric_of_a_single_step_is_visible():
     runs = [(name, [{"step": 1, "x": value}]) for name, value in (("a", 1.0), ("b", 2.0))]
     (plot,) = compared_plots(runs).others
-    svg = draw_svg(plot.draw, unit=plot.unit, salt="x")
+    svg = draw_svg(plot.draw, unit=plot.unit, salt="x", label="x")
     assert {"0", "1"} <= set(re.findall(r"<use [^>]*fill: var\(--c(\d)\)", svg))
 
 

@@ -98,6 +98,16 @@ def test_accuracies_have_their_standard_errors(tmp_path):
     assert len(re.findall(bars, with_errors)) == len(re.findall(bars, plain)) + 2
 
 
+def test_every_plot_has_a_text_alternative(tmp_path):
+    page = _write(tmp_path / "report.html")
+    labels = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', page)
+    assert len(labels) == page.count("<svg") > 0
+    assert any(
+        re.fullmatch(r"Entropy over steps, in nats per token; last value [\d.]+", label)
+        for label in labels
+    )
+
+
 def test_curves_without_data_are_left_out(tmp_path):
     rows = [
         {"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac_high": float("nan")} for s in (1, 2)

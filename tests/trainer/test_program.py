@@ -188,7 +188,7 @@ def test_the_report_says_which_step_was_evaluated():
         ("evaluation accuracy before training", "25.0%")
     ]
     rows[2]["val-aux/sums/acc/mean@2/stderr"] = 0.0625
-    last = ("evaluation accuracy after step 2", "50.0% ± 6.2% (standard error)")
+    last = ("evaluation accuracy after step 2 (± standard error)", "50.0% ± 6.2%")
     assert evaluation_lines(rows[:3], ("sums",), num_samples=2)[1] == last
     both = evaluation_lines(rows, ("sums", "words"), num_samples=2)
     assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2

@@ -145,9 +145,24 @@ def write_page(
 
 def _drawn(plots: Iterable[Plot], section: str) -> list[tuple[Plot, str]]:
     return [
-        (plot, draw_svg(plot.draw, unit=plot.unit, salt=f"{section}/{plot.title}"))
+        (
+            plot,
+            draw_svg(
+                plot.draw,
+                unit=plot.unit,
+                salt=f"{section}/{plot.title}",
+                label=_described(plot),
+            ),
+        )
         for plot in plots
     ]
+
+
+def _described(plot: Plot) -> str:
+    """A plot in words: "Entropy over steps, in nats per token; last value 0.08"."""
+    curves = [f"{entry.label} {entry.value}".strip() for entry in plot.legend]
+    last = [f"last value {plot.last}"] if plot.last else []
+    return "; ".join([f"{plot.title} over steps, in {plot.unit}", *last, *curves])
 
 
 def _num_correct(samples: Sequence[PromptResponses]) -> list[tuple[str, int]]:

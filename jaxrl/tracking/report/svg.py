@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Callable
@@ -47,13 +48,14 @@ _STYLE: dict[Any, Any] = {
 _NO_METADATA: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
-def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str) -> str:
+def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str, label: str) -> str:
     """Draws a plot as an <svg> element.
 
     Args:
       draw: draws the curves, in `COLORS`.
       unit: label of the vertical axis.
       salt: salt of the hashes that are element ids; it must be unique on a page. Equal salts give equal ids.
+      label: what a screen reader says in place of the plot.
     """
     out = io.StringIO()
     # "default" first, to ignore the user's matplotlibrc.
@@ -71,16 +73,22 @@ def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str) -> str:
         axes.set_ylabel(unit)
         draw(axes)
         FigureCanvasSVG(figure).print_svg(out, metadata=_NO_METADATA)
-    return _inline_svg(out.getvalue())
+    return _inline_svg(out.getvalue(), label)
 
 
-def _inline_svg(document: str) -> str:
+def _inline_svg(document: str, label: str) -> str:
     """Converts an SVG document to an <svg> element for an HTML page, with its colours as CSS variables."""
     svg = document[document.index("<svg") :]
     # The ids of groups repeat in each plot, and nothing refers to them.
     svg = re.sub(r' id="[a-z0-9.]+_\d+"', "", svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1)
+    label = html.escape(label)
+    svg = re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        lambda found: f'<svg {found[1]} role="img" aria-label="{label}">',
+        svg,
+        count=1,
+    )
     svg = re.sub(r"; font-family: [^;\"]*", "", svg)
     # Round coordinates: hundredths of a point are finer than any screen.
     svg = re.sub(r' (d|x|y)="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
