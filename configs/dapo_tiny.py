@@ -3,7 +3,7 @@
     python launch/train.py --config configs/dapo_tiny.py
 
 Hardware: any two cores, 2 GB of memory, no accelerator; about three minutes. Score to expect: held-out
-accuracy (avg@8, temperature 1) from 45 to 50% after SFT to 80% and more; benchmarks/results/
+accuracy (avg@8, temperature 1) from 40 to 50% after SFT to 80% and more; benchmarks/results/
 has the record of three seeds.
 """
 
