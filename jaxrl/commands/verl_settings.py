@@ -14,7 +14,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl.config.model_shape import is_here
 from jaxrl.errors import UserError
+from jaxrl.models.shapes import SHAPES
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -27,10 +29,12 @@ _CORRECTION = "algorithm.rollout_correction"
 _ALIASES = {
     "reward_model.overlong_buffer.": f"{_OVERLONG}.",
     "reward_model.reward_kwargs.overlong_buffer_cfg.": f"{_OVERLONG}.",
+    "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
     "custom_reward_function.": "reward.custom_reward_function.",
+    f"{_ACTOR}.optim.clip_grad": f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
     f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
@@ -185,6 +189,9 @@ NO_COUNTERPART = (
         "the critic has the actor's optimiser, layout and rows; docs/placement.md for others",
     ),
     ("reward_model.*", "reward.functions_timeout_s and reward.grader_workers"),
+    ("reward.reward_manager.*", "reward.grader and reward.functions (docs/rewards.md)"),
+    ("reward.reward_kwargs.max_resp_len", "rollout.max_response_tokens is the end of the buffer"),
+    (f"{_OVERLONG}.log", "rewards/overlong is always logged"),
     ("reward.*", "reward.functions_timeout_s and reward.grader_workers"),
     ("data.*image*", "images are not supported"),
     ("data.*video*", "videos are not supported"),
@@ -193,7 +200,7 @@ NO_COUNTERPART = (
     ("data.reward_fn_key", _BY_LAYOUT),
     ("data.*num_workers", _NO_WORKERS),
     ("data.filter_overlong_prompts_workers", _NO_WORKERS),
-    ("data.shuffle", "always"),
+    ("data.shuffle", "prompts are always shuffled, by the seed"),
     ("data.val_batch_size", "evaluation samples as many at a time as fit"),
     ("data.gen_batch_size", "rollout.generation_prompts, with dynamic sampling alone"),
     ("data.custom_cls.*", "data.train.path takes a function of yours (docs/data.md)"),
@@ -203,7 +210,7 @@ NO_COUNTERPART = (
     ("algorithm.pf_ppo.*", "PF-PPO is not implemented"),
     ("algorithm.use_pf_ppo", "PF-PPO is not implemented"),
     ("trainer.balance_batch", "packing evens out the work (perf/imbalance)"),
-    ("trainer.val_before_train", "evaluated before the first step, always"),
+    ("trainer.val_before_train", "always evaluated before the first step"),
     ("trainer.log_val_generations", "run.rollouts_every, and jaxrl browse"),
     ("trainer.*data_dir", "rollouts/ in the run's folder, and jaxrl browse"),
     ("trainer.max_critic_ckpt_to_keep", "one checkpoint has all roles: run.keep_checkpoints"),
@@ -216,6 +223,7 @@ NO_COUNTERPART = (
     ("trainer.val_only", "jaxrl evaluate"),
     ("trainer.total_epochs", "run.num_steps"),
     ("trainer.project_name", "run.loggers"),
+    ("skip.*", _NO_WORKERS),
     ("async_training.*", "rollout.partial, with a pool for the role rollout"),
     ("ray_kwargs.*", _NO_WORKERS),
     ("ray_init.*", _NO_WORKERS),
@@ -223,6 +231,8 @@ NO_COUNTERPART = (
     ("transfer_queue.*", _NO_WORKERS),
     ("distillation.*", "dataflow distill (docs/distillation.md)"),
 )
+# Turning these off changes what verl trains, and cannot be done here.
+_TRUE_IN_VERL = ("data.shuffle", "trainer.val_before_train")
 # Composition and launching of Hydra, and the classes that values belong to.
 _IGNORED = ("hydra.*", "*._target_", "defaults", "_self_")
 
@@ -291,12 +301,14 @@ class Import:
       remarks: differences that a reader should know.
       without: names of verl's settings without counterpart, by reason.
       unknown: names that this command does not know.
+      shape: name of the model's shape; "" if it is not known, or the model's config.json is here.
     """
 
     lines: list[Line] = dataclasses.field(default_factory=list)
     remarks: list[str] = dataclasses.field(default_factory=list)
     without: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unknown: list[str] = dataclasses.field(default_factory=list)
+    shape: str = ""
 
     def set(self, setting: str, value: Any, why: str) -> None:
         """Adds a setting."""
@@ -306,18 +318,24 @@ class Import:
 class _Verl:
     """Settings of verl by name, with a record of those that were read."""
 
-    def __init__(self, given: Mapping[str, Any]):
+    def __init__(self, given: Mapping[str, Any], *, every: bool):
         self._given = {}
         for name, value in given.items():
             # A composed file has old names too, with null.
             if not self._given.get(_renamed(name)):
                 self._given[_renamed(name)] = value
-        self.unread = {name for name, value in self._given.items() if _asks(value)}
+        self.unread = {
+            name
+            for name, value in self._given.items()
+            if (value is False if name in _TRUE_IN_VERL else every or _asks(value))
+        }
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value; the default if the file has none or null."""
         self.unread.discard(name)
         value = self._given.get(name)
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"{name} = nan of verl: expected a number; correct it")
         return default if value is None else value
 
     def text(self, name: str, default: Any = None) -> Any:
@@ -337,9 +355,13 @@ class _Verl:
     def whole(self, name: str, default: Any = None) -> Any:
         """As `get`; raises UserError if the value is no whole number."""
         value = self.number(name, default)
-        if value is not None and value != int(value):
+        if value is not None and (math.isinf(value) or value != int(value)):
             raise UserError(f"{name} = {value!r} of verl: expected a whole number; correct it")
         return None if value is None else int(value)
+
+    def has(self, prefix: str) -> bool:
+        """Whether the file has a setting of this group."""
+        return any(name.startswith(prefix) for name in self._given)
 
     def origin(self, *names: str) -> str:
         """What a line was made of, for its comment: values of the file and defaults of verl."""
@@ -347,20 +369,24 @@ class _Verl:
         return ", ".join(parts) or "verl's default"
 
 
-def convert_settings(given: Mapping[str, Any], *, num_train_prompts: int = 0) -> Import:
+def convert_settings(
+    given: Mapping[str, Any], *, num_train_prompts: int = 0, every: bool = False
+) -> Import:
     """Converts settings of verl.
 
     Args:
       given: values by dotted name; names of older releases are understood.
       num_train_prompts: prompts of the training files, which verl counts epochs by; 0 if not known.
+      every: whether to name every setting without counterpart. Otherwise those that ask for nothing (null,
+        False, empty) are not named, of which a composed file has hundreds.
 
     Returns:
-      Settings of jaxrl and remarks. Settings that ask for nothing (null, False, empty) are not remarked on.
+      Settings of jaxrl and remarks.
 
     Raises:
       UserError: a value has the wrong type, or values contradict each other.
     """
-    verl, result = _Verl(given), Import()
+    verl, result = _Verl(given, every=every), Import()
     for row in SAME:
         _convert_same(row, verl, result)
     _layout(verl, result)
@@ -403,7 +429,12 @@ def _layout(verl: _Verl, result: Import) -> None:
     generation shard hold tensor shards in training too, and t x fsdp devices hold one copy of the state.
     """
     devices = verl.whole("trainer.nnodes", 1) * verl.whole("trainer.n_gpus_per_node", 8)
-    megatron = verl.text(f"{_ACTOR}.strategy", "fsdp") == "megatron"
+    strategy = verl.text(
+        f"{_ACTOR}.strategy", "megatron" if verl.has(f"{_ACTOR}.megatron.") else "fsdp"
+    )
+    megatron = strategy == "megatron"
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        result.remarks.append(f"Layout: the engine {strategy} is taken for FSDP; check mesh.")
     verl.get("critic.strategy")
     t_g = verl.whole(f"{_ROLLOUT}.tensor_model_parallel_size", 2 if devices > 1 else 1)
     width = verl.whole(f"{_ACTOR}.ulysses_sequence_parallel_size", 1)
@@ -484,6 +515,7 @@ def _model(verl: _Verl, result: Import) -> None:
     path = verl.get(names[0]) or verl.get(names[1])
     if path:
         result.set("tokenizer.path", _path(path), verl.origin(*names))
+        result.shape = _shape(str(verl.get(names[1], "")))
     else:
         result.remarks.append("No model is named; set weights and tokenizer.path.")
     rank = verl.whole(f"{_MODEL}.lora_rank", 0)
@@ -503,6 +535,19 @@ def _model(verl: _Verl, result: Import) -> None:
         result.lines = [line for line in result.lines if not line.setting.startswith("model.lora")]
 
 
+def _shape(path: str) -> str:
+    """The published shape of the model that a path ends with; "" if its config.json is here or unknown."""
+    name = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    if is_here(os.path.expanduser(path)):
+        return ""
+    # The larger Qwen2.5 have another epsilon in their instruct models.
+    fits = [name, *([] if "14b" in name or "32b" in name else [name.removesuffix("-instruct")])]
+    return next(
+        (n for n in (*fits, name.removesuffix("-base"), name.removesuffix("-it")) if n in SHAPES),
+        "",
+    )
+
+
 def _data(verl: _Verl, result: Import) -> None:
     prompt_key = verl.text("data.prompt_key", "prompt")
     for files, first, others in (
@@ -513,6 +558,8 @@ def _data(verl: _Verl, result: Import) -> None:
         paths = [paths] if isinstance(paths, str) else paths or []
         if not isinstance(paths, list):
             raise UserError(f"{files} = {paths!r} of verl: expected a path or a list of them")
+        if not paths:
+            result.remarks.append(f"No {files} are named; set {first}.path.")
         for number, path in enumerate(paths):
             group = first if not number else f"{others}.{first.split('.')[-1]}_{number + 1}"
             result.set(f"{group}.path", _path(path), files)
@@ -538,13 +585,9 @@ def _rewards(verl: _Verl, result: Import) -> None:
         "Graders: verl scores by the data_source of a row, 1 or 0 for most and 1 or -1 for DAPO's; "
         "reward.grader gives 1 or -1. The scale matters where an advantage is not divided by its deviation."
     )
-    verl.get("reward.reward_manager.name")
     on = verl.get(f"{_OVERLONG}.enable", False)
     length = verl.whole(f"{_OVERLONG}.len", 0)
     factor = verl.number(f"{_OVERLONG}.penalty_factor", 1.0)
-    verl.get(f"{_OVERLONG}.log")
-    verl.get("reward.reward_kwargs.max_resp_len")
-    verl.get("reward_model.reward_kwargs.max_resp_len")
     names = (f"{_OVERLONG}.enable", f"{_OVERLONG}.len")
     result.set("reward.overlong_buffer_tokens", length if on else 0, verl.origin(*names))
     if on:
@@ -603,10 +646,10 @@ def _dataflow(verl: _Verl, result: Import) -> None:
         verl.whole("data.train_batch_size", 1024),
         verl.whole(f"{_ACTOR}.ppo_mini_batch_size", 256),
     )
-    if mini < 1 or batch % mini:
+    if min(batch, mini) < 1 or batch % mini:
         raise UserError(
             f"data.train_batch_size {batch} of verl does not divide by ppo_mini_batch_size {mini}; "
-            "choose a divisor"
+            "both are at least 1, and the second is a divisor"
         )
     names = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
     result.set(
@@ -815,6 +858,10 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
     loggers = [loggers] if isinstance(loggers, str) else loggers
     if isinstance(loggers, list):
         entries = ("tensorboard", *(f"{x}:{project}" for x in ("wandb", "trackio") if x in loggers))
+        if others := [
+            str(x) for x in loggers if x not in ("console", "tensorboard", "wandb", "trackio")
+        ]:
+            result.remarks.append(f"Loggers without a counterpart: {', '.join(others)}.")
         if len(entries) > 1:
             result.set("run.loggers", entries, verl.origin("trainer.logger"))
     if (hosts := verl.whole("trainer.nnodes", 1)) > 1:
@@ -841,10 +888,19 @@ def _learning_rate(verl: _Verl, result: Import, steps: int | None) -> None:
             f"Warm-up: verl's first step trains at rate 0; here it trains at 1/{warmup} of optim.lr."
         )
     betas = verl.get(f"{prefix}.betas", [0.9, 0.999])
-    if isinstance(betas, list) and len(betas) == 2:
-        result.set("optim.beta1", float(betas[0]), verl.origin(f"{prefix}.betas"))
-        result.set("optim.beta2", float(betas[1]), verl.origin(f"{prefix}.betas"))
-    if verl.get(f"{prefix}.lr_scheduler_type", "constant") == "cosine":
+    try:
+        for name, beta in zip(("optim.beta1", "optim.beta2"), betas, strict=True):
+            result.set(name, float(beta), verl.origin(f"{prefix}.betas"))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{prefix}.betas = {betas!r} of verl: expected two numbers; correct them"
+        ) from error
+    schedule = verl.get(f"{prefix}.lr_scheduler_type", "constant")
+    if schedule not in ("constant", "cosine"):
+        result.remarks.append(
+            f"The schedule {schedule} of the rate has no counterpart; it is constant here."
+        )
+    if schedule == "cosine":
         if steps is None:
             result.remarks.append("Cosine: set optim.lr_decay_steps to run.num_steps.")
         else:
@@ -863,4 +919,5 @@ def _explain_unread(verl: _Verl, result: Import) -> None:
         if reason is None:
             result.unknown.append(name)
         else:
-            result.without.setdefault(reason, []).append(name)
+            shown = f"{name} False" if name in _TRUE_IN_VERL else name
+            result.without.setdefault(reason, []).append(shown)

@@ -6,22 +6,32 @@ import re
 import pytest
 
 from jaxrl import cli
+from jaxrl.commands import verl_script
 from jaxrl.commands.import_verl import recipe_text
+from jaxrl.commands.verl_files import read_verl
+from jaxrl.commands.verl_settings import SAME, convert_settings
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.config.schema import Config
-from jaxrl.config.verl_files import read_verl
-from jaxrl.config.verl_settings import SAME, convert_settings
 from jaxrl.errors import UserError
+from jaxrl.rewards.sandbox import SANDBOXES, SandboxUnavailable
 
 SCRIPTS = pathlib.Path(__file__).parent / "verl"
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "from_verl.md"
 
 
+try:
+    SANDBOXES["bubblewrap"]().check()
+    RUN = []
+except SandboxUnavailable:
+    RUN = ["--run"]
+
+
 def imported(tmp_path, source, *arguments, status=0):
     """(settings by dotted name, text of the recipe) of a file of verl."""
     out = tmp_path / "recipe.py"
-    assert cli.main(["jaxrl", "import-verl", str(source), "--out", str(out), *arguments]) == status
+    command = ["jaxrl", "import-verl", *RUN, "--out", str(out), str(source), *arguments]
+    assert cli.main(command) == status
     return flatten_config(load_config(Config, str(out), {})), out.read_text()
 
 
@@ -29,7 +39,7 @@ def refused(tmp_path, capsys, text, name="run.sh"):
     """The one line that a file is refused with."""
     source = tmp_path / name
     source.write_text(text) if isinstance(text, str) else source.write_bytes(text)
-    assert cli.main(["jaxrl", "import-verl", str(source)]) == 2
+    assert cli.main(["jaxrl", "import-verl", *RUN, str(source)]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and not out
     return err
@@ -196,25 +206,34 @@ def test_a_recipe_is_not_written_over(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("echo hello\n", "has no setting of verl"),
-        ("", "has no setting of verl"),
-        ("python3 -m x data.train_files='abc\n", ":1: a quote or an array is not closed"),
-        ("n=$((2 ** x)); y\n", r":1: \$\(\(2 \*\* x\)\) cannot be computed"),
-        ("n=$((1 / 0))\n", "cannot be computed"),
+        ("echo hello\n", "starts no program with settings of verl"),
+        ("", "starts no program with settings of verl"),
+        ("ray start --head\n", "it starts ray start --head"),
+        ("python3 -m x data.train_files='abc\n", "ended with status 2: .*line 1: unexpected EOF"),
+        (
+            "set -u\npython3 -m x data.seed=$NOWHERE\n",
+            "status 1: .*line 2: NOWHERE: unbound variable",
+        ),
+        ("n=$((1 / 0)); exit\n", "division by 0"),
+        ("while true; do sleep 5; done\n", "did not end within 1 seconds"),
         (b"\xff\xfe", "not UTF-8"),
         ("python a.py data.train_batch_size=many\n", "expected a number"),
         ("python a.py data.train_batch_size=100\n", "does not divide by ppo_mini_batch_size 256"),
+        ("python a.py data.train_batch_size=0\n", "both are at least 1"),
+        ("python a.py data.train_batch_size=nan\n", "nan of verl: expected a number"),
+        ("python a.py data.train_batch_size=inf\n", "inf of verl: expected a whole number"),
         ("python a.py algorithm.adv_estimator=best\n", "choose one of gae, grpo"),
         ("python a.py trainer.n_gpus_per_node=3\n", "3 devices of verl do not divide"),
         ("python a.py trainer.n_gpus_per_node=0\n", "at least 1"),
         (
-            "x a.b=1 algorithm.rollout_correction.rollout_rs=token_k1 "
+            "python a.py a.b=1 algorithm.rollout_correction.rollout_rs=token_k1 "
             "algorithm.rollout_correction.rollout_rs_threshold=7_x\n",
             "expected a number above 0",
         ),
     ],
 )
-def test_a_malformed_script_is_one_line(tmp_path, capsys, text, message):
+def test_a_malformed_script_is_one_line(tmp_path, capsys, monkeypatch, text, message):
+    monkeypatch.setattr(verl_script, "SECONDS", 1)
     assert re.search(message, refused(tmp_path, capsys, text))
 
 
@@ -264,28 +283,6 @@ def test_the_page_has_every_setting_with_one_counterpart():
         assert f"`{row.jaxrl}`" in page, row.jaxrl
 
 
-def test_values_are_read_as_hydra_reads_them(tmp_path):
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "B=$((4 * (2 + 1)))\nexport N=${NOT_SET_ANYWHERE:-x$B}\n"
-        "python a.py data.a=1e-6 data.b=yes data.c=null data.d=[a,1] ++data.e='a b' \\\n"
-        "  # data.f=1 \\\n"
-        "  data.g=$N data.h=$NOT_SET_ANYWHERE 'data.i=${data.a}' data.j=.5 # data.k=2\n"
-    )
-    file = read_verl(script)
-    assert file.settings == {
-        "data.a": 1e-6,
-        "data.b": "yes",
-        "data.c": None,
-        "data.d": ["a", 1],
-        "data.e": "a b",
-        "data.g": "x12",
-        "data.i": 1e-6,
-        "data.j": 0.5,
-    }
-    assert file.unresolved == {"data.h": "$NOT_SET_ANYWHERE"}
-
-
 @pytest.mark.parametrize(
     ("given", "train", "generate", "fsdp"),
     [
@@ -304,10 +301,10 @@ def test_fsdp_with_tensor_parallel_rollout_is_a_layout(given, train, generate, f
 @pytest.mark.parametrize("odd", ["word", -1, 0, 0.5, [1], ["a", None], True, 10**30, "a_b", ""])
 def test_odd_values_are_refused_or_written(odd):
     for script in sorted(SCRIPTS.iterdir()):
-        file = read_verl(script)
+        file = read_verl(script, confined=not RUN)
         for name in (*file.settings, *(row.verl for row in SAME)):
             try:
-                found = convert_settings(file.settings | {name: odd})
+                found = convert_settings(file.settings | {name: odd}, every=file.is_script)
             except UserError as error:
                 assert "\n" not in str(error)
             else:

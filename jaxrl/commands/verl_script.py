@@ -1,0 +1,293 @@
+"""Finds out with which settings a shell script starts verl: bash runs it, and programs are recorded.
+
+bash itself decides about branches, loops, functions and expansions. No program runs but harmless ones
+(`date`, `sed`, ...): a recorder writes the words of its call to a file and says that it was successful. All
+this happens in bubblewrap, with a copy of the files around the script, without a network and for a few
+seconds; without bubblewrap only if the user asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxrl.errors import UserError
+from jaxrl.files import shown_path
+from jaxrl.rewards.sandbox import SANDBOXES, SandboxUnavailable
+from jaxrl.rewards.sandbox.native import READABLE
+
+SECONDS = 10
+"""How long a script may run. Nothing in it waits, so most end in milliseconds."""
+
+_MAX_BYTES = 1 << 24
+_MAX_COPIED = 2000
+_MAX_COPIED_BYTES = 1 << 17
+_READERS = """
+awk base64 basename bash bc cat cksum cmp comm cut date dd diff dirname du egrep expr false fgrep find fold
+gawk getconf getopt grep head hostname id join jq ls mawk md5sum mkdir mktemp nl nproc numfmt od paste
+printenv printf readlink realpath rev sed seq sha1sum sha256sum shuf sort split stat tac tail tee tr true tty
+uname uniq wc whoami xargs
+""".split()  # noqa: SIM905
+_WRITERS = ("chmod", "cp", "ln", "mv", "rm", "rmdir", "touch")
+# What scripts look for with `command -v`, or replace themselves by with `exec`.
+_RECORDED = """
+accelerate apptainer conda deepspeed docker env huggingface-cli mpirun nohup nvidia-smi pip pip3 python
+python3 ray setsid sleep srun torchrun uv
+""".split()  # noqa: SIM905
+
+# Read by every bash before its script (BASH_ENV).
+_RECORDER = r"""
+command_not_found_handle() { jaxrl_record "$@"; }
+bash() { JAXRL_VARIABLES=$(jaxrl_variables) command bash "$@"; }
+sh() { bash "$@"; }
+jaxrl_variables() { echo "${JAXRL_VARIABLES-}"; compgen -v; }
+jaxrl_record() {
+    local captured='' words=("$@") number word first
+    # A script that takes the output of a program must not get nothing in silence.
+    if [[ -p /dev/fd/1 ]]; then
+        word="OUTPUT_OF_$*"
+        captured=${word//[!a-zA-Z0-9]/_}
+        captured=${captured:0:60}
+        echo "$captured"
+    fi
+    printf '%s\0' "$PWD" "$captured" "$(jaxrl_variables)" "$@" > "$JAXRL_FOLDER/calls/$EPOCHREALTIME-$BASHPID"
+    [[ ${#FUNCNAME[@]} -lt 50 && $SHLVL -lt 20 ]] || return 0
+    # Launchers are given scripts and commands to run: srun bash train.sh, ssh HOST "python ...".
+    for ((number = 0; number < ${#words[@]}; number++)); do
+        word=${words[number]}
+        case $word in
+            bash | sh | */bash | */sh) bash "${words[@]:number+1}"; return 0 ;;
+            *python*\ *verl* | *main_ppo*\ *) bash -c "$word"; return 0 ;;
+        esac
+        if [[ $word != *.py && -f $word && -r $word ]] && read -r first < "$word" &&
+            [[ $first == '#!'*sh* ]]; then
+            bash "$word" "${words[@]:number+1}"
+            return 0
+        fi
+    done
+    return 0
+}
+jaxrl_source() {
+    local names=()
+    eval "names=(${1%%[<>]*})"
+    [[ -z ${names-} ]] && return 0
+    if [[ ! -e $names ]] && declare -F jaxrl_sandbox; then
+        [[ $names == */* ]] && mkdir -p -- "${names%/*}"
+        : > "$names"
+        jaxrl_record "source of nothing" "$names"
+    else
+        jaxrl_record source "$names"
+    fi
+} > /dev/null 2>&1
+jaxrl_before() {
+    PATH=$JAXRL_FOLDER/bin
+    [[ ${FUNCNAME[1]-} == jaxrl_* ]] && return 0
+    [[ $BASH_COMMAND == *[/\$]* || $BASH_COMMAND == source\ * || $BASH_COMMAND == .\ * ]] || return 0
+    local - IFS=$' \t\n' word words names
+    set +eux -f
+    case $BASH_COMMAND in
+        exec\ *) export JAXRL_VARIABLES=$(compgen -v) ;;
+        source\ * | .\ *) jaxrl_source "${BASH_COMMAND#* }" ;;
+    esac
+    # Programs that are named by a path get a function of that name, which records them.
+    read -r -d '' -a words <<< "${BASH_COMMAND:0:1000}"
+    for word in "${words[@]:0:12}"; do
+        [[ $word == *[!A-Za-z0-9_./~:@\"\'\$\{\}\[\]-]* || $word != *[/\$]* ]] && continue
+        names=()
+        eval "names=($word)" 2> /dev/null
+        word=${names-}
+        [[ $word != */* || $word == *[!A-Za-z0-9_./:@-]* ]] && continue
+        if [[ -f $word && $word == *.sh ]]; then
+            eval "function $word { bash $word \"\$@\"; }"
+        else
+            eval "function $word { ${word##*/} \"\$@\"; }" 2> /dev/null
+        fi
+    done
+    return 0
+}
+((BASH_VERSINFO[0] >= 5)) || { echo "bash $BASH_VERSION is too old, 5.0 is needed" >&2; exit 3; }
+ulimit -f 16384  # 16 MB a file
+set -T
+trap jaxrl_before DEBUG
+"""
+# Folders that are not on this machine are made in the sandbox, where they cost nothing.
+_SANDBOX = r"""
+jaxrl_sandbox() { :; }
+cd() { builtin cd "$@" 2> /dev/null || { mkdir -p -- "${@: -1}" && builtin cd "$@"; } }
+"""
+
+
+class Call(NamedTuple):
+    """A program that a script starts.
+
+    Attributes:
+      words: the program and its arguments.
+      folder: the working directory.
+      output: the word that the script got for the program's output; "" if it did not take the output.
+      variables: names of the variables that were set.
+    """
+
+    words: list[str]
+    folder: str
+    output: str
+    variables: frozenset[str]
+
+
+class ScriptRun(NamedTuple):
+    """What a script did: its calls in their order, and its last words if it failed; "" if it did not."""
+
+    calls: list[Call]
+    failure: str
+
+
+def run_script(
+    path: str,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    *,
+    confined: bool = True,
+) -> ScriptRun:
+    """Runs a shell script with recorders in place of programs.
+
+    Args:
+      path: path of the script.
+      arguments: its arguments.
+      variables: variables to set, besides those of the environment.
+      confined: whether it runs in bubblewrap; otherwise it can do what this user can.
+
+    Raises:
+      UserError: bubblewrap does not work here, there is no bash, or the script does not end.
+    """
+    shown = shown_path(path)
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UserError(f"{shown} is run by bash, and bash is not installed; install it")
+    if confined:
+        try:
+            SANDBOXES["bubblewrap"]().check()
+        except SandboxUnavailable as reason:
+            raise UserError(
+                f"{shown} is run by bash to see what it starts, and the sandbox for it does not work here "
+                f"({reason}); make bubblewrap work, or read the script and add --run, which runs it with "
+                "your rights (programs are recorded, not started)"
+            ) from reason
+    with tempfile.TemporaryDirectory(prefix="jaxrl-") as name:
+        folder = pathlib.Path(name)
+        _prepare(folder, bash, confined=confined)
+        command = ["bash", "--", os.path.abspath(path), *arguments]
+        if confined:
+            command = _bubblewrap(folder, pathlib.Path(path).resolve().parent) + command
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("BASH")},
+            **(variables or {}),
+            "JAXRL_FOLDER": name,
+            "BASH_ENV": f"{name}/recorder",
+            "SHLVL": "0",
+        }
+        status = _finished(command, environment, folder)
+        calls = [_call(file.read_bytes()) for file in sorted((folder / "calls").iterdir())]
+        output = (folder / "output").read_bytes()[-_MAX_BYTES:].decode(errors="replace")
+    if status is None and not calls:
+        raise UserError(
+            f"{shown} did not end within {SECONDS} seconds; name a YAML file of verl instead"
+        )
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("+")]
+    last = "".join(c for c in lines[-1] if c.isprintable())[-300:] if lines else ""
+    failure = (
+        f"did not end within {SECONDS} seconds"
+        if status is None
+        else last and f"ended with status {status}: {last}"
+    )
+    return ScriptRun(calls, failure if status != 0 else "")
+
+
+def _prepare(folder: pathlib.Path, bash: str, *, confined: bool) -> None:
+    """Writes the recorder, and a folder of programs that is the script's whole PATH."""
+    (folder / "calls").mkdir()
+    (folder / "bin").mkdir()
+    functions = "".join(f'{name}() {{ jaxrl_record {name} "$@"; }}\n' for name in _RECORDED)
+    (folder / "recorder").write_text(_RECORDER + functions + _SANDBOX * confined)
+    for name in (*_READERS, *(_WRITERS if confined else ())):
+        if program := shutil.which(name):
+            (folder / "bin" / name).symlink_to(os.path.realpath(program))
+    for name in _RECORDED:
+        (folder / "bin" / name).write_text(f'#!{bash}\njaxrl_record "${{0##*/}}" "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+
+
+def _bubblewrap(folder: pathlib.Path, script_folder: pathlib.Path) -> list[str]:
+    """The command line of `bwrap`: memory for files, programs of the system, and copies of two folders."""
+    arguments = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--cap-drop",
+        "ALL",
+    ]
+    arguments += ["--size", str(1 << 26), "--tmpfs", "/", "--proc", "/proc", "--dev", "/dev"]
+    here = pathlib.Path.cwd()
+    for number, source in enumerate(sorted({here, script_folder})):
+        if source != pathlib.Path("/"):
+            arguments += ["--bind", str(_copied(source, folder / f"copy{number}")), str(source)]
+    for path in (*READABLE, "/bin", "/etc/passwd"):
+        arguments += ["--ro-bind-try", path, path]
+    arguments += ["--bind", str(folder), str(folder), "--chdir", str(here), "--"]
+    return arguments
+
+
+def _copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """Copies the small files below a folder; of larger ones it makes empty files of the same name."""
+    target.mkdir()
+    folders = [source]
+    left = _MAX_COPIED
+    for folder in folders:  # grows, so that the nearest folders come first
+        copy = target / folder.relative_to(source)
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries[:left]:
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                (copy / entry.name).mkdir()
+                folders.append(folder / entry.name)
+            elif entry.is_file() and os.access(entry.path, os.R_OK):
+                small = entry.stat().st_size <= _MAX_COPIED_BYTES
+                shutil.copy(entry.path if small else os.devnull, copy / entry.name)
+        left -= len(entries)
+        if left <= 0:
+            break
+    return target
+
+
+def _finished(
+    command: Sequence[str], environment: Mapping[str, str], folder: pathlib.Path
+) -> int | None:
+    """Runs a command; returns its status, or None if its time was over."""
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+            process.wait()
+
+
+def _call(content: bytes) -> Call:
+    folder, output, variables, *words = content.decode(errors="replace").split("\0")[:-1]
+    return Call(words, folder, output, frozenset(variables.split("\n")))
