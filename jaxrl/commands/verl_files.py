@@ -33,6 +33,7 @@ _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 # Of bash, left over where nobody sets a variable; and the word that stands for a program's output.
 _LEFT_OVER = re.compile(r"\$(?:\w+|\{\w+\})|\bOUTPUT_OF_\w+")
 _READS = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[^]]*\])?\})")
+_OF_AWK = ("NF", "NR", "FNR", "FS", "OFS")
 _IN_ARITHMETIC = re.compile(r"\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _KEY_IN_BRACES = re.compile(r"""([{,]\s*["']?[\w.]+["']?)\s*:\s*""")
 
@@ -325,9 +326,11 @@ def _script_settings(
         changed = {name for name in given if str(other.get(name)) != str(given[name])}
         reached = [n for n in given if n in changed and _LEFT_OVER.search(str(other.get(n)))]
         unresolved |= {name: str(other[name]) for name in reached}
-        if changed - {*reached} or other.keys() - given.keys():
+        # Arguments are read by functions too, so they are named only if something changes with them.
+        if changed - {*reached} or other.keys() - given.keys() or texts:
+            names = absent if changed - {*reached} or other.keys() - given.keys() else texts.keys()
             remarks.append(
-                f"Set by nobody, and so empty: {', '.join(f'${name}' for name in sorted(absent))}. The "
+                f"Set by nobody, and so empty: {', '.join(f'${name}' for name in sorted(names))}. The "
                 "script may take another way with them: give variables before the command, arguments "
                 "after FILE."
             )
@@ -365,7 +368,7 @@ def _absent(text: str, arguments: Sequence[str], call: Call) -> set[str]:
     names = {found[1] or found[2] for found in _READS.finditer(text)}
     for found in _IN_ARITHMETIC.finditer(text):
         names |= {*re.findall(r"(?<![\w$'\"])[A-Za-z_]\w*", found[1])}
-    absent = {name for name in names - call.variables if not name.isdecimal()}
+    absent = {name for name in names - call.variables - {*_OF_AWK} if not name.isdecimal()}
     return absent | {n for n in names if n.isdecimal() and len(arguments) < int(n) < 10}
 
 

@@ -26,8 +26,8 @@ SECONDS = 10
 """How long a script may run. Nothing in it waits, so most end in milliseconds."""
 
 _MAX_BYTES = 1 << 24
-_MAX_COPIED = 2000
-_MAX_COPIED_BYTES = 1 << 17
+_MAX_COPIED = 500
+_MAX_COPIED_BYTES = 1 << 16
 _READERS = """
 awk base64 basename bash bc cat cksum cmp comm cut date dd diff dirname du egrep expr false fgrep find fold
 gawk getconf getopt grep head hostname id join jq ls mawk md5sum mkdir mktemp nl nproc numfmt od paste
@@ -98,7 +98,10 @@ jaxrl_before() {
     # Programs that are named by a path get a function of that name, which records them.
     read -r -d '' -a words <<< "${BASH_COMMAND:0:1000}"
     for word in "${words[@]:0:12}"; do
-        [[ $word == *[!A-Za-z0-9_./~:@\"\'\$\{\}\[\]-]* || $word != *[/\$]* ]] && continue
+        word=${word//\"/}
+        [[ $word == *[!A-Za-z0-9_./~:@\$\{\}\[\]-]* || $word != *[/\$]* ]] && continue
+        # A syntax error in `eval` would end a subshell.
+        [[ $word == *\{* && $word != *\{*\}* || $word == *\}* && $word != *\{*\}* ]] && continue
         names=()
         eval "names=($word)" 2> /dev/null
         word=${names-}
@@ -199,11 +202,10 @@ def run_script(
         )
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("+")]
     last = "".join(c for c in lines[-1] if c.isprintable())[-300:] if lines else ""
-    failure = (
-        f"did not end within {SECONDS} seconds"
-        if status is None
-        else last and f"ended with status {status}: {last}"
-    )
+    if status is None:
+        failure = f"did not end within {SECONDS} seconds"
+    else:
+        failure = f"ended with status {status}" + (last and f": {last}")
     return ScriptRun(calls, failure if status != 0 else "")
 
 
