@@ -37,6 +37,8 @@ _OF_AWK = ("NF", "NR", "FNR", "FS", "OFS")
 _IN_ARITHMETIC = re.compile(r"\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _KEY_IN_BRACES = re.compile(r"""([{,]\s*["']?[\w.]+["']?)\s*:\s*""")
 
+# Notes of the recorder.
+_NO_PROGRAMS = ("source", "source of nothing", "check of nothing")
 # Programs of verl that do something else, by the last part of their module.
 _OTHER_PROGRAMS = (
     (r"sft", "supervised fine-tuning: see docs/sft.md and `jaxrl sft`"),
@@ -291,8 +293,13 @@ def _script_settings(
     remarks: list[str],
 ) -> dict[str, Any]:
     shown = shown_path(path)
-    run = run_script(os.fspath(path), arguments, confined=confined)
+    run, checks = run_script(os.fspath(path), arguments, confined=confined), False
     starts = _starts(run.calls)
+    if not starts and run.failure and confined:
+        # A script that stops since its data or model is not here goes on if it seems to be.
+        with_files = run_script(os.fspath(path), arguments, confined=True, files_exist=True)
+        if starts := _starts(with_files.calls):
+            run, checks = with_files, True
     chosen = _chosen(starts, number, shown) if starts else None
     if chosen is None:
         begun = "; ".join(_short(call.words) for call in run.calls[:5])
@@ -318,7 +325,13 @@ def _script_settings(
         ]
         try:
             again = _starts(
-                run_script(os.fspath(path), [*arguments, *extra], texts, confined=confined).calls
+                run_script(
+                    os.fspath(path),
+                    [*arguments, *extra],
+                    texts,
+                    confined=confined,
+                    files_exist=checks,
+                ).calls
             )
         except UserError:
             again = []
@@ -454,6 +467,7 @@ def _remark_on_run(
     trainers = [start.call for start in starts]
     rest = [call for call in calls if _start_of(call) is None and call.words[0] != "sleep"]
     absent = [call.words[-1] for call in rest if call.words[0] == "source of nothing"]
+    checked = [call.words[-1] for call in rest if call.words[0] == "check of nothing"]
     outputs = [
         _short(call.words) for call in rest if call.output and "verl" not in " ".join(call.words)
     ]
@@ -469,6 +483,7 @@ def _remark_on_run(
         if call.words[0] not in ("source", "source of nothing", *lost)
     ]
     for text, names in (
+        ("The script looks for files that are not here, and is imported as if they were", checked),
         ("Files that are not here, so what they set is not known", absent),
         (
             "Programs whose output the script uses; they were not run, so values made of it are wrong",

@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -29,10 +30,10 @@ _MAX_BYTES = 1 << 24
 _MAX_COPIED = 500
 _MAX_COPIED_BYTES = 1 << 16
 _READERS = """
-awk base64 basename bash bc cat cksum cmp comm cut date dd diff dirname du egrep expr false fgrep find fold
-gawk getconf getopt grep head hostname id join jq ls mawk md5sum mkdir mktemp nl nproc numfmt od paste
-printenv printf readlink realpath rev sed seq sha1sum sha256sum shuf sort split stat tac tail tee tr true tty
-uname uniq wc whoami xargs
+awk base64 basename bash bc cat cksum cmp comm cut date dd diff dirname du egrep envsubst expr false fgrep
+find fold gawk getconf getopt grep head hostname id join jq ls mawk md5sum mkdir mktemp nl nproc numfmt od
+paste printenv printf readlink realpath rev sed seq sha1sum sha256sum shuf sort split stat tac tail tee tr true
+tty uname uniq wc whoami xargs
 """.split()  # noqa: SIM905
 _WRITERS = ("chmod", "cp", "ln", "mv", "rm", "rmdir", "touch")
 # What scripts look for with `command -v`, or replace themselves by with `exec`.
@@ -41,89 +42,7 @@ accelerate apptainer conda deepspeed docker env huggingface-cli mpirun nohup nvi
 python3 ray setsid sleep srun torchrun uv
 """.split()  # noqa: SIM905
 
-# Read by every bash before its script (BASH_ENV).
-_RECORDER = r"""
-command_not_found_handle() { jaxrl_record "$@"; }
-bash() { JAXRL_VARIABLES=$(jaxrl_variables) command bash "$@"; }
-sh() { bash "$@"; }
-jaxrl_variables() { echo "${JAXRL_VARIABLES-}"; compgen -v; }
-jaxrl_record() {
-    local captured='' words=("$@") number word first
-    # A script that takes the output of a program must not get nothing in silence.
-    if [[ -p /dev/fd/1 ]]; then
-        word="OUTPUT_OF_$*"
-        captured=${word//[!a-zA-Z0-9]/_}
-        captured=${captured:0:60}
-        echo "$captured"
-    fi
-    printf '%s\0' "$PWD" "$captured" "$(jaxrl_variables)" "$@" > "$JAXRL_FOLDER/calls/$EPOCHREALTIME-$BASHPID"
-    [[ ${#FUNCNAME[@]} -lt 50 && $SHLVL -lt 20 ]] || return 0
-    # Launchers are given scripts and commands to run: srun bash train.sh, ssh HOST "python ...".
-    for ((number = 0; number < ${#words[@]}; number++)); do
-        word=${words[number]}
-        case $word in
-            bash | sh | */bash | */sh) bash "${words[@]:number+1}"; return 0 ;;
-            *python*\ *verl* | *main_ppo*\ *) bash -c "$word"; return 0 ;;
-        esac
-        if [[ $word != *.py && -f $word && -r $word ]] && read -r first < "$word" &&
-            [[ $first == '#!'*sh* ]]; then
-            bash "$word" "${words[@]:number+1}"
-            return 0
-        fi
-    done
-    return 0
-}
-jaxrl_source() {
-    local names=()
-    eval "names=(${1%%[<>]*})"
-    [[ -z ${names-} ]] && return 0
-    if [[ ! -e $names ]] && declare -F jaxrl_sandbox; then
-        [[ $names == */* ]] && mkdir -p -- "${names%/*}"
-        : > "$names"
-        jaxrl_record "source of nothing" "$names"
-    else
-        jaxrl_record source "$names"
-    fi
-} > /dev/null 2>&1
-jaxrl_before() {
-    PATH=$JAXRL_FOLDER/bin
-    [[ ${FUNCNAME[1]-} == jaxrl_* ]] && return 0
-    [[ $BASH_COMMAND == *[/\$]* || $BASH_COMMAND == source\ * || $BASH_COMMAND == .\ * ]] || return 0
-    local - IFS=$' \t\n' word words names
-    set +eux -f
-    case $BASH_COMMAND in
-        exec\ *) export JAXRL_VARIABLES=$(compgen -v) ;;
-        source\ * | .\ *) jaxrl_source "${BASH_COMMAND#* }" ;;
-    esac
-    # Programs that are named by a path get a function of that name, which records them.
-    read -r -d '' -a words <<< "${BASH_COMMAND:0:1000}"
-    for word in "${words[@]:0:12}"; do
-        word=${word//\"/}
-        [[ $word == *[!A-Za-z0-9_./~:@\$\{\}\[\]-]* || $word != *[/\$]* ]] && continue
-        # A syntax error in `eval` would end a subshell.
-        [[ $word == *\{* && $word != *\{*\}* || $word == *\}* && $word != *\{*\}* ]] && continue
-        names=()
-        eval "names=($word)" 2> /dev/null
-        word=${names-}
-        [[ $word != */* || $word == *[!A-Za-z0-9_./:@-]* ]] && continue
-        if [[ -f $word && $word == *.sh ]]; then
-            eval "function $word { bash $word \"\$@\"; }"
-        else
-            eval "function $word { ${word##*/} \"\$@\"; }" 2> /dev/null
-        fi
-    done
-    return 0
-}
-((BASH_VERSINFO[0] >= 5)) || { echo "bash $BASH_VERSION is too old, 5.0 is needed" >&2; exit 3; }
-ulimit -f 16384  # 16 MB a file
-set -T
-trap jaxrl_before DEBUG
-"""
-# Folders that are not on this machine are made in the sandbox, where they cost nothing.
-_SANDBOX = r"""
-jaxrl_sandbox() { :; }
-cd() { builtin cd "$@" 2> /dev/null || { mkdir -p -- "${@: -1}" && builtin cd "$@"; } }
-"""
+_RECORDER = pathlib.Path(__file__).with_name("verl_recorder.sh")
 
 
 class Call(NamedTuple):
@@ -155,6 +74,7 @@ def run_script(
     variables: Mapping[str, str] | None = None,
     *,
     confined: bool = True,
+    files_exist: bool = False,
 ) -> ScriptRun:
     """Runs a shell script with recorders in place of programs.
 
@@ -163,6 +83,7 @@ def run_script(
       arguments: its arguments.
       variables: variables to set, besides those of the environment.
       confined: whether it runs in bubblewrap; otherwise it can do what this user can.
+      files_exist: whether files that the script looks for, and that are not here, are there for it.
 
     Raises:
       UserError: bubblewrap does not work here, there is no bash, or the script does not end.
@@ -190,6 +111,10 @@ def run_script(
             **{k: v for k, v in os.environ.items() if not k.startswith("BASH")},
             **(variables or {}),
             "JAXRL_FOLDER": name,
+            "JAXRL_SANDBOX": "1" if confined else "",
+            "JAXRL_CHECKS": "1" if files_exist and confined else "",
+            "JAXRL_RECORDED": " ".join(_RECORDED),
+            "JAXRL_PYTHON": sys.executable,
             "BASH_ENV": f"{name}/recorder",
             "SHLVL": "0",
         }
@@ -213,8 +138,7 @@ def _prepare(folder: pathlib.Path, bash: str, *, confined: bool) -> None:
     """Writes the recorder, and a folder of programs that is the script's whole PATH."""
     (folder / "calls").mkdir()
     (folder / "bin").mkdir()
-    functions = "".join(f'{name}() {{ jaxrl_record {name} "$@"; }}\n' for name in _RECORDED)
-    (folder / "recorder").write_text(_RECORDER + functions + _SANDBOX * confined)
+    shutil.copy(_RECORDER, folder / "recorder")
     for name in (*_READERS, *(_WRITERS if confined else ())):
         if program := shutil.which(name):
             (folder / "bin" / name).symlink_to(os.path.realpath(program))

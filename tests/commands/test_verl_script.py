@@ -354,6 +354,36 @@ IDIOMS = [
         {"data.train_batch_size": 512, "trainer.experiment_name": "large_007", "data.x": "large"},
     ),
     (
+        "Python that stands in the script",
+        f"""
+        n=$(python3 -c 'print(4 * 8)')
+        m=$(uv run python - <<EOF
+        print($n + 1)
+        EOF
+        )
+        {MAIN} data.n=$n data.m=$m
+        """.replace("        EOF", "EOF").replace("        print(", "print("),
+        (),
+        {"data.n": 32, "data.m": 33},
+    ),
+    (
+        "a look for other accelerators, and for what verl needs",
+        f"""
+        set -e
+        DEVICE=${{DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}}
+        case $DEVICE in
+            gpu) batch=1024; len=2048 ;;
+            npu) batch=16; len=32768 ;;
+            *) exit 1 ;;
+        esac
+        python -c "import vllm" || exit 1
+        if ! command -v nvidia-smi > /dev/null; then exit 1; fi
+        {MAIN} data.train_batch_size=$batch data.max_response_length=$len
+        """,
+        (),
+        {"data.train_batch_size": 1024, "data.max_response_length": 2048},
+    ),
+    (
         "subshells, groups and select by hostname",
         f"""
         export SEED=3
@@ -446,6 +476,18 @@ def test_files_that_are_not_here_are_named():
     )
     assert file.settings == {"data.seed": 1, "data.p": "/nowhere"}
     assert [r for r in file.remarks if "not here" in r and "env.sh" in r and "x/y.sh" in r]
+
+
+@only_confined
+def test_a_script_that_needs_files_goes_on_as_if_they_were_here():
+    text = f"""
+    MODEL=/models/m
+    if [[ ! -f "$MODEL/config.json" || ! -d "/data/x" ]]; then echo "no model" >&2; exit 2; fi
+    {MAIN} actor_rollout_ref.model.path=$MODEL
+    """
+    file = read(text)
+    assert file.settings == {"actor_rollout_ref.model.path": "/models/m"}
+    assert [r for r in file.remarks if "looks for files" in r and "/models/m/config.json" in r]
 
 
 def test_files_that_are_here_are_read(folder):
