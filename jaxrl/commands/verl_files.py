@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jaxrl.commands.verl_script import Call, run_script
+from jaxrl.commands.verl_script import Call, ScriptRun, run_script
 from jaxrl.errors import UserError
 from jaxrl.files import read_text, shown_path
 
@@ -37,8 +37,6 @@ _OF_AWK = ("NF", "NR", "FNR", "FS", "OFS")
 _IN_ARITHMETIC = re.compile(r"\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _KEY_IN_BRACES = re.compile(r"""([{,]\s*["']?[\w.]+["']?)\s*:\s*""")
 
-# Notes of the recorder.
-_NO_PROGRAMS = ("source", "source of nothing", "check of nothing")
 # Programs of verl that do something else, by the last part of their module.
 _OTHER_PROGRAMS = (
     (r"sft", "supervised fine-tuning: see docs/sft.md and `jaxrl sft`"),
@@ -302,10 +300,13 @@ def _script_settings(
             run, checks = with_files, True
     chosen = _chosen(starts, number, shown) if starts else None
     if chosen is None:
+        last = run.calls[-1] if run.calls else Call([], "", "", frozenset(os.environ))
+        absent = [f"${name}" for name in sorted(_absent(text, arguments, last))]
         begun = "; ".join(_short(call.words) for call in run.calls[:5])
         raise UserError(
             f"{shown} starts no program with settings of verl"
             + (f", and {run.failure}" if run.failure else f"; it starts {begun}" if begun else "")
+            + (f"; set by nobody: {', '.join(absent)}" if absent else "")
             + f"; {_ABSENT}, and give a script its variables before the command and its arguments after FILE"
         )
     if chosen.other:
@@ -348,7 +349,7 @@ def _script_settings(
                 "after FILE."
             )
         given = {name: value for name, value in given.items() if name not in reached}
-    _remark_on_run(run.calls, starts, chosen, run.failure, remarks)
+    _remark_on_run(run, starts, chosen, remarks)
     return given
 
 
@@ -457,56 +458,45 @@ def _with_config_file(
     return {key: value for key, value in below.items() if key not in ("defaults", "hydra")} | given
 
 
+_SAID = {
+    "check of nothing": "The script looks for files that are not here, and is imported as if they were",
+    "source of nothing": "Files that are not here, so what they set is not known",
+    "output": "Programs whose output the script uses; they were not run, so values made of it are wrong",
+    "lost": "Settings after the end of the command (a comment ends it), which verl does not see",
+    "begun": "Started too, and not imported",
+}
+
+
+def _kind(call: Call) -> str:
+    """What a reader must know of a call that is no start of verl: a key of `_SAID`; else nothing."""
+    first = call.words[0]
+    if first in _SAID or first in ("source", "sleep"):
+        return first
+    if (found := _OVERRIDE.fullmatch(first)) and found[3]:
+        return "lost"
+    return "output" if call.output and "verl" not in " ".join(call.words) else "begun"
+
+
 def _remark_on_run(
-    calls: Sequence[Call],
-    starts: Sequence[_Start],
-    chosen: _Start,
-    failure: str,
-    remarks: list[str],
+    run: ScriptRun, starts: Sequence[_Start], chosen: _Start, remarks: list[str]
 ) -> None:
-    trainers = [start.call for start in starts]
-    rest = [call for call in calls if _start_of(call) is None and call.words[0] != "sleep"]
-    absent = [call.words[-1] for call in rest if call.words[0] == "source of nothing"]
-    checked = [call.words[-1] for call in rest if call.words[0] == "check of nothing"]
-    outputs = [
-        _short(call.words) for call in rest if call.output and "verl" not in " ".join(call.words)
-    ]
-    lost = [
-        word
-        for call in rest
-        if (f := _OVERRIDE.fullmatch(call.words[0])) and f[3]
-        for word in call.words
-    ]
-    begun = [
-        _short(call.words)
-        for call in rest
-        if call.words[0] not in ("source", "source of nothing", *lost)
-    ]
-    for text, names in (
-        ("The script looks for files that are not here, and is imported as if they were", checked),
-        ("Files that are not here, so what they set is not known", absent),
-        (
-            "Programs whose output the script uses; they were not run, so values made of it are wrong",
-            outputs,
-        ),
-        (
-            "Settings after the end of the command (a comment ends it), which verl does not see",
-            lost,
-        ),
-        (
-            "Started too, and not imported",
-            [*(_short(s.call.words) for s in starts if s != chosen and s.other), *begun],
-        ),
-        (
-            "Other starts of verl, not imported",
-            [str(len(trainers) - 1)] if len([s for s in starts if not s.other]) > 1 else [],
-        ),
-        ("The script", [failure] if failure else []),
-    ):
-        if names:
-            names = list(dict.fromkeys(names))
+    said: dict[str, list[str]] = {kind: [] for kind in _SAID}
+    for call in run.calls:
+        if (start := _start_of(call)) is None:
+            kind = _kind(call)
+            words = call.words[1:] if kind == call.words[0] else call.words
+            said.setdefault(kind, []).append(" ".join(words) if kind == "lost" else _short(words))
+        elif start.other and start.module != chosen.module:
+            said["begun"].append(_short(call.words))
+    for kind, text in _SAID.items():
+        if names := list(dict.fromkeys(said[kind])):
             more = f", and {len(names) - 12} more" if len(names) > 12 else ""
             remarks.append(f"{text}: {', '.join(names[:12])}{more}.")
+    others = sum(not start.other for start in starts) - 1
+    if others > 0:
+        remarks.append(f"The script starts verl {others} more times, with other settings (--call).")
+    if run.failure:
+        remarks.append(f"The script {run.failure}.")
 
 
 def _scalar(text: Any) -> Any:

@@ -31,6 +31,7 @@ jaxrl_record() { # WORD...
     fi
     jaxrl_write "$output" "$@"
     [[ ${#FUNCNAME[@]} -lt 50 && $SHLVL -lt 20 ]] || return 0
+    [[ $1 == sbatch ]] && local -x SLURM_JOB_ID=${SLURM_JOB_ID:-1}
     # Launchers are given scripts and commands to run: srun bash train.sh, ssh HOST "python ...".
     for ((number = 0; number < ${#words[@]}; number++)); do
         word=${words[number]}
@@ -49,6 +50,7 @@ jaxrl_record() { # WORD...
             return 0
         fi
     done
+    [[ $1 == sbatch ]] && bash # reads its script from a heredoc
     return 0
 }
 
@@ -98,7 +100,7 @@ jaxrl_before() {
     PATH=$JAXRL_FOLDER/bin
     [[ ${FUNCNAME[1]-} == jaxrl_* ]] && return 0
     [[ $BASH_COMMAND == *[/\$]* || $BASH_COMMAND == *-[fderxs]\ * || $BASH_COMMAND == @(source|.)\ * ]] || return 0
-    local - IFS=$' \t\n' word words names check=''
+    local - IFS=$' \t\n' rest=$BASH_COMMAND words word names looks='' before=''
     set +eux -f
     case $BASH_COMMAND in
         exec\ *) export JAXRL_VARIABLES=$(compgen -v) ;;
@@ -106,19 +108,28 @@ jaxrl_before() {
         test\ * | \[*) looks=$JAXRL_CHECKS ;;
     esac
     read -r -d '' -a words <<< "${BASH_COMMAND:0:1000}"
-    for word in "${words[@]:0:40}"; do
+    words=("${words[@]:0:40}")
+    while [[ $rest == *'> '* ]]; do
+        rest=${rest#*> }
+        words+=('>' "${rest%% *}")
+    done
+    for word in "${words[@]}"; do
         word=${word//\"/}
-        # A syntax error in `eval` would end a subshell.
-        [[ $word == *[!A-Za-z0-9_./~:@\$\{\}\[\]-]* ]] && continue
-        [[ $word == *\{* && $word != *\{*\}* || $word == *\}* && $word != *\{*\}* ]] && continue
-        names=()
-        eval "names=($word)" 2> /dev/null
+        names=("$word")
+        # Only words that `eval` can read: a syntax error in it would end a subshell.
+        if [[ $word != *[!A-Za-z0-9_./~:@\$\{\}\[\]-]* ]] &&
+            [[ $word == *\{*\}* || $word != *[\{\}]* ]]; then
+            eval "names=($word)" 2> /dev/null
+        elif [[ $word != '>' ]]; then
+            continue
+        fi
         word=${names-}
-        if [[ $check == -[fderxs] && ! -e $word ]]; then
-            if [[ $check == -d ]]; then mkdir -p -- "$word"; else jaxrl_make "$word"; fi 2> /dev/null
+        if [[ $looks && $before == -[fderxs] && ! -e $word ]]; then
+            if [[ $before == -d ]]; then mkdir -p -- "$word"; else jaxrl_make "$word"; fi 2> /dev/null
             jaxrl_write '' "check of nothing" "$word"
         fi
-        [[ $looks ]] && check=$word
+        [[ $before == '>' && $word == */* && $JAXRL_SANDBOX ]] && mkdir -p -- "${word%/*}" 2> /dev/null
+        before=$word
         # A program that is named by its path gets a function of that name, which records it.
         [[ $word != */* || $word == *[!A-Za-z0-9_./:@-]* ]] && continue
         if [[ -f $word && $word == *.sh ]]; then

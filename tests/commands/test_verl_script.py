@@ -252,6 +252,26 @@ IDIOMS = [
         {"data.seed": 6},
     ),
     (
+        "a job of Slurm that submits itself",
+        f"""#!/bin/bash
+        if [ -z "$SLURM_JOB_ID" ]; then sbatch "$0" "$@"; exit; fi
+        srun {MAIN} data.seed=6 "$@" > /logs/not/here.txt
+        """,
+        ("data.a=1",),
+        {"data.seed": 6, "data.a": 1},
+    ),
+    (
+        "a script for Slurm in a heredoc",
+        f"""
+        sbatch --nodes 2 <<EOF
+        #!/bin/bash
+        {MAIN} data.seed=6
+        EOF
+        """.replace("        EOF", "EOF"),
+        (),
+        {"data.seed": 6},
+    ),
+    (
         "docker and ssh",
         """
         ssh node1 "cd /w; python -m verl.trainer.main_ppo data.seed=8 trainer.nnodes=2"
@@ -454,7 +474,7 @@ NAMED = [
         f"torchrun -m verl.trainer.sft_trainer data.seed=2\n{MAIN} data.seed=1",
         "sft_trainer data.seed=2",
     ),
-    ("a failure", f"{MAIN} data.seed=1\nfalse\nexit 3", "The script: ended with status 3"),
+    ("a failure", f"{MAIN} data.seed=1\nfalse\nexit 3", "The script ended with status 3"),
 ]
 
 
