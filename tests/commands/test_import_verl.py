@@ -2,7 +2,10 @@
 
 import pathlib
 import re
+import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jaxrl import cli
@@ -193,6 +196,71 @@ def test_the_recipe_goes_to_standard_output_without_out(capsys):
     out, err = capsys.readouterr()
     compile(out, "recipe", "exec")
     assert 'config.name = "ppo_1024"' in out and " have no counterpart" in err
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
+    """Without the model: its shape is known by its name."""
+    import_it, plan = re.findall(r"^    jaxrl (.*)", PAGE.read_text(), re.MULTILINE)[:2]
+    monkeypatch.chdir(tmp_path)
+    script = import_it.split()[1]
+    shutil.copy(SCRIPTS / "dapo_32b.sh", script)
+    assert cli.main(["jaxrl", *import_it.split(), *RUN]) == 0
+    rows = [
+        {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"ground_truth": "2"}}
+    ]
+    pathlib.Path("data/data").mkdir(parents=True)
+    for name in ("dapo-math-17k", "aime-2024"):
+        pq.write_table(pa.Table.from_pylist(rows), f"data/data/{name}.parquet")
+    assert cli.main(["jaxrl", *plan.split()]) == 0
+    assert "32,763,876,352" in capsys.readouterr().out  # weights of Qwen2.5-32B
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/models/Qwen2.5-32B", "qwen2.5-32b"),
+        ("Qwen/Qwen2.5-32B-Instruct", ""),  # another epsilon
+        ("Qwen/Qwen2.5-7B-Instruct/", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Math-7B", ""),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", ""),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("mine", ""),
+    ],
+)
+def test_the_shape_is_known_by_the_whole_name(path, shape):
+    assert convert_settings({"actor_rollout_ref.model.path": path}).shape == shape
+
+
+def test_false_without_a_counterpart_is_named():
+    off = {"trainer.val_before_train": False, "data.shuffle": False, "trainer.ray_wait": False}
+    for every, also in ((False, []), (True, ["trainer.ray_wait"])):
+        found = convert_settings(off, every=every)
+        names = [name for group in found.without.values() for name in group]
+        assert sorted(names) == ["data.shuffle False", *also, "trainer.val_before_train False"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remark"),
+    [
+        ("trainer.logger", ["console", "swanlab"], "swanlab"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type", "linear", "linear"),
+        ("actor_rollout_ref.actor.strategy", "veomni", "veomni is taken for FSDP"),
+        ("data.seed", 1, "No data.train_files"),
+        ("reward.reward_manager.name", "prime", "reward.reward_manager.name"),
+    ],
+)
+def test_what_is_read_and_not_imported_is_named(setting, value, remark):
+    found = convert_settings({setting: value}, every=True)
+    said = [*found.remarks, *(name for names in found.without.values() for name in names)]
+    assert [text for text in said if remark in text]
+
+
+def test_megatron_settings_are_a_megatron_layout():
+    name = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
+    settings = {line.setting: line.value for line in convert_settings({name: 4}).lines}
+    check(settings, {"mesh.train": "4-2-1", "mesh.sharding": "ZeRO-1"})
 
 
 def test_a_recipe_is_not_written_over(tmp_path, capsys):
