@@ -12,6 +12,7 @@ started. docs/from_verl.md has the tables.
 from __future__ import annotations
 
 import collections
+import json
 import pathlib
 import sys
 import tempfile
@@ -239,26 +240,10 @@ def _assignment(setting: str, literal: str, why: str) -> Iterator[str]:
 
 
 def _literal(value: Any, kind: str) -> str:
-    if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{_literal(k, '')}: {_literal(v, '')}" for k, v in value.items()) + "}"
-        )
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and "float" in kind
-        and "int" not in kind
-    ):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and "float" in kind and "int" not in kind:
         value = float(value)
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return f'float("{value}")'
-    if isinstance(value, tuple):
-        return (
-            "("
-            + ", ".join(_literal(item, "") for item in value)
-            + ("," if len(value) == 1 else "")
-            + ")"
-        )
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=not value.isprintable())
     text = repr(value)
-    plain = isinstance(value, str) and '"' not in value and "\\" not in text
-    return f'"{value}"' if plain else text
+    return f'float("{text}")' if text in ("inf", "-inf") else text

@@ -22,10 +22,6 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_text, shown_path
 
 _ABSENT = "name a YAML file of verl, or a shell script that starts it"
-_MAX_SETTINGS = 20_000
-_MAX_LOOKUPS = 200_000
-_MAX_CHARS = 100_000
-_MAX_DEPTH = 50
 _ROOTS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "reward_model", "trainer")
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*)(?:=(.*))?", re.DOTALL)
@@ -122,7 +118,7 @@ def read_verl(
     if is_script:
         given = _script_settings(path, text, arguments, call, confined, unresolved, remarks)
     else:
-        given = dict(_yaml_settings(text, shown))
+        given = _yaml_settings(text, shown)
     roots = {name.split(".")[0] for name in given}
     if not roots & {*_ROOTS}:
         raise UserError(f"{shown} has no setting of verl, such as data.train_batch_size; {_ABSENT}")
@@ -130,21 +126,26 @@ def read_verl(
         raise UserError(f"{shown} has settings of {_OTHER_PROGRAMS[0][1]}")
     if given.get("distillation.enabled") in (True, "True", "true"):
         raise UserError(f"{shown} has distillation.enabled, which is {_OTHER_PROGRAMS[3][1]}")
-    resolver, settings = _Resolver(given, shown), {}
+    settings = {}
     for name, value in given.items():
         try:
-            settings[name] = resolver.value_of(value, name)
+            settings[name] = _resolved(value, name, given)
         except KeyError:
             unresolved[name] = str(value)
+        except RecursionError as error:
+            raise UserError(
+                f"{shown}: the interpolations of {name} do not end; write its value"
+            ) from error
     return VerlFile(settings, unresolved, remarks, is_script)
 
 
 # YAML.
 
 
-def _yaml_settings(text: str, shown: str) -> Iterator[tuple[str, Any]]:
+def _yaml_settings(text: str, shown: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, _Loader)
+        leaves = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -152,88 +153,56 @@ def _yaml_settings(text: str, shown: str) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{shown}{line} is no YAML ({problem}); write the file again") from error
     except (RecursionError, ValueError) as error:
         raise UserError(f"{shown} is no YAML that can be read; write the file again") from error
-    if not isinstance(tree, dict):
+    if not leaves:
         raise UserError(f"{shown} has no groups of settings; {_ABSENT}")
-    for number, leaf in enumerate(_leaves(tree, "", shown)):
-        if number >= _MAX_SETTINGS:
-            raise UserError(f"{shown} has more than {_MAX_SETTINGS:,} settings; {_ABSENT}")
-        yield leaf
+    return leaves
 
 
-def _leaves(
-    tree: Mapping[Any, Any], prefix: str, shown: str, depth: int = 0
-) -> Iterator[tuple[str, Any]]:
-    if depth > _MAX_DEPTH:
-        raise UserError(f"{shown} nests more than {_MAX_DEPTH} groups; {_ABSENT}")
+def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{name}.", shown, depth + 1)
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield name, value
+            yield f"{prefix}{key}", value
 
 
-class _Resolver:
-    """Replaces OmegaConf's interpolations by the values of the same file."""
+def _resolved(value: Any, name: str, given: Mapping[str, Any]) -> Any:
+    """`value` of the setting `name` without OmegaConf's interpolations; KeyError if one leads nowhere."""
+    if isinstance(value, list):
+        return [_resolved(item, name, given) for item in value]
+    if not isinstance(value, str):
+        return value
+    if whole := _INTERPOLATION.fullmatch(value):
+        return _looked_up(whole[1], name, given)
+    text = value
+    while found := _INTERPOLATION.search(text):
+        inner = _looked_up(found[1], name, given)
+        text = f"{text[: found.start()]}{inner}{text[found.end() :]}"
+    if "${" in text or _LEFT_OVER.search(text):
+        raise KeyError(name)
+    return _scalar(text) if text != value and text.startswith("[") else text
 
-    def __init__(self, given: Mapping[str, Any], shown: str):
-        self._given = given
-        self._shown = shown
-        # A few lines can ask for 2^50 values.
-        self._lookups_left = _MAX_LOOKUPS
 
-    def value_of(self, value: Any, name: str, depth: int = 0) -> Any:
-        """`value` of the setting `name`, resolved; KeyError if a part of it is nowhere."""
-        self._check_end(name, depth)
-        if isinstance(value, list):
-            return [self.value_of(item, name, depth + 1) for item in value]
-        if not isinstance(value, str):
-            return value
-        if whole := _INTERPOLATION.fullmatch(value):
-            return self._looked_up(whole[1], name, depth)
-        is_list = value.startswith("[") and "${" in value
-        while found := _INTERPOLATION.search(value):
-            inner = self._looked_up(found[1], name, depth)
-            value = f"{value[: found.start()]}{inner}{value[found.end() :]}"
-            if len(value) > _MAX_CHARS:
-                raise UserError(f"{self._shown}: {name} gets too long; write its value")
-        if "${" in value or _LEFT_OVER.search(value):
-            raise KeyError(name)
-        return _scalar(value) if is_list else value
-
-    def _check_end(self, name: str, depth: int) -> None:
-        self._lookups_left -= 1
-        if depth > _MAX_DEPTH or self._lookups_left < 0:
-            raise UserError(
-                f"{self._shown}: the interpolations of {name} do not end; write its value"
-            )
-
-    def _looked_up(self, reference: str, name: str, depth: int) -> Any:
-        self._check_end(name, depth)
-        resolver, is_call, arguments = reference.strip().partition(":")
-        default: list[str] = []
-        if is_call:
-            reference, *default = (part.strip() for part in arguments.split(",", 1))
-            if resolver.strip() == "oc.env":
-                if reference not in os.environ and not default:
-                    raise KeyError(reference)
-                return _scalar(os.environ.get(reference, *default))
-            if resolver.strip() != "oc.select":
+def _looked_up(reference: str, name: str, given: Mapping[str, Any]) -> Any:
+    resolver, is_call, arguments = reference.strip().partition(":")
+    default: list[str] = []
+    if is_call:
+        reference, *default = (part.strip() for part in arguments.split(",", 1))
+        if resolver.strip() == "oc.env":
+            if reference not in os.environ and not default:
                 raise KeyError(reference)
-        target = _absolute(reference.strip(), name)
-        if target in self._given:
-            return self.value_of(self._given[target], target, depth + 1)
-        if default:
-            return _scalar(default[0])
-        raise KeyError(reference)
-
-
-def _absolute(reference: str, name: str) -> str:
-    """The dotted name that a relative reference such as ".lr" or "..lr" of `name` means."""
-    dots = len(reference) - len(reference.lstrip("."))
-    if not dots:
-        return reference
-    return ".".join([*name.split(".")[:-dots], reference[dots:]])
+            return _scalar(os.environ.get(reference, *default))
+        if resolver.strip() != "oc.select":
+            raise KeyError(reference)
+    reference = reference.strip()
+    # A relative one: ".lr" is a neighbour of the setting, "..lr" of its group.
+    if dots := len(reference) - len(reference.lstrip(".")):
+        reference = ".".join([*name.split(".")[:-dots], reference[dots:]])
+    if reference in given:
+        return _resolved(given[reference], reference, given)
+    if default:
+        return _scalar(default[0])
+    raise KeyError(reference)
 
 
 # Shell scripts.
@@ -408,7 +377,7 @@ def _overrides(start: _Start, remarks: list[str]) -> dict[str, Any]:
         else:
             value = _scalar(found[3])
             leaves = (
-                _leaves(value, f"{found[2]}.", "")
+                _leaves(value, f"{found[2]}.")
                 if isinstance(value, dict) and value
                 else [(found[2], value)]
             )
@@ -450,7 +419,7 @@ def _with_config_file(
             "it whole (the command with --cfg job) and import that."
         )
         return given
-    below = dict(_yaml_settings(read_text(file, absent=_ABSENT), shown_path(file)))
+    below = _yaml_settings(read_text(file, absent=_ABSENT), shown_path(file))
     lists = [value for key, value in below.items() if key.split(".")[0] == "defaults"]
     remarks.append(
         f"Settings of {file} are below those of the command line. It is based on {lists}, not imported."

@@ -39,6 +39,7 @@ _ALIASES = {
     f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
     f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
     f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
+    f"{_MODEL}.lora.target_modules": f"{_MODEL}.target_modules",
 }
 
 
@@ -50,14 +51,12 @@ class Counterpart(NamedTuple):
       jaxrl: the setting of jaxrl.
       default: verl's default, which is written if the file has no value; None writes nothing.
       convert: from verl's value to ours; raises ValueError for a value without counterpart.
-      conversion: the same in words, for the tables.
     """
 
     verl: str
     jaxrl: str
     default: Any = None
     convert: Callable[[Any], Any] = lambda value: value
-    conversion: str = "the same"
 
 
 def _path(value: Any) -> str:
@@ -72,11 +71,11 @@ def _name(value: Any) -> str:
 
 
 SAME = (
-    Counterpart("trainer.experiment_name", "name", None, _name, "other characters become _"),
+    Counterpart("trainer.experiment_name", "name", None, _name),
     Counterpart("trainer.default_local_dir", "run.output"),
     Counterpart("trainer.max_actor_ckpt_to_keep", "run.keep_checkpoints"),
     Counterpart("trainer.critic_warmup", "critic.warmup_steps"),
-    Counterpart(f"{_MODEL}.path", "weights", None, _path, "a directory or a name on the hub"),
+    Counterpart(f"{_MODEL}.path", "weights", None, _path),
     Counterpart(f"{_MODEL}.lora_adapter_path", "adapter", None, _path),
     Counterpart(f"{_MODEL}.lora_alpha", "model.lora.alpha", None, float),
     Counterpart(
@@ -84,14 +83,11 @@ SAME = (
         "train.remat",
         True,
         lambda on: "full" if on else "none",
-        "True is full, False is none",
     ),
     Counterpart("data.max_prompt_length", "data.max_prompt_tokens", 512),
     Counterpart("data.max_response_length", "rollout.max_response_tokens", 512),
-    Counterpart("data.train_max_samples", "data.train.size", None, lambda n: max(n, 0), "-1 is 0"),
-    Counterpart(
-        "data.val_max_samples", "data.evaluation.size", None, lambda n: max(n, 0), "-1 is 0"
-    ),
+    Counterpart("data.train_max_samples", "data.train.size", None, lambda n: max(n, 0)),
+    Counterpart("data.val_max_samples", "data.evaluation.size", None, lambda n: max(n, 0)),
     Counterpart(
         "data.apply_chat_template_kwargs.enable_thinking", "data.chat_options.enable_thinking"
     ),
@@ -99,13 +95,11 @@ SAME = (
     Counterpart("data.train_batch_size", "rollout.num_prompts", 1024),
     Counterpart(f"{_ROLLOUT}.n", "rollout.num_samples", 1),
     Counterpart(f"{_ROLLOUT}.temperature", "rollout.temperature"),
-    Counterpart(f"{_ROLLOUT}.top_k", "rollout.top_k", None, lambda k: max(k, 0), "-1 is 0"),
+    Counterpart(f"{_ROLLOUT}.top_k", "rollout.top_k", None, lambda k: max(k, 0)),
     Counterpart(f"{_ROLLOUT}.top_p", "rollout.top_p"),
-    Counterpart(f"{_ROLLOUT}.dtype", "rollout.dtype", "bfloat16", str, "float16 has none"),
+    Counterpart(f"{_ROLLOUT}.dtype", "rollout.dtype", "bfloat16", str),
     Counterpart(f"{_ROLLOUT}.val_kwargs.n", "evaluation.num_samples", 1),
-    Counterpart(
-        f"{_ROLLOUT}.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0), "-1 is 0"
-    ),
+    Counterpart(f"{_ROLLOUT}.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0)),
     Counterpart(f"{_ROLLOUT}.val_kwargs.top_p", "evaluation.top_p"),
     Counterpart(f"{_ACTOR}.ppo_epochs", "algorithm.epochs"),
     Counterpart(f"{_ACTOR}.entropy_coeff", "algorithm.entropy_coef", None, float),
@@ -113,174 +107,105 @@ SAME = (
     Counterpart(f"{_ACTOR}.optim.lr", "optim.lr", 1e-6, float),
     Counterpart(f"{_ACTOR}.optim.weight_decay", "optim.weight_decay", 0.01, float),
     Counterpart("critic.optim.lr", "critic.lr", None, float),
-    Counterpart(
-        "critic.model.path", "critic.weights", None, _path, "a directory or a name on the hub"
-    ),
+    Counterpart("critic.model.path", "critic.weights", None, _path),
     Counterpart("critic.cliprange_value", "critic.clip", None, float),
 )
 
-_OWN_SAMPLER = "jaxrl samples with its own engine in the same program"
-_PACKED = "rows of a fixed length are packed (train.rows x train.row_tokens), for every pass"
-_NO_WORKERS = "there are no workers, Ray or pools of processes to set up"
-_COMPILED = "XLA compiles and fuses everything"
-_ENVIRONMENT = "rollout.environment: a function that answers turns (docs/rollout.md)"
-_BY_LAYOUT = "files are read by their layout (docs/data.md)"
-# Patterns of names, and why they have no counterpart. The first that fits counts.
-NO_COUNTERPART = (
-    (
-        f"{_ROLLOUT}.gpu_memory_utilization",
-        "rollout.memory_fraction counts the weights of all roles; its default stands",
-    ),
-    (f"{_ROLLOUT}.max_num_seqs", 'rollout.slots="auto" takes as many as fit'),
-    (f"{_ROLLOUT}.*chunked_prefill", "rollout.prefill_chunk_tokens, for long prompts"),
-    (
-        f"{_ROLLOUT}.max_num_batched_tokens",
-        "rollout.prefill_prompts and rollout.prefill_chunk_tokens",
-    ),
-    (f"{_ROLLOUT}.multi_turn.*", _ENVIRONMENT),
-    (f"{_ROLLOUT}.agent.*", _ENVIRONMENT),
-    (f"{_ROLLOUT}.log_prob*", _PACKED),
-    (f"{_ROLLOUT}.calculate_log_probs", "always on"),
-    (f"{_ROLLOUT}.do_sample", "rollout.temperature"),
-    (f"{_ROLLOUT}.*", _OWN_SAMPLER),
-    (f"{_REF}.*", "the reference has the actor's layout and rows; docs/placement.md for others"),
-    (
-        f"{_ACTOR}.*offload*",
-        "mesh.offload_training_state keeps the training state on the host while sampling",
-    ),
-    (f"{_ACTOR}.shuffle", "a step's samples are shuffled by the seed"),
-    (f"{_ACTOR}.*_batch_size*", _PACKED),
-    (f"{_ACTOR}.use_remove_padding", _PACKED),
-    (f"{_ACTOR}.*pad_to_length*", _PACKED),
-    (f"{_ACTOR}.*entropy*", "entropy is always measured, a chunk of positions at a time"),
-    (f"{_ACTOR}.calculate_sum_pi_squared", "measured if the advantage needs it"),
-    (f"{_ACTOR}.use_torch_compile", _COMPILED),
-    (f"{_ACTOR}.use_fused_kernels", _COMPILED),
-    (f"{_ACTOR}.use_prefix_grouper", "train.share_prompts, by default where it is faster"),
-    (f"{_ACTOR}.rollout_n", "rollout.num_samples"),
-    (
-        f"{_ACTOR}.checkpoint.*",
-        "a checkpoint always has all that a run goes on from (docs/runs.md)",
-    ),
-    (f"{_ACTOR}.optim.*", "optim: AdamW, constant or cosine (jaxrl train --help optim)"),
-    (f"{_ACTOR}.fsdp_config.*", "mesh.fsdp and mesh.sharding; XLA schedules gathers"),
-    (f"{_ACTOR}.megatron.*", "mesh (docs/placement.md)"),
-    (f"{_ACTOR}.*seed*", "seed"),
-    (f"{_ACTOR}.profiler.*", "jaxrl profile traces one step"),
-    (f"{_ACTOR}.policy_loss.*", "options of losses that are not used"),
-    (f"{_ACTOR}.router_replay.*", "sampler and trainer route by the same program"),
-    (f"{_ACTOR}.qat.*", "train.matmuls has int8 and fp8"),
-    (f"{_MODEL}.use_remove_padding", _PACKED),
-    (f"{_MODEL}.*kernel*", _COMPILED),
-    (f"{_MODEL}.use_liger", _COMPILED),
-    (f"{_MODEL}.use_shm", _NO_WORKERS),
-    (f"{_MODEL}.enable_activation_offload", "train.remat"),
-    (f"{_MODEL}.trust_remote_code", "code of models is never executed"),
-    (f"{_MODEL}.external_lib", "code of models is never executed"),
-    (f"{_MODEL}.override_config*", "the model's config.json"),
-    (f"{_MODEL}.lora.*", "model.lora"),
-    (f"{_MODEL}.tiled_mlp.*", "train.remat"),
-    (f"{_MODEL}.mtp.*", "no speculative sampling"),
-    (f"{_MODEL}.fused_kernel_options.*", _COMPILED),
-    ("actor_rollout_ref.hybrid_engine", "always: one program for training and sampling"),
-    ("actor_rollout_ref.nccl_timeout", "hosts.lost_after_s"),
-    (
-        "critic.*",
-        "the critic has the actor's optimiser, layout and rows; docs/placement.md for others",
-    ),
-    ("reward_model.*", "reward.functions_timeout_s and reward.grader_workers"),
-    ("reward.reward_manager.*", "reward.grader and reward.functions (docs/rewards.md)"),
-    ("reward.reward_kwargs.max_resp_len", "rollout.max_response_tokens is the end of the buffer"),
-    (f"{_OVERLONG}.log", "rewards/overlong is always logged"),
-    ("reward.*", "reward.functions_timeout_s and reward.grader_workers"),
-    ("data.*image*", "images are not supported"),
-    ("data.*video*", "videos are not supported"),
-    ("data.*audio*", "audio is not supported"),
-    ("data.return_*", _BY_LAYOUT),
-    ("data.reward_fn_key", _BY_LAYOUT),
-    ("data.*num_workers", _NO_WORKERS),
-    ("data.filter_overlong_prompts_workers", _NO_WORKERS),
-    ("data.shuffle", "prompts are always shuffled, by the seed"),
-    ("data.val_batch_size", "evaluation samples as many at a time as fit"),
-    ("data.gen_batch_size", "rollout.generation_prompts, with dynamic sampling alone"),
-    ("data.custom_cls.*", "data.train.path takes a function of yours (docs/data.md)"),
-    ("data.trust_remote_code", "code of models is never executed"),
-    ("data.tokenizer", "tokenizer.path"),
-    ("data.tool_config_path", _ENVIRONMENT),
-    ("algorithm.pf_ppo.*", "PF-PPO is not implemented"),
-    ("algorithm.use_pf_ppo", "PF-PPO is not implemented"),
-    ("trainer.balance_batch", "packing evens out the work (perf/imbalance)"),
-    ("trainer.val_before_train", "always evaluated before the first step"),
-    ("trainer.log_val_generations", "run.rollouts_every, and jaxrl browse"),
-    ("trainer.*data_dir", "rollouts/ in the run's folder, and jaxrl browse"),
-    ("trainer.max_critic_ckpt_to_keep", "one checkpoint has all roles: run.keep_checkpoints"),
-    ("trainer.v1.*", "rollout.partial, with a pool for the role rollout"),
-    ("trainer.ray_*", _NO_WORKERS),
-    ("trainer.use_v1", _NO_WORKERS),
-    ("trainer.device", "JAX takes the accelerators that it finds (JAX_PLATFORMS)"),
-    ("trainer.default_hdfs_dir", "run.output is a directory"),
-    ("trainer.esi_redundant_time", "SIGTERM saves the run (docs/runs.md)"),
-    ("trainer.val_only", "jaxrl evaluate"),
-    ("trainer.total_epochs", "run.num_steps"),
-    ("trainer.project_name", "run.loggers"),
-    ("skip.*", _NO_WORKERS),
-    ("async_training.*", "rollout.partial, with a pool for the role rollout"),
-    ("ray_kwargs.*", _NO_WORKERS),
-    ("ray_init.*", _NO_WORKERS),
-    ("global_profiler.*", "jaxrl profile traces one step"),
-    ("transfer_queue.*", _NO_WORKERS),
-    ("distillation.*", "dataflow distill (docs/distillation.md)"),
-)
+# Why settings have no counterpart, and patterns of their names without "actor_rollout_ref.". The first pattern
+# that fits counts.
+NO_COUNTERPART = {
+    "always so": "rollout.calculate_log_probs hybrid_engine",
+    "always evaluated before the first step": "trainer.val_before_train",
+    "prompts are always shuffled, by the seed": "data.shuffle actor.shuffle",
+    "rows of a fixed length are packed (train.rows x train.row_tokens), for every pass": """
+        rollout.log_prob* actor.*_batch_size* actor.use_remove_padding actor.*pad_to_length*
+        model.use_remove_padding trainer.balance_batch""",
+    "rollout.memory_fraction counts the weights of all roles; its default stands": """
+        rollout.gpu_memory_utilization""",
+    'rollout.slots="auto" takes as many as fit': "rollout.max_num_seqs data.val_batch_size",
+    "rollout.prefill_prompts, rollout.prefill_chunk_tokens": """
+        rollout.*chunked_prefill rollout.max_num_batched_tokens""",
+    "rollout.environment: a function that answers turns (docs/rollout.md)": """
+        rollout.multi_turn.* rollout.agent.* data.tool_config_path""",
+    "rollout.temperature": "rollout.do_sample",
+    "rollout.generation_prompts, with dynamic sampling alone": "data.gen_batch_size",
+    "rollout.partial, with a pool for the role rollout": "async_training.* trainer.v1.*",
+    "no speculative sampling": "model.mtp.*",
+    "jaxrl samples with its own engine in the same program": "rollout.*",
+    "mesh.offload_training_state, while sampling": "actor.*offload*",
+    "entropy is always measured, a chunk of positions at a time": "actor.*entropy*",
+    "measured if the advantage needs it": "actor.calculate_sum_pi_squared",
+    "XLA compiles and fuses everything": """
+        actor.use_torch_compile actor.use_fused_kernels model.*kernel* model.use_liger""",
+    "train.share_prompts, by default where it is faster": "actor.use_prefix_grouper",
+    "rollout.num_samples": "actor.rollout_n",
+    "a checkpoint always has all that a run goes on from (docs/runs.md)": "actor.checkpoint.*",
+    "optim: AdamW, constant or cosine (jaxrl train --help optim)": "actor.optim.*",
+    "mesh.fsdp and mesh.sharding; XLA schedules gathers": "actor.fsdp_config.*",
+    "mesh (docs/placement.md)": "actor.megatron.*",
+    "seed": "actor.*seed*",
+    "jaxrl profile traces one step": "actor.profiler.* global_profiler.*",
+    "options of losses that are not used": "actor.policy_loss.*",
+    "sampler and trainer route by the same program": "actor.router_replay.*",
+    "train.matmuls has int8 and fp8": "actor.qat.*",
+    "train.remat": "model.enable_activation_offload model.tiled_mlp.*",
+    "code of models is never executed": """
+        model.trust_remote_code model.external_lib data.trust_remote_code""",
+    "the model's config.json": "model.override_config*",
+    "model.lora": "model.lora.*",
+    "hosts.lost_after_s": "nccl_timeout",
+    "the role has the actor's optimiser, layout and rows; docs/placement.md for others": """
+        ref.* critic.*""",
+    "reward.grader and reward.functions (docs/rewards.md)": "reward.reward_manager.*",
+    "rollout.max_response_tokens is the end of the buffer": "reward.reward_kwargs.max_resp_len",
+    "reward.functions_timeout_s and reward.grader_workers": "reward.* reward_model.*",
+    "images, videos and audio are not supported": "data.*image* data.*video* data.*audio*",
+    "files are read by their layout (docs/data.md)": "data.return_* data.reward_fn_key",
+    "data.train.path takes a function of yours (docs/data.md)": "data.custom_cls.*",
+    "tokenizer.path": "data.tokenizer",
+    "there are no workers, Ray or pools of processes to set up": """
+        model.use_shm data.*num_workers data.filter_overlong_prompts_workers trainer.ray_* trainer.use_v1
+        skip.* ray_kwargs.* ray_init.* transfer_queue.*""",
+    "PF-PPO is not implemented": "algorithm.pf_ppo.* algorithm.use_pf_ppo",
+    "rollouts/ in the run's folder (run.rollouts_every), and jaxrl browse": """
+        trainer.log_val_generations trainer.*data_dir""",
+    "run.keep_checkpoints: one checkpoint has all roles": "trainer.max_critic_ckpt_to_keep",
+    "JAX takes the accelerators that it finds (JAX_PLATFORMS)": "trainer.device",
+    "run.output is a directory": "trainer.default_hdfs_dir",
+    "SIGTERM saves the run (docs/runs.md)": "trainer.esi_redundant_time",
+    "jaxrl evaluate": "trainer.val_only",
+    "run.num_steps": "trainer.total_epochs",
+    "run.loggers": "trainer.project_name",
+    "dataflow distill (docs/distillation.md)": "distillation.*",
+}
 # Turning these off changes what verl trains, and cannot be done here.
 _TRUE_IN_VERL = ("data.shuffle", "trainer.val_before_train")
 # Composition and launching of Hydra, and the classes that values belong to.
 _IGNORED = ("hydra.*", "*._target_", "defaults", "_self_")
 
 _LORA_TARGETS = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
+    **{f"{name}_proj": (name,) for name in ("q", "k", "v", "o", "gate", "up", "down")},
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("o",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
 }
-_KL_ESTIMATES = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
+_KL_ESTIMATES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} | {
+    name: name for name in ("k1", "k2", "k3", "abs")
 }
-ADVANTAGES = {
-    "gae": "gae",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "grpo_passk": "grpo_passk",
-    "gdpo": "gdpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "opo": "opo",
-    "gpg": "gpg",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-    "remax": "remax",
-    "optimal_token_baseline": "optimal_token_baseline",
+ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"} | {
+    name: name
+    for name in (
+        *("gae", "grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "remax"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline"),
+    )
 }
-LOSSES = {
-    "vanilla": "clipped",
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "geo_mean": "geo_mean",
-    "dro": "dro",
-    "cispo": "cispo",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
+LOSSES = {"vanilla": "clipped"} | {
+    name: name
+    for name in (
+        *("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
+        *("dppo_tv", "dppo_kl"),
+    )
 }
 
 
@@ -524,8 +449,8 @@ def _model(verl: _Verl, result: Import) -> None:
         result.set("model.lora.rank", rank, verl.origin(f"{_MODEL}.lora_rank"))
         if targets != "all-linear":
             names = targets if isinstance(targets, list) else [targets]
-            known = tuple(_LORA_TARGETS[str(name)] for name in names if str(name) in _LORA_TARGETS)
-            if len(known) < len(names):
+            known = tuple(target for name in names for target in _LORA_TARGETS.get(str(name), ()))
+            if any(str(name) not in _LORA_TARGETS for name in names):
                 result.remarks.append(
                     f"target_modules {targets!r}: only {', '.join(_LORA_TARGETS)} can have adapters."
                 )
@@ -603,7 +528,12 @@ def _rewards(verl: _Verl, result: Import) -> None:
         )
     model = verl.get("reward.reward_model.model_path")
     if verl.get("reward.reward_model.enable", False) and model:
-        result.set("reward.model", _path(model), verl.origin("reward.reward_model.model_path"))
+        if path:
+            result.remarks.append(
+                f"Reward model {model}: called by the reward function; see reward.judge."
+            )
+        else:
+            result.set("reward.model", _path(model), verl.origin("reward.reward_model.model_path"))
 
 
 # The algorithm.
@@ -913,8 +843,14 @@ def _explain_unread(verl: _Verl, result: Import) -> None:
     for name in sorted(verl.unread):
         if any(fnmatch.fnmatch(name, pattern) for pattern in _IGNORED):
             continue
+        short = name.removeprefix("actor_rollout_ref.")
         reason = next(
-            (why for pattern, why in NO_COUNTERPART if fnmatch.fnmatch(name, pattern)), None
+            (
+                why
+                for why, patterns in NO_COUNTERPART.items()
+                if any(fnmatch.fnmatch(short, pattern) for pattern in patterns.split())
+            ),
+            None,
         )
         if reason is None:
             result.unknown.append(name)
