@@ -223,18 +223,13 @@ def _is_table(kind: Any) -> bool:
 def _assignment(setting: str, literal: str, why: str) -> Iterator[str]:
     line = f"    config.{setting} = {literal}"
     why = "".join(c if c.isprintable() else "?" for c in why)
-    short = why.replace("actor_rollout_ref.", "")
     if not why:
         yield line
-    elif len(line) + len(short) + 4 <= _WIDTH:
-        yield f"{line}  # {short}"
+    elif len(line) + len(why) + 4 <= _WIDTH:
+        yield f"{line}  # {why}"
     else:
         yield from textwrap.wrap(
-            short,
-            _WIDTH,
-            initial_indent="    # ",
-            subsequent_indent="    # ",
-            break_long_words=False,
+            why, _WIDTH, initial_indent="    # ", subsequent_indent="    # ", break_long_words=False
         )
         yield line
 

@@ -2,7 +2,8 @@
 
 `SAME` has the settings with one counterpart each. The functions after it convert those that belong
 together: batches, layouts, losses, KL, correction, data, schedules. Where a file does not have a setting,
-verl's default counts if ours differs, so that the recipe trains what verl would train.
+verl's default counts if ours differs, so that the recipe trains what verl would train. Names leave out
+"actor_rollout_ref.".
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ from jaxrl.config.model_shape import is_here
 from jaxrl.errors import UserError
 from jaxrl.models.shapes import SHAPES
 
-_ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_REF = "actor_rollout_ref.ref"
-_MODEL = "actor_rollout_ref.model"
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -34,12 +31,12 @@ _ALIASES = {
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
     "custom_reward_function.": "reward.custom_reward_function.",
-    f"{_ACTOR}.optim.clip_grad": f"{_ACTOR}.grad_clip",
-    f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
-    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-    f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
-    f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
-    f"{_MODEL}.lora.target_modules": f"{_MODEL}.target_modules",
+    "actor.optim.clip_grad": "actor.grad_clip",
+    "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
+    "actor.fsdp_config.ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
+    "model.lora.rank": "model.lora_rank",
+    "model.lora.alpha": "model.lora_alpha",
+    "model.lora.target_modules": "model.target_modules",
 }
 
 
@@ -75,11 +72,11 @@ SAME = (
     Counterpart("trainer.default_local_dir", "run.output"),
     Counterpart("trainer.max_actor_ckpt_to_keep", "run.keep_checkpoints"),
     Counterpart("trainer.critic_warmup", "critic.warmup_steps"),
-    Counterpart(f"{_MODEL}.path", "weights", None, _path),
-    Counterpart(f"{_MODEL}.lora_adapter_path", "adapter", None, _path),
-    Counterpart(f"{_MODEL}.lora_alpha", "model.lora.alpha", None, float),
+    Counterpart("model.path", "weights", None, _path),
+    Counterpart("model.lora_adapter_path", "adapter", None, _path),
+    Counterpart("model.lora_alpha", "model.lora.alpha", None, float),
     Counterpart(
-        f"{_MODEL}.enable_gradient_checkpointing",
+        "model.enable_gradient_checkpointing",
         "train.remat",
         True,
         lambda on: "full" if on else "none",
@@ -93,26 +90,25 @@ SAME = (
     ),
     Counterpart("data.seed", "seed"),
     Counterpart("data.train_batch_size", "rollout.num_prompts", 1024),
-    Counterpart(f"{_ROLLOUT}.n", "rollout.num_samples", 1),
-    Counterpart(f"{_ROLLOUT}.temperature", "rollout.temperature"),
-    Counterpart(f"{_ROLLOUT}.top_k", "rollout.top_k", None, lambda k: max(k, 0)),
-    Counterpart(f"{_ROLLOUT}.top_p", "rollout.top_p"),
-    Counterpart(f"{_ROLLOUT}.dtype", "rollout.dtype", "bfloat16", str),
-    Counterpart(f"{_ROLLOUT}.val_kwargs.n", "evaluation.num_samples", 1),
-    Counterpart(f"{_ROLLOUT}.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0)),
-    Counterpart(f"{_ROLLOUT}.val_kwargs.top_p", "evaluation.top_p"),
-    Counterpart(f"{_ACTOR}.ppo_epochs", "algorithm.epochs"),
-    Counterpart(f"{_ACTOR}.entropy_coeff", "algorithm.entropy_coef", None, float),
-    Counterpart(f"{_ACTOR}.grad_clip", "optim.grad_clip", None, float),
-    Counterpart(f"{_ACTOR}.optim.lr", "optim.lr", 1e-6, float),
-    Counterpart(f"{_ACTOR}.optim.weight_decay", "optim.weight_decay", 0.01, float),
+    Counterpart("rollout.n", "rollout.num_samples", 1),
+    Counterpart("rollout.temperature", "rollout.temperature"),
+    Counterpart("rollout.top_k", "rollout.top_k", None, lambda k: max(k, 0)),
+    Counterpart("rollout.top_p", "rollout.top_p"),
+    Counterpart("rollout.dtype", "rollout.dtype", "bfloat16", str),
+    Counterpart("rollout.val_kwargs.n", "evaluation.num_samples", 1),
+    Counterpart("rollout.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0)),
+    Counterpart("rollout.val_kwargs.top_p", "evaluation.top_p"),
+    Counterpart("actor.ppo_epochs", "algorithm.epochs"),
+    Counterpart("actor.entropy_coeff", "algorithm.entropy_coef", None, float),
+    Counterpart("actor.grad_clip", "optim.grad_clip", None, float),
+    Counterpart("actor.optim.lr", "optim.lr", 1e-6, float),
+    Counterpart("actor.optim.weight_decay", "optim.weight_decay", 0.01, float),
     Counterpart("critic.optim.lr", "critic.lr", None, float),
     Counterpart("critic.model.path", "critic.weights", None, _path),
     Counterpart("critic.cliprange_value", "critic.clip", None, float),
 )
 
-# Why settings have no counterpart, and patterns of their names without "actor_rollout_ref.". The first pattern
-# that fits counts.
+# Why settings have no counterpart, and patterns of their names. The first pattern that fits counts.
 NO_COUNTERPART = {
     "always so": "rollout.calculate_log_probs hybrid_engine",
     "always evaluated before the first step": "trainer.val_before_train",
@@ -245,10 +241,11 @@ class _Verl:
 
     def __init__(self, given: Mapping[str, Any], *, every: bool):
         self._given = {}
-        for name, value in given.items():
+        for long, value in given.items():
+            name = _renamed(long)
             # A composed file has old names too, with null.
-            if not self._given.get(_renamed(name)):
-                self._given[_renamed(name)] = value
+            if not self._given.get(name):
+                self._given[name] = value
         self.unread = {
             name
             for name, value in self._given.items()
@@ -323,10 +320,14 @@ def convert_settings(
 
 
 def _renamed(name: str) -> str:
+    """The name as it is written here: without "actor_rollout_ref.", and as the newest release has it."""
+    short = name.removeprefix("actor_rollout_ref.")
+    if short == name and name.split(".")[0] in ("actor", "rollout", "ref", "model"):
+        return f"/{name}"  # of asynchronous trainers
     for old, new in _ALIASES.items():
-        if name == old or (old.endswith(".") and name.startswith(old)):
-            return new + name[len(old) :]
-    return name
+        if short == old or (old.endswith(".") and short.startswith(old)):
+            return new + short[len(old) :]
+    return short
 
 
 def _asks(value: Any) -> bool:
@@ -354,18 +355,16 @@ def _layout(verl: _Verl, result: Import) -> None:
     generation shard hold tensor shards in training too, and t x fsdp devices hold one copy of the state.
     """
     devices = verl.whole("trainer.nnodes", 1) * verl.whole("trainer.n_gpus_per_node", 8)
-    strategy = verl.text(
-        f"{_ACTOR}.strategy", "megatron" if verl.has(f"{_ACTOR}.megatron.") else "fsdp"
-    )
+    strategy = verl.text("actor.strategy", "megatron" if verl.has("actor.megatron.") else "fsdp")
     megatron = strategy == "megatron"
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         result.remarks.append(f"Layout: the engine {strategy} is taken for FSDP; check mesh.")
     verl.get("critic.strategy")
-    t_g = verl.whole(f"{_ROLLOUT}.tensor_model_parallel_size", 2 if devices > 1 else 1)
-    width = verl.whole(f"{_ACTOR}.ulysses_sequence_parallel_size", 1)
+    t_g = verl.whole("rollout.tensor_model_parallel_size", 2 if devices > 1 else 1)
+    width = verl.whole("actor.ulysses_sequence_parallel_size", 1)
     p, context, expert = 1, 1, 1
     if megatron:
-        prefix = f"{_ACTOR}.megatron"
+        prefix = "actor.megatron"
         width = verl.whole(f"{prefix}.tensor_model_parallel_size", 1)
         p = verl.whole(f"{prefix}.pipeline_model_parallel_size", 1)
         context = verl.whole(f"{prefix}.context_parallel_size", 1)
@@ -392,7 +391,7 @@ def _layout(verl: _Verl, result: Import) -> None:
         result.set("mesh.expert", expert, "expert_model_parallel_size")
         result.set("mesh.sharding", "ZeRO-1", "Megatron's distributed optimizer")
     else:
-        size = verl.whole(f"{_ACTOR}.fsdp_config.fsdp_size", -1)
+        size = verl.whole("actor.fsdp_config.fsdp_size", -1)
         fsdp = math.gcd(d, max(1, size // t)) if size > 0 else d
         result.set(
             "mesh.fsdp", fsdp, f"tensor {t} x fsdp {fsdp} devices hold one copy of the state"
@@ -403,7 +402,7 @@ def _layout(verl: _Verl, result: Import) -> None:
             f"Here a generation shard is a union of training shards, so training has the tensor axis too: "
             f"mesh.train 1-{t}-{d}, not 1-1-{t * d}, with mesh.fsdp. The bytes of a device are the same."
         )
-    names = [f"{_ACTOR}.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
+    names = [f"actor.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
     if any([verl.get(name) for name in names]):
         result.set("mesh.offload_training_state", True, verl.origin(*names))
     _rows(verl, result, d=d, replicas=d // context * p, width=1 if megatron else width)
@@ -416,10 +415,10 @@ def _rows(verl: _Verl, result: Import, *, d: int, replicas: int, width: int) -> 
     """
     limits = (verl.whole(f"data.max_{what}_length", 512) for what in ("prompt", "response"))
     longest = sum(limits)
-    tokens_name = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    size_name = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    tokens_name = "actor.ppo_max_token_len_per_gpu"
+    size_name = "actor.ppo_micro_batch_size_per_gpu"
     tokens, size = verl.whole(tokens_name, 16384), verl.whole(size_name)
-    if verl.get(f"{_ACTOR}.use_dynamic_bsz", False):
+    if verl.get("actor.use_dynamic_bsz", False):
         rows, why = tokens * d // longest, f"{verl.origin(tokens_name)}, x {d} replicas"
     elif size:
         rows, why = size * d // width, f"{verl.origin(size_name)}, x {d} replicas"
@@ -436,17 +435,17 @@ def _rows(verl: _Verl, result: Import, *, d: int, replicas: int, width: int) -> 
 
 
 def _model(verl: _Verl, result: Import) -> None:
-    names = (f"{_MODEL}.tokenizer_path", f"{_MODEL}.path")
+    names = ("model.tokenizer_path", "model.path")
     path = verl.get(names[0]) or verl.get(names[1])
     if path:
         result.set("tokenizer.path", _path(path), verl.origin(*names))
         result.shape = _shape(str(verl.get(names[1], "")))
     else:
         result.remarks.append("No model is named; set weights and tokenizer.path.")
-    rank = verl.whole(f"{_MODEL}.lora_rank", 0)
-    targets = verl.get(f"{_MODEL}.target_modules", "all-linear")
+    rank = verl.whole("model.lora_rank", 0)
+    targets = verl.get("model.target_modules", "all-linear")
     if rank:
-        result.set("model.lora.rank", rank, verl.origin(f"{_MODEL}.lora_rank"))
+        result.set("model.lora.rank", rank, verl.origin("model.lora_rank"))
         if targets != "all-linear":
             names = targets if isinstance(targets, list) else [targets]
             known = tuple(target for name in names for target in _LORA_TARGETS.get(str(name), ()))
@@ -455,7 +454,7 @@ def _model(verl: _Verl, result: Import) -> None:
                     f"target_modules {targets!r}: only {', '.join(_LORA_TARGETS)} can have adapters."
                 )
             if known:
-                result.set("model.lora.targets", known, verl.origin(f"{_MODEL}.target_modules"))
+                result.set("model.lora.targets", known, verl.origin("model.target_modules"))
     else:
         result.lines = [line for line in result.lines if not line.setting.startswith("model.lora")]
 
@@ -563,10 +562,8 @@ def _dataflow(verl: _Verl, result: Import) -> None:
     result.set("algorithm.advantage_options", options, "gamma, lam, norm_adv_by_std_in_grpo")
     if estimator == "gae":
         result.set("algorithm.whiten", True, "verl whitens the advantages of gae")
-        epochs = verl.whole("critic.ppo_epochs", verl.whole(f"{_ACTOR}.ppo_epochs", 1))
-        result.set(
-            "critic.epochs", epochs, verl.origin("critic.ppo_epochs", f"{_ACTOR}.ppo_epochs")
-        )
+        epochs = verl.whole("critic.ppo_epochs", verl.whole("actor.ppo_epochs", 1))
+        result.set("critic.epochs", epochs, verl.origin("critic.ppo_epochs", "actor.ppo_epochs"))
     _group_filter(verl, result, on=filters and dataflow == "dapo")
     if filters and dataflow != "dapo":
         result.remarks.append(
@@ -574,14 +571,14 @@ def _dataflow(verl: _Verl, result: Import) -> None:
         )
     batch, mini = (
         verl.whole("data.train_batch_size", 1024),
-        verl.whole(f"{_ACTOR}.ppo_mini_batch_size", 256),
+        verl.whole("actor.ppo_mini_batch_size", 256),
     )
     if min(batch, mini) < 1 or batch % mini:
         raise UserError(
             f"data.train_batch_size {batch} of verl does not divide by ppo_mini_batch_size {mini}; "
             "both are at least 1, and the second is a divisor"
         )
-    names = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
+    names = ("data.train_batch_size", "actor.ppo_mini_batch_size")
     result.set(
         "algorithm.updates_per_step", batch // mini, f"{batch} / {mini} ({verl.origin(*names)})"
     )
@@ -601,25 +598,25 @@ def _group_filter(verl: _Verl, result: Import, *, on: bool) -> None:
 
 
 def _loss(verl: _Verl, result: Import) -> None:
-    mode = verl.text(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+    mode = verl.text("actor.policy_loss.loss_mode", "vanilla")
     if mode not in LOSSES:
         raise UserError(
             f"policy_loss.loss_mode {mode!r} of verl has no counterpart; choose one of {', '.join(LOSSES)}"
         )
-    width = verl.number(f"{_ACTOR}.clip_ratio", 0.2)
-    low = float(verl.number(f"{_ACTOR}.clip_ratio_low", width))
-    high = float(verl.number(f"{_ACTOR}.clip_ratio_high", width))
-    highest = float(verl.number(f"{_ACTOR}.clip_ratio_c", 3.0))
+    width = verl.number("actor.clip_ratio", 0.2)
+    low = float(verl.number("actor.clip_ratio_low", width))
+    high = float(verl.number("actor.clip_ratio_high", width))
+    highest = float(verl.number("actor.clip_ratio_c", 3.0))
     clip = {"clip_low": low, "clip_high": high}
     limits = {"limit_low": low, "limit_high": high, "max_ratio": highest}
-    setting = f"{_ACTOR}.policy_loss"
+    setting = "actor.policy_loss"
     options = {
         "vanilla": {**clip, "dual_clip": highest},
         **dict.fromkeys(("gspo", "cispo", "geo_mean"), clip),
         **dict.fromkeys(("dppo_tv", "dppo_kl"), limits),
         "sapo": {
-            "tau_positive": float(verl.number(f"{_ACTOR}.tau_pos", 1.0)),
-            "tau_negative": float(verl.number(f"{_ACTOR}.tau_neg", 1.05)),
+            "tau_positive": float(verl.number("actor.tau_pos", 1.0)),
+            "tau_negative": float(verl.number("actor.tau_neg", 1.05)),
         },
         "gpg": {},
         "dro": {"beta": float(verl.number(f"{setting}.dro_beta", 0.0))},
@@ -635,28 +632,26 @@ def _loss(verl: _Verl, result: Import) -> None:
         },
     }[mode]
     result.set("algorithm.loss", LOSSES[mode], verl.origin(f"{setting}.loss_mode"))
-    names = (f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high")
-    why = (
-        verl.origin(*names, f"{_ACTOR}.clip_ratio_c") if options.keys() & {"clip_low"} else setting
-    )
+    names = ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high")
+    why = verl.origin(*names, "actor.clip_ratio_c") if options.keys() & {"clip_low"} else setting
     result.set("algorithm.loss_options", options, why)
-    aggregation = verl.text(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    aggregation = verl.text("actor.loss_agg_mode", "token-mean")
     aggregation = "seq-mean-token-mean" if mode == "sapo" else str(aggregation)
-    result.set("algorithm.aggregation", aggregation, verl.origin(f"{_ACTOR}.loss_agg_mode"))
-    scale = verl.number(f"{_ACTOR}.loss_scale_factor", verl.whole("data.max_response_length", 512))
+    result.set("algorithm.aggregation", aggregation, verl.origin("actor.loss_agg_mode"))
+    scale = verl.number("actor.loss_scale_factor", verl.whole("data.max_response_length", 512))
     if aggregation == "seq-mean-token-sum-norm":
-        why = verl.origin(f"{_ACTOR}.loss_scale_factor", "data.max_response_length")
+        why = verl.origin("actor.loss_scale_factor", "data.max_response_length")
         result.set("algorithm.aggregation_options", {"scale": float(scale)}, why)
 
 
 def _kl(verl: _Verl, result: Import) -> None:
     coef, kind = (
-        verl.number(f"{_ACTOR}.kl_loss_coef", 0.001),
-        verl.get(f"{_ACTOR}.kl_loss_type", "low_var_kl"),
+        verl.number("actor.kl_loss_coef", 0.001),
+        verl.get("actor.kl_loss_type", "low_var_kl"),
     )
-    if verl.get(f"{_ACTOR}.use_kl_loss", False):
-        result.set("algorithm.kl.loss_coef", float(coef), verl.origin(f"{_ACTOR}.kl_loss_coef"))
-        name = f"{_ACTOR}.kl_loss_type"
+    if verl.get("actor.use_kl_loss", False):
+        result.set("algorithm.kl.loss_coef", float(coef), verl.origin("actor.kl_loss_coef"))
+        name = "actor.kl_loss_type"
         result.set("algorithm.kl.loss_estimate", _estimate(name, kind), verl.origin(name))
     control = "algorithm.kl_ctrl"
     coef, kind = verl.number(f"{control}.kl_coef", 0.001), verl.get("algorithm.kl_penalty", "kl")
@@ -745,7 +740,7 @@ def _bound(text: Any) -> float:
 
 
 def _evaluation(verl: _Verl, result: Import) -> None:
-    prefix = f"{_ROLLOUT}.val_kwargs"
+    prefix = "rollout.val_kwargs"
     temperature = float(verl.number(f"{prefix}.temperature", 0.0))
     samples = verl.get(f"{prefix}.do_sample", False)
     why = verl.origin(f"{prefix}.do_sample", f"{prefix}.temperature")
@@ -801,7 +796,7 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
 
 
 def _learning_rate(verl: _Verl, result: Import, steps: int | None) -> None:
-    prefix = f"{_ACTOR}.optim"
+    prefix = "actor.optim"
     warmup, ratio = (
         verl.whole(f"{prefix}.lr_warmup_steps", -1),
         verl.number(f"{prefix}.lr_warmup_steps_ratio", 0),
@@ -843,12 +838,11 @@ def _explain_unread(verl: _Verl, result: Import) -> None:
     for name in sorted(verl.unread):
         if any(fnmatch.fnmatch(name, pattern) for pattern in _IGNORED):
             continue
-        short = name.removeprefix("actor_rollout_ref.")
         reason = next(
             (
                 why
                 for why, patterns in NO_COUNTERPART.items()
-                if any(fnmatch.fnmatch(short, pattern) for pattern in patterns.split())
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split())
             ),
             None,
         )
