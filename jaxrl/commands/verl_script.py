@@ -8,6 +8,7 @@ seconds; without bubblewrap only if the user asks for it.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import shutil
@@ -92,15 +93,12 @@ def run_script(
     bash = shutil.which("bash")
     if bash is None:
         raise UserError(f"{shown} is run by bash, and bash is not installed; install it")
-    if confined:
-        try:
-            SANDBOXES["bubblewrap"]().check()
-        except SandboxUnavailable as reason:
-            raise UserError(
-                f"{shown} is run by bash to see what it starts, and the sandbox for it does not work here "
-                f"({reason}); make bubblewrap work, or read the script and add --run, which runs it with "
-                "your rights (programs are recorded, not started)"
-            ) from reason
+    if confined and (reason := _fault_of_bubblewrap()):
+        raise UserError(
+            f"{shown} is run by bash to see what it starts, and the sandbox for it does not work here "
+            f"({reason}); make bubblewrap work, or read the script and add --run, which runs it with your "
+            "rights (programs are recorded, not started)"
+        )
     with tempfile.TemporaryDirectory(prefix="jaxrl-") as name:
         folder = pathlib.Path(name)
         _prepare(folder, bash, confined=confined)
@@ -132,6 +130,16 @@ def run_script(
     else:
         failure = f"ended with status {status}" + (last and f": {last}")
     return ScriptRun(calls, failure if status != 0 else "")
+
+
+@functools.cache
+def _fault_of_bubblewrap() -> str:
+    """Why bubblewrap does not work here; "" if it does."""
+    try:
+        SANDBOXES["bubblewrap"]().check()
+    except SandboxUnavailable as reason:
+        return str(reason)
+    return ""
 
 
 def _prepare(folder: pathlib.Path, bash: str, *, confined: bool) -> None:
