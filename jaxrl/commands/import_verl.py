@@ -118,7 +118,7 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
     without = sum(map(len, found.without.values()))
     print(
         f"{len(found.lines)} settings; {without} of verl's have no counterpart, {len(found.unknown)} are not "
-        "known; the recipe names them",
+        f"known, {len(file.unresolved)} not resolved; the recipe names them",
         file=sys.stderr,
     )
     if fault:

@@ -129,9 +129,11 @@ def read_verl(
     settings = {}
     for name, value in given.items():
         try:
+            if value == "" and is_script:
+                raise KeyError(name)  # a variable that is empty, most often
             settings[name] = _resolved(value, name, given)
         except KeyError:
-            unresolved[name] = str(value)
+            unresolved[name] = str(value) or "(empty)"
         except RecursionError as error:
             raise UserError(
                 f"{shown}: the interpolations of {name} do not end; write its value"
@@ -473,6 +475,8 @@ def _scalar(text: Any) -> Any:
     if not isinstance(text, str):
         return text
     text = text.strip()
+    if not text:
+        return text
     if text.startswith("{"):
         text = _KEY_IN_BRACES.sub(r"\1: ", text)
     elif not text.startswith(("[", "'", '"')) and re.search(r"[:#,]", text):

@@ -8,6 +8,7 @@ seconds; without bubblewrap only if the user asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrl.errors import UserError
@@ -27,7 +28,8 @@ from jaxrl.rewards.sandbox.native import READABLE
 SECONDS = 10
 """How long a script may run. Nothing in it waits, so most end in milliseconds."""
 
-_MAX_BYTES = 1 << 24
+_MAX_BYTES = 1 << 20
+_MAX_CALLS = 2000
 _MAX_COPIED = 500
 _MAX_COPIED_BYTES = 1 << 16
 _READERS = """
@@ -116,9 +118,8 @@ def run_script(
             "BASH_ENV": f"{name}/recorder",
             "SHLVL": "0",
         }
-        status = _finished(command, environment, folder)
-        calls = [_call(file.read_bytes()) for file in sorted((folder / "calls").iterdir())]
-        output = (folder / "output").read_bytes()[-_MAX_BYTES:].decode(errors="replace")
+        status, output = _finished(command, environment)
+        calls = list(_recorded(folder / "calls"))
     if status is None and not calls:
         raise UserError(
             f"{shown} did not end within {SECONDS} seconds; name a YAML file of verl instead"
@@ -200,11 +201,9 @@ def _copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     return target
 
 
-def _finished(
-    command: Sequence[str], environment: Mapping[str, str], folder: pathlib.Path
-) -> int | None:
-    """Runs a command; returns its status, or None if its time was over."""
-    with (folder / "output").open("wb") as output:
+def _finished(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Runs a command; returns its status, None if its time was over, and what it printed."""
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -214,14 +213,22 @@ def _finished(
             start_new_session=True,
         )
         try:
-            return process.wait(SECONDS)
+            status = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            return None
-        finally:
-            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-            process.wait()
+            status = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.seek(max(0, output.tell() - _MAX_BYTES))
+        return status, output.read().decode(errors="replace")
 
 
-def _call(content: bytes) -> Call:
-    folder, output, variables, *words = content.decode(errors="replace").split("\0")[:-1]
-    return Call(words, folder, output, frozenset(variables.split("\n")))
+def _recorded(folder: pathlib.Path) -> Iterator[Call]:
+    """The calls in a folder that the script may have written to itself."""
+    for file in sorted(os.scandir(folder), key=lambda file: file.name)[:_MAX_CALLS]:
+        if not file.is_file(follow_symlinks=False) or file.stat().st_size > _MAX_BYTES:
+            continue
+        content = pathlib.Path(file.path).read_bytes().decode(errors="replace")
+        where, output, variables, *words = [*content.split("\0")[:-1], "", "", ""]
+        if words := words[:-3]:
+            yield Call(words, where, output, frozenset(variables.split("\n")))

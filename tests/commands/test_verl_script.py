@@ -319,7 +319,6 @@ IDIOMS = [
             "data.n": "yes",
             "data.o": "12:30",
             "data.p": 1000,
-            "data.q": None,
             "data.r": "a=b",
             "data.t": "hdfs://x/y",
             "data.u": ["hdfs://x/y", "z"],
@@ -442,6 +441,11 @@ NAMED = [
         "a count of such output",
         f"n=$(nvidia-smi -L | wc -l)\n{MAIN} trainer.n_gpus_per_node=$n",
         "values made of it are wrong: nvidia-smi -L",
+    ),
+    (
+        "an empty value",
+        f"NODES=${{NODES:-}}\n{MAIN} data.seed=1 trainer.nnodes=$NODES",
+        r"trainer.nnodes = \(empty\)",
     ),
     (
         "what is started besides",
@@ -573,6 +577,19 @@ def test_a_script_cannot_read_home_or_reach_the_network(tmp_path_factory):
     secret.write_text("secret")
     text = f"s=$(cat {secret}); exec 5<> /dev/tcp/127.0.0.1/9 && s=network\n{MAIN} data.seed=1 data.s=x$s"
     assert read(text).settings == {"data.seed": 1, "data.s": "x"}
+
+
+def test_what_a_script_writes_in_place_of_records_is_no_record(tmp_path_factory):
+    secret = tmp_path_factory.mktemp("home") / "secret"
+    secret.write_text("a\0b\0c\0python3\0-m\0verl.trainer.main_ppo\0data.seed=9\0")
+    text = f"""
+    cd "$JAXRL_FOLDER/calls"
+    command -p ln -s {secret} a
+    command -p mkfifo b
+    echo x > c
+    {MAIN} data.seed=1
+    """
+    assert read(text).settings == {"data.seed": 1}
 
 
 def test_a_script_that_does_not_end_is_ended(monkeypatch):
