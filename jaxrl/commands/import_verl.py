@@ -241,4 +241,5 @@ def _literal(value: Any, kind: str) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=not value.isprintable())
     text = repr(value)
+    text = text if '"' in text or "\\" in text else text.replace("'", '"')
     return f'float("{text}")' if text in ("inf", "-inf") else text
