@@ -29,7 +29,8 @@ _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 # Of bash, left over where nobody sets a variable; and the word that stands for a program's output.
 _LEFT_OVER = re.compile(r"\$(?:\w+|\{\w+\})|\bOUTPUT_OF_\w+")
 _READS = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[^]]*\])?\})")
-_OF_AWK = ("NF", "NR", "FNR", "FS", "OFS")
+# Of awk and getopts.
+_SET_BY_OTHERS = ("NF", "NR", "FNR", "FS", "OFS", "OPTARG", "OPTIND")
 _IN_ARITHMETIC = re.compile(r"\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _KEY_IN_BRACES = re.compile(r"""([{,]\s*["']?[\w.]+["']?)\s*:\s*""")
 
@@ -352,8 +353,8 @@ def _absent(text: str, arguments: Sequence[str], call: Call) -> set[str]:
     text = re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE)
     names = {found[1] or found[2] for found in _READS.finditer(text)}
     for found in _IN_ARITHMETIC.finditer(text):
-        names |= {*re.findall(r"(?<![\w$'\"])[A-Za-z_]\w*", found[1])}
-    absent = {name for name in names - call.variables - {*_OF_AWK} if not name.isdecimal()}
+        names |= {*re.findall(r"(?<![\w$'\"{])[A-Za-z_]\w*", found[1])}
+    absent = {name for name in names - call.variables - {*_SET_BY_OTHERS} if not name.isdecimal()}
     return absent | {n for n in names if n.isdecimal() and len(arguments) < int(n) < 10}
 
 
@@ -433,7 +434,8 @@ _SAID = {
     "check of nothing": "The script looks for files that are not here, and is imported as if they were",
     "source of nothing": "Files that are not here, so what they set is not known",
     "output": "Programs whose output the script uses; they were not run, so values made of it are wrong",
-    "lost": "Settings after the end of the command (a comment ends it), which verl does not see",
+    "lost": "Settings after the end of the command (a comment, an empty line, or a blank after the backslash "
+    "ends it), which verl does not see",
     "begun": "Started too, and not imported",
 }
 

@@ -33,10 +33,10 @@ _MAX_CALLS = 2000
 _MAX_COPIED = 500
 _MAX_COPIED_BYTES = 1 << 16
 _READERS = """
-awk base64 basename bash bc cat cksum cmp comm cut date dd diff dirname du egrep envsubst expr false fgrep
-find fold gawk getconf getopt grep head hostname id join jq ls mawk md5sum mkdir mktemp nl nproc numfmt od
-paste printenv printf readlink realpath rev sed seq sha1sum sha256sum shuf sort split stat tac tail tee tr
-true tty uname uniq wc whoami xargs
+awk base64 basename bash bc cat cksum cmp comm cut date dd diff dirname du echo egrep envsubst expr false
+fgrep find fold gawk getconf getopt grep head hostname id join jq ls mawk md5sum mkdir mktemp nl nproc
+numfmt od paste printenv printf readlink realpath rev sed seq sha1sum sha256sum shuf sort split stat tac
+tail tee test tr true tty uname uniq wc whoami xargs
 """.split()  # noqa: SIM905
 _WRITERS = ("chmod", "cp", "ln", "mv", "rm", "rmdir", "touch")
 # What scripts look for with `command -v`, or replace themselves by with `exec`.

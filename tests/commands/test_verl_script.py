@@ -363,6 +363,25 @@ IDIOMS = [
         {"data.train_batch_size": 512, "trainer.experiment_name": "large_007", "data.x": "large"},
     ),
     (
+        "matches, files of variables, quotes of printf",
+        f"""
+        echo 'SEED=7' > vars.env
+        export $(grep -v '^#' vars.env | xargs)
+        size=7b; if [[ $size =~ ^([0-9]+)b$ ]]; then echo $HOME/x; n=${{BASH_REMATCH[1]}}; fi
+        for f in a b; do files+="'/d/$f.parquet',"; done
+        A=(data.n=$n 'data.x=a b' "data.files=[${{files%,}}]")
+        trap 'kill $(jobs -p)' EXIT
+        eval {MAIN} data.seed=$SEED $(printf '%q ' "${{A[@]}}")
+        """,
+        (),
+        {
+            "data.seed": 7,
+            "data.n": 7,
+            "data.x": "a b",
+            "data.files": ["/d/a.parquet", "/d/b.parquet"],
+        },
+    ),
+    (
         "Python that stands in the script",
         f"""
         n=$(python3 -c 'print(4 * 8)')
