@@ -190,6 +190,15 @@ def test_jetstream_is_imported_by_one_file_and_only_when_wanted():
     assert outside == {"jaxrl.serving.jetstream_grpc"}
 
 
+def test_training_imports_no_converter_of_other_systems():
+    seen, left = set(), ["jaxrl.commands.training_commands", "jaxrl.commands.run_commands"]
+    while left:
+        if (module := left.pop()) not in seen:
+            seen.add(module)
+            left += imports_of(parse(MODULES[module])) & MODULES.keys()
+    assert "jaxrl.trainer.loop" in seen and not [name for name in seen if "verl" in name]
+
+
 def test_no_two_files_have_one_name():
     """A name says which file is meant, in whichever room it stands."""
     names = collections.Counter(path.name for path in SOURCES if path.parts[0] == "jaxrl")

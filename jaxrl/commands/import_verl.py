@@ -1,16 +1,18 @@
 """Writes a recipe from settings of verl: a YAML file, or the shell script of a run.
 
     jaxrl import-verl run_dapo_qwen2.5_32b.sh --out my_dapo.py
+    MODEL_PATH=... jaxrl import-verl --out my_grpo.py run_grpo.sh ARGUMENT ...
     jaxrl import-verl ppo_trainer.yaml --num_train_prompts 7473 --out my_ppo.py
 
 Each line of the recipe says which setting of verl it was made of. Settings without a counterpart are named at
-its top, with the reason. The script is read, not executed; variables that it does not assign are taken from
-the environment. docs/from_verl.md has the tables.
+its top, with the reason. bash runs the script in a sandbox (bubblewrap), where programs are recorded, not
+started. docs/from_verl.md has the tables.
 """
 
 from __future__ import annotations
 
 import collections
+import json
 import pathlib
 import sys
 import tempfile
@@ -19,11 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.checks import check_path
+from jaxrl.commands.verl_files import VerlFile, read_verl
+from jaxrl.commands.verl_settings import Import, Line, convert_settings
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import leaf_types, type_name
 from jaxrl.config.schema import Config
-from jaxrl.config.verl_files import VerlFile, read_verl
-from jaxrl.config.verl_settings import Import, Line, convert_settings
 from jaxrl.errors import UserError
 from jaxrl.files import shown_path
 from jaxrl.flags import command_parser
@@ -34,6 +36,9 @@ _FUNCTION = """
 
 def get_config():
     config = to_config_dict(Config())
+"""
+_SHAPE = """    # For planning without the model; a run compares it with the model's config.json.
+    config.model = model_shapes("{}")
 """
 _IMPORTS = """
 from jaxrl.config.config_tree import to_config_dict
@@ -46,12 +51,28 @@ def main(argv: Sequence[str]) -> int:
     program, *arguments = argv
     parser = command_parser(program, __doc__)
     parser.add_argument("file", metavar="FILE", help="YAML file or shell script of verl")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="arguments of the script")
+    parser.add_argument(
+        "--run", action="store_true", help="run the script without a sandbox; read it before"
+    )
+    parser.add_argument(
+        "--call",
+        type=int,
+        default=0,
+        help="which start of verl to import, if the script has several",
+    )
     parser.add_argument("--out", default="", help="recipe to write; standard output without it")
     parser.add_argument(
         "--num_train_prompts", type=int, default=0, help="prompts in the training files, for epochs"
     )
     args = parser.parse_args(arguments)
-    _import(args.file, args.out, args.num_train_prompts)
+    for name in ("num_train_prompts", "call"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name} {getattr(args, name)}: expected 0 or more")
+    check_path("FILE", args.file)
+    check_path("--out", args.out)
+    file = read_verl(args.file, args.arguments, call=args.call, confined=not args.run)
+    _write(args.file, file, args.out, args.num_train_prompts)
     return 0
 
 
@@ -69,20 +90,19 @@ def recipe_text(source: str, file: VerlFile, found: Import) -> str:
             f'"""{names.get("name", "A recipe")}: imported from settings of verl."""\n\n',
             *(f"{line}\n" for line in _remarks(source, file, found)),
             _IMPORTS,
+            "from jaxrl.models.shapes import model_shapes\n" if found.shape else "",
             _FUNCTION,
+            _SHAPE.format(found.shape) if found.shape else "",
             *(f"{line}\n" for line in _assignments(found.lines)),
             "    return config.lock()\n",
         ]
     )
 
 
-def _import(path: str, out: str, num_train_prompts: int) -> None:
-    check_path("FILE", path)
-    check_path("--out", out)
-    if num_train_prompts < 0:
-        raise UserError(f"--num_train_prompts {num_train_prompts}: expected 0 or more")
-    file = read_verl(path)
-    found = convert_settings(file.settings, num_train_prompts=num_train_prompts)
+def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
+    found = convert_settings(
+        file.settings, num_train_prompts=num_train_prompts, every=file.is_script
+    )
     text = recipe_text(shown_path(path), file, found)
     fault = _fault_of(text)
     if out:
@@ -98,7 +118,7 @@ def _import(path: str, out: str, num_train_prompts: int) -> None:
     without = sum(map(len, found.without.values()))
     print(
         f"{len(found.lines)} settings; {without} of verl's have no counterpart, {len(found.unknown)} are not "
-        "known; the recipe names them",
+        f"known, {len(file.unresolved)} not resolved; the recipe names them",
         file=sys.stderr,
     )
     if fault:
@@ -119,7 +139,7 @@ def _fault_of(text: str) -> str:
 
 def _remarks(source: str, file: VerlFile, found: Import) -> Iterator[str]:
     yield from _comment(f"Imported from {source}.")
-    for remark in found.remarks:
+    for remark in (*file.remarks, *found.remarks):
         yield from _comment(remark)
     if found.without:
         yield from _comment("Without a counterpart, and why:")
@@ -203,43 +223,23 @@ def _is_table(kind: Any) -> bool:
 def _assignment(setting: str, literal: str, why: str) -> Iterator[str]:
     line = f"    config.{setting} = {literal}"
     why = "".join(c if c.isprintable() else "?" for c in why)
-    short = why.replace("actor_rollout_ref.", "")
     if not why:
         yield line
-    elif len(line) + len(short) + 4 <= _WIDTH:
-        yield f"{line}  # {short}"
+    elif len(line) + len(why) + 4 <= _WIDTH:
+        yield f"{line}  # {why}"
     else:
         yield from textwrap.wrap(
-            short,
-            _WIDTH,
-            initial_indent="    # ",
-            subsequent_indent="    # ",
-            break_long_words=False,
+            why, _WIDTH, initial_indent="    # ", subsequent_indent="    # ", break_long_words=False
         )
         yield line
 
 
 def _literal(value: Any, kind: str) -> str:
-    if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{_literal(k, '')}: {_literal(v, '')}" for k, v in value.items()) + "}"
-        )
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and "float" in kind
-        and "int" not in kind
-    ):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and "float" in kind and "int" not in kind:
         value = float(value)
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return f'float("{value}")'
-    if isinstance(value, tuple):
-        return (
-            "("
-            + ", ".join(_literal(item, "") for item in value)
-            + ("," if len(value) == 1 else "")
-            + ")"
-        )
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=not value.isprintable())
     text = repr(value)
-    plain = isinstance(value, str) and '"' not in value and "\\" not in text
-    return f'"{value}"' if plain else text
+    text = text if '"' in text or "\\" in text else text.replace("'", '"')
+    return f'float("{text}")' if text in ("inf", "-inf") else text

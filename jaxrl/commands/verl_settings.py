@@ -2,7 +2,8 @@
 
 `SAME` has the settings with one counterpart each. The functions after it convert those that belong
 together: batches, layouts, losses, KL, correction, data, schedules. Where a file does not have a setting,
-verl's default counts if ours differs, so that the recipe trains what verl would train.
+verl's default counts if ours differs, so that the recipe trains what verl would train. Names leave out
+"actor_rollout_ref.".
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxrl.config.model_shape import is_here
 from jaxrl.errors import UserError
+from jaxrl.models.shapes import SHAPES
 
-_ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT = "actor_rollout_ref.rollout"
-_REF = "actor_rollout_ref.ref"
-_MODEL = "actor_rollout_ref.model"
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -27,14 +26,17 @@ _CORRECTION = "algorithm.rollout_correction"
 _ALIASES = {
     "reward_model.overlong_buffer.": f"{_OVERLONG}.",
     "reward_model.reward_kwargs.overlong_buffer_cfg.": f"{_OVERLONG}.",
+    "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
     "custom_reward_function.": "reward.custom_reward_function.",
-    f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
-    f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
-    f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
-    f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
+    "actor.optim.clip_grad": "actor.grad_clip",
+    "actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
+    "actor.fsdp_config.ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
+    "model.lora.rank": "model.lora_rank",
+    "model.lora.alpha": "model.lora_alpha",
+    "model.lora.target_modules": "model.target_modules",
 }
 
 
@@ -46,14 +48,12 @@ class Counterpart(NamedTuple):
       jaxrl: the setting of jaxrl.
       default: verl's default, which is written if the file has no value; None writes nothing.
       convert: from verl's value to ours; raises ValueError for a value without counterpart.
-      conversion: the same in words, for the tables.
     """
 
     verl: str
     jaxrl: str
     default: Any = None
     convert: Callable[[Any], Any] = lambda value: value
-    conversion: str = "the same"
 
 
 def _path(value: Any) -> str:
@@ -68,209 +68,140 @@ def _name(value: Any) -> str:
 
 
 SAME = (
-    Counterpart("trainer.experiment_name", "name", None, _name, "other characters become _"),
+    Counterpart("trainer.experiment_name", "name", None, _name),
     Counterpart("trainer.default_local_dir", "run.output"),
     Counterpart("trainer.max_actor_ckpt_to_keep", "run.keep_checkpoints"),
     Counterpart("trainer.critic_warmup", "critic.warmup_steps"),
-    Counterpart(f"{_MODEL}.path", "weights", None, _path, "a directory or a name on the hub"),
-    Counterpart(f"{_MODEL}.lora_adapter_path", "adapter", None, _path),
-    Counterpart(f"{_MODEL}.lora_alpha", "model.lora.alpha", None, float),
+    Counterpart("model.path", "weights", None, _path),
+    Counterpart("model.lora_adapter_path", "adapter", None, _path),
+    Counterpart("model.lora_alpha", "model.lora.alpha", None, float),
     Counterpart(
-        f"{_MODEL}.enable_gradient_checkpointing",
+        "model.enable_gradient_checkpointing",
         "train.remat",
         True,
         lambda on: "full" if on else "none",
-        "True is full, False is none",
     ),
     Counterpart("data.max_prompt_length", "data.max_prompt_tokens", 512),
     Counterpart("data.max_response_length", "rollout.max_response_tokens", 512),
-    Counterpart("data.train_max_samples", "data.train.size", None, lambda n: max(n, 0), "-1 is 0"),
-    Counterpart(
-        "data.val_max_samples", "data.evaluation.size", None, lambda n: max(n, 0), "-1 is 0"
-    ),
+    Counterpart("data.train_max_samples", "data.train.size", None, lambda n: max(n, 0)),
+    Counterpart("data.val_max_samples", "data.evaluation.size", None, lambda n: max(n, 0)),
     Counterpart(
         "data.apply_chat_template_kwargs.enable_thinking", "data.chat_options.enable_thinking"
     ),
     Counterpart("data.seed", "seed"),
     Counterpart("data.train_batch_size", "rollout.num_prompts", 1024),
-    Counterpart(f"{_ROLLOUT}.n", "rollout.num_samples", 1),
-    Counterpart(f"{_ROLLOUT}.temperature", "rollout.temperature"),
-    Counterpart(f"{_ROLLOUT}.top_k", "rollout.top_k", None, lambda k: max(k, 0), "-1 is 0"),
-    Counterpart(f"{_ROLLOUT}.top_p", "rollout.top_p"),
-    Counterpart(f"{_ROLLOUT}.dtype", "rollout.dtype", "bfloat16", str, "float16 has none"),
-    Counterpart(f"{_ROLLOUT}.val_kwargs.n", "evaluation.num_samples", 1),
-    Counterpart(
-        f"{_ROLLOUT}.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0), "-1 is 0"
-    ),
-    Counterpart(f"{_ROLLOUT}.val_kwargs.top_p", "evaluation.top_p"),
-    Counterpart(f"{_ACTOR}.ppo_epochs", "algorithm.epochs"),
-    Counterpart(f"{_ACTOR}.entropy_coeff", "algorithm.entropy_coef", None, float),
-    Counterpart(f"{_ACTOR}.grad_clip", "optim.grad_clip", None, float),
-    Counterpart(f"{_ACTOR}.optim.lr", "optim.lr", 1e-6, float),
-    Counterpart(f"{_ACTOR}.optim.weight_decay", "optim.weight_decay", 0.01, float),
+    Counterpart("rollout.n", "rollout.num_samples", 1),
+    Counterpart("rollout.temperature", "rollout.temperature"),
+    Counterpart("rollout.top_k", "rollout.top_k", None, lambda k: max(k, 0)),
+    Counterpart("rollout.top_p", "rollout.top_p"),
+    Counterpart("rollout.dtype", "rollout.dtype", "bfloat16", str),
+    Counterpart("rollout.val_kwargs.n", "evaluation.num_samples", 1),
+    Counterpart("rollout.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0)),
+    Counterpart("rollout.val_kwargs.top_p", "evaluation.top_p"),
+    Counterpart("actor.ppo_epochs", "algorithm.epochs"),
+    Counterpart("actor.entropy_coeff", "algorithm.entropy_coef", None, float),
+    Counterpart("actor.grad_clip", "optim.grad_clip", None, float),
+    Counterpart("actor.optim.lr", "optim.lr", 1e-6, float),
+    Counterpart("actor.optim.weight_decay", "optim.weight_decay", 0.01, float),
     Counterpart("critic.optim.lr", "critic.lr", None, float),
-    Counterpart(
-        "critic.model.path", "critic.weights", None, _path, "a directory or a name on the hub"
-    ),
+    Counterpart("critic.model.path", "critic.weights", None, _path),
     Counterpart("critic.cliprange_value", "critic.clip", None, float),
 )
 
-_OWN_SAMPLER = "jaxrl samples with its own engine in the same program"
-_PACKED = "rows of a fixed length are packed (train.rows x train.row_tokens), for every pass"
-_NO_WORKERS = "there are no workers, Ray or pools of processes to set up"
-_COMPILED = "XLA compiles and fuses everything"
-_ENVIRONMENT = "rollout.environment: a function that answers turns (docs/rollout.md)"
-_BY_LAYOUT = "files are read by their layout (docs/data.md)"
-# Patterns of names, and why they have no counterpart. The first that fits counts.
-NO_COUNTERPART = (
-    (
-        f"{_ROLLOUT}.gpu_memory_utilization",
-        "rollout.memory_fraction counts the weights of all roles; its default stands",
-    ),
-    (f"{_ROLLOUT}.max_num_seqs", 'rollout.slots="auto" takes as many as fit'),
-    (f"{_ROLLOUT}.*chunked_prefill", "rollout.prefill_chunk_tokens, for long prompts"),
-    (
-        f"{_ROLLOUT}.max_num_batched_tokens",
-        "rollout.prefill_prompts and rollout.prefill_chunk_tokens",
-    ),
-    (f"{_ROLLOUT}.multi_turn.*", _ENVIRONMENT),
-    (f"{_ROLLOUT}.agent.*", _ENVIRONMENT),
-    (f"{_ROLLOUT}.log_prob*", _PACKED),
-    (f"{_ROLLOUT}.calculate_log_probs", "always on"),
-    (f"{_ROLLOUT}.do_sample", "rollout.temperature"),
-    (f"{_ROLLOUT}.*", _OWN_SAMPLER),
-    (f"{_REF}.*", "the reference has the actor's layout and rows; docs/placement.md for others"),
-    (
-        f"{_ACTOR}.*offload*",
-        "mesh.offload_training_state keeps the training state on the host while sampling",
-    ),
-    (f"{_ACTOR}.shuffle", "a step's samples are shuffled by the seed"),
-    (f"{_ACTOR}.*_batch_size*", _PACKED),
-    (f"{_ACTOR}.use_remove_padding", _PACKED),
-    (f"{_ACTOR}.*pad_to_length*", _PACKED),
-    (f"{_ACTOR}.*entropy*", "entropy is always measured, a chunk of positions at a time"),
-    (f"{_ACTOR}.calculate_sum_pi_squared", "measured if the advantage needs it"),
-    (f"{_ACTOR}.use_torch_compile", _COMPILED),
-    (f"{_ACTOR}.use_fused_kernels", _COMPILED),
-    (f"{_ACTOR}.use_prefix_grouper", "train.share_prompts, by default where it is faster"),
-    (f"{_ACTOR}.rollout_n", "rollout.num_samples"),
-    (
-        f"{_ACTOR}.checkpoint.*",
-        "a checkpoint always has all that a run goes on from (docs/runs.md)",
-    ),
-    (f"{_ACTOR}.optim.*", "optim: AdamW, constant or cosine (jaxrl train --help optim)"),
-    (f"{_ACTOR}.fsdp_config.*", "mesh.fsdp and mesh.sharding; XLA schedules gathers"),
-    (f"{_ACTOR}.megatron.*", "mesh (docs/placement.md)"),
-    (f"{_ACTOR}.*seed*", "seed"),
-    (f"{_ACTOR}.profiler.*", "jaxrl profile traces one step"),
-    (f"{_ACTOR}.policy_loss.*", "options of losses that are not used"),
-    (f"{_ACTOR}.router_replay.*", "sampler and trainer route by the same program"),
-    (f"{_ACTOR}.qat.*", "train.matmuls has int8 and fp8"),
-    (f"{_MODEL}.use_remove_padding", _PACKED),
-    (f"{_MODEL}.*kernel*", _COMPILED),
-    (f"{_MODEL}.use_liger", _COMPILED),
-    (f"{_MODEL}.use_shm", _NO_WORKERS),
-    (f"{_MODEL}.enable_activation_offload", "train.remat"),
-    (f"{_MODEL}.trust_remote_code", "code of models is never executed"),
-    (f"{_MODEL}.external_lib", "code of models is never executed"),
-    (f"{_MODEL}.override_config*", "the model's config.json"),
-    (f"{_MODEL}.lora.*", "model.lora"),
-    (f"{_MODEL}.tiled_mlp.*", "train.remat"),
-    (f"{_MODEL}.mtp.*", "no speculative sampling"),
-    (f"{_MODEL}.fused_kernel_options.*", _COMPILED),
-    ("actor_rollout_ref.hybrid_engine", "always: one program for training and sampling"),
-    ("actor_rollout_ref.nccl_timeout", "hosts.lost_after_s"),
-    (
-        "critic.*",
-        "the critic has the actor's optimiser, layout and rows; docs/placement.md for others",
-    ),
-    ("reward_model.*", "reward.functions_timeout_s and reward.grader_workers"),
-    ("reward.*", "reward.functions_timeout_s and reward.grader_workers"),
-    ("data.*image*", "images are not supported"),
-    ("data.*video*", "videos are not supported"),
-    ("data.*audio*", "audio is not supported"),
-    ("data.return_*", _BY_LAYOUT),
-    ("data.reward_fn_key", _BY_LAYOUT),
-    ("data.*num_workers", _NO_WORKERS),
-    ("data.filter_overlong_prompts_workers", _NO_WORKERS),
-    ("data.shuffle", "always"),
-    ("data.val_batch_size", "evaluation samples as many at a time as fit"),
-    ("data.gen_batch_size", "rollout.generation_prompts, with dynamic sampling alone"),
-    ("data.custom_cls.*", "data.train.path takes a function of yours (docs/data.md)"),
-    ("data.trust_remote_code", "code of models is never executed"),
-    ("data.tokenizer", "tokenizer.path"),
-    ("data.tool_config_path", _ENVIRONMENT),
-    ("algorithm.pf_ppo.*", "PF-PPO is not implemented"),
-    ("algorithm.use_pf_ppo", "PF-PPO is not implemented"),
-    ("trainer.balance_batch", "packing evens out the work (perf/imbalance)"),
-    ("trainer.val_before_train", "evaluated before the first step, always"),
-    ("trainer.log_val_generations", "run.rollouts_every, and jaxrl browse"),
-    ("trainer.*data_dir", "rollouts/ in the run's folder, and jaxrl browse"),
-    ("trainer.max_critic_ckpt_to_keep", "one checkpoint has all roles: run.keep_checkpoints"),
-    ("trainer.v1.*", "rollout.partial, with a pool for the role rollout"),
-    ("trainer.ray_*", _NO_WORKERS),
-    ("trainer.use_v1", _NO_WORKERS),
-    ("trainer.device", "JAX takes the accelerators that it finds (JAX_PLATFORMS)"),
-    ("trainer.default_hdfs_dir", "run.output is a directory"),
-    ("trainer.esi_redundant_time", "SIGTERM saves the run (docs/runs.md)"),
-    ("trainer.val_only", "jaxrl evaluate"),
-    ("trainer.total_epochs", "run.num_steps"),
-    ("trainer.project_name", "run.loggers"),
-    ("async_training.*", "rollout.partial, with a pool for the role rollout"),
-    ("ray_kwargs.*", _NO_WORKERS),
-    ("ray_init.*", _NO_WORKERS),
-    ("global_profiler.*", "jaxrl profile traces one step"),
-    ("transfer_queue.*", _NO_WORKERS),
-    ("distillation.*", "dataflow distill (docs/distillation.md)"),
-)
+# Why settings have no counterpart, and patterns of their names. The first pattern that fits counts.
+NO_COUNTERPART = {
+    "always so": "rollout.calculate_log_probs hybrid_engine",
+    "always evaluated before the first step": "trainer.val_before_train",
+    "prompts are always shuffled, by the seed": "data.shuffle actor.shuffle",
+    "rows of a fixed length are packed (train.rows x train.row_tokens), for every pass": """
+        rollout.log_prob* actor.*_batch_size* actor.use_remove_padding actor.*pad_to_length*
+        model.use_remove_padding trainer.balance_batch""",
+    "rollout.memory_fraction counts the weights of all roles; its default stands": """
+        rollout.gpu_memory_utilization""",
+    'rollout.slots="auto" takes as many as fit': "rollout.max_num_seqs data.val_batch_size",
+    "rollout.prefill_prompts, rollout.prefill_chunk_tokens": """
+        rollout.*chunked_prefill rollout.max_num_batched_tokens""",
+    "rollout.environment: a function that answers turns (docs/rollout.md)": """
+        rollout.multi_turn.* rollout.agent.* data.tool_config_path""",
+    "rollout.temperature": "rollout.do_sample",
+    "rollout.generation_prompts, with dynamic sampling alone": "data.gen_batch_size",
+    "rollout.partial, with a pool for the role rollout": "async_training.* trainer.v1.*",
+    "no speculative sampling": "model.mtp.*",
+    "jaxrl samples with its own engine in the same program": "rollout.*",
+    "mesh.offload_training_state, while sampling": "actor.*offload*",
+    "entropy is always measured, a chunk of positions at a time": "actor.*entropy*",
+    "measured if the advantage needs it": "actor.calculate_sum_pi_squared",
+    "XLA compiles and fuses everything": """
+        actor.use_torch_compile actor.use_fused_kernels model.*kernel* model.use_liger""",
+    "train.share_prompts, by default where it is faster": "actor.use_prefix_grouper",
+    "rollout.num_samples": "actor.rollout_n",
+    "a checkpoint always has all that a run goes on from (docs/runs.md)": "actor.checkpoint.*",
+    "optim: AdamW, constant or cosine (jaxrl train --help optim)": "actor.optim.*",
+    "mesh.fsdp and mesh.sharding; XLA schedules gathers": "actor.fsdp_config.*",
+    "mesh (docs/placement.md)": "actor.megatron.*",
+    "seed": "actor.*seed*",
+    "jaxrl profile traces one step": "actor.profiler.* global_profiler.*",
+    "options of losses that are not used": "actor.policy_loss.*",
+    "sampler and trainer route by the same program": "actor.router_replay.*",
+    "train.matmuls has int8 and fp8": "actor.qat.*",
+    "train.remat": "model.enable_activation_offload model.tiled_mlp.*",
+    "code of models is never executed": """
+        model.trust_remote_code model.external_lib data.trust_remote_code""",
+    "the model's config.json": "model.override_config*",
+    "model.lora": "model.lora.*",
+    "hosts.lost_after_s": "nccl_timeout",
+    "the role has the actor's optimiser, layout and rows; docs/placement.md for others": """
+        ref.* critic.*""",
+    "reward.grader and reward.functions (docs/rewards.md)": "reward.reward_manager.*",
+    "rollout.max_response_tokens is the end of the buffer": "reward.reward_kwargs.max_resp_len",
+    "reward.functions_timeout_s and reward.grader_workers": "reward.* reward_model.*",
+    "images, videos and audio are not supported": "data.*image* data.*video* data.*audio*",
+    "files are read by their layout (docs/data.md)": "data.return_* data.reward_fn_key",
+    "data.train.path takes a function of yours (docs/data.md)": "data.custom_cls.*",
+    "tokenizer.path": "data.tokenizer",
+    "there are no workers, Ray or pools of processes to set up": """
+        model.use_shm data.*num_workers data.filter_overlong_prompts_workers trainer.ray_* trainer.use_v1
+        skip.* ray_kwargs.* ray_init.* transfer_queue.*""",
+    "PF-PPO is not implemented": "algorithm.pf_ppo.* algorithm.use_pf_ppo",
+    "rollouts/ in the run's folder (run.rollouts_every), and jaxrl browse": """
+        trainer.log_val_generations trainer.*data_dir""",
+    "run.keep_checkpoints: one checkpoint has all roles": "trainer.max_critic_ckpt_to_keep",
+    "JAX takes the accelerators that it finds (JAX_PLATFORMS)": "trainer.device",
+    "run.output is a directory": "trainer.default_hdfs_dir",
+    "SIGTERM saves the run (docs/runs.md)": "trainer.esi_redundant_time",
+    "jaxrl evaluate": "trainer.val_only",
+    "run.num_steps": "trainer.total_epochs",
+    "run.loggers": "trainer.project_name",
+    "dataflow distill (docs/distillation.md)": "distillation.*",
+}
+# Turning these off changes what verl trains, and cannot be done here.
+_TRUE_IN_VERL = ("data.shuffle", "trainer.val_before_train")
 # Composition and launching of Hydra, and the classes that values belong to.
 _IGNORED = ("hydra.*", "*._target_", "defaults", "_self_")
 
 _LORA_TARGETS = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
+    **{f"{name}_proj": (name,) for name in ("q", "k", "v", "o", "gate", "up", "down")},
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("o",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
 }
-_KL_ESTIMATES = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
+_KL_ESTIMATES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} | {
+    name: name for name in ("k1", "k2", "k3", "abs")
 }
-ADVANTAGES = {
-    "gae": "gae",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "grpo_passk": "grpo_passk",
-    "gdpo": "gdpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "opo": "opo",
-    "gpg": "gpg",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-    "remax": "remax",
-    "optimal_token_baseline": "optimal_token_baseline",
+ADVANTAGES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"} | {
+    name: name
+    for name in (
+        *("gae", "grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "remax"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline"),
+    )
 }
-LOSSES = {
-    "vanilla": "clipped",
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "geo_mean": "geo_mean",
-    "dro": "dro",
-    "cispo": "cispo",
-    "dppo_tv": "dppo_tv",
-    "dppo_kl": "dppo_kl",
+LOSSES = {"vanilla": "clipped"} | {
+    name: name
+    for name in (
+        *("gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"),
+        *("dppo_tv", "dppo_kl"),
+    )
 }
 
 
@@ -291,12 +222,14 @@ class Import:
       remarks: differences that a reader should know.
       without: names of verl's settings without counterpart, by reason.
       unknown: names that this command does not know.
+      shape: name of the model's shape; "" if it is not known, or the model's config.json is here.
     """
 
     lines: list[Line] = dataclasses.field(default_factory=list)
     remarks: list[str] = dataclasses.field(default_factory=list)
     without: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     unknown: list[str] = dataclasses.field(default_factory=list)
+    shape: str = ""
 
     def set(self, setting: str, value: Any, why: str) -> None:
         """Adds a setting."""
@@ -306,18 +239,25 @@ class Import:
 class _Verl:
     """Settings of verl by name, with a record of those that were read."""
 
-    def __init__(self, given: Mapping[str, Any]):
+    def __init__(self, given: Mapping[str, Any], *, every: bool):
         self._given = {}
-        for name, value in given.items():
+        for long, value in given.items():
+            name = _renamed(long)
             # A composed file has old names too, with null.
-            if not self._given.get(_renamed(name)):
-                self._given[_renamed(name)] = value
-        self.unread = {name for name, value in self._given.items() if _asks(value)}
+            if not self._given.get(name):
+                self._given[name] = value
+        self.unread = {
+            name
+            for name, value in self._given.items()
+            if (value is False if name in _TRUE_IN_VERL else every or _asks(value))
+        }
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value; the default if the file has none or null."""
         self.unread.discard(name)
         value = self._given.get(name)
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"{name} = nan of verl: expected a number; correct it")
         return default if value is None else value
 
     def text(self, name: str, default: Any = None) -> Any:
@@ -337,9 +277,13 @@ class _Verl:
     def whole(self, name: str, default: Any = None) -> Any:
         """As `get`; raises UserError if the value is no whole number."""
         value = self.number(name, default)
-        if value is not None and value != int(value):
+        if value is not None and (math.isinf(value) or value != int(value)):
             raise UserError(f"{name} = {value!r} of verl: expected a whole number; correct it")
         return None if value is None else int(value)
+
+    def has(self, prefix: str) -> bool:
+        """Whether the file has a setting of this group."""
+        return any(name.startswith(prefix) for name in self._given)
 
     def origin(self, *names: str) -> str:
         """What a line was made of, for its comment: values of the file and defaults of verl."""
@@ -347,20 +291,24 @@ class _Verl:
         return ", ".join(parts) or "verl's default"
 
 
-def convert_settings(given: Mapping[str, Any], *, num_train_prompts: int = 0) -> Import:
+def convert_settings(
+    given: Mapping[str, Any], *, num_train_prompts: int = 0, every: bool = False
+) -> Import:
     """Converts settings of verl.
 
     Args:
       given: values by dotted name; names of older releases are understood.
       num_train_prompts: prompts of the training files, which verl counts epochs by; 0 if not known.
+      every: whether to name every setting without counterpart. Otherwise those that ask for nothing (null,
+        False, empty) are not named, of which a composed file has hundreds.
 
     Returns:
-      Settings of jaxrl and remarks. Settings that ask for nothing (null, False, empty) are not remarked on.
+      Settings of jaxrl and remarks.
 
     Raises:
       UserError: a value has the wrong type, or values contradict each other.
     """
-    verl, result = _Verl(given), Import()
+    verl, result = _Verl(given, every=every), Import()
     for row in SAME:
         _convert_same(row, verl, result)
     _layout(verl, result)
@@ -372,10 +320,14 @@ def convert_settings(given: Mapping[str, Any], *, num_train_prompts: int = 0) ->
 
 
 def _renamed(name: str) -> str:
+    """The name as it is written here: without "actor_rollout_ref.", and as the newest release has it."""
+    short = name.removeprefix("actor_rollout_ref.")
+    if short == name and name.split(".")[0] in ("actor", "rollout", "ref", "model"):
+        return f"/{name}"  # of asynchronous trainers
     for old, new in _ALIASES.items():
-        if name == old or (old.endswith(".") and name.startswith(old)):
-            return new + name[len(old) :]
-    return name
+        if short == old or (old.endswith(".") and short.startswith(old)):
+            return new + short[len(old) :]
+    return short
 
 
 def _asks(value: Any) -> bool:
@@ -403,13 +355,16 @@ def _layout(verl: _Verl, result: Import) -> None:
     generation shard hold tensor shards in training too, and t x fsdp devices hold one copy of the state.
     """
     devices = verl.whole("trainer.nnodes", 1) * verl.whole("trainer.n_gpus_per_node", 8)
-    megatron = verl.text(f"{_ACTOR}.strategy", "fsdp") == "megatron"
+    strategy = verl.text("actor.strategy", "megatron" if verl.has("actor.megatron.") else "fsdp")
+    megatron = strategy == "megatron"
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        result.remarks.append(f"Layout: the engine {strategy} is taken for FSDP; check mesh.")
     verl.get("critic.strategy")
-    t_g = verl.whole(f"{_ROLLOUT}.tensor_model_parallel_size", 2 if devices > 1 else 1)
-    width = verl.whole(f"{_ACTOR}.ulysses_sequence_parallel_size", 1)
+    t_g = verl.whole("rollout.tensor_model_parallel_size", 2 if devices > 1 else 1)
+    width = verl.whole("actor.ulysses_sequence_parallel_size", 1)
     p, context, expert = 1, 1, 1
     if megatron:
-        prefix = f"{_ACTOR}.megatron"
+        prefix = "actor.megatron"
         width = verl.whole(f"{prefix}.tensor_model_parallel_size", 1)
         p = verl.whole(f"{prefix}.pipeline_model_parallel_size", 1)
         context = verl.whole(f"{prefix}.context_parallel_size", 1)
@@ -436,7 +391,7 @@ def _layout(verl: _Verl, result: Import) -> None:
         result.set("mesh.expert", expert, "expert_model_parallel_size")
         result.set("mesh.sharding", "ZeRO-1", "Megatron's distributed optimizer")
     else:
-        size = verl.whole(f"{_ACTOR}.fsdp_config.fsdp_size", -1)
+        size = verl.whole("actor.fsdp_config.fsdp_size", -1)
         fsdp = math.gcd(d, max(1, size // t)) if size > 0 else d
         result.set(
             "mesh.fsdp", fsdp, f"tensor {t} x fsdp {fsdp} devices hold one copy of the state"
@@ -447,7 +402,7 @@ def _layout(verl: _Verl, result: Import) -> None:
             f"Here a generation shard is a union of training shards, so training has the tensor axis too: "
             f"mesh.train 1-{t}-{d}, not 1-1-{t * d}, with mesh.fsdp. The bytes of a device are the same."
         )
-    names = [f"{_ACTOR}.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
+    names = [f"actor.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
     if any([verl.get(name) for name in names]):
         result.set("mesh.offload_training_state", True, verl.origin(*names))
     _rows(verl, result, d=d, replicas=d // context * p, width=1 if megatron else width)
@@ -460,10 +415,10 @@ def _rows(verl: _Verl, result: Import, *, d: int, replicas: int, width: int) -> 
     """
     limits = (verl.whole(f"data.max_{what}_length", 512) for what in ("prompt", "response"))
     longest = sum(limits)
-    tokens_name = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    size_name = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    tokens_name = "actor.ppo_max_token_len_per_gpu"
+    size_name = "actor.ppo_micro_batch_size_per_gpu"
     tokens, size = verl.whole(tokens_name, 16384), verl.whole(size_name)
-    if verl.get(f"{_ACTOR}.use_dynamic_bsz", False):
+    if verl.get("actor.use_dynamic_bsz", False):
         rows, why = tokens * d // longest, f"{verl.origin(tokens_name)}, x {d} replicas"
     elif size:
         rows, why = size * d // width, f"{verl.origin(size_name)}, x {d} replicas"
@@ -480,27 +435,41 @@ def _rows(verl: _Verl, result: Import, *, d: int, replicas: int, width: int) -> 
 
 
 def _model(verl: _Verl, result: Import) -> None:
-    names = (f"{_MODEL}.tokenizer_path", f"{_MODEL}.path")
+    names = ("model.tokenizer_path", "model.path")
     path = verl.get(names[0]) or verl.get(names[1])
     if path:
         result.set("tokenizer.path", _path(path), verl.origin(*names))
+        result.shape = _shape(str(verl.get(names[1], "")))
     else:
         result.remarks.append("No model is named; set weights and tokenizer.path.")
-    rank = verl.whole(f"{_MODEL}.lora_rank", 0)
-    targets = verl.get(f"{_MODEL}.target_modules", "all-linear")
+    rank = verl.whole("model.lora_rank", 0)
+    targets = verl.get("model.target_modules", "all-linear")
     if rank:
-        result.set("model.lora.rank", rank, verl.origin(f"{_MODEL}.lora_rank"))
+        result.set("model.lora.rank", rank, verl.origin("model.lora_rank"))
         if targets != "all-linear":
             names = targets if isinstance(targets, list) else [targets]
-            known = tuple(_LORA_TARGETS[str(name)] for name in names if str(name) in _LORA_TARGETS)
-            if len(known) < len(names):
+            known = tuple(target for name in names for target in _LORA_TARGETS.get(str(name), ()))
+            if any(str(name) not in _LORA_TARGETS for name in names):
                 result.remarks.append(
                     f"target_modules {targets!r}: only {', '.join(_LORA_TARGETS)} can have adapters."
                 )
             if known:
-                result.set("model.lora.targets", known, verl.origin(f"{_MODEL}.target_modules"))
+                result.set("model.lora.targets", known, verl.origin("model.target_modules"))
     else:
         result.lines = [line for line in result.lines if not line.setting.startswith("model.lora")]
+
+
+def _shape(path: str) -> str:
+    """The published shape of the model that a path ends with; "" if its config.json is here or unknown."""
+    name = path.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    if is_here(os.path.expanduser(path)):
+        return ""
+    # The larger Qwen2.5 have another epsilon in their instruct models.
+    fits = [name, *([] if "14b" in name or "32b" in name else [name.removesuffix("-instruct")])]
+    return next(
+        (n for n in (*fits, name.removesuffix("-base"), name.removesuffix("-it")) if n in SHAPES),
+        "",
+    )
 
 
 def _data(verl: _Verl, result: Import) -> None:
@@ -513,6 +482,8 @@ def _data(verl: _Verl, result: Import) -> None:
         paths = [paths] if isinstance(paths, str) else paths or []
         if not isinstance(paths, list):
             raise UserError(f"{files} = {paths!r} of verl: expected a path or a list of them")
+        if not paths:
+            result.remarks.append(f"No {files} are named; set {first}.path.")
         for number, path in enumerate(paths):
             group = first if not number else f"{others}.{first.split('.')[-1]}_{number + 1}"
             result.set(f"{group}.path", _path(path), files)
@@ -538,13 +509,9 @@ def _rewards(verl: _Verl, result: Import) -> None:
         "Graders: verl scores by the data_source of a row, 1 or 0 for most and 1 or -1 for DAPO's; "
         "reward.grader gives 1 or -1. The scale matters where an advantage is not divided by its deviation."
     )
-    verl.get("reward.reward_manager.name")
     on = verl.get(f"{_OVERLONG}.enable", False)
     length = verl.whole(f"{_OVERLONG}.len", 0)
     factor = verl.number(f"{_OVERLONG}.penalty_factor", 1.0)
-    verl.get(f"{_OVERLONG}.log")
-    verl.get("reward.reward_kwargs.max_resp_len")
-    verl.get("reward_model.reward_kwargs.max_resp_len")
     names = (f"{_OVERLONG}.enable", f"{_OVERLONG}.len")
     result.set("reward.overlong_buffer_tokens", length if on else 0, verl.origin(*names))
     if on:
@@ -560,7 +527,12 @@ def _rewards(verl: _Verl, result: Import) -> None:
         )
     model = verl.get("reward.reward_model.model_path")
     if verl.get("reward.reward_model.enable", False) and model:
-        result.set("reward.model", _path(model), verl.origin("reward.reward_model.model_path"))
+        if path:
+            result.remarks.append(
+                f"Reward model {model}: called by the reward function; see reward.judge."
+            )
+        else:
+            result.set("reward.model", _path(model), verl.origin("reward.reward_model.model_path"))
 
 
 # The algorithm.
@@ -590,10 +562,8 @@ def _dataflow(verl: _Verl, result: Import) -> None:
     result.set("algorithm.advantage_options", options, "gamma, lam, norm_adv_by_std_in_grpo")
     if estimator == "gae":
         result.set("algorithm.whiten", True, "verl whitens the advantages of gae")
-        epochs = verl.whole("critic.ppo_epochs", verl.whole(f"{_ACTOR}.ppo_epochs", 1))
-        result.set(
-            "critic.epochs", epochs, verl.origin("critic.ppo_epochs", f"{_ACTOR}.ppo_epochs")
-        )
+        epochs = verl.whole("critic.ppo_epochs", verl.whole("actor.ppo_epochs", 1))
+        result.set("critic.epochs", epochs, verl.origin("critic.ppo_epochs", "actor.ppo_epochs"))
     _group_filter(verl, result, on=filters and dataflow == "dapo")
     if filters and dataflow != "dapo":
         result.remarks.append(
@@ -601,14 +571,14 @@ def _dataflow(verl: _Verl, result: Import) -> None:
         )
     batch, mini = (
         verl.whole("data.train_batch_size", 1024),
-        verl.whole(f"{_ACTOR}.ppo_mini_batch_size", 256),
+        verl.whole("actor.ppo_mini_batch_size", 256),
     )
-    if mini < 1 or batch % mini:
+    if min(batch, mini) < 1 or batch % mini:
         raise UserError(
             f"data.train_batch_size {batch} of verl does not divide by ppo_mini_batch_size {mini}; "
-            "choose a divisor"
+            "both are at least 1, and the second is a divisor"
         )
-    names = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
+    names = ("data.train_batch_size", "actor.ppo_mini_batch_size")
     result.set(
         "algorithm.updates_per_step", batch // mini, f"{batch} / {mini} ({verl.origin(*names)})"
     )
@@ -628,25 +598,25 @@ def _group_filter(verl: _Verl, result: Import, *, on: bool) -> None:
 
 
 def _loss(verl: _Verl, result: Import) -> None:
-    mode = verl.text(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+    mode = verl.text("actor.policy_loss.loss_mode", "vanilla")
     if mode not in LOSSES:
         raise UserError(
             f"policy_loss.loss_mode {mode!r} of verl has no counterpart; choose one of {', '.join(LOSSES)}"
         )
-    width = verl.number(f"{_ACTOR}.clip_ratio", 0.2)
-    low = float(verl.number(f"{_ACTOR}.clip_ratio_low", width))
-    high = float(verl.number(f"{_ACTOR}.clip_ratio_high", width))
-    highest = float(verl.number(f"{_ACTOR}.clip_ratio_c", 3.0))
+    width = verl.number("actor.clip_ratio", 0.2)
+    low = float(verl.number("actor.clip_ratio_low", width))
+    high = float(verl.number("actor.clip_ratio_high", width))
+    highest = float(verl.number("actor.clip_ratio_c", 3.0))
     clip = {"clip_low": low, "clip_high": high}
     limits = {"limit_low": low, "limit_high": high, "max_ratio": highest}
-    setting = f"{_ACTOR}.policy_loss"
+    setting = "actor.policy_loss"
     options = {
         "vanilla": {**clip, "dual_clip": highest},
         **dict.fromkeys(("gspo", "cispo", "geo_mean"), clip),
         **dict.fromkeys(("dppo_tv", "dppo_kl"), limits),
         "sapo": {
-            "tau_positive": float(verl.number(f"{_ACTOR}.tau_pos", 1.0)),
-            "tau_negative": float(verl.number(f"{_ACTOR}.tau_neg", 1.05)),
+            "tau_positive": float(verl.number("actor.tau_pos", 1.0)),
+            "tau_negative": float(verl.number("actor.tau_neg", 1.05)),
         },
         "gpg": {},
         "dro": {"beta": float(verl.number(f"{setting}.dro_beta", 0.0))},
@@ -662,28 +632,26 @@ def _loss(verl: _Verl, result: Import) -> None:
         },
     }[mode]
     result.set("algorithm.loss", LOSSES[mode], verl.origin(f"{setting}.loss_mode"))
-    names = (f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high")
-    why = (
-        verl.origin(*names, f"{_ACTOR}.clip_ratio_c") if options.keys() & {"clip_low"} else setting
-    )
+    names = ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high")
+    why = verl.origin(*names, "actor.clip_ratio_c") if options.keys() & {"clip_low"} else setting
     result.set("algorithm.loss_options", options, why)
-    aggregation = verl.text(f"{_ACTOR}.loss_agg_mode", "token-mean")
+    aggregation = verl.text("actor.loss_agg_mode", "token-mean")
     aggregation = "seq-mean-token-mean" if mode == "sapo" else str(aggregation)
-    result.set("algorithm.aggregation", aggregation, verl.origin(f"{_ACTOR}.loss_agg_mode"))
-    scale = verl.number(f"{_ACTOR}.loss_scale_factor", verl.whole("data.max_response_length", 512))
+    result.set("algorithm.aggregation", aggregation, verl.origin("actor.loss_agg_mode"))
+    scale = verl.number("actor.loss_scale_factor", verl.whole("data.max_response_length", 512))
     if aggregation == "seq-mean-token-sum-norm":
-        why = verl.origin(f"{_ACTOR}.loss_scale_factor", "data.max_response_length")
+        why = verl.origin("actor.loss_scale_factor", "data.max_response_length")
         result.set("algorithm.aggregation_options", {"scale": float(scale)}, why)
 
 
 def _kl(verl: _Verl, result: Import) -> None:
     coef, kind = (
-        verl.number(f"{_ACTOR}.kl_loss_coef", 0.001),
-        verl.get(f"{_ACTOR}.kl_loss_type", "low_var_kl"),
+        verl.number("actor.kl_loss_coef", 0.001),
+        verl.get("actor.kl_loss_type", "low_var_kl"),
     )
-    if verl.get(f"{_ACTOR}.use_kl_loss", False):
-        result.set("algorithm.kl.loss_coef", float(coef), verl.origin(f"{_ACTOR}.kl_loss_coef"))
-        name = f"{_ACTOR}.kl_loss_type"
+    if verl.get("actor.use_kl_loss", False):
+        result.set("algorithm.kl.loss_coef", float(coef), verl.origin("actor.kl_loss_coef"))
+        name = "actor.kl_loss_type"
         result.set("algorithm.kl.loss_estimate", _estimate(name, kind), verl.origin(name))
     control = "algorithm.kl_ctrl"
     coef, kind = verl.number(f"{control}.kl_coef", 0.001), verl.get("algorithm.kl_penalty", "kl")
@@ -772,7 +740,7 @@ def _bound(text: Any) -> float:
 
 
 def _evaluation(verl: _Verl, result: Import) -> None:
-    prefix = f"{_ROLLOUT}.val_kwargs"
+    prefix = "rollout.val_kwargs"
     temperature = float(verl.number(f"{prefix}.temperature", 0.0))
     samples = verl.get(f"{prefix}.do_sample", False)
     why = verl.origin(f"{prefix}.do_sample", f"{prefix}.temperature")
@@ -815,6 +783,10 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
     loggers = [loggers] if isinstance(loggers, str) else loggers
     if isinstance(loggers, list):
         entries = ("tensorboard", *(f"{x}:{project}" for x in ("wandb", "trackio") if x in loggers))
+        if others := [
+            str(x) for x in loggers if x not in ("console", "tensorboard", "wandb", "trackio")
+        ]:
+            result.remarks.append(f"Loggers without a counterpart: {', '.join(others)}.")
         if len(entries) > 1:
             result.set("run.loggers", entries, verl.origin("trainer.logger"))
     if (hosts := verl.whole("trainer.nnodes", 1)) > 1:
@@ -824,7 +796,7 @@ def _schedule(verl: _Verl, result: Import, num_train_prompts: int) -> None:
 
 
 def _learning_rate(verl: _Verl, result: Import, steps: int | None) -> None:
-    prefix = f"{_ACTOR}.optim"
+    prefix = "actor.optim"
     warmup, ratio = (
         verl.whole(f"{prefix}.lr_warmup_steps", -1),
         verl.number(f"{prefix}.lr_warmup_steps_ratio", 0),
@@ -841,10 +813,19 @@ def _learning_rate(verl: _Verl, result: Import, steps: int | None) -> None:
             f"Warm-up: verl's first step trains at rate 0; here it trains at 1/{warmup} of optim.lr."
         )
     betas = verl.get(f"{prefix}.betas", [0.9, 0.999])
-    if isinstance(betas, list) and len(betas) == 2:
-        result.set("optim.beta1", float(betas[0]), verl.origin(f"{prefix}.betas"))
-        result.set("optim.beta2", float(betas[1]), verl.origin(f"{prefix}.betas"))
-    if verl.get(f"{prefix}.lr_scheduler_type", "constant") == "cosine":
+    try:
+        for name, beta in zip(("optim.beta1", "optim.beta2"), betas, strict=True):
+            result.set(name, float(beta), verl.origin(f"{prefix}.betas"))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{prefix}.betas = {betas!r} of verl: expected two numbers; correct them"
+        ) from error
+    schedule = verl.get(f"{prefix}.lr_scheduler_type", "constant")
+    if schedule not in ("constant", "cosine"):
+        result.remarks.append(
+            f"The schedule {schedule} of the rate has no counterpart; it is constant here."
+        )
+    if schedule == "cosine":
         if steps is None:
             result.remarks.append("Cosine: set optim.lr_decay_steps to run.num_steps.")
         else:
@@ -858,9 +839,15 @@ def _explain_unread(verl: _Verl, result: Import) -> None:
         if any(fnmatch.fnmatch(name, pattern) for pattern in _IGNORED):
             continue
         reason = next(
-            (why for pattern, why in NO_COUNTERPART if fnmatch.fnmatch(name, pattern)), None
+            (
+                why
+                for why, patterns in NO_COUNTERPART.items()
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split())
+            ),
+            None,
         )
         if reason is None:
             result.unknown.append(name)
         else:
-            result.without.setdefault(reason, []).append(name)
+            shown = f"{name} False" if name in _TRUE_IN_VERL else name
+            result.without.setdefault(reason, []).append(shown)
