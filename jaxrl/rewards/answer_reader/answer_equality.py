@@ -289,10 +289,9 @@ def _same_relations(one: Relation, other: Relation) -> bool:
         named = is_plain_name(relation.labels[0])
         if relation.operators == ("in",) and named and relation.sides[1] is not None:
             return _same(relation.sides[1], rest)
+    first, second = one.sides[-1], other.sides[-1]
     if one.operators == other.operators == ("approx",):
-        return None not in (one.sides[1], other.sides[1]) and _same(
-            *one.sides[1:], *other.sides[1:]
-        )
+        return first is not None and second is not None and _same(first, second)
     for relation, rest in ((one, other), (other, one)):
         if relation.operators == ("approx",) and _is_rounded(relation):
             return relation.sides[1] is not None and _gives(rest, relation.sides[1])
@@ -301,18 +300,12 @@ def _same_relations(one: Relation, other: Relation) -> bool:
     names = one.labels[0], other.labels[0]
     plain = [is_plain_name(name) for name in names]
     alike = names[0] == names[1] or not all(map(_is_variable, names))
-    ends = one.sides[-1], other.sides[-1]
-    if (
-        ((all(plain) and alike) or names == (None, None))
-        and None not in ends
-        and _gives(one, ends[1])
-        and _gives(other, ends[0])
-    ):
-        return True
-    if any(
-        p and not (isinstance(x, Quantity) and symbols(x.node))
-        for p, x in zip(plain, ends, strict=True)
-    ):
+    if (all(plain) and alike) or names == (None, None):
+        given = second is not None and _gives(one, second)
+        if given and first is not None and _gives(other, first):
+            return True
+    ends = zip(plain, (first, second), strict=True)
+    if any(p and not (isinstance(x, Quantity) and symbols(x.node)) for p, x in ends):
         # "x = 5" is solved: "2x = 10" is not the same answer.
         return False
     if not one.operators == other.operators == ("=",):
