@@ -343,6 +343,10 @@ class _Parser:
         self._counted.append(variable.text)
         term = self._product()
         self._counted.pop()
+        if any(
+            x.kind == "sym" and variable.text in x.parts[0].partition("_")[2] for x in term.nodes()
+        ):
+            raise Unreadable("a term with an index")
         return Node(kind, (Node("sym", (variable.text,)), first, last, term))
 
     def _function(self, name: str) -> Node:

@@ -50,7 +50,9 @@ _UNICODE = {
     "\u2019": "'", "\u2220": r"\angle ", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds ",
     "\uff0b": "+", "\uff0d": "-", "\uff1d": "=", "\uff1a": ":", "\uff05": "%", "\uff0f": "/",
     "\u2032": "'", "\u2033": "''", "\u221b": r"\sqrt[3]", "\u221c": r"\sqrt[4]", "\u2211": r"\sum ",
-    "\u2103": r"^{\circ}\text{C}", "\u2044": "/", "\u2215": "/", "\u22c3": r"\cup ",
+    "\u2103": r"^{\circ}\text{C}", "\u2044": "/", "\u2219": r"\cdot ", "\u00ba": r"^{\circ}",
+    "\u33a1": r"\text{m}^{2}", "\u20bd": r"\text{руб}", "\u339d": r"\text{cm}", "\u338f": r"\text{kg}",
+    "\u339e": r"\text{km}", "\u2215": "/", "\u22c3": r"\cup ",
 }  # fmt: skip
 
 _TEXT_COMMANDS = (
@@ -62,7 +64,10 @@ _TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{((?:[^{{}}]|[\^_]\{
 # Marks around the content of \text{...}.
 _OPEN, _CLOSE = "\x01", "\x02"
 
-_DRESS = "left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|hfill|strut"
+_DRESS = (
+    "left|right|mathopen|mathclose|middle|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits"
+    "|hfill|strut"
+)
 # Commands of one meaning.
 _SYNONYMS = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
@@ -113,7 +118,7 @@ _REWRITES = tuple(
         (r"!=|\\not\s*=", r"\\ne "),
         (r"\*\*", "^"),
         (
-            r"(?<=[0-9])\s*(?:[xX]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)",
+            r"(?<=[0-9])\s*(?:[xX\u0445\u0425]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)",
             "*",
         ),  # 3 x 10^5
         (r"\\(?:leftroot|uproot)\s*\{[^{}]*\}", ""),
@@ -121,6 +126,7 @@ _REWRITES = tuple(
         (r"(?<![A-Za-z\\])cbrt(?![A-Za-z])", r"\\sqrt[3]"),
         (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime(?![A-Za-z]))", _one_prime),
         (r"(?<=[0-9'])\s*\"", "''"),
+        (r"\^\s*\{\s*('+)\s*\}", r"\1"),
         (r"\.\.\.|\u2026", r"\\dots "),
     )
 )
@@ -147,44 +153,57 @@ WORDS = frozenset(("or", "and", "in", "not"))
 
 # Units and counted things. The first name of each group stands for all. Whole words after a number only.
 _UNIT_NAMES = """
-cm centimeter centimeters centimetre centimetres 厘米 公分 センチメートル センチ см сантиметр сантиметра
-сантиметров 센티미터; mm millimeter millimeters millimetre millimetres 毫米 ミリメートル мм; km kilometer
-kilometers kilometre kilometres 千米 公里 キロメートル キロ км километр километра километров 킬로미터; meter
-meters metre metres 米 公尺 メートル м метр метра метров 미터; mile miles mi 英里; foot feet ft 英尺; inch
-inches 英寸; yard yards yd yds; kg kilogram kilograms kilo kilos 千克 公斤 キログラム кг килограмм
-килограмма килограммов 킬로그램; gram grams gramme grammes 克 グラム г грамм грамма граммов 그램; mg
-milligram milligrams 毫克; pound pounds lb lbs; ounce ounces oz; ton tons tonne tonnes 吨 噸 トン т
-тонн тонны тонна; liter liters litre litres 升 公升 リットル л литр литра литров 리터; ml milliliter
-milliliters millilitre millilitres 毫升 ミリリットル мл; gallon gallons gal; cup cups; quart quarts;
-pint pints; second seconds sec secs 秒 秒钟 с сек секунда секунды секунд 초; minute minutes min mins
-分钟 分鐘 мин минута минуты минут; hour hours hr hrs 小时 小時 个小时 時間 ч час часа часов 시간; day days 天
-дней день дня сутки суток; week weeks 周 星期 週間 недель недели неделя; month months 个月 ヶ月 か月 месяц
-месяца месяцев; year years yr yrs 年 岁 歲 歳 год года лет 년; dollar dollars usd 美元 ドル доллар
-доллара долларов 달러; cent cents 美分; euro euros 欧元 ユーロ евро; mph; acre acres; radian radians rad;
-unit units; point points 点; way ways 种 種 通り способов способа; time times 次 回 раз; people person
-persons 人 名 человек человека 명; student students 学生 учеников; boy boys; girl girls; child
-children; man men; woman women; integer integers; number numbers; digit digits; edge edges;
-vertex vertices; side sides; meal meals; piece pieces 个 個 块 枚 つ штук шт 개; value values;
-solution solutions; root roots; zero zeros zeroes; term terms; factor factors; divisor divisors;
-prime primes; pair pairs; triple triples; subset subsets; set sets; element elements; function
-functions; triangle triangles; square squares; rectangle rectangles; circle circles; line lines;
-path paths; route routes; card cards; ball balls; marble marbles; book books 本; page pages;
-apple apples яблок яблока; orange oranges; egg eggs; coin coins; penny pennies; nickel nickels;
-dime dimes; quarter quarters; ticket tickets; game games; team teams; player players; match
-matches; car cars; bus buses; tree trees; flower flowers; dog dogs; cat cats; fish; bird birds;
-cow cows; sheep; chicken chickens; cookie cookies; candy candies; cake cakes; pizza pizzas;
-slice slices; box boxes; bag bags; bottle bottles; toy toys; pencil pencils; pen pens; house
-houses; room rooms; table tables; chair chairs; seat seats; shirt shirts; shoe shoes; step
-steps; trip trips; lap laps; floor floors; arrangement arrangements; combination combinations;
-permutation permutations; outcome outcomes; choice choices; possibility possibilities; case
-cases; color colors; colour colours; item items; member members; committee committees; word
-words; letter letters; question questions; problem problems; answer answers; vote votes; stamp
-stamps; sticker stickers; calorie calories; joule joules; watt watts; newton newtons; volt
-volts; ohm ohms; mole moles; bacteria; block blocks; cube cubes; tile tiles; region regions;
-rabbit rabbits; kilowatt kilowatts; knot knots; gold; kph kmph; handshake handshakes; diagonal
-diagonals; daps; baps; yaps; worker workers; friend friends; guest guests; chocolate chocolates;
-gift gifts; yuan 元; yen 円 エン; rouble rubles rouble roubles руб рубль рубля рублей; won 원; hertz;
-pascal; ampere amperes; kelvin; coulomb coulombs; kilojoule kilojoules; megawatt megawatts
+cm centimeter centimeters centimetre centimetres 厘米 公分 センチメートル センチ см
+сантиметр сантиметра сантиметров 센티미터; mm millimeter millimeters
+millimetre millimetres 毫米 ミリメートル мм; km kilometer kilometers kilometre
+kilometres 千米 公里 キロメートル キロ км километр километра километров 킬로미터; meter
+meters metre metres 米 公尺 メートル м метр метра метров 미터; mile miles mi 英里;
+foot feet ft 英尺; inch inches 英寸; yard yards yd yds; kg kilogram kilograms
+kilo kilos 千克 公斤 キログラム кг килограмм килограмма килограммов 킬로그램; gram
+grams gramme grammes 克 グラム г грамм грамма граммов 그램; mg milligram
+milligrams 毫克; pound pounds lb lbs; ounce ounces oz; ton tons tonne tonnes
+吨 噸 トン т тонн тонны тонна; liter liters litre litres 升 公升 リットル л литр
+литра литров 리터; ml milliliter milliliters millilitre millilitres 毫升
+ミリリットル мл; gallon gallons gal; cup cups; quart quarts; pint pints; second
+seconds sec secs 秒 秒钟 с сек секунда секунды секунд 초; minute minutes min
+mins 分钟 分鐘 мин минута минуты минут 分 분; hour hours hr hrs 小时 小時 个小时 時間 ч
+час часа часов 시간; day days 天 дней день дня сутки суток; week weeks 周 星期
+週間 недель недели неделя; month months 个月 ヶ月 か月 месяц месяца месяцев; year
+years yr yrs 年 岁 歲 歳 год года лет 년; dollar dollars usd 美元 ドル доллар
+доллара долларов 달러; cent cents 美分; euro euros 欧元 ユーロ евро; mph; acre
+acres; radian radians rad; unit units; point points 点; way ways 种 種 通り
+способов способа; time times 次 回 раз; people person persons 人 名 человек
+человека 명; student students 学生 учеников; boy boys; girl girls; child
+children; man men; woman women; integer integers; number numbers; digit
+digits; edge edges; vertex vertices; side sides; meal meals; piece pieces
+个 個 块 枚 つ штук шт 개 只 隻 条 條 张 張 頭 头 支 辆 輛 页 匹 羽 台 箱 瓶 袋 杯 组 組 对 對 双 份 场 座
+根 棵 题 位 位数 件; value values; solution solutions; root roots; zero zeros
+zeroes; term terms; factor factors; divisor divisors; prime primes; pair
+pairs; triple triples; subset subsets; set sets; element elements;
+function functions; triangle triangles; square squares; rectangle
+rectangles; circle circles; line lines; path paths; route routes; card
+cards; ball balls; marble marbles; book books 本; page pages; apple apples
+яблок яблока; orange oranges; egg eggs; coin coins; penny pennies; nickel
+nickels; dime dimes; quarter quarters; ticket tickets; game games; team
+teams; player players; match matches; car cars; bus buses; tree trees;
+flower flowers; dog dogs; cat cats; fish; bird birds; cow cows; sheep;
+chicken chickens; cookie cookies; candy candies; cake cakes; pizza pizzas;
+slice slices; box boxes; bag bags; bottle bottles; toy toys; pencil
+pencils; pen pens; house houses; room rooms; table tables; chair chairs;
+seat seats; shirt shirts; shoe shoes; step steps; trip trips; lap laps;
+floor floors; arrangement arrangements; combination combinations;
+permutation permutations; outcome outcomes; choice choices; possibility
+possibilities; case cases; color colors; colour colours; item items;
+member members; committee committees; word words; letter letters; question
+questions; problem problems; answer answers; vote votes; stamp stamps;
+sticker stickers; calorie calories; joule joules; watt watts; newton
+newtons; volt volts; ohm ohms; mole moles; bacteria; block blocks; cube
+cubes; tile tiles; region regions; rabbit rabbits; kilowatt kilowatts;
+knot knots; gold; kph kmph; handshake handshakes; diagonal diagonals;
+daps; baps; yaps; worker workers; friend friends; guest guests; chocolate
+chocolates; gift gifts; yuan 元; yen 円 エン; rouble rubles rouble roubles руб
+рубль рубля рублей; won 원; hertz; pascal; ampere amperes; kelvin; coulomb
+coulombs; kilojoule kilojoules; megawatt megawatts; kwh; rpm; mpg
 """
 # ruff: noqa: RUF001
 UNITS: dict[str, str] = {
@@ -193,6 +212,7 @@ UNITS: dict[str, str] = {
 # Words allowed before or between units.
 UNIT_WORDS = frozenset((
     "square", "sq", "cubic", "per", "total", "distinct", "different", "of", "right", "possible", "ordered",
+    "squared", "cubed",
 ))  # fmt: skip
 # Symbols of units; some differ in case only.
 SYMBOLS = {
@@ -210,7 +230,7 @@ _FOREIGN_WORDS = {
 }  # fmt: skip
 _FOREIGN_PART = re.compile("(平方|立方|每)")
 # A quotient of units outside \\text: "60 km/h", "9.8 m/s^2", "5 \\frac{m}{s}".
-_LETTERS = r"[A-Za-z]{1,7}(?:\^\{?-?[1-4]\}?)?"
+_LETTERS = r"[A-Za-z]{1,7}\.?(?:\^\{?-?[1-4]\}?)?"
 _PLAIN_UNIT = re.compile(
     rf"(?<=[0-9}}])(?P<gap>\s*)(?P<unit>\\frac\s*\{{{_LETTERS}\}}\s*\{{{_LETTERS}\}}"
     rf"|{_LETTERS}(?:\s*[/*]\s*{_LETTERS})+)(?![A-Za-z0-9(^])"

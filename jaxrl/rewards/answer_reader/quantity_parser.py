@@ -22,7 +22,11 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
 )
 
 _CURRENCIES = {"$": "dollar", "euro": "euro", "pounds": "gbp"}
-_ALIASES = {"mph": {"mile": 1, "hour": -1}, "kph": {"km": 1, "hour": -1}}
+_ALIASES = {
+    "mph": {"mile": 1, "hour": -1},
+    "kph": {"km": 1, "hour": -1},
+    "mpg": {"mile": 1, "gallon": -1},
+}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3}
 
 
@@ -204,6 +208,16 @@ class _Unit:
         self._tokens.pop(0)
 
     def _exponent(self) -> int:
+        # "squared", and "cm2"
+        first = self._tokens[0] if self._tokens else None
+        if (
+            first is not None
+            and first.kind in ("word", "num")
+            and not (first.kind == "num" and first.spaced)
+        ):
+            power = {"squared": 2, "2": 2, "cubed": 3, "3": 3}.get(first.text.lower(), 1)
+            del self._tokens[: int(power > 1)]
+            return power
         if not self._is("^"):
             return 1
         texts = [t.text for t in self._tokens[1:5]]
