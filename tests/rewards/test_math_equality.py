@@ -731,8 +731,12 @@ def cases(*tables):
     return [(t, said) for table in tables for t, answers in table.items() for said in answers]
 
 
-def test_there_are_enough_cases():
-    assert len(cases(RIGHT, RIGHT_AS_WELL)) > 400 and len(cases(WRONG, WRONG_AS_WELL)) > 400
+def test_the_pages_give_the_number_of_cases():
+    tables = (RIGHT, RIGHT_AS_WELL, WRONG, WRONG_AS_WELL, SCIENTIFIC_RIGHT, SCIENTIFIC_WRONG)
+    pairs = sum(map(len, [*EQUAL.values(), *UNEQUAL.values()]))
+    for page in ("rewards", "answer_reader"):
+        text = (pathlib.Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+        assert f"{len(cases(*tables)) + pairs:,} labelled cases" in text
 
 
 @pytest.mark.parametrize(("truth", "said"), cases(RIGHT_AS_WELL))
