@@ -1,7 +1,7 @@
 """Evaluates a model on sets of problems, without a training config.
 
     python launch/evaluate.py --model DIR --set aime_2024.jsonl --n 32 --temperature 1 --top_p 0.7
-    python launch/evaluate.py --model runs/dapo_tiny/seed0 --task jaxrl.data.worked_sums:make
+    python launch/evaluate.py --model runs/dapo_tiny/seed0 --n 8
     python launch/evaluate.py --model runs/dapo_tiny/seed0 --set a.jsonl --set b.jsonl --out results/first
 
 DIR is a Hugging Face directory, or the folder of a run, of which the newest intact checkpoint is evaluated.

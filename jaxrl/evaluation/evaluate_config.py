@@ -29,7 +29,8 @@ class EvaluateConfig(EngineSettings):
         extension.
       tasks: names of generated tasks: data sets of reasoning-gym ("countdown"), or functions that make
         problems ("file.py:make"). A set has the name of its task.
-      task_options: options of the tasks, such as {"max_terms": 3}.
+      task_options: options of the tasks, such as {"max_terms": 3}. A task that a run was evaluated on has the
+        run's options by default. Without sets and tasks a run answers its own evaluation problems.
       task_seed: seed of the tasks. The recipes here train on seed 1 and evaluate on seed 2.
       out: folder of samples and results; "" derives evaluations/<name> from the model and the settings.
       n: number of answers per problem.
@@ -45,10 +46,10 @@ class EvaluateConfig(EngineSettings):
         with it.
       prompt_field, answer_field: field names in the files; "" detects them.
       limit: number of problems per set, from the beginning; 0 takes all problems of
-        a file and 100 of a task.
+        a file, 100 of a task, and as many of a run's own problems as it evaluates.
       max_prompt_tokens: maximum length of a prompt; 0 means the longest prompt.
       max_response_tokens: maximum length of a response; 0 means the rest of the model's context, at most
-        8,192.
+        8,192, or for a run the length that it was trained with.
       stop_strings: texts that end an answer or a turn. A run uses those of its training by default.
       environment: environment that answers a finished turn, as in `rollout` of a training config. "" uses
         that of a run's training, "none" disables it.

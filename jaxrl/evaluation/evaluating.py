@@ -48,7 +48,7 @@ from jaxrl.rollout.user_environment import environment_of
 from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.types import Completions, Prompts
 
-# Limit of a response without another limit, in tokens.
+# Limit of a response, in tokens, of a model that is no run.
 _LONGEST_RESPONSE = 8192
 
 
@@ -129,7 +129,7 @@ def plan_evaluation(
         workers=config.grader_workers,
         code_sandbox=config.code_sandbox,
     )
-    sets = read_sets(config, graders)
+    sets = read_sets(config, graders, found.evaluation_sources())
     task = _task_of(config, found)
     prompts = prompts_of(
         sets,
@@ -192,10 +192,11 @@ class _Task:
 
 def _task_of(config: EvaluateConfig, found: FoundModel) -> _Task:
     trained = found.trained_with
+    own = "" if config.sets or config.tasks else trained("data.evaluation.template")
     environment = config.environment or trained("rollout.environment") or ""
     return _Task(
         PromptFormat(
-            template=config.template or trained("data.template") or PLAIN_FORMAT.template,
+            template=config.template or own or trained("data.template") or PLAIN_FORMAT.template,
             chat=config.chat or bool(trained("data.chat")),
             system_prompt=trained("data.system_prompt") or "",
             chat_options=trained("data.chat_options") or {},
@@ -385,7 +386,8 @@ def _engine_config(
 ) -> EngineConfig:
     longest, context = longest_prompt_tokens(prompts), found.context_tokens
     prompt = config.max_prompt_tokens or longest
-    response = config.max_response_tokens or min(context - prompt, _LONGEST_RESPONSE)
+    trained = found.trained_with("rollout.max_response_tokens") or _LONGEST_RESPONSE
+    response = config.max_response_tokens or min(context - prompt, trained)
     if response < 1 or prompt + response > context:
         raise UserError(
             f"prompts of {prompt} tokens and responses of {max(response, 1)} do not fit into the {context} "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.data import model_directory
+from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.files import open_file, read_bytes, read_text
 from jaxrl.mesh.rules import with_shardings
@@ -106,6 +107,17 @@ class FoundModel:
                 inner = inner.setdefault(key, {})
             inner[last] = value
         return entries or None
+
+    def evaluation_sources(self) -> list[SourceConfig]:
+        """The evaluation problems of the run that `path` is the folder of; empty for other models."""
+        further = self.trained_with("data.evaluations") or {}
+        first = self.trained_with("data.evaluation") or {}
+        known = {field.name for field in dataclasses.fields(SourceConfig)}
+        sources = [
+            SourceConfig(**{name: value for name, value in settings.items() if name in known})
+            for settings in (first, *further.values())
+        ]
+        return [source for source in sources if source.is_named]
 
 
 def find_model(path: pathlib.Path) -> FoundModel:

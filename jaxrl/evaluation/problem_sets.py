@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,19 +26,33 @@ from jaxrl.user_code import names_function
 _TASK_PROBLEMS = 100
 
 
-def read_sets(config: EvaluateConfig, graders: Graders) -> dict[str, Source]:
+def read_sets(
+    config: EvaluateConfig, graders: Graders, of_run: Sequence[SourceConfig] = ()
+) -> dict[str, Source]:
     """Reads the problems of each set: name -> problems. An invalid row is an error.
 
     Args:
       config: settings of the evaluation, with files and tasks.
       graders: the grader, which checks each ground truth.
+      of_run: evaluation sources of the model's run. They are the sets if `config` names none, and a task of
+        theirs has their options if `config` has none.
 
     Raises:
       UserError: if there is no set, two sets have the same name, a file is missing or invalid, a task or an
         option of it is unknown, or the grader cannot read a ground truth.
     """
     named = [(_name_of(path), path, _of_file(config, path)) for path in config.sets]
-    named += [(_name_of(task), task, _of_task(config, task)) for task in config.tasks]
+    named += [(_name_of(task), task, _of_task(config, task, of_run)) for task in config.tasks]
+    if not named:
+        named = [
+            (
+                source.source or _name_of(where),
+                where,
+                dataclasses.replace(source, size=config.limit or source.size),
+            )
+            for source in of_run
+            for where in (source.path or source.task,)
+        ]
     if not named:
         raise UserError("there is nothing to answer; name at least one --set FILE or --task NAME")
     if config.task_options and not config.tasks:
@@ -75,15 +90,16 @@ def _of_file(config: EvaluateConfig, path: str) -> SourceConfig:
     )
 
 
-def _of_task(config: EvaluateConfig, task: str) -> SourceConfig:
+def _of_task(config: EvaluateConfig, task: str, of_run: Sequence[SourceConfig]) -> SourceConfig:
     is_function = names_function(task)
+    trained = [source.options for source in of_run if task in (source.task, source.path)]
     return SourceConfig(
         source=_name_of(task),
         path=task if is_function else "",
         task="" if is_function else task,
         size=config.limit or _TASK_PROBLEMS,
         seed=config.task_seed,
-        options=config.task_options,
+        options=config.task_options or (trained[0] if trained else {}),
     )
 
 

@@ -8,7 +8,7 @@ GSM8K's solutions end in "#### N". Markdown uses "####" for headings, so it coun
 The grader follows verl's `math_dapo` and reads the same window, so an answer must stand at the end of
 the response. In addition it knows many spellings of one number: "42.", "$42$", "\boxed{42}", "042",
 "42.0", "+42", "42 cm" and "84/2" are 42, "1.5e3" is 1500. Ambiguous texts are wrong: "42 or 43", "not 42",
-"\pm 42", "42x", "42!".
+"\pm 42", "42x", "42!". A unit may be left out, but 45 minutes are not 45 hours.
 
 Covered: numbers, and text or LaTeX that differs in notation only. Not covered: algebra ("x+1" and
 "1+x" differ). Text is matched and rewritten, never evaluated. The window bounds the work.
@@ -22,7 +22,7 @@ import re
 from fractions import Fraction
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.answer_reader import BOX, SCIENTIFIC, closing_brace, without_spacing
+from jaxrl.rewards.answer_reader import BOX, SCIENTIFIC, UNITS, closing_brace, without_spacing
 
 # This also bounds the digits of a number.
 _WINDOW_CHARS = 300
@@ -82,9 +82,14 @@ _WRAPPERS = tuple(
         (r"(?<!\.)[.,;\u3002]\Z", ""),  # one full stop; "42..." may go on
         (r"(?s)\A\\boxed\s*\{(.*)\}\Z", r"\1"),
         (r"\A(?:[A-Za-z]|[A-Z]{2})(?:_\w)?\s*=", ""),  # x = 42, AB = 42
-        (rf"(?i)(?<=[0-9)}}])\s*{_UNITS}\Z", ""),
     )
 )
+
+_UNIT_AT_END = re.compile(rf"(?i)(?<=[0-9)}}])\s*({_UNITS})\Z")
+# "\$5", and "$5" where no second dollar ends a formula.
+_DOLLARS = re.compile(r"[\s$(\[{]*[-+]?\s*(?:\\\$|\$(?=[^$]*\Z))\s*[-+]?[0-9.]")
+# Names of one unit that `UNITS` does not have.
+_SAME_UNITS = {"km/h": "kph", "%": "percent", "\u00b0": "degree", "degrees": "degree"}
 
 _FRACTION = re.compile(r"([+-]?)\s*\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
 _NUMERAL = rf"(?:{SCIENTIFIC}|(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -154,7 +159,7 @@ def normalize_answer(text: str) -> str:
     """
     if len(text) > _WINDOW_CHARS:
         return ""
-    text = _undressed(text)
+    text, _ = _undressed(text)
     return _number(text) or _expression(text)
 
 
@@ -170,8 +175,10 @@ def grade_answer(response: str, answer: str) -> Grade:
             f"ground truth {answer[:80]!r} cannot be graded: it must hold an answer of at most "
             f"{_WINDOW_CHARS} characters; fix or drop the row"
         )
-    prediction = normalize_answer(extract_answer(response) or "") or None
-    return Grade(correct=prediction == truth, prediction=prediction)
+    said = extract_answer(response) or ""
+    prediction = normalize_answer(said) or None
+    correct = prediction == truth and _same_unit(said, answer.rpartition(_HASHES)[2])
+    return Grade(correct=correct, prediction=prediction)
 
 
 def grade_gsm8k(response: str, solution: str) -> Grade:
@@ -208,11 +215,12 @@ def _last_box(text: str) -> str | None:
 
 
 def _is_number(text: str) -> bool:
-    return _number(_undressed(text)) is not None
+    return _number(_undressed(text)[0]) is not None
 
 
-def _undressed(text: str) -> str:
-    """Removes notation that carries no value and the markup around an answer."""
+def _undressed(text: str) -> tuple[str, str]:
+    """Removes notation that carries no value, the markup around an answer and its unit; returns both."""
+    unit = "dollar" if _DOLLARS.match(text) else ""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     before = None
@@ -221,7 +229,27 @@ def _undressed(text: str) -> str:
         for pattern, replacement in _WRAPPERS:
             # Each change shortens the text, so the loop ends.
             text = pattern.sub(replacement, text)
-    return text
+        if match := _UNIT_AT_END.search(text):
+            unit = unit or _unit_name(match[1])
+            text = text[: match.start()]
+    return text, unit
+
+
+def _unit_name(unit: str) -> str:
+    """Returns one name for all names of a unit: "Square Feet" and "ft^2" are "foot2"."""
+    unit = unit.lower().replace("\u00b2", "2").replace("\u00b3", "3")
+    power = "2" if unit.startswith("sq") else "3" if unit.startswith("cubic") else ""
+    name = re.sub(r"\A(?:square|sq\.?|cubic)\s+", "", unit)
+    name = re.sub(r"\A\^.*circ.*", "degree", name).replace("\\", "")
+    base = re.match(r"[^\s^0-9]+", name)
+    base = base[0] if base else name
+    return _SAME_UNITS.get(base) or UNITS.get(base, base) + (power or name[len(base) :].strip(" ^"))
+
+
+def _same_unit(said: str, truth: str) -> bool:
+    """Returns whether two answers have the same unit; either may have none."""
+    units = {_undressed(text)[1] for text in (said, truth)} - {"", "unit", "radian"}
+    return len(units) < 2
 
 
 def _number(text: str) -> str | None:

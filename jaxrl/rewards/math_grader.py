@@ -4,8 +4,8 @@ r"""The grader `math`: general mathematics, parsed and compared in worker proces
              -> else (truth, answer) -> a worker: `answer_reader.answer_equality.equal` -> right or wrong
 
 The answer is the last `\boxed{}` anywhere, or the text after "Answer:", "####" or "The answer is" in the last
-300 characters, whichever comes last. Boxes side by side ("\boxed{1} or \boxed{2}") are one answer with two
-parts. docs/answer_reader.md describes the answers.
+300 characters, whichever comes last. Boxes joined by a comma, "and" or "or" are one answer with
+several parts. docs/answer_reader.md describes the answers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ from jaxrl.rewards.grading import GradingTask, PendingVerdict, Response, Verdict
 EQUAL = "math"
 """Name of the comparison in a process pool."""
 
-# The text between two boxes of one answer.
-_BETWEEN = re.compile(
-    r"(?:[\s$.,;:&]|\\[,;()\[\]]|\\q?quad|\\text\s*\{[^{}]{0,12}\}|\band\b|\bor\b){0,20}"
-)
+# The text between two boxes of one answer: "\boxed{1}, \boxed{2}", "\boxed{1} and \boxed{2}". After a full
+# stop, or after nothing but space, the later box replaces the earlier one.
+_SPACE = r"(?:[\s$]|\\[,;:! ()\[\]]|\\q?quad)*"
+_JOINT = r"(?:[,;&]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\band\b|\bor\b)"
+_BETWEEN = re.compile(rf"{_SPACE}(?:{_JOINT}{_SPACE}){{1,3}}")
 _MARKER_OF_LINE = re.compile(
     r"(?i)[\s*#>_-]*(?:(?:the|my|so|thus|final|correct)\s+){0,3}\**(?:answer(?:[*_]*\s*[:\uff1a]|\s+is\s*:?)|####)[\s*_]*"
+)
+# "We check our answer: 17 * 44 = 748" after a box is no answer; "but then Answer: 41" is one.
+_NO_MARKER = re.compile(
+    r"\b(?i:our|your|their|this|that|the|an)\s+answer(?:[*_]*\s*[:\uff1a])[*_\s]*\Z"
 )
 _NUMBER = re.compile(r"-?[0-9]{1,300}(?:\.[0-9]{1,300})?")
 _HASHES = "####"
@@ -47,9 +52,9 @@ def math_answer(response: str) -> str | None:
     if box is None:
         return line
     if box[0] < start:
-        # "..., \\boxed{44}. We check our answer: 17 * 44 = 748" ends with the box.
         before = response[max(0, start - 100) : start].rpartition("\n")[2]
-        return line if _MARKER_OF_LINE.fullmatch(before) else box[2]
+        aside = _NO_MARKER.search(before) and not _MARKER_OF_LINE.fullmatch(before)
+        return box[2] if aside else line
     if box[0] >= end:
         return box[2]
     # "Answer: the sum is $\boxed{42}$." is 42, but further numbers around the box are part of the answer.

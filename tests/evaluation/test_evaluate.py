@@ -429,6 +429,37 @@ def test_a_task_has_the_problems_of_its_seed(directory, tmp_path):
     assert prompts(task_options=options, task_seed=1) != texts
 
 
+def test_a_run_answers_its_own_evaluation_problems(directory, tokenizer, tmp_path):
+    options = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    settings = {"task": "chain_sum", "seed": 5, "size": 7}
+    run = run_folder(
+        tmp_path / "run",
+        tokenizer,
+        MODEL,
+        {1: random_params(MODEL)},
+        rollout__max_response_tokens=9,
+        **{f"data__evaluation__{name}": value for name, value in settings.items()},
+        **{f"data__evaluation__options__{name}": value for name, value in options.items()},
+    )
+
+    def planned(**changes):
+        changes = {"max_response_tokens": 0, **changes}
+        return plan_evaluation(config_of(run, (), tmp_path / "out", **changes))
+
+    own = planned()
+    records = reasoning_gym_records("chain_sum", size=7, seed=5, **options)
+    assert list(own.prompts.texts) == [record.prompt for record in records]
+    assert own.engine.max_response_tokens == 9
+    assert len(planned(limit=3).prompts) == 3
+    # Its task again, with another seed: three terms, where the task's own default is two to six.
+    again = planned(tasks=("chain_sum",), limit=40)
+    records = reasoning_gym_records("chain_sum", size=40, seed=2, **options)
+    assert list(again.prompts.texts) == [record.prompt for record in records]
+    given = planned(tasks=("chain_sum",), task_options={**options, "min_terms": 2}, limit=40)
+    assert given.prompts.texts != again.prompts.texts
+    assert planned(max_response_tokens=4).engine.max_response_tokens == 4
+
+
 def test_a_model_of_the_hub_has_its_name_and_not_that_of_a_commit(directory, tmp_path):
     commit = tmp_path / "0123456789abcdef"
     commit.symlink_to(directory)

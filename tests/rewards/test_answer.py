@@ -110,6 +110,39 @@ def test_not_42(answer):
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("45 minutes", "45 hours", False),
+        ("45 minutes", "45 min", True),
+        ("45 minutes", "45", True),
+        ("5 cm", "5 cm^2", False),
+        ("5 square cm", "5 cm^2", True),
+        ("5 cm²", "5 cm", False),
+        (r"\$5", "5 cents", False),
+        ("$5", "5 cents", False),
+        ("$5$", "5 cents", True),
+        (r"\$5", "5 dollars", True),
+        (r"$\$5$", "5", True),
+        ("5 sq. ft", "5 ft^2", True),
+        (r"42\%", "42 degrees", False),
+        (r"42\%", "42 percent", True),
+        (r"42^\circ", "42 degrees", True),
+        ("42°", r"42^{\circ}", True),
+        ("5 miles", "5 km", False),
+        ("60 km/h", "60 mph", False),
+        ("5 foot", "5 feet", True),
+        ("5 units", "5 cm", True),
+        (r"42\text{ cm}", "42 centimeters", True),
+        (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}\text{ km}", False),
+        ("12 days", "12 weeks", False),
+    ],
+)
+def test_units_may_be_left_out_but_not_changed(one, other, same):
+    for said, truth in ((one, other), (other, one)):
+        assert grade_answer(f"Answer: {said}", truth).correct == same
+
+
+@pytest.mark.parametrize(
     ("one", "other"),
     [
         ("1,234", "1234"),

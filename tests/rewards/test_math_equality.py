@@ -1,6 +1,8 @@
 """Which answers are one: cases labelled by hand, a truth with what says the same and with what does not."""
 
 import contextlib
+import json
+import pathlib
 
 import pytest
 from hypothesis import given
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 from jaxrl.rewards.answer_reader.answer_equality import equal
 from jaxrl.rewards.answer_reader.answer_parser import read_answer
 from jaxrl.rewards.answer_reader.answer_tokens import Unreadable
+from tests.rewards.answer_cases import EQUAL, UNEQUAL
+
+DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 
 RIGHT = {
     "-7": ["-7 = x", "-7^\\circ"],
@@ -726,8 +731,12 @@ def cases(*tables):
     return [(t, said) for table in tables for t, answers in table.items() for said in answers]
 
 
-def test_there_are_enough_cases():
-    assert len(cases(RIGHT, RIGHT_AS_WELL)) > 400 and len(cases(WRONG, WRONG_AS_WELL)) > 400
+def test_the_pages_give_the_number_of_cases():
+    tables = (RIGHT, RIGHT_AS_WELL, WRONG, WRONG_AS_WELL, SCIENTIFIC_RIGHT, SCIENTIFIC_WRONG)
+    pairs = sum(map(len, [*EQUAL.values(), *UNEQUAL.values()]))
+    for page in ("rewards", "answer_reader"):
+        text = (pathlib.Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+        assert f"{len(cases(*tables)) + pairs:,} labelled cases" in text
 
 
 @pytest.mark.parametrize(("truth", "said"), cases(RIGHT_AS_WELL))
@@ -841,3 +850,104 @@ SAID_BEFORE = st.sampled_from(
 @given(st.integers(2, 10**6), SAID_BEFORE)
 def test_what_is_said_before_the_answer_makes_it_another(number, more):
     assert not equal(str(number), f"{more}{number}")
+
+
+# Both orders of a pair
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_equal_pairs_in_both_orders(kind):
+    pairs = [pair for one, other in EQUAL[kind] for pair in ((one, other), (other, one))]
+    assert [pair for pair in pairs if not equal(*pair)] == []
+    assert all(equal(x, x) for pair in pairs for x in pair)
+
+
+@pytest.mark.parametrize("kind", UNEQUAL)
+def test_unequal_pairs_in_both_orders(kind):
+    pairs = [pair for one, other in UNEQUAL[kind] for pair in ((one, other), (other, one))]
+    assert [pair for pair in pairs if equal(*pair)] == []
+
+
+def test_the_order_of_the_cases_above_does_not_matter():
+    tables = (RIGHT, RIGHT_AS_WELL, WRONG, WRONG_AS_WELL, SCIENTIFIC_RIGHT, SCIENTIFIC_WRONG)
+    assert [pair for pair in cases(*tables) if equal(*pair) != equal(*pair[::-1])] == []
+
+
+NUMERALS = st.one_of(
+    st.integers(-12, 12).map(str),
+    st.sampled_from(["0.5", "1.25", "1,234", "1234", "3 x 10^2", "300", r"10^{3}", "0.3", "-7.0"]),
+    st.tuples(st.integers(-5, 5), st.integers(1, 4)).map(lambda t: rf"\frac{{{t[0]}}}{{{t[1]}}}"),
+    st.tuples(st.integers(-5, 5), st.integers(1, 4)).map(lambda t: rf"{{{t[0]} \over {t[1]}}}"),
+    st.sampled_from(
+        [r"\sqrt{2}", r"\sqrt[3]{8}", r"\pi", "2i", r"\sum_{k=1}^{3} k", "6*7", "40+2"]
+    ),
+)
+EXPRESSIONS = st.one_of(
+    NUMERALS,
+    st.sampled_from(
+        ["x", "2x+1", "x^2", "(x-1)(x+1)", "ab", "yes", "Yes", "AB", r"\text{even}", "C"]
+    ),
+    st.tuples(NUMERALS, st.sampled_from("+-*")).map(lambda t: f"x {t[1]} {t[0]}"),
+    st.tuples(NUMERALS, NUMERALS).map(lambda t: rf"{t[0]} \pm {t[1]}"),
+)
+WITH_UNITS = st.tuples(
+    NUMERALS,
+    st.sampled_from(
+        [
+            "",
+            "%",
+            r"\%",
+            r"^\circ",
+            " cm",
+            r"\text{ cm}^2",
+            " m/s",
+            r"\text{ apples}",
+            " 米",
+            " kg apples",
+        ]
+    ),
+).map("".join)
+SETS = st.tuples(
+    st.sampled_from("([]"), NUMERALS, st.sampled_from(",;"), NUMERALS, st.sampled_from(")[]")
+).map("".join)
+ITEMS = EXPRESSIONS | WITH_UNITS | SETS
+ANSWERS = st.one_of(
+    ITEMS,
+    st.lists(ITEMS, min_size=2, max_size=3).map(", ".join),
+    st.lists(ITEMS, min_size=2, max_size=3).map(r" \text{ or } ".join),
+    st.lists(ITEMS, min_size=1, max_size=3).map(lambda x: r"\{" + ", ".join(x) + r"\}"),
+    st.lists(SETS, min_size=2, max_size=2).map(r" \cup ".join),
+    st.tuples(
+        st.sampled_from(["x", "y", "x+y", "a+b", "AB", "f(x)", "2", "84/2"]),
+        st.sampled_from(["=", "=", "<", r"\le", r"\approx", r"\in", r"\ne"]),
+        ITEMS,
+    ).map(" ".join),
+    st.tuples(ITEMS, st.sampled_from(["= x", "= y", "= 2", "< x", r"\approx 0.33"])).map(" ".join),
+    st.tuples(NUMERALS, NUMERALS).map(" : ".join),
+)
+
+
+@given(ANSWERS, ANSWERS)
+def test_equality_is_symmetric_and_reflexive(one, other):
+    assert equal(one, one) and equal(other, other)
+    assert equal(one, other) == equal(other, one)
+
+
+@given(
+    ANSWERS, st.sampled_from(["$~$", r"\boxed{~}", "**~**", "x = ~", "~ cm", "-~", "(~)", "~, 1"])
+)
+def test_equality_is_symmetric_for_answers_that_are_alike(answer, dress):
+    other = dress.replace("~", answer)
+    assert equal(answer, other) == equal(other, answer)
+
+
+@pytest.mark.parametrize("name", ["math500", "math_train"])
+def test_equality_of_the_data_sets_answers_is_symmetric_and_reflexive(name):
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    with path.open(encoding="utf-8") as lines:
+        answers = [x for x in (str(json.loads(line)["answer"]) for line in lines) if x.strip()]
+    for one, other in zip(answers, [*answers[1:], answers[0]], strict=True):
+        assert equal(one, one)
+        assert equal(one, other) == equal(other, one)

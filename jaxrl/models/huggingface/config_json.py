@@ -7,7 +7,8 @@ version reads it.
 
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
 rotation of heads, rotary scalings other than Llama 3.1's and a plain factor, biases on the output projection
-or the feed-forward network, images, quantised weights.
+or the feed-forward network, quantised weights. Of a Gemma 3 with images (4B and larger) only the text model
+is read.
 """
 
 from __future__ import annotations
@@ -45,6 +46,27 @@ _WITHOUT_BASE: Mapping[str, Any] = {
     "eos_token_id": None,
 }
 
+_GEMMA3_WITH_IMAGES = "Gemma3ForConditionalGeneration"
+# Defaults of the Gemma3TextConfig of Transformers. The published files leave out what equals them.
+_GEMMA3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
+# Keys beside `text_config` that hold for the text model too.
+_OF_BOTH = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
     "fan_in_fan_out",
@@ -72,16 +94,41 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -> dict[str, Any]:
-    """Reads the config.json of a directory, or another JSON object in it, unchanged.
+    """Reads the config.json of a directory, or another JSON object in it.
+
+    Of a model with images only the values of its text model are returned; see `_text_values`.
 
     Raises:
       UserError: the file is missing or not a JSON object; see `files.read_json_object`.
     """
-    return read_json_object(
-        pathlib.Path(directory) / name,
+    path = pathlib.Path(directory) / name
+    values = read_json_object(
+        path,
         absent=f"name a directory that holds {name} beside its weights, as published models and "
         "save_pretrained do",
     )
+    return _text_values(values, origin=str(path))
+
+
+def _text_values(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The values of the text model in a config.json with `text_config`; other files unchanged."""
+    if values.get("architectures") != [_GEMMA3_WITH_IMAGES]:
+        return dict(values)
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(
+            f"{origin}: text_config is {shown(text)}; it must be an object: copy the published file again"
+        )
+    of_both = {key: values[key] for key in _OF_BOTH if values.get(key) is not None}
+    return {
+        **_GEMMA3_TEXT,
+        **text,
+        **of_both,
+        # The class with images does not cap logits, whatever its file says.
+        "final_logit_softcapping": None,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+    }
 
 
 def read_config(directory: str | pathlib.Path) -> ModelConfig:
@@ -103,6 +150,7 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
       UserError: the decoder does not support the architecture or a setting, or a value is missing or
         malformed; the message names the key.
     """
+    values = _text_values(values, origin)
     architecture = _architecture_named(values, origin)
     _check_switches(values, architecture, origin)
     num_heads = integer(values, "num_attention_heads", origin)
@@ -156,6 +204,8 @@ def config_json(
     Raises:
       UserError: no architecture of Transformers has this shape.
     """
+    if base is not None:
+        base = _text_values(base, "config.json")
     architecture = _architecture_of(config, base or {})
     kept = {k: v for k, v in (base or _WITHOUT_BASE).items() if k not in _REPLACED}
     return {
@@ -270,7 +320,7 @@ def _architecture_named(values: Mapping[str, Any], origin: str) -> Architecture:
     if not isinstance(names, list) or names not in [[name] for name in supported]:
         raise UserError(
             f"{origin}: architectures is {shown(names)}, but supported is one of "
-            f"{', '.join(supported)}; choose a checkpoint of one of these"
+            f"{', '.join(supported)}, {_GEMMA3_WITH_IMAGES} (text only); choose a checkpoint of one of these"
         )
     return supported[names[0]]
 

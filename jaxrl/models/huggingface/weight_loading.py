@@ -57,6 +57,15 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 # Buffers that old versions of Transformers stored. They follow from config.json and are ignored.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
+# The text model of a checkpoint with images: the names that Transformers gives it alone, and the rest, which
+# is not read. Transformers writes "language_model.model." and "model.language_model.", by version.
+_OF_TEXT = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
 _MAX_NAMES_LISTED = 4
 
 # Largest size of all headers of a directory together. The 92,000 tensors of DeepSeek-V3 have headers of 12
@@ -164,13 +173,32 @@ def checkpoint_dtype(directory: str | pathlib.Path) -> np.dtype:
 class Stored:
     """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16")."""
 
+    name: str
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
 
 
 def _read_headers(directory: pathlib.Path) -> dict[str, Stored]:
-    """All tensors of a directory, by name; no data is read."""
+    """All tensors of a directory, by name; of a model with images those of its text model."""
+    stored = _all_headers(directory)
+    if not any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT):
+        return stored
+    of_text: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        if _OF_IMAGES.match(name):
+            continue
+        prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
+        alone = ours + name.removeprefix(prefix)
+        if alone in of_text:
+            raise UserError(
+                f"{directory} has both {of_text[alone].name} and {name}; copy the files of one model again"
+            )
+        of_text[alone] = tensor
+    return of_text
+
+
+def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
     if (directory / SINGLE_FILE).exists():
         _check_header_sizes([directory / SINGLE_FILE])
         return _read_header(directory / SINGLE_FILE)
@@ -260,7 +288,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Stored]:
         with safetensors.safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: Stored(path, tuple(s.get_shape()), s.get_dtype())
+                name: Stored(name, path, tuple(s.get_shape()), s.get_dtype())
                 for name, s in slices.items()
             }
     except (safetensors.SafetensorError, OSError) as error:
@@ -334,7 +362,7 @@ class _Reader:
             self._closing.close()
             self._file = self._closing.enter_context(safetensors.safe_open(path, "np"))
             self._path = path
-        return self._file.get_slice(name)
+        return self._file.get_slice(self._stored[name].name)
 
     def close(self) -> None:
         self._closing.close()

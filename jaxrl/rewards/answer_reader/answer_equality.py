@@ -1,12 +1,11 @@
 """Compares two answers kind by kind: words, several answers, relations, sets, quantities.
 
-truth, said  ->  spelled alike?  ->  parsed (`answer_parser`)  ->  compared by kind
+one, other  ->  spelled alike?  ->  parsed (`answer_parser`)  ->  compared by kind
              ->  sets as intervals (`real_sets`), expressions by value (`quantity_equality`)
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -40,17 +39,19 @@ from jaxrl.rewards.answer_reader.real_sets import ORDERS, is_plain_name, same_se
 _NEAR = mpmath.mpf("0.01")
 
 
-def equal(truth: str, said: str) -> bool:
-    """Returns whether the answer `said` equals the ground truth `truth`."""
-    canonical = spelled(said)
-    if canonical and canonical == spelled(truth):
+def equal(one: str, other: str) -> bool:
+    """Returns whether two answers are equal; the order does not matter."""
+    canonical = spelled(one)
+    if canonical and canonical == spelled(other):
         return True
-    truths, answers = _readings(truth), _readings(said)
-    if not truths and r"\text" in truth:
+    ours, theirs = _readings(one), _readings(other)
+    if not (ours or theirs) and r"\text" in one + other:
         # "October 30", "8:34 p.m.": compare letters and digits.
-        return _bare(truth) == _bare(said) != ""
-    # The truth "1,234" is a number; the answer "1, 234" may be two.
-    return any(_same(t, s) for t in truths[:1] for s in answers)
+        return _bare(one) == _bare(other) != ""
+    # The first reading is the likelier one: "1,234" is a number, though "1, 234" is two.
+    return any(_same(x, y) for x in ours[:1] for y in theirs) and any(
+        _same(x, y) for x in ours for y in theirs[:1]
+    )
 
 
 def _bare(text: str) -> str:
@@ -72,44 +73,62 @@ def _readings(text: str) -> tuple[Answer, ...]:
     return tuple(found)
 
 
-def _same(truth: Answer, said: Answer) -> bool:
-    if isinstance(truth, Relation):
-        return _is_relation(truth, said)
-    if isinstance(said, Relation):
-        return _said_as_relation(truth, said)
-    if isinstance(truth, Words) or isinstance(said, Words):
-        return _same_words(truth, said)
-    if isinstance(truth, Several) or isinstance(said, Several):
-        return _same_items(truth, said)
-    if isinstance(truth, Brackets) and isinstance(said, Brackets):
-        brackets = (truth.opening, truth.closing) == (said.opening, said.closing)
-        return brackets and _all(_same, truth.items, said.items)
-    if isinstance(truth, Matrix) and isinstance(said, Matrix):
-        return _all(functools.partial(_all, same_value), truth.rows, said.rows)
-    if isinstance(truth, Ratio) and isinstance(said, Ratio):
-        ours = [Node("mul", (item, said.items[0])) for item in truth.items]
-        theirs = [Node("mul", (item, truth.items[0])) for item in said.items]
-        return _all(same_value, ours, theirs)
-    if isinstance(truth, Based) or isinstance(said, Based):
-        return _same_digits(truth, said)
-    if isinstance(truth, Quantity) and isinstance(said, Quantity):
-        return same_quantity(truth, said)
-    return same_set(truth, said)
+# A pair of different kinds is compared by the function of the kind that comes first here.
+_KINDS = (
+    Relation, Words, Several, Brackets, Matrix, Ratio, Based, Quantity, Union, Reals, Empty
+)  # fmt: skip
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    if _KINDS.index(type(one)) > _KINDS.index(type(other)):
+        one, other = other, one
+    match one, other:
+        case Relation(), Relation():
+            return _same_relations(one, other)
+        case Relation(), _:
+            return _gives(one, other)
+        case Words(), _:
+            return _same_words(one, other)
+        case Several(), Several():
+            return _same_items(one, other)
+        case Several(), _:
+            return _is_item(one, other)
+        case Brackets(), Brackets():
+            brackets = (one.opening, one.closing) == (other.opening, other.closing)
+            return brackets and _all(_same, one.items, other.items)
+        case Matrix(), Matrix():
+            return _all(functools.partial(_all, same_value), one.rows, other.rows)
+        case Ratio(), Ratio():
+            ours = [Node("mul", (item, other.items[0])) for item in one.items]
+            theirs = [Node("mul", (item, one.items[0])) for item in other.items]
+            return _all(same_value, ours, theirs)
+        case Based(), Based():
+            return one == other
+        case Based(), Quantity():
+            decimal = one.base == "10" and not other.unit
+            return decimal and exact(other.node) == int(one.digits)
+        case Quantity(), Quantity():
+            return same_quantity(one, other)
+    return same_set(one, other)
 
 
 def _all(same: Callable[[Any, Any], bool], ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
-# Words and digits
+# Words
 
 
-def _same_words(truth: Answer, said: Answer) -> bool:
-    names = _letters(truth), _letters(said)
-    if names[1] is None and isinstance(truth, Words) and isinstance(said, Quantity):
-        # "odd" without \\text is read as a product.
-        return len(truth.text) > 1 and not said.unit and _product(said.node) == truth.text
-    return None not in names and names[0] == names[1]
+def _same_words(words: Words, other: Answer) -> bool:
+    if isinstance(other, Words):
+        return words.text == other.text
+    if not isinstance(other, Quantity) or other.unit:
+        return False
+    # "C" is the choice "(C)", "c" is a variable.
+    if other.node.kind == "sym" and other.node.parts[0].isupper():
+        return other.node.parts[0].lower() == words.text
+    # "odd" without \\text is read as a product. Capitals name points: "AB" is not "ab".
+    return len(words.text) > 1 and not words.capitals and _product(other.node) == words.text
 
 
 def _product(node: Node) -> str | None:
@@ -122,62 +141,46 @@ def _product(node: Node) -> str | None:
     return None if None in letters else "".join(map(str, letters))
 
 
-def _letters(answer: Answer) -> str | None:
-    if isinstance(answer, Words):
-        return answer.text
-    # "C" is the choice "(C)", "c" is a variable.
-    if isinstance(answer, Quantity) and answer.node.kind == "sym":
-        name = answer.node.parts[0]
-        return name.lower() if name.isupper() and not answer.unit else None
-    return None
-
-
-def _same_digits(truth: Answer, said: Answer) -> bool:
-    if isinstance(truth, Based) and isinstance(said, Based):
-        return truth == said
-    based, other = (truth, said) if isinstance(truth, Based) else (said, truth)
-    assert isinstance(based, Based), "one of the two is"
-    if based.base != "10" or not isinstance(other, Quantity) or other.unit:
-        return False
-    return exact(other.node) == int(based.digits)
-
-
 # Several answers
 
 
-def _same_items(truth: Answer, said: Answer) -> bool:
-    if not isinstance(truth, Several):
-        assert isinstance(said, Several), "one of the two is"
-        if isinstance(truth, Brackets):
-            return _same_coordinates(truth, said)
-        if isinstance(truth, Union | Empty | Reals):
-            return same_set(truth, said)
-        # "15 39/40 or 639/40": one value, said twice.
-        units = {item.unit for item in said.items if isinstance(item, Quantity)}
-        return len(units) <= 1 and all(_same(truth, item) for item in said.items)
-    if not isinstance(said, Several):
-        if all(isinstance(x, Relation) for x in truth.items) and same_set(truth, said):
-            return True
-        if isinstance(said, Brackets):
-            return _same_coordinates(said, truth)
-        return len(truth.items) == 1 and _same(truth.items[0], said)
-    if len(truth.items) != len(said.items):
+def _is_item(several: Several, other: Answer) -> bool:
+    """Compares several answers with an answer that is not written as several."""
+    if all(isinstance(x, Relation) for x in several.items) and same_set(several, other):
+        return True
+    if isinstance(other, Brackets):
+        return _same_coordinates(other, several)
+    if isinstance(other, Union | Empty | Reals):
+        return same_set(several, other)
+    # "15 39/40 or 639/40": one value, said twice.
+    units = {item.unit for item in several.items if isinstance(item, Quantity)}
+    return len(units) <= 1 and all(_same(item, other) for item in several.items)
+
+
+def _same_items(one: Several, other: Several) -> bool:
+    if len(one.items) != len(other.items):
         return False
-    labels = [_assigned(x) for x in truth.items]
-    if len(set(labels)) > 1 and not any(isinstance(x, Relation) for x in said.items):
-        # For the truth "x = 1, y = 2" an answer without names must keep the order.
-        return all(map(_same, truth.items, said.items))
-    rest = list(said.items)
-    exacts = collections.Counter(_rational(x) for x in rest)
-    for item in truth.items:
-        key = _rational(item)
-        if key is not None and not exacts[key] and all(_rational(x) is not None for x in rest):
-            return False
-        match = next((n for n, x in enumerate(rest) if _same(item, x)), None)
-        if match is None:
-            return False
-        rest.pop(match)
-    return True
+    labels = [[_assigned(x) for x in several.items] for several in (one, other)]
+    for names, unnamed in (labels, labels[::-1]):
+        if len(set(names)) > 1 and not any(unnamed):
+            # "x = 1, y = 2": without names the order counts.
+            return all(map(_same, one.items, other.items))
+    values = [[_rational(x) for x in several.items] for several in (one, other)]
+    if None not in values[0] + values[1]:
+        return sorted(values[0]) == sorted(values[1])
+    # Equality is not transitive (20% is 20 and 1/5), so items are matched, not picked.
+    partner: dict[int, int] = {}
+
+    def matched(n: int, tried: set[int]) -> bool:
+        for m, item in enumerate(other.items):
+            if m not in tried and _same(one.items[n], item):
+                tried.add(m)
+                if m not in partner or matched(partner[m], tried):
+                    partner[m] = n
+                    return True
+        return False
+
+    return all(matched(n, set()) for n in range(len(one.items)))
 
 
 def _rational(answer: Answer) -> Any:
@@ -190,71 +193,80 @@ def _assigned(answer: Answer) -> str | None:
     return answer.labels[0] if isinstance(answer, Relation) else None
 
 
-def _same_coordinates(truth: Brackets, said: Several) -> bool:
+def _same_coordinates(point: Brackets, several: Several) -> bool:
     """Returns whether "x = 1, y = 2" gives the point (1, 2)."""
-    labels = [_assigned(x) for x in said.items]
+    labels = [_assigned(x) for x in several.items]
     named = [label for label in labels if label is not None and len(label) == 1]
     return (
-        len(named) == len(truth.items) == len(said.items)
+        len(named) == len(point.items) == len(several.items)
         and named == sorted(set(named))
-        and (truth.opening, truth.closing) == ("(", ")")
-        and all(map(_same, truth.items, said.items))
+        and (point.opening, point.closing) == ("(", ")")
+        and all(map(_same, point.items, several.items))
     )
 
 
 # Relations
 
 
-def _said_as_relation(truth: Answer, said: Relation) -> bool:
-    """Compares "x = 42", "x \\in [0, 1)", "84/2 = 42" or "0 < x < 1" with a truth that is no relation."""
-    if said.operators == ("in",):
-        right = said.sides[1]
-        return is_plain_name(said.labels[0]) and right is not None and _same(truth, right)
-    if any(op in ORDERS for op in said.operators):
-        return same_set(truth, said)
-    if isinstance(truth, Words):
+def _gives(relation: Relation, answer: Answer) -> bool:
+    """Compares "x = 42", "x \\in [0, 1)", "84/2 = 42" or "0 < x < 1" with an answer without relation."""
+    if relation.operators == ("in",):
+        right = relation.sides[1]
+        return is_plain_name(relation.labels[0]) and right is not None and _same(right, answer)
+    if any(op in ORDERS for op in relation.operators):
+        return same_set(relation, answer)
+    if isinstance(answer, Words):
         return False
-    sides = _without_approximations(said)
+    if _is_rounded(relation) and _same(relation.sides[-1] or Empty(), answer):
+        return True
+    sides = _without_approximations(relation)
     if sides is None:
         return False
-    if len(sides) == 2 and said.labels[0] is None and _is_variable(said.labels[1]):
-        # "42 = x"
-        return sides[0] is not None and _same(truth, sides[0])
     if len(sides) > 1:
-        label = said.labels[0]
+        label = relation.labels[0]
         first, *others = sides
         if label is None:
-            # Without a name on the left, each side must equal the truth.
-            if first is None or not _same_evaluated(truth, first):
+            # Without a name on the left, each side must equal the answer.
+            if first is None or not _same_evaluated(first, answer):
                 return False
-        elif not is_plain_name(label) and _is_zero(truth):
-            # "x + y = 0" is an equation.
+        elif not is_plain_name(label) and (_is_zero(answer) or set(label) & set("xyz")):
+            # "x + y = 0" is an equation, "a + b = 42" names what was asked for.
             return False
         sides = others
     *middle, last = sides
-    if last is None or not _same(truth, last):
+    if last is None or not _same(last, answer):
         return False
     return all(
-        x is not None and (_same_evaluated(truth, x) or said.labels[n] is not None)
-        for n, x in enumerate(middle, start=len(said.sides) - len(sides))
-        if n < len(said.labels)
+        x is not None and (_same_evaluated(x, answer) or relation.labels[n] is not None)
+        for n, x in enumerate(middle, start=len(relation.sides) - len(sides))
+        if n < len(relation.labels)
     )
 
 
-def _same_evaluated(truth: Answer, said: Answer) -> bool:
-    if isinstance(truth, Quantity) and isinstance(said, Quantity):
-        return same_quantity(truth, said, evaluated=False)
-    return _same(truth, said)
+def _same_evaluated(one: Answer, other: Answer) -> bool:
+    if isinstance(one, Quantity) and isinstance(other, Quantity):
+        return same_quantity(one, other, evaluated=False)
+    return _same(one, other)
 
 
-def _without_approximations(said: Relation) -> list[Answer | None] | None:
+def _is_rounded(relation: Relation) -> bool:
+    """Returns whether a relation rounds a value to decimals: "\\approx 8.24", "2/3 \\approx 0.67"."""
+    last = relation.sides[-1]
+    if relation.operators[-1] != "approx" or not isinstance(last, Quantity):
+        return False
+    rounded = last.node.kind == "num" and last.node.parts[0].denominator > 1
+    named = len(relation.sides) == 2 and (relation.sides[0] is None or relation.labels[0])
+    return rounded and (bool(named) or _without_approximations(relation) is not None)
+
+
+def _without_approximations(relation: Relation) -> list[Answer | None] | None:
     """Returns the sides of "... = exact \\approx decimal" up to the exact one; None for other chains."""
-    if "approx" not in said.operators:
-        return list(said.sides) if set(said.operators) == {"="} else None
-    place = said.operators.index("approx")
-    if set(said.operators[:place]) - {"="} or place != len(said.operators) - 1:
+    if "approx" not in relation.operators:
+        return list(relation.sides) if set(relation.operators) == {"="} else None
+    place = relation.operators.index("approx")
+    if set(relation.operators[:place]) - {"="} or place != len(relation.operators) - 1:
         return None
-    exact_side, rough = said.sides[place], said.sides[place + 1]
+    exact_side, rough = relation.sides[place], relation.sides[place + 1]
     if not isinstance(exact_side, Quantity) or not isinstance(rough, Quantity):
         return None
     if is_numeral(exact_side.node) and exact_side.node.kind != "div":
@@ -265,51 +277,45 @@ def _without_approximations(said: Relation) -> list[Answer | None] | None:
         return None
     if abs(a - b) > _NEAR * abs(a):
         return None
-    return list(said.sides[: place + 1])
+    return list(relation.sides[: place + 1])
 
 
 def _is_zero(answer: Answer) -> bool:
     return isinstance(answer, Quantity) and exact(answer.node) == 0
 
 
-def _is_relation(truth: Relation, said: Answer) -> bool:
-    operators = set(truth.operators)
-    if truth.operators == ("in",) and truth.sides[1] is not None:
-        return _same(truth.sides[1], said)
-    if truth.operators == ("approx",) and truth.sides[1] is not None:
-        if (
-            isinstance(said, Relation)
-            and said.operators == ("approx",)
-            and said.sides[1] is not None
-        ):
-            said = said.sides[1]
-        return _same(truth.sides[1], said)
-    if operators & set(ORDERS):
-        return same_set(truth, said)
-    if operators != {"="}:
-        return False
-    last = truth.sides[-1]
-    if is_plain_name(truth.labels[0]) and last is not None:
-        if not isinstance(said, Relation):
-            return _same(last, said)
-        ours, theirs = truth.labels[0], said.labels[0]
-        named_alike = ours == theirs or not (_is_variable(ours) and _is_variable(theirs))
-        if is_plain_name(theirs) and named_alike and _said_as_relation(last, said):
+def _same_relations(one: Relation, other: Relation) -> bool:
+    for relation, rest in ((one, other), (other, one)):
+        named = is_plain_name(relation.labels[0])
+        if relation.operators == ("in",) and named and relation.sides[1] is not None:
+            return _same(relation.sides[1], rest)
+    first, second = one.sides[-1], other.sides[-1]
+    if one.operators == other.operators == ("approx",):
+        return first is not None and second is not None and _same(first, second)
+    for relation, rest in ((one, other), (other, one)):
+        if relation.operators == ("approx",) and _is_rounded(relation):
+            return relation.sides[1] is not None and _gives(rest, relation.sides[1])
+    if set(one.operators + other.operators) & set(ORDERS):
+        return same_set(one, other)
+    names = one.labels[0], other.labels[0]
+    plain = [is_plain_name(name) for name in names]
+    alike = names[0] == names[1] or not all(map(_is_variable, names))
+    if (all(plain) and alike) or names == (None, None):
+        given = second is not None and _gives(one, second)
+        if given and first is not None and _gives(other, first):
             return True
-        if not (isinstance(last, Quantity) and symbols(last.node)):
-            return False
-    return _same_equation(truth, said)
+    ends = zip(plain, (first, second), strict=True)
+    if any(p and not (isinstance(x, Quantity) and symbols(x.node)) for p, x in ends):
+        # "x = 5" is solved: "2x = 10" is not the same answer.
+        return False
+    if not one.operators == other.operators == ("=",):
+        return False
+    forms = [_moved(one), _moved(other)]
+    return forms[0] is not None and forms[1] is not None and proportional(forms[0], forms[1])
 
 
 def _is_variable(label: str | None) -> bool:
     return label is not None and len(label.partition("_")[0]) == 1
-
-
-def _same_equation(truth: Relation, said: Answer) -> bool:
-    if not isinstance(said, Relation) or not truth.operators == said.operators == ("=",):
-        return False
-    forms = [_moved(truth), _moved(said)]
-    return forms[0] is not None and forms[1] is not None and proportional(forms[0], forms[1])
 
 
 def _moved(equation: Relation) -> Node | None:

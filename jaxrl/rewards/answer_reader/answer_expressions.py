@@ -25,8 +25,9 @@ class Node:
 
     Attributes:
       kind: "num", "sym", "const", "add", "mul", "div", "pow", "neg", "mixed", "fact", "abs", "binom",
-        "floor", "ceil", or a function's name.
-      parts: operands; for "num" a value, for "sym" and "const" a name.
+        "floor", "ceil", "root", "sum", "prod", or a function's name.
+      parts: operands; for "num" a value, for "sym" and "const" a name; for "sum" and "prod" the variable, its
+        first and last value, and the term.
     """
 
     kind: str
@@ -63,6 +64,8 @@ class _Parser:
         self._tokens = tokens
         self._place = 0
         self._depth = 0
+        # Variables of the sums around; i is not the imaginary unit there.
+        self._counted: list[str] = []
 
     @property
     def here(self) -> Token | None:
@@ -81,6 +84,11 @@ class _Parser:
             raise Unreadable("it ends too early")
         self._place += 1
         return token
+
+    def _taken(self, text: str) -> bool:
+        found = self._is(text)
+        self._place += found
+        return found
 
     def _expect(self, text: str, kind: str = "op") -> None:
         token = self._take()
@@ -251,7 +259,8 @@ class _Parser:
             name += "_" + self._subscript()
         while self._is("'"):
             name += self._take().text
-        return Node("const" if name in ("e", "i") else "sym", (name,))
+        constant = name in ("e", "i") and name not in self._counted
+        return Node("const" if constant else "sym", (name,))
 
     def _subscript(self) -> str:
         if not self._is("{"):
@@ -293,6 +302,8 @@ class _Parser:
             return Node("div" if name == "frac" else name, (above, self._argument()))
         if name == "sqrt":
             return self._root()
+        if name in ("sum", "prod"):
+            return self._sum(name)
         if name in FUNCTIONS:
             return self._function(name)
         for opening, closing, kind in (("lfloor", "rfloor", "floor"), ("lceil", "rceil", "ceil")):
@@ -310,7 +321,33 @@ class _Parser:
             node = num(number_of(self._take()))
         else:
             node = self._argument()
-        return Node("pow", (node, Node("div", (num(1), index))))
+        if index == num(2):
+            return Node("pow", (node, Node("div", (num(1), index))))
+        return Node("root", (node, index))
+
+    def _sum(self, kind: str) -> Node:
+        last = self._argument() if self._taken("^") else None
+        self._expect("_")
+        self._expect("{")
+        variable = self._take()
+        if variable.kind != "sym":
+            raise Unreadable("a sum without a variable")
+        self._expect("=")
+        first = self.sum()
+        self._expect("}")
+        if last is None:
+            self._expect("^")
+            last = self._argument()
+        if len(self._counted) > 1:
+            raise Unreadable("sums in sums in sums")
+        self._counted.append(variable.text)
+        term = self._product()
+        self._counted.pop()
+        if any(
+            x.kind == "sym" and variable.text in x.parts[0].partition("_")[2] for x in term.nodes()
+        ):
+            raise Unreadable("a term with an index")
+        return Node(kind, (Node("sym", (variable.text,)), first, last, term))
 
     def _function(self, name: str) -> Node:
         power = base = None
@@ -339,7 +376,7 @@ class _Parser:
         return node if power is None else Node("pow", (node, power))
 
 
-_ATOMS = frozenset(("frac", "binom", "sqrt", "lfloor", "lceil"))
+_ATOMS = frozenset(("frac", "binom", "sqrt", "lfloor", "lceil", "sum", "prod"))
 
 
 def _mixed_or_product(whole: Node, fraction: Node, *, product: bool = True) -> Node:

@@ -3,7 +3,7 @@ r"""The kinds of answers as dataclasses: quantities, words, several answers, poi
 "x = 3"                      Relation(("=",), (label x, 3))
 "1 \pm \sqrt{19}"            Several(two quantities)
 "(-\infty, 2) \cup [3, 5)"   Union(two Brackets)
-"20\text{ miles}"            Quantity(20, unit "mile")
+"20\text{ miles}"            Quantity(20, unit (("mile", 1),))
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Quantity:
 
     Attributes:
       node: expression without the unit.
-      unit: names of units; empty without one.
+      unit: names of units with their powers, sorted; empty without one.
       known_unit: whether all words of the unit are known units.
       degrees: whether a degree sign follows.
       percent: whether a percent sign follows.
     """
 
     node: Node
-    unit: tuple[str, ...] = ()
+    unit: tuple[tuple[str, int], ...] = ()
     known_unit: bool = True
     degrees: bool = False
     percent: bool = False
@@ -34,9 +34,15 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Words in lower case; a single letter is the label of a choice."""
+    """Words in lower case; a single letter is the label of a choice.
+
+    Attributes:
+      text: words in lower case.
+      capitals: whether they were written in capitals only, as the names of points are.
+    """
 
     text: str
+    capitals: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 
-from jaxrl.rewards.answer_reader.answer_tokens import MAX_CHARS, Unreadable, is_op, tokens_of
+from jaxrl.rewards.answer_reader.answer_tokens import (
+    MAX_CHARS,
+    SYMBOLS,
+    Unreadable,
+    is_op,
+    tokens_of,
+)
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 """Matches the beginning of a box, its opening brace included."""
@@ -71,5 +77,6 @@ def spelled(text: str) -> str:
             continue
         if is_op(token, "}") and n >= 2 and is_op(tokens[n - 2], "{"):
             continue
-        out.append(token.text.lower() if token.kind == "word" else token.text)
+        lower = token.kind == "word" and token.text not in SYMBOLS
+        out.append(token.text.lower() if lower else token.text)
     return " ".join(out)

@@ -23,7 +23,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import Node, expression
+from jaxrl.rewards.answer_reader.answer_expressions import Node, expression, num
 from jaxrl.rewards.answer_reader.answer_kinds import (
     Answer,
     Based,
@@ -47,12 +47,14 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     is_op,
     tokens_of,
 )
+from jaxrl.rewards.answer_reader.answer_values import exact
 from jaxrl.rewards.answer_reader.quantity_parser import quantity
 
 MAX_ITEMS = 200
 _MAX_DEPTH = 20
 
 
+_SHORT_WORDS = {"yes", "no", "true", "odd", "even", "none", "both"}
 _NAMING_COMMANDS = {"angle", "triangle", "overline", "vec", "hat", "bar", "measuredangle"}
 _RELATIONS = {"=", "<", ">", "le", "ge", "ne", "in", "approx", "equiv", "sim"}
 _ENVIRONMENT = re.compile(
@@ -151,8 +153,9 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
     if not tokens:
         raise Unreadable("there is nothing")
     if _all_words(tokens):
-        letters = [(" " if t.spaced else "") + t.text.lower() for t in tokens if t.kind != "op"]
-        return Words(" ".join("".join(letters).split()))
+        text = "".join((" " if t.spaced else "") + t.text for t in tokens if t.kind != "op")
+        text = " ".join(text.split())
+        return Words(text.lower(), capitals=text.isupper())
     several = _split(
         tokens,
         lambda t: is_op(t, ",", ";") or (t.kind == "word" and t.text.lower() in ("or", "and")),
@@ -178,11 +181,22 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
     if bracketed is not None:
         return bracketed
     if any(t.kind == "cmd" and t.text == "pm" for t in tokens):
-        return Several(tuple(_answer(branch, depth + 1) for branch in _plus_minus(tokens)))
+        return _both_signs([_answer(branch, depth + 1) for branch in _plus_minus(tokens)])
     ratio = _split(tokens, lambda t: is_op(t, ":"))
     if len(ratio) > 1:
         return Ratio(tuple(expression(part) for part in ratio))
     return quantity(tokens)
+
+
+def _both_signs(branches: list[Answer]) -> Several:
+    """Joins the branches of a sign \\pm; "5 \\pm 2" is 7 and 3."""
+    for n, branch in enumerate(branches):
+        rational = exact(branch.node) if isinstance(branch, Quantity) else None
+        if isinstance(branch, Quantity) and rational is not None:
+            branches[n] = dataclasses.replace(branch, node=num(rational))
+    if branches[0] == branches[1]:
+        raise Unreadable("a sign without effect")
+    return Several(tuple(branches))
 
 
 def _all_words(tokens: Sequence[Token]) -> bool:
@@ -194,7 +208,7 @@ def _all_words(tokens: Sequence[Token]) -> bool:
     if not all(t.kind == "sym" and len(t.text) == 1 for t in tokens) or len(tokens) < 2:
         return False
     letters = "".join(t.text for t in tokens)
-    return any(c.isupper() for c in letters) or len(letters) > 4
+    return any(c.isupper() for c in letters) or len(letters) > 4 or letters in _SHORT_WORDS
 
 
 def _split(tokens: Sequence[Token], at: Callable[[Token], bool]) -> list[list[Token]]:
@@ -274,6 +288,9 @@ def _relation(tokens: list[Token], depth: int) -> Answer | None:
     if len(operators) > 6:
         raise Unreadable("too long a chain")
     labels = tuple(_label(side) for side in sides)
+    if set(operators) == {"="} and labels[0] is None and labels[-1] and len(labels[-1]) == 1:
+        # "5 = x"
+        sides, labels = sides[::-1], labels[::-1]
     read: list[Answer | None] = []
     for n, side in enumerate(sides):
         try:

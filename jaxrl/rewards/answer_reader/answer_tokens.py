@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 # These bound the work of parsing and comparing.
@@ -42,23 +43,31 @@ _UNICODE = {
     "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ",
     "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u221e": r"\infty ", "\u2264": r"\le ",
     "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u00b0": r"^{\circ}", "\u222a": r"\cup ",
-    "\u2229": r"\cap ", "\u2208": r"\in ", "\u00b2": "^{2}", "\u00b3": "^{3}", "\u03b8": r"\theta ",
+    "\u2229": r"\cap ", "\u2208": r"\in ", "\u03b8": r"\theta ",
     "\u03b1": r"\alpha ", "\u03b2": r"\beta ", "\u211d": r"\reals ", "\u2248": r"\approx ",
     "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\uff0c": ",",
     "\u3001": ",", "\uff1b": ";", "\uff08": "(", "\uff09": ")", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
     "\u2019": "'", "\u2220": r"\angle ", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds ",
+    "\uff0b": "+", "\uff0d": "-", "\uff1d": "=", "\uff1a": ":", "\uff05": "%", "\uff0f": "/",
+    "\u2032": "'", "\u2033": "''", "\u221b": r"\sqrt[3]", "\u221c": r"\sqrt[4]", "\u2211": r"\sum ",
+    "\u2103": r"^{\circ}\text{C}", "\u2044": "/", "\u2219": r"\cdot ", "\u00ba": r"^{\circ}",
+    "\u33a1": r"\text{m}^{2}", "\u20bd": r"\text{руб}", "\u339d": r"\text{cm}", "\u338f": r"\text{kg}",
+    "\u339e": r"\text{km}", "\u2215": "/", "\u22c3": r"\cup ",
 }  # fmt: skip
 
 _TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathcal|mbox|hbox"
     "|operatorname|emph|bold|boldsymbol|mathop|rm|bf"
 )
-_TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{([^{{}}]*)\}}")
+_TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{((?:[^{{}}]|[\^_]\{{[^{{}}]*\}})*)\}}")
 
 # Marks around the content of \text{...}.
 _OPEN, _CLOSE = "\x01", "\x02"
 
-_DRESS = "left|right|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits|hfill|strut"
+_DRESS = (
+    "left|right|mathopen|mathclose|middle|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits"
+    "|hfill|strut"
+)
 # Commands of one meaning.
 _SYNONYMS = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
@@ -79,6 +88,18 @@ def _one_command(command: re.Match[str]) -> str:
     return _SYNONYMS.get(command[1]) or command[0]
 
 
+# 10\u207b\u00b3 is 10^{-3}.
+_RAISED = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
+)
+_RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_RAISED_INDEX = re.compile("(?<![0-9A-Za-z)}\\]])([\u00b3\u2074-\u2079])\u221a")
+
+
+def _one_prime(primes: re.Match[str]) -> str:
+    return "'" * primes[0].count("prime")
+
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -96,6 +117,16 @@ _REWRITES = tuple(
         (r">=", r"\\ge "),
         (r"!=|\\not\s*=", r"\\ne "),
         (r"\*\*", "^"),
+        (
+            r"(?<=[0-9])\s*(?:[xX\u0445\u0425]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)",
+            "*",
+        ),  # 3 x 10^5
+        (r"\\(?:leftroot|uproot)\s*\{[^{}]*\}", ""),
+        (r"\\root\s*\{?([0-9a-z]+)\}?\s*\\of(?![A-Za-z])", r"\\sqrt[\1]"),
+        (r"(?<![A-Za-z\\])cbrt(?![A-Za-z])", r"\\sqrt[3]"),
+        (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime(?![A-Za-z]))", _one_prime),
+        (r"(?<=[0-9'])\s*\"", "''"),
+        (r"\^\s*\{\s*('+)\s*\}", r"\1"),
         (r"\.\.\.|\u2026", r"\\dots "),
     )
 )
@@ -122,38 +153,90 @@ WORDS = frozenset(("or", "and", "in", "not"))
 
 # Units and counted things. The first name of each group stands for all. Whole words after a number only.
 _UNIT_NAMES = """
-cm centimeter centimeters centimetre centimetres; mm millimeter millimeters; km kilometer kilometers
-kilometre kilometres; meter meters metre metres; mile miles mi; foot feet ft; inch inches; yard yards yd
-yds; kg kilogram kilograms; gram grams; mg milligram milligrams; pound pounds lb lbs; ounce ounces oz;
-ton tons; liter liters litre litres; ml milliliter milliliters; gallon gallons gal; cup cups; quart
-quarts; pint pints; second seconds sec secs; minute minutes min mins; hour hours hr hrs; day days; week
-weeks; month months; year years yr yrs; dollar dollars usd; cent cents; euro euros; mph; acre acres;
-radian radians rad; unit units; point points; way ways; time times; people person persons; student
-students; boy boys; girl girls; child children; man men; woman women; integer integers; number numbers;
-digit digits; edge edges; vertex vertices; side sides; meal meals; piece pieces; value values; solution
-solutions; root roots; zero zeros zeroes; term terms; factor factors; divisor divisors; prime primes;
-pair pairs; triple triples; subset subsets; set sets; element elements; function functions; triangle
-triangles; square squares; rectangle rectangles; circle circles; line lines; path paths; route routes;
-card cards; ball balls; marble marbles; book books; page pages; apple apples; orange oranges; egg eggs;
-coin coins; penny pennies; nickel nickels; dime dimes; quarter quarters; ticket tickets; game games; team
-teams; player players; match matches; car cars; bus buses; tree trees; flower flowers; dog dogs; cat
-cats; fish; bird birds; cow cows; sheep; chicken chickens; cookie cookies; candy candies; cake cakes;
-pizza pizzas; slice slices; box boxes; bag bags; bottle bottles; toy toys; pencil pencils; pen pens;
-house houses; room rooms; table tables; chair chairs; seat seats; shirt shirts; shoe shoes; step steps;
-trip trips; lap laps; floor floors; arrangement arrangements; combination combinations; permutation
-permutations; outcome outcomes; choice choices; possibility possibilities; case cases; color colors;
-colour colours; item items; member members; committee committees; word words; letter letters; question
-questions; problem problems; answer answers; vote votes; stamp stamps; sticker stickers; calorie
-calories; joule joules; watt watts; newton newtons; volt volts; ohm ohms; mole moles; bacteria; block
-blocks; cube cubes; tile tiles; region regions; rabbit rabbits; kilowatt kilowatts; knot knots; gold; kph
-kmph; handshake handshakes; diagonal diagonals; daps; baps; yaps; worker workers; friend friends; guest
-guests; chocolate chocolates; gift gifts
+cm centimeter centimeters centimetre centimetres 厘米 公分 センチメートル センチ см
+сантиметр сантиметра сантиметров 센티미터; mm millimeter millimeters
+millimetre millimetres 毫米 ミリメートル мм; km kilometer kilometers kilometre
+kilometres 千米 公里 キロメートル キロ км километр километра километров 킬로미터; meter
+meters metre metres 米 公尺 メートル м метр метра метров 미터; mile miles mi 英里;
+foot feet ft 英尺; inch inches 英寸; yard yards yd yds; kg kilogram kilograms
+kilo kilos 千克 公斤 キログラム кг килограмм килограмма килограммов 킬로그램; gram
+grams gramme grammes 克 グラム г грамм грамма граммов 그램; mg milligram
+milligrams 毫克; pound pounds lb lbs; ounce ounces oz; ton tons tonne tonnes
+吨 噸 トン т тонн тонны тонна; liter liters litre litres 升 公升 リットル л литр
+литра литров 리터; ml milliliter milliliters millilitre millilitres 毫升
+ミリリットル мл; gallon gallons gal; cup cups; quart quarts; pint pints; second
+seconds sec secs 秒 秒钟 с сек секунда секунды секунд 초; minute minutes min
+mins 分钟 分鐘 мин минута минуты минут 分 분; hour hours hr hrs 小时 小時 个小时 時間 ч
+час часа часов 시간; day days 天 дней день дня сутки суток; week weeks 周 星期
+週間 недель недели неделя; month months 个月 ヶ月 か月 месяц месяца месяцев; year
+years yr yrs 年 岁 歲 歳 год года лет 년; dollar dollars usd 美元 ドル доллар
+доллара долларов 달러; cent cents 美分; euro euros 欧元 ユーロ евро; mph; acre
+acres; radian radians rad; unit units; point points 点; way ways 种 種 通り
+способов способа; time times 次 回 раз; people person persons 人 名 человек
+человека 명; student students 学生 учеников; boy boys; girl girls; child
+children; man men; woman women; integer integers; number numbers; digit
+digits; edge edges; vertex vertices; side sides; meal meals; piece pieces
+个 個 块 枚 つ штук шт 개 只 隻 条 條 张 張 頭 头 支 辆 輛 页 匹 羽 台 箱 瓶 袋 杯 组 組 对 對 双 份 场 座
+根 棵 题 位 位数 件; value values; solution solutions; root roots; zero zeros
+zeroes; term terms; factor factors; divisor divisors; prime primes; pair
+pairs; triple triples; subset subsets; set sets; element elements;
+function functions; triangle triangles; square squares; rectangle
+rectangles; circle circles; line lines; path paths; route routes; card
+cards; ball balls; marble marbles; book books 本; page pages; apple apples
+яблок яблока; orange oranges; egg eggs; coin coins; penny pennies; nickel
+nickels; dime dimes; quarter quarters; ticket tickets; game games; team
+teams; player players; match matches; car cars; bus buses; tree trees;
+flower flowers; dog dogs; cat cats; fish; bird birds; cow cows; sheep;
+chicken chickens; cookie cookies; candy candies; cake cakes; pizza pizzas;
+slice slices; box boxes; bag bags; bottle bottles; toy toys; pencil
+pencils; pen pens; house houses; room rooms; table tables; chair chairs;
+seat seats; shirt shirts; shoe shoes; step steps; trip trips; lap laps;
+floor floors; arrangement arrangements; combination combinations;
+permutation permutations; outcome outcomes; choice choices; possibility
+possibilities; case cases; color colors; colour colours; item items;
+member members; committee committees; word words; letter letters; question
+questions; problem problems; answer answers; vote votes; stamp stamps;
+sticker stickers; calorie calories; joule joules; watt watts; newton
+newtons; volt volts; ohm ohms; mole moles; bacteria; block blocks; cube
+cubes; tile tiles; region regions; rabbit rabbits; kilowatt kilowatts;
+knot knots; gold; kph kmph; handshake handshakes; diagonal diagonals;
+daps; baps; yaps; worker workers; friend friends; guest guests; chocolate
+chocolates; gift gifts; yuan 元; yen 円 エン; rouble rubles rouble roubles руб
+рубль рубля рублей; won 원; hertz; pascal; ampere amperes; kelvin; coulomb
+coulombs; kilojoule kilojoules; megawatt megawatts; kwh; rpm; mpg
 """
+# ruff: noqa: RUF001
 UNITS: dict[str, str] = {
     name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()
 }
 # Words allowed before or between units.
-UNIT_WORDS = frozenset(("square", "sq", "cubic", "per", "total", "distinct", "different", "of"))
+UNIT_WORDS = frozenset((
+    "square", "sq", "cubic", "per", "total", "distinct", "different", "of", "right", "possible", "ordered",
+    "squared", "cubed",
+))  # fmt: skip
+# Symbols of units; some differ in case only.
+SYMBOLS = {
+    "m": "meter", "s": "second", "h": "hour", "g": "gram", "L": "liter", "l": "liter", "mL": "ml", "t": "ton",
+    "N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "K": "kelvin", "C": "coulomb",
+    "Hz": "hertz", "Pa": "pascal", "mol": "mole", "kJ": "kilojoule", "kW": "kilowatt", "MW": "megawatt",
+    "mW": "milliwatt", "kN": "kilonewton", "kPa": "kilopascal", "kHz": "kilohertz", "MHz": "megahertz",
+    "dm": "decimeter", "nm": "nanometer", "ms": "millisecond", "mA": "milliampere", "dL": "deciliter",
+    "\u0434\u043c": "decimeter",
+}  # fmt: skip
+_FOREIGN_WORDS = {
+    "平方": "square", "立方": "cubic", "每": "per", "кв": "square", "куб": "cubic", "в": "per",
+    "或": "or", "或者": "or", "または": "or", "или": "or", "和": "and", "与": "and", "и": "and",
+    "度": "degree", "градус": "degree", "градуса": "degree", "градусов": "degree",
+}  # fmt: skip
+_FOREIGN_PART = re.compile("(平方|立方|每)")
+# A quotient of units outside \\text: "60 km/h", "9.8 m/s^2", "5 \\frac{m}{s}".
+_LETTERS = r"[A-Za-z]{1,7}\.?(?:\^\{?-?[1-4]\}?)?"
+_PLAIN_UNIT = re.compile(
+    rf"(?<=[0-9}}])(?P<gap>\s*)(?P<unit>\\frac\s*\{{{_LETTERS}\}}\s*\{{{_LETTERS}\}}"
+    rf"|{_LETTERS}(?:\s*[/*]\s*{_LETTERS})+)(?![A-Za-z0-9(^])"
+)
+_SCALES = {"c": "celsius", "celsius": "celsius", "f": "fahrenheit", "fahrenheit": "fahrenheit"}
+_INFIX = {"over": "frac", "choose": "binom"}
 
 SCIENTIFIC = (
     r"(?<![0-9.,])[1-9](?:[eE](?:[0-9]{1,2}|[+-]0[0-9])|\.[0-9]+[eE][+-]?[0-9]{1,2})"
@@ -165,6 +248,7 @@ _TOKEN = re.compile(
     rf"(?P<num>{SCIENTIFIC}|[0-9]+(?:\x03[0-9]{{3}})*(?:\.[0-9]+)?|\.[0-9]+)"
     r"|\\(?P<cmd>[A-Za-z]+|[{}%$&#_|\\])"
     r"|(?P<letters>[A-Za-z]+)"
+    r"|(?P<foreign>[\u0400-\u04ff\u3005\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)"
     r"|(?P<op>[-+*/^_!=<>()\[\]{},;:|&%'?.])"
     r"|(?P<space>[\s$\x01\x02]+)"
 )
@@ -202,6 +286,10 @@ def tokens_of(text: str, *, thousands: bool = True) -> list[Token]:
             continue
         if kind == "letters":
             tokens += _of_letters(found, words, spaced, tokens)
+        elif kind == "foreign":
+            parts = [part for part in _FOREIGN_PART.split(found) if part]
+            for word in (_FOREIGN_WORDS.get(part, part) for part in parts):
+                tokens.append(Token("cmd" if word == "degree" else "word", word, spaced))
         elif kind == "num":
             if len(found) > MAX_DIGITS:
                 raise Unreadable("a number is too long")
@@ -215,10 +303,81 @@ def tokens_of(text: str, *, thousands: bool = True) -> list[Token]:
         spaced = False
         if len(tokens) > MAX_TOKENS:
             raise Unreadable("too many parts")
+    return _with_half_open(_with_fractions(tokens))
+
+
+def _with_fractions(tokens: list[Token]) -> list[Token]:
+    """Rewrites "{a \\over b}" to "\\frac{a}{b}", and "{a \\choose b}" to "\\binom{a}{b}"."""
+    for _ in range(sum(t.kind == "cmd" and t.text in _INFIX for t in tokens)):
+        place = next(n for n, t in enumerate(tokens) if t.kind == "cmd" and t.text in _INFIX)
+        start = _end_of_operand(tokens, place - 1, -1)
+        end = _end_of_operand(tokens, place + 1, 1)
+        above, below = tokens[start + 1 : place], tokens[place + 1 : end]
+        if not above or not below:
+            raise Unreadable(f"\\{tokens[place].text} in this place")
+        left, right = Token("op", "{"), Token("op", "}")
+        fraction = [
+            Token("cmd", _INFIX[tokens[place].text]),
+            left,
+            *above,
+            right,
+            left,
+            *below,
+            right,
+        ]
+        braced = start >= 0 and end < len(tokens) and is_op(tokens[start], "{")
+        tokens[start + (not braced) : end + braced] = fraction
+    return tokens
+
+
+def _end_of_operand(tokens: Sequence[Token], place: int, step: int) -> int:
+    """Returns the place of the bracket, comma or relation that ends an operand; one too far without."""
+    depth = 0
+    while 0 <= place < len(tokens):
+        token = tokens[place]
+        opens = (token.text in "([{") - (token.text in ")]}") if token.kind == "op" else 0
+        depth += opens * step
+        if depth < 0 or (depth == 0 and is_op(token, ",", ";", "=", "<", ">")):
+            return place
+        if depth == 0 and step > 0 and token.text in _INFIX:
+            raise Unreadable("two fractions in one pair of braces")
+        place += step
+    return place
+
+
+def _with_half_open(tokens: list[Token]) -> list[Token]:
+    """Rewrites "[0; 1[" to "[0; 1)" and "]0, 1]" to "(0, 1]"."""
+    tokens = list(tokens)
+    for n, token in enumerate(tokens):
+        before = tokens[n - 1] if n else None
+        if not is_op(token, "[", "]", "(") or not (
+            before is None
+            or (before.kind == "cmd" and before.text in ("cup", "setminus", "in", "{"))
+            or is_op(before, "=", ",", ";", ":")
+            or before.kind == "word"
+        ):
+            continue
+        depth, separators, end = 0, [], None
+        for m in range(n + 1, len(tokens)):
+            if depth == 0 and is_op(tokens[m], "[", "]", ")"):
+                end = m
+                break
+            if is_op(tokens[m], "(", "{", ")", "}"):
+                depth += 1 if tokens[m].text in "({" else -1
+            elif depth == 0 and is_op(tokens[m], ",", ";"):
+                separators.append(m)
+        if end is None or len(separators) != 1 or not n + 1 < separators[0] < end - 1:
+            continue
+        if token.text == "]" or tokens[end].text == "[":
+            tokens[n] = dataclasses.replace(token, text="(" if token.text == "]" else token.text)
+            closing = ")" if tokens[end].text == "[" else tokens[end].text
+            tokens[end] = dataclasses.replace(tokens[end], text=closing)
     return tokens
 
 
 def _clean(text: str, *, thousands: bool) -> str:
+    text = _RAISED_INDEX.sub(lambda m: rf"\sqrt[{m[1].translate(_RAISED)}]", text)
+    text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = text.translate(str.maketrans(_UNICODE))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -227,11 +386,21 @@ def _clean(text: str, *, thousands: bool) -> str:
         if unwrapped == text:
             break
         text = unwrapped
+    text = _PLAIN_UNIT.sub(_as_words, text)
     if thousands:
         for pattern in (_THOUSANDS, _SPACED):
             before = text
             text = pattern.sub(lambda m, whole=before: _joined(m, whole), before)
     return text
+
+
+def _as_words(match: re.Match[str]) -> str:
+    """Marks a quotient of units as words; letters right after a number may be variables: "2m/s"."""
+    names = re.findall(r"[A-Za-z]+", match["unit"].replace(r"\frac", ""))
+    units = all(name in SYMBOLS or name.lower() in UNITS for name in names)
+    quotient = "/" in match["unit"] or "frac" in match["unit"] or "-" in match["unit"]
+    spaced = match["gap"] or len(names[0]) > 1
+    return f" {_OPEN}{match['unit']}{_CLOSE}" if units and quotient and spaced else match[0]
 
 
 def _joined(match: re.Match[str], text: str) -> str:
@@ -245,6 +414,8 @@ def _joined(match: re.Match[str], text: str) -> str:
 def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) -> list[Token]:
     """Returns one token per variable, or one for a word or a function."""
     lower = letters.lower()
+    if before and before[-1].text == "degree" and lower in _SCALES:
+        return [Token("word", _SCALES[lower], spaced)]
     after_number = bool(before) and before[-1].text not in ("*", "/", "+", "-", "=", "^", "_")
     if words:
         if lower in ("degree", "degrees"):

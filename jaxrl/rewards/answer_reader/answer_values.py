@@ -7,6 +7,7 @@ disagreed and took most of the time.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -15,11 +16,13 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.rewards.answer_reader.answer_expressions import Node
+from jaxrl.rewards.answer_reader.answer_expressions import Node, num
 
 # Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000
 _MAX_FACTORIAL = 2000
+# Longer sums are exercises, not answers.
+MAX_TERMS = 20
 _DIGITS = 50
 _TOLERANCE = mpmath.mpf(10) ** -30
 _LARGEST = mpmath.mpf(10) ** 100_000
@@ -38,6 +41,11 @@ def exact(node: Node) -> Fraction | None:
             return parts[0]
         case "sym" | "const":
             return None
+        case "sum" | "prod":
+            try:
+                return exact(_written_out(node, {}))
+            except (Undecided, KeyError):
+                return None
     values = [exact(part) for part in parts]
     if any(value is None for value in values):
         return None
@@ -79,6 +87,8 @@ def _arithmetic(kind: str, numbers: list[Fraction]) -> Fraction | None:
             ):
                 return None
             value = Fraction(math.comb(int(top), int(bottom)))
+        case "root":
+            return _exact_root(first, numbers[1])
         case "floor":
             value = Fraction(math.floor(first))
         case "ceil":
@@ -88,14 +98,71 @@ def _arithmetic(kind: str, numbers: list[Fraction]) -> Fraction | None:
     return value if _bits(value) <= _MAX_BITS else None
 
 
+def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
+    if index.denominator != 1 or not 2 <= index <= 64 or (radicand < 0 and index % 2 == 0):
+        return None
+    if _bits(radicand) > 4096:
+        return None
+    n = int(index)
+    with mpmath.workdps(1400 // n + 20):
+        parts = [
+            int(mpmath.nint(mpmath.root(part, n)))
+            for part in (abs(radicand.numerator), radicand.denominator)
+        ]
+    root = Fraction(parts[0] if radicand >= 0 else -parts[0], parts[1])
+    return root if root**n == radicand else None
+
+
+def _written_out(node: Node, at: Mapping[str, Any]) -> Node:
+    """Returns the terms of a sum or product, added or multiplied."""
+    variable, first, last, term = node.parts
+    bounds = [value(bound, at) for bound in (first, last)]
+    if any(not isinstance(x, mpmath.mpf) or x != int(x) for x in bounds):
+        raise Undecided("a bound is no integer")
+    low, high = map(int, bounds)
+    if not 0 <= high - low < MAX_TERMS:
+        raise Undecided("too many terms, or none")
+    terms = [_replaced(term, variable, num(k)) for k in range(low, high + 1)]
+    if node.kind == "sum":
+        return Node("add", tuple(terms))
+    return functools.reduce(lambda x, y: Node("mul", (x, y)), terms)
+
+
+def _replaced(node: Node, variable: Node, by: Node) -> Node:
+    if node == variable:
+        return by
+    if node.kind in ("sum", "prod") and node.parts[0] == variable:
+        return dataclasses.replace(
+            node,
+            parts=(variable, *(_replaced(x, variable, by) for x in node.parts[1:3]), node.parts[3]),
+        )
+    return dataclasses.replace(
+        node,
+        parts=tuple(_replaced(x, variable, by) if isinstance(x, Node) else x for x in node.parts),
+    )
+
+
 def _bits(value: Fraction) -> int:
     return value.numerator.bit_length() + value.denominator.bit_length()
 
 
 @functools.lru_cache(maxsize=4096)
 def symbols(node: Node) -> frozenset[str]:
-    """Returns the names of the variables."""
-    return frozenset(part.parts[0] for part in node.nodes() if part.kind == "sym")
+    """Returns the names of the variables; that of a sum is none."""
+    if node.kind == "sym":
+        return frozenset((node.parts[0],))
+    parts = [symbols(part) for part in node.parts if isinstance(part, Node)]
+    if node.kind in ("sum", "prod"):
+        return parts[1] | parts[2] | (parts[3] - parts[0])
+    return frozenset().union(*parts)
+
+
+def _in_bounds(node: Node) -> frozenset[str]:
+    """Returns the names of the variables that count terms."""
+    names = [_in_bounds(part) for part in node.parts if isinstance(part, Node)]
+    if node.kind in ("sum", "prod"):
+        names += [symbols(bound) for bound in node.parts[1:3]]
+    return frozenset().union(*names)
 
 
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -138,6 +205,8 @@ def _value(node: Node, at: Mapping[str, Any], real: bool) -> Any:
         if name == "inf":
             raise Undecided("infinity")
         return {"pi": +mpmath.pi, "e": +mpmath.e, "i": mpmath.mpc(0, 1)}[name]
+    if node.kind in ("sum", "prod"):
+        return _value(_written_out(node, at), at, real)
     parts = [_value(part, at, real) for part in node.parts]
     result = _operation(node.kind, parts)
     if not mpmath.isfinite(result) or abs(result) > _LARGEST:
@@ -168,6 +237,11 @@ def _operation(kind: str, parts: list[Any]) -> Any:
             if base != 0 and abs(exponent * mpmath.log(abs(base) + 1)) > 200_000:
                 raise Undecided("too large")
             return mpmath.power(base, exponent)
+        case "root":
+            radicand, index = parts
+            if index in (3, 5, 7, 9, 11) and isinstance(radicand, mpmath.mpf) and radicand < 0:
+                return -mpmath.power(-radicand, 1 / index)
+            return mpmath.power(radicand, 1 / index)
         case "fact":
             if not isinstance(parts[0], mpmath.mpf) or abs(parts[0]) > _MAX_FACTORIAL:
                 raise Undecided("too large")
@@ -189,12 +263,19 @@ _POINTS = tuple(
 )
 
 
-def points(names: frozenset[str]) -> list[dict[str, Any]]:
-    """Returns eight points: values of the variables by name, negative at the sixth and seventh point."""
+def points(names: frozenset[str], counts: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+    """Returns eight points: values of the variables by name, negative at the sixth and seventh point.
+
+    Args:
+      names: names of the variables.
+      counts: names of those that bound a sum, which are 3, 4, 5, ...
+    """
     ordered = sorted(names)
     return [
         {
-            name: point * (1 + mpmath.mpf(n) * 311 / 997) + (n if k % 2 and point > 0 else 0)
+            name: mpmath.mpf(3 + k + 2 * n)
+            if name in counts
+            else point * (1 + mpmath.mpf(n) * 311 / 997) + (n if k % 2 and point > 0 else 0)
             for n, name in enumerate(ordered)
         }
         for k, point in enumerate(_POINTS)
@@ -220,7 +301,8 @@ def agree(one: Node, other: Node) -> bool:
     imaginary = Node("const", ("i",))
     real = bool(names) and not any(imaginary in node.nodes() for node in (one, other))
     decided = 0
-    for at in points(names) if names else [{}]:
+    counts = _in_bounds(one) | _in_bounds(other)
+    for at in points(names, counts) if names else [{}]:
         try:
             a, b = value(one, at, real=real), value(other, at, real=real)
         except Undecided:

@@ -9,32 +9,36 @@ from jaxrl.rewards.answer_reader.answer_values import Undecided, agree, exact
 _RADIANS = Node("div", (Node("const", ("pi",)), num(180)))
 _HUNDREDTH = Node("div", (num(1), num(100)))
 _ARITHMETIC = {
-    "num", "neg", "add", "mul", "div", "pow", "fact", "binom", "mixed", "abs", "floor", "ceil",
+    "num", "neg", "add", "mul", "div", "pow", "root", "fact", "binom", "mixed", "abs", "floor", "ceil",
 }  # fmt: skip
+# A number from here on may be written as a sum of powers: 2^{100} - 2.
+_LARGE = 10**6
 
 
-def same_quantity(truth: Quantity, said: Quantity, *, evaluated: bool = True) -> bool:
-    """Returns whether two quantities are equal.
+def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> bool:
+    """Returns whether two quantities are equal; a unit may be left out of one of them.
 
     Args:
-      truth: ground truth.
-      said: answer; without a unit it has the unit of the truth.
-      evaluated: whether to reject an unevaluated sum or product ("6 * 7").
+      one: quantity.
+      other: quantity.
+      evaluated: whether a number differs from an unevaluated sum or product ("6 * 7").
     """
-    if not _same_unit(truth, said):
+    if not _same_unit(one, other):
         return False
-    if (truth.percent and said.degrees) or (truth.degrees and said.percent):
+    if (one.percent and other.degrees) or (one.degrees and other.percent):
         return False
-    if evaluated and is_numeral(truth.node) and _is_unevaluated(said.node):
+    if evaluated and (
+        (is_numeral(one.node) and _is_unevaluated(other.node))
+        or (is_numeral(other.node) and _is_unevaluated(one.node))
+    ):
         return False
-    if same_value(truth.node, said.node):
-        # "42%" is right for the truth 42, which counts percents; "0.2%" is wrong for 0.2.
-        share = said.percent and not truth.percent and _is_below_one(truth.node)
-        return not share
-    if truth.percent != said.percent:
-        return _scaled(truth, said, truth.percent, _HUNDREDTH)
-    if truth.degrees != said.degrees:
-        return _scaled(truth, said, truth.degrees, _RADIANS)
+    if same_value(one.node, other.node):
+        # "42%" is 42, which counts percents; "0.2%" is not 0.2.
+        return one.percent == other.percent or not _is_below_one(one.node)
+    if one.percent != other.percent:
+        return _scaled(one, other, one.percent, _HUNDREDTH)
+    if one.degrees != other.degrees:
+        return _scaled(one, other, one.degrees, _RADIANS)
     return False
 
 
@@ -43,26 +47,27 @@ def _is_below_one(node: Node) -> bool:
     return rational is not None and abs(rational) < 1
 
 
-def _scaled(truth: Quantity, said: Quantity, of_truth: bool, factor: Node) -> bool:
+def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:
     """Compares values after multiplying the one with the sign (percent, degrees) by its factor."""
-    first, second = truth.node, said.node
-    if of_truth:
-        first = Node("mul", (first, factor))
+    left, right = one.node, other.node
+    if first:
+        left = Node("mul", (left, factor))
     else:
-        second = Node("mul", (second, factor))
-    return same_value(first, second)
+        right = Node("mul", (right, factor))
+    return same_value(left, right)
 
 
-def _same_unit(truth: Quantity, said: Quantity) -> bool:
-    ours = [u for u in truth.unit if u not in ("radian", "unit")]
-    theirs = [u for u in said.unit if u not in ("radian", "unit")]
-    if said.unit and (truth.percent or truth.degrees):
+def _same_unit(one: Quantity, other: Quantity) -> bool:
+    if (one.unit and (other.percent or other.degrees)) or (
+        other.unit and (one.percent or one.degrees)
+    ):
         return False
-    if theirs and ours:
-        return set(theirs) <= set(ours)
-    if truth.unit and (said.percent or said.degrees):
-        return False
-    return not theirs or said.known_unit
+    ours, theirs = (
+        [u for u in q.unit if u not in (("radian", 1), ("unit", 1))] for q in (one, other)
+    )
+    if ours and theirs:
+        return ours == theirs and one.known_unit == other.known_unit
+    return one.known_unit and other.known_unit
 
 
 def is_numeral(node: Node) -> bool:
@@ -79,9 +84,12 @@ def _is_unevaluated(node: Node) -> bool:
     kinds = {part.kind for part in node.nodes()}
     if not kinds <= _ARITHMETIC:
         return False
+    if "add" in kinds:
+        rational = exact(node)
+        return "pow" not in kinds or rational is None or abs(rational) < _LARGE
     # Large numbers are written as a factor and a power.
-    return "add" in kinds or (
-        not kinds & {"pow", "fact", "binom"} and bool(kinds & {"mul", "abs", "floor", "ceil"})
+    return not kinds & {"pow", "root", "fact", "binom"} and bool(
+        kinds & {"mul", "abs", "floor", "ceil"}
     )
 
 

@@ -1,22 +1,33 @@
-"""Parses a number or an expression with its currency, unit, degrees or percent."""
+r"""Parses a number or an expression with its currency, unit, degrees or percent.
+
+"5 \frac{m}{s}", "5\text{ m/s}", "5 meters per second", "5 米/秒"  ->  5, unit (meter, 1) (second, -1)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import expression
+from jaxrl.rewards.answer_reader.answer_expressions import expression, num
 from jaxrl.rewards.answer_reader.answer_kinds import Quantity
 from jaxrl.rewards.answer_reader.answer_tokens import (
     FUNCTIONS,
+    SYMBOLS,
     UNIT_WORDS,
     UNITS,
     WORDS,
     Token,
     Unreadable,
     is_op,
+    number_of,
 )
 
-_SPEEDS = {"mile": "mph", "km": "kph"}
+_CURRENCIES = {"$": "dollar", "euro": "euro", "pounds": "gbp"}
+_ALIASES = {
+    "mph": {"mile": 1, "hour": -1},
+    "kph": {"km": 1, "hour": -1},
+    "mpg": {"mile": 1, "gallon": -1},
+}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3}
 
 
 def quantity(tokens: list[Token]) -> Quantity:
@@ -25,77 +36,198 @@ def quantity(tokens: list[Token]) -> Quantity:
     Raises:
       Unreadable: The expression cannot be parsed, or "or", "and", "in" or "not" follows it.
     """
-    unit: list[str] = []
-    known, degrees, percent = True, False, False
-    tokens = list(tokens)
-    sign = []
-    if len(tokens) > 1 and is_op(tokens[0], "-", "+"):
-        sign, tokens = tokens[:1], tokens[1:]
-    if tokens and tokens[0].kind == "cmd" and tokens[0].text in ("$", "euro", "pounds"):
-        unit.append({"$": "dollar", "euro": "euro", "pounds": "gbp"}[tokens[0].text])
+    sign = tokens[:1] if len(tokens) > 1 and is_op(tokens[0], "-", "+") else []
+    tokens = tokens[len(sign) :]
+    angle = _degrees_and_minutes(tokens, negative=bool(sign) and sign[0].text == "-")
+    if angle is not None:
+        return angle
+    unit: dict[str, int] = {}
+    if tokens and tokens[0].kind == "cmd" and tokens[0].text in _CURRENCIES:
+        unit[_CURRENCIES[tokens[0].text]] = 1
         tokens = tokens[1:]
-    tokens = sign + tokens
+    known, degrees, percent = True, False, False
+    tokens, suffix = _without_unit(tokens, after_currency=bool(unit))
+    if suffix is not None:
+        if suffix.powers.keys() & unit.keys() and suffix.powers != unit:
+            raise Unreadable("a currency twice")
+        unit |= suffix.powers
+        known = suffix.known
+        if is_op(tokens[-1], "."):
+            tokens = tokens[:-1]
     trigonometric = any(t.kind == "cmd" and t.text in FUNCTIONS for t in tokens)
-    # The exponent of a unit.
-    power = ""
-    if len(tokens) > 2 and _ends_with_power(tokens):
-        power = "^" + next(t.text for t in reversed(tokens) if t.kind == "num")
-        while tokens[-1].kind != "word":
-            tokens.pop()
-    words: list[str] = []
-    while len(tokens) > 1 and (
-        tokens[-1].kind == "word" or (words and is_op(tokens[-1], "/", "-", "."))
-    ):
-        words.insert(0, tokens.pop().text.lower())
-    if words:
-        name, known = _unit(words, power)
-        unit += name
-    if (
-        len(tokens) > 1
-        and tokens[-1].text == "degree"
-        and tokens[-1].kind == "cmd"
-        and not trigonometric
-    ):
-        tokens.pop()
-        degrees = True
-    elif len(tokens) > 1 and tokens[-1].text == "%":
-        tokens.pop()
+    last = tokens[-1] if len(tokens) > 1 else None
+    if last is not None and last.text == "degree" and last.kind == "cmd" and not trigonometric:
+        tokens = tokens[:-1]
+        degrees = not unit.keys() & {"celsius", "fahrenheit"}
+    elif last is not None and last.text == "%":
+        tokens = tokens[:-1]
         percent = True
-    if len(set(unit)) != len(unit):
-        unit = list(dict.fromkeys(unit))
-    return Quantity(expression(tokens), tuple(unit), known, degrees, percent)
+    named = tuple(sorted((name, power) for name, power in unit.items() if power))
+    return Quantity(expression(sign + tokens), named, known, degrees, percent)
 
 
-def _ends_with_power(tokens: Sequence[Token]) -> bool:
-    texts = [t.text for t in tokens]
-    if texts[-1] == "}" and len(texts) > 4:
-        return texts[-4:-2] == ["^", "{"] and tokens[-5].kind == "word" and tokens[-2].kind == "num"
-    return texts[-2] == "^" and tokens[-3].kind == "word" and tokens[-1].kind == "num"
+def _degrees_and_minutes(tokens: Sequence[Token], *, negative: bool) -> Quantity | None:
+    """Parses "30^\\circ 15' 20''" and "30 degrees 15 minutes"; None for other texts."""
+    kinds = [
+        t.kind if t.kind == "num" else UNITS.get(t.text.lower(), t.text.lower()) for t in tokens
+    ]
+    parts = []
+    for sizes in (("degree",), ("minute", "'"), ("second", "''", "'")):
+        if len(kinds) > 1 and kinds[0] == "num" and kinds[1] in sizes:
+            mark = 3 if kinds[1:3] == ["'", "'"] and "second" in sizes else 2
+            if "second" in sizes and kinds[1] == "'" and mark == 2:
+                return None
+            parts.append(number_of(tokens[0]))
+            tokens, kinds = tokens[mark:], kinds[mark:]
+        elif not parts:
+            return None
+    if kinds or len(parts) < 2:
+        return None
+    if any(part >= 60 for part in parts[1:]) or any(p.denominator > 1 for p in parts[:-1]):
+        raise Unreadable("60 minutes or more")
+    value = sum((part / 60**n for n, part in enumerate(parts)), parts[0] * 0)
+    return Quantity(num(-value if negative else value), degrees=True)
 
 
-def _unit(words: Sequence[str], power: str) -> tuple[list[str], bool]:
-    """Returns the names in the unit, and whether all of them are known."""
-    if any(word in WORDS for word in words):
+def _without_unit(tokens: list[Token], *, after_currency: bool) -> tuple[list[Token], _Unit | None]:
+    """Splits tokens into an expression and the unit behind it."""
+    for start in range(1, len(tokens)):
+        first = tokens[start]
+        if not (
+            first.kind == "word"
+            or (first.kind == "cmd" and (first.text in _CURRENCIES or first.text == "frac"))
+            or (after_currency and is_op(first, "/"))
+            or is_op(first, "(", "{")
+        ):
+            continue
+        rest = tokens[start:]
+        if not any(t.kind == "word" or t.text in _CURRENCIES for t in rest):
+            break
+        unit = _Unit(rest)
+        try:
+            unit.read()
+        except _NoUnit:
+            continue
+        return tokens[:start], unit
+    if tokens and tokens[-1].kind == "word":
         raise Unreadable("words after a number")
-    names, known = [], True
-    for word in words:
-        if word in ("square", "sq"):
-            power = "^2"
-        elif word == "cubic":
-            power = "^3"
-        elif word in UNITS:
-            names.append(UNITS[word])
-        elif word in UNIT_WORDS or word in "/-.":
-            if word in ("per", "/"):
-                names.append("per")
+    return tokens, None
+
+
+class _NoUnit(Exception):
+    """Tokens are no unit."""
+
+
+class _Unit:
+    """A unit read from tokens.
+
+    Attributes:
+      powers: power of each unit by name.
+      known: whether all names are known units.
+    """
+
+    def __init__(self, tokens: Sequence[Token]):
+        self._tokens = list(tokens)
+        self.powers: dict[str, int] = {}
+        self.known = True
+
+    def read(self) -> None:
+        if any(t.kind == "word" and t.text.lower() in WORDS for t in self._tokens):
+            raise Unreadable("words after a number")
+        power = self._product(1)
+        if self._tokens:
+            raise _NoUnit
+        if not self.powers:
+            self.powers = {"unit": power}
+
+    def _is(self, *texts: str) -> bool:
+        return bool(self._tokens) and self._tokens[0].text in texts
+
+    def _product(self, sign: int) -> int:
+        """Reads factors up to a closing bracket; returns the power that waits for its name."""
+        power, direction, joined, count = 1, sign, True, 0
+        while self._tokens and not self._is(")", "}"):
+            token = self._tokens[0]
+            word = token.text.lower() if token.kind == "word" else ""
+            if self._is("*", ".", "-", "_") or word in UNIT_WORDS - _POWERS.keys() - {"per"}:
+                self._tokens.pop(0)
+                joined = joined or token.text == "*"
+            elif self._is("/") or word == "per":
+                self._tokens.pop(0)
+                direction, joined = -sign, True
+            elif word in _POWERS:
+                self._tokens.pop(0)
+                power = _POWERS[word]
+            else:
+                # "42 kg apples" is no unit, "N m" is one.
+                self.known &= joined or token.text in SYMBOLS
+                self._factor(direction * power)
+                power, direction, joined, count = 1, sign, False, count + 1
+        if power == 1 and not count:
+            raise _NoUnit
+        return power
+
+    def _factor(self, power: int) -> None:
+        token = self._tokens.pop(0)
+        if token.kind == "cmd" and token.text == "frac":
+            for sign in (1, -1):
+                if not self._is("{"):
+                    raise _NoUnit
+                self._tokens.pop(0)
+                if sign == 1 and [t.text for t in self._tokens[:2]] == ["1", "}"]:
+                    self._tokens.pop(0)
+                else:
+                    self._product(sign * power)
+                self._close("}")
+            return
+        if is_op(token, "(", "{"):
+            inside = _Unit(self._tokens)
+            inside._product(1)
+            self._tokens = inside._tokens
+            self._close({"(": ")", "{": "}"}[token.text])
+            self.known &= inside.known
+            self._add(inside.powers, power * self._exponent())
+        elif token.kind == "cmd" and token.text in _CURRENCIES:
+            self._add({_CURRENCIES[token.text]: 1}, power)
+        elif token.kind == "word":
+            name = SYMBOLS.get(token.text) or UNITS.get(token.text.lower())
+            self.known &= name is not None
+            # Case tells mW from MW.
+            name = name or (token.text if len(token.text) < 4 else token.text.lower())
+            self._add(_ALIASES.get(name, {name: 1}), power * self._exponent())
         else:
-            names.append(word)
-            known = False
-    if names[1:] == ["per", "hour"] and names[0] in _SPEEDS:
-        names = [_SPEEDS[names[0]]]
-    if len(names) > 1 and "per" not in names:
-        # "42 kg apples"
-        known = False
-    if power and names:
-        names[-1] += power
-    return names or ["unit" + power], known
+            raise _NoUnit
+
+    def _add(self, powers: dict[str, int], times: int) -> None:
+        for name, power in powers.items():
+            self.powers[name] = self.powers.get(name, 0) + power * times
+
+    def _close(self, bracket: str) -> None:
+        if not self._is(bracket):
+            raise _NoUnit
+        self._tokens.pop(0)
+
+    def _exponent(self) -> int:
+        # "squared", and "cm2"
+        first = self._tokens[0] if self._tokens else None
+        if (
+            first is not None
+            and first.kind in ("word", "num")
+            and not (first.kind == "num" and first.spaced)
+        ):
+            power = {"squared": 2, "2": 2, "cubed": 3, "3": 3}.get(first.text.lower(), 1)
+            del self._tokens[: int(power > 1)]
+            return power
+        if not self._is("^"):
+            return 1
+        texts = [t.text for t in self._tokens[1:5]]
+        braced = texts[:1] == ["{"]
+        texts = texts[1:] if braced else texts
+        negative = texts[:1] == ["-"]
+        digits = texts[int(negative) : int(negative) + 1]
+        if not digits or digits[0] not in ("1", "2", "3", "4"):
+            raise _NoUnit
+        del self._tokens[: 2 + negative + braced]
+        if braced:
+            self._close("}")
+        return -int(digits[0]) if negative else int(digits[0])

@@ -174,6 +174,38 @@ GEMMA3 = {
     "use_cache": True,
     "vocab_size": 262144,
 }
+# Gemma-3-4b and 12b, which leave out the defaults of the class.
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+GEMMA3_12B = {
+    **GEMMA3_4B,
+    "text_config": {
+        **GEMMA3_4B["text_config"],
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+}
 PUBLISHED = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
@@ -252,6 +284,30 @@ def test_what_gemma_3_files_of_other_versions_say_means_the_same():
     assert parse_config(without(sparse, "query_pre_attn_scalar")) == parse_config(GEMMA3)
     scaled = parse_config({**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert scaled.rope_scaling == RopeScaling(8.0, kind="linear")
+
+
+def test_the_text_model_of_a_gemma_3_with_images():
+    config = parse_config(GEMMA3_4B)
+    # Embeddings and final norm; per layer q and o, k and v, feed-forward, four norms and two of heads.
+    layer = 2 * 2560 * 2048 + 2 * 2560 * 1024 + 3 * 2560 * 10240 + 4 * 2560 + 2 * 256
+    assert config.num_params == 262_208 * 2560 + 2560 + 34 * layer == 3_880_263_168
+    assert config.rope_scaling == RopeScaling(8.0, kind="linear")
+    assert (config.rope_theta, config.rope_local_theta) == (1e6, 1e4)
+    assert config.sliding_window == 1024 and config.layer_pattern == ("sliding",) * 5 + ("full",)
+    assert config.tie_embeddings and config.query_pre_attn_scalar == 256
+    larger = parse_config(GEMMA3_12B)
+    assert (larger.num_heads, larger.num_kv_heads, larger.head_dim) == (16, 8, 256)
+    written = config_json(config, dtype="bfloat16", base=GEMMA3_4B)
+    assert written["architectures"] == ["Gemma3ForCausalLM"] and "vision_config" not in written
+    assert written["eos_token_id"] == [1, 106] and written["max_position_embeddings"] == 131072
+    assert parse_config(written) == config
+    for broken in (
+        {"text_config": None},
+        {"text_config": {}},
+        {"quantization_config": {"bits": 4}},
+    ):
+        with pytest.raises(UserError):
+            parse_config({**GEMMA3_4B, **broken})
 
 
 def test_windows_of_qwen_are_read_and_written():
@@ -360,7 +416,7 @@ def test_a_window_that_is_named_but_off_is_no_obstacle():
             "sliding_window is missing",
         ),
         (MISTRAL, {"layer_types": ["full_attention"] * 32}, "layer_types has full_attention, but"),
-        (GEMMA3, {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures is"),
+        (GEMMA3, {"architectures": ["Gemma3nForConditionalGeneration"]}, "architectures is"),
         (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),

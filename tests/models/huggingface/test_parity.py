@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import functools
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from closeness import assert_close
 from extras import import_extra
 from flax import nnx
@@ -329,3 +331,62 @@ def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie, max_s
     expected = their_logits(theirs, tokens_BT)
     assert_close(expected, found)
     assert not np.allclose(expected, their_logits(pair.theirs, tokens_BT), atol=0.1)
+
+
+@pytest.fixture(scope="module")
+def with_images(tmp_path_factory):
+    """A Gemma 3 with images and the directory of its files."""
+    torch.manual_seed(0)
+    text = FAMILIES["gemma3"]().to_dict()
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=dict(vision, image_size=28, patch_size=14),
+        mm_tokens_per_image=4,
+        eos_token_id=[1, 7],
+    )
+    model = transformers.Gemma3ForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    )
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
+            parameter.copy_(scale * torch.randn_like(parameter))
+    directory = tmp_path_factory.mktemp("gemma3-with-images")
+    model.save_pretrained(directory)
+    return model, directory
+
+
+@pytest.mark.parametrize("newer_names", [False, True])
+def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_names):
+    theirs, directory = with_images
+    if newer_names:
+        source, directory = directory, tmp_path / "newer"
+        shutil.copytree(source, directory)
+        tensors = safetensors.numpy.load_file(source / "model.safetensors")
+        renamed = {
+            name.replace("language_model.model.", "model.language_model.")
+            if name.startswith("language_model.")
+            else f"model.{name}": tensor
+            for name, tensor in tensors.items()
+        }
+        renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"]
+        safetensors.numpy.save_file(renamed, directory / "model.safetensors")
+    config = read_config(directory)
+    assert config.num_layers == 2 and config.vocab_size == 48 and config.tie_embeddings
+    pair = Pair(theirs, decoder_graph(config)[0], load(directory, config), config, directory)
+    tokens_BT = random_tokens(B, T)
+    found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
+    expected = their_logits(theirs, tokens_BT)
+    assert expected.std() > 0.5
+    assert_close(found, expected)
+
+    save_checkpoint(pair.params, config, tmp_path / "out", dtype="float32", source=directory)
+    exported, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(report.values())
+    assert exported.config.architectures == ["Gemma3ForCausalLM"]
+    assert exported.config.eos_token_id == [1, 7]
+    assert_close(their_logits(exported, tokens_BT), found)
