@@ -180,11 +180,20 @@ def _start_http(
     app = build_app(
         driver,
         loaded.tokenizer,
-        RequestLimits(config.model_name, sizes.max_response_tokens, sizes.max_context_tokens),
+        RequestLimits(
+            config.model_name,
+            sizes.max_prompt_tokens,
+            sizes.max_response_tokens,
+            sizes.max_context_tokens,
+        ),
         max_body_bytes=config.max_body_bytes,
     )
     server = HttpServer(
-        app, host=config.host, port=config.http_port, max_connections=config.max_connections
+        app,
+        host=config.host,
+        port=config.http_port,
+        api_key=config.key,
+        max_connections=config.max_connections,
     )
     stack.callback(server.stop)
     # First, so that open requests still get an answer while the HTTP server runs.

@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=pathlib.Path, help="folder of a run or an evaluation")
     parser.add_argument(
         "--http_port",
+        "--port",
         type=int,
         default=8010,
         help="port; 0 chooses a free one (default: %(default)s)",
