@@ -181,7 +181,8 @@ def test_a_key_is_demanded_whatever_the_name(start):
 def test_without_a_key_only_this_machine_is_served(start, host):
     with pytest.raises(UserError, match="JAXRL_API_KEY"):
         start(host=host)
-    assert status_of(start(host=host, api_key="k"), authorization="Bearer k") == 200
+    at = "::1" if host == "::" else "127.0.0.1"
+    assert status_of(start(host=host, api_key="k"), at=at, authorization="Bearer k") == 200
 
 
 def test_more_connections_than_the_system_has_files_are_refused():

@@ -439,7 +439,11 @@ def dispatches(loaded, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slots(stream, server, dispatches):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps({**MODEL, **LONG, "stream": stream}))
+    body, kind = (
+        json.dumps({**MODEL, **LONG, "stream": stream}),
+        {"content-type": "application/json"},
+    )
+    connection.request("POST", "/v1/completions", body, kind)
     if stream:
         assert connection.getresponse().read(10) == b'data: {"id'
     wait_until(lambda: server.driver.load == (0, 8))
