@@ -111,15 +111,14 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
 
 
 def _require_extras(config: ServeConfig) -> None:
-    packages = {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
+    packages = {name: name for name in ("pydantic", "starlette", "uvicorn")}
     if config.grpc:
-        packages["jetstream"] = "jetstream"
-    absent = {p: extra for p, extra in packages.items() if importlib.util.find_spec(p) is None}
+        packages["jetstream"] = "google-jetstream==0.2.2"
+    absent = {p: named for p, named in packages.items() if importlib.util.find_spec(p) is None}
     if absent:
         without = " or leave gRPC out with --http_only" if set(absent) == {"jetstream"} else ""
         raise UserError(
-            f"{', '.join(absent)} not installed; pip install "
-            f"'jaxrl[{','.join(sorted(set(absent.values())))}]'{without}"
+            f"{', '.join(absent)} not installed; pip install {' '.join(absent.values())}{without}"
         )
 
 

@@ -182,5 +182,5 @@ def _pairs(config: Config, path: str) -> tuple[Preference, ...]:
 def _check_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise UserError(
-            f"the package {package} is not installed; run pip install 'jaxrl[{package}]', or do without it"
+            f"the package {package} is not installed; run pip install {package}, or do without it"
         )

@@ -146,9 +146,9 @@ JUDGE = {"reward__judge__chat": False}
         ({"sft__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         (
             {"run__loggers": ("tensorboard", "wandb")},
-            "the package wandb is not installed; run pip install 'jaxrl[wandb]'",
+            "the package wandb is not installed; run pip install wandb",
         ),
-        ({"run__loggers": ("trackio:mine",)}, "pip install 'jaxrl[trackio]'"),
+        ({"run__loggers": ("trackio:mine",)}, "pip install trackio"),
     ],
 )
 def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):

@@ -98,4 +98,4 @@ def _require_extra() -> None:
         p for p in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(p) is None
     ]
     if absent:
-        raise UserError(f"{', '.join(absent)} not installed; pip install 'jaxrl[serve]'")
+        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
