@@ -89,6 +89,8 @@ def test_recipe_loads_and_divides(path):
 def test_a_dry_run_of_a_recipe_needs_no_files(path, tmp_path, monkeypatch):
     config = load_config(Config, str(path.resolve()), {})
     monkeypatch.chdir(tmp_path)
+    if config.sft.path == "conversations.jsonl":
+        (tmp_path / config.sft.path).touch()
     check_for_plan(config)
 
 
