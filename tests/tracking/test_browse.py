@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
