@@ -199,7 +199,7 @@ def available(args):
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
         systems += [(name, sys.executable) for name in TRANSFORMERS]
     else:
-        print("Transformers is left out: install jaxrl[parity]")
+        print("Transformers is left out: pip install torch transformers")
     if args.tunix_python:
         systems.append(("Tunix", args.tunix_python))
     else:

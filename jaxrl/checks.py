@@ -208,6 +208,23 @@ class Text(Rule):
 NAME = Text(1000)
 """A name, a field of a file, a note: one line without blanks at its ends."""
 
+
+@dataclasses.dataclass(frozen=True)
+class FolderName(Text):
+    """Accepts a `NAME` that names a folder inside another one, or nothing."""
+
+    at_most: int = 1000
+
+    def fault(self, value: str) -> str | None:
+        """What is wrong with `value`, and the remedy; None if the value is valid."""
+        if "/" in value or value in (".", ".."):
+            return "leads to another folder; write a name without slashes"
+        return super().fault(value)
+
+
+FOLDER_NAME = FolderName()
+"""The name of a run, whose folder is inside `run.output`."""
+
 PROSE = Text(100_000, lines=True)
 """Text for a model: a template, a system prompt."""
 

@@ -89,7 +89,7 @@ def _pickled_function(
 ) -> Callable[..., Any]:
     try:
         function = pickle.loads(pathlib.Path(where).read_bytes())
-    except Exception as error:  # unpickling user objects may raise anything
+    except (Exception, SystemExit) as error:  # unpickling user objects may raise anything
         raise UserError(f"{what} {path!r} cannot be loaded: {error}; make it again") from error
     if takes is not None:
         _check_takes(function, path, what, takes, options)
@@ -134,7 +134,7 @@ def _check_takes(
 def _named_module(path: str, where: str, what: str) -> types.ModuleType:
     try:
         return importlib.import_module(where)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise _not_imported(
             path,
             what,
@@ -163,13 +163,13 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
     sys.modules[name] = module  # dataclasses look up their module here during its execution
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         del sys.modules[name]
         raise _not_imported(path, what, error, "fix the file") from error
     return module
 
 
-def _not_imported(path: str, what: str, error: Exception, remedy: str) -> UserError:
+def _not_imported(path: str, what: str, error: BaseException, remedy: str) -> UserError:
     ours = (__file__, importlib.__file__)
     places = [
         f"{frame.filename}:{frame.lineno}: "

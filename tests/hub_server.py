@@ -29,6 +29,9 @@ class HubServer(http.server.ThreadingHTTPServer):
       cards: head of a data set's card, as the hub parses it.
       cut_off: paths whose next answer ends in the middle.
       damaged: paths that arrive with other content than the hub tells.
+      headers: headers of files that differ from what they should be.
+      odd: part of a path -> a function of the handler, which answers in place of the hub.
+      about: what differs from what should be told about a repository.
       requests: method and path of all requests.
     """
 
@@ -38,6 +41,7 @@ class HubServer(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos, self.revisions, self.cards = {}, {}, {}
         self.gated, self.cut_off, self.damaged = set(), set(), set()
+        self.headers, self.odd, self.about = {}, {}, {}
         self.requests = []
 
     @property
@@ -131,6 +135,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, *, body: bool):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         self.server.requests.append((self.command, path))
+        for part, answer in self.server.odd.items():
+            if part in path:
+                self.close_connection = True
+                return answer(self)
         if found := _API.fullmatch(urllib.parse.urlsplit(self.path).path):
             kind, name, action, revision = found.groups()
             return self._about(kind, name, action, urllib.parse.unquote(revision or "main"))
@@ -166,6 +174,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 "private": False,
                 "cardData": self.server.cards.get(name),
             }
+            | self.server.about
         )
 
     def _file(self, kind: str, name: str, revision: str, file: str, *, body: bool):
@@ -181,8 +190,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start = int(asked[1])
         self.send_response(206 if start else 200)
-        self.send_header("ETag", f'"{told}"')
-        self.send_header("X-Repo-Commit", commit_of(revision))
+        headers = {"ETag": f'"{told}"', "X-Repo-Commit": commit_of(revision)} | self.server.headers
+        for key, text in headers.items():
+            self.send_header(key, text)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content) - start))
         if start:

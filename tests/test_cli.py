@@ -63,6 +63,20 @@ def test_every_command_tells_its_arguments_without_a_device():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["train --help", "new recipe"])
+def test_streams_that_are_closed_are_no_error(tmp_path, closed, command):
+    shell = f"exec {sys.executable} -m jaxrl {command} {closed}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    # Nothing that was printed has gone into the file that took the number of the stream.
+    recipe = tmp_path / "recipe.py"
+    assert not recipe.exists() or "is yours to change" not in recipe.read_text()
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
 def test_a_reader_that_leaves_early_is_no_error(arguments):
     source = f"import sys; from jaxrl import cli; sys.exit(cli.main(['jaxrl', *{arguments}]))"

@@ -15,6 +15,7 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.rewards import check_grader
+from jaxrl.trainer.findings import check_for_plan
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -82,6 +83,15 @@ def test_recipe_loads_and_divides(path):
     slots = config.rollout.slots
     for size in (0 if slots == "auto" else slots, config.rollout.prefill_prompts):
         assert size % shards_of("batch", GENERATE_RULES, mesh) == 0
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_dry_run_of_a_recipe_needs_no_files(path, tmp_path, monkeypatch):
+    config = load_config(Config, str(path.resolve()), {})
+    monkeypatch.chdir(tmp_path)
+    if config.sft.path == "conversations.jsonl":
+        (tmp_path / config.sft.path).touch()
+    check_for_plan(config)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ import posixpath
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -43,6 +44,26 @@ def test_settings_that_a_page_names_exist(page):
     files = {name for name in named if name.endswith((".py", ".md", ".jsonl", ".html"))}
     inside = {name for name in named if any(name.startswith(f"{table}.") for table in tables)}
     assert named & known and not named - files - inside - known - groups
+
+
+def test_what_is_to_be_installed_exists():
+    """A name that nobody has published may be registered by anybody. jaxrl comes from a checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    ours = project["dependencies"] + [requirement for extra in extras for requirement in extra]
+    known = {re.match(r"[\w-]+", requirement)[0] for requirement in ours} - {"jaxrl"}
+    known |= {"pathwaysutils", "array_record"}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    for folder in ("docs", "jaxrl", "configs", "launch", "benchmarks"):
+        found = (ROOT / folder).rglob("*.*")
+        pages += [path for path in found if path.suffix in (".py", ".md", ".sh", ".yaml", ".ipynb")]
+    named = set()
+    for page in pages:
+        text = page.read_text()
+        assert not re.search(r"\bjaxrl\[[a-z]", text), page
+        # `-e '.[serve]'` begins with a dot, `{package}` with a brace.
+        named |= set(re.findall(r"pip install (?:-\S+ )*['\"]?([A-Za-z][\w-]*)", text))
+    assert len(named) > 8 and named <= known
 
 
 def test_errors_that_the_page_of_symptoms_quotes_are_raised():

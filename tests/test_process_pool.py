@@ -18,10 +18,13 @@ from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
 from jaxrl.user_code import load_function
 
 FUNCTIONS = """
-    import os, re, signal, sys, time, types
+    import gc, os, re, signal, socket, sys, time, types
 
     def double(number):
         return 2 * number
+
+    def same(value):
+        return value
 
     def pid(_):
         return os.getpid()
@@ -59,14 +62,28 @@ FUNCTIONS = """
     def unpicklable(_):
         return lambda: 0
 
+    def channel():
+        (found,) = (one for one in gc.get_objects() if isinstance(one, socket.socket))
+        return found.fileno()
+
     def torn(_):
         # As if the kernel had ended it in the middle of its answer.
-        from jaxrl import process_pool
-        import gc
-        from multiprocessing.connection import Connection
-        (pipe,) = (one for one in gc.get_objects() if isinstance(one, Connection))
-        os.write(pipe.fileno(), (1 << 20).to_bytes(4, "big") + b"half")
+        frame = sys._getframe()
+        while "mark" not in frame.f_locals:
+            frame = frame.f_back
+        os.write(channel(), frame.f_locals["mark"] + (1 << 20).to_bytes(8, "little") + b"half")
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def scribble(text):
+        for number in range(3, 256):
+            try:
+                os.write(number, text)
+            except OSError:
+                pass
+        return len(text)
+
+    def close_all(_):
+        os.closerange(3, 256)
 
     def surroundings(_):
         return os.environ["JAX_PLATFORMS"], os.getpgrp() == os.getpid(), sys.stdin.read()
@@ -135,6 +152,33 @@ def test_no_other_question_is_touched(pool_of, name, kind, message):
     assert caught.value.kind == kind
     assert beside.result() == 1.0
     assert [f.result() for f in [pool.submit(double, n) for n in range(9)]] == list(range(0, 18, 2))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"x", b"hello", b"\xff" * 12, bytes(64), b"many lines\n" * 1000, bytes(range(255)) * 99],
+)
+def test_a_function_that_writes_to_all_files_costs_its_result(pool_of, text):
+    pool, scribble, double = pool_of("scribble", "double", patience_s=20.0)
+    pool.start()
+    began = time.monotonic()
+    with pytest.raises(WorkerFault, match="has written to the socket") as caught:
+        pool.call(scribble, text)
+    assert caught.value.kind == "died" and time.monotonic() - began < 10
+    assert pool.call(double, 21) == 42
+
+
+def test_a_function_that_closes_all_files_costs_its_result(pool_of):
+    pool, close_all, double = pool_of("close_all", "double", patience_s=20.0)
+    with pytest.raises(WorkerFault, match="ended its process") as caught:
+        pool.call(close_all, None)
+    assert caught.value.kind == "died" and pool.call(double, 21) == 42
+
+
+def test_large_questions_and_answers_arrive_whole(pool_of):
+    pool, same = pool_of("same", patience_s=60.0)
+    content = os.urandom(30_000_000)
+    assert pool.call(same, content) == content
 
 
 def test_limits_of_clock_time_are_of_a_call(pool_of):

@@ -15,14 +15,15 @@ from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
-from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
+from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, check_for_plan, fine_tuning
 from jaxrl.trainer.hub_files import with_hub_files
 
 
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe; with `dry_run` only checks it and prints its plan."""
+    """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     if dry_run:
         plan_tables.show(trace_plan(config))
+        check_for_plan(config)
         return 0
     return _start(config, _train, REINFORCEMENT)
 

@@ -81,7 +81,17 @@ def run(
             f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
         )
     config = load_config(config_class, own["config"].value, overrides)
-    return command(config, **{name: own[name].value for name in switches}) or 0
+    try:
+        return command(config, **{name: own[name].value for name in switches}) or 0
+    except SystemExit as error:
+        if error.code:
+            raise
+        # Status 0 would say that the run is finished.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{place.filename}:{place.lineno} has ended the program (SystemExit); a function that a config "
+            "names must return"
+        ) from error
 
 
 def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
@@ -140,7 +150,10 @@ def load_recipe(
         tree = get_config(argument) if argument else get_config()
     except UserError:
         raise
-    except Exception as error:  # a recipe is the user's own code and may raise anything
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a recipe is the user's own code and may raise anything
         raise UserError(_recipe_failure(path, error, known)) from error
     if not isinstance(tree, ml_config_dict.ConfigDict):
         raise UserError(f"get_config() of {path} returned {tree!r}, not a ConfigDict")
@@ -299,7 +312,7 @@ def _execute(path: str) -> dict[str, Any]:
     return names
 
 
-def _recipe_failure(path: str, error: Exception, known: Sequence[str]) -> str:
+def _recipe_failure(path: str, error: BaseException, known: Sequence[str]) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -321,7 +334,7 @@ def _name_in_recipe(path: str, line: int, leaf: str) -> str:
     return next((name for name in names if replacement_of(name)), leaf)
 
 
-def _misspelt_setting(error: Exception) -> str | None:
+def _misspelt_setting(error: BaseException) -> str | None:
     """The name that a locked ConfigDict rejected; None for all other errors."""
     # A ConfigDict raises AttributeError with a KeyError inside. The text of the KeyError starts with the
     # name: 'lrr' after a read, Key "lrr" does not exist after an assignment.

@@ -80,7 +80,7 @@ class Finder:
         listed = " ".join(f"({i}) {fault}." for i, fault in enumerate(self.missing, start=1))
         raise UserError(
             f"this run lacks {things}: {listed} Paths are relative to {pathlib.Path.cwd()}; "
-            "--dry_run shows the plan without any of this"
+            "--dry_run shows the plan without devices and weights"
         )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any
 
-from jaxrl.checks import NAME, PATH, SEED, check_fields, check_path, shown
+from jaxrl.checks import FOLDER_NAME, PATH, SEED, check_fields, check_path, shown
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, SftConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
@@ -33,7 +33,7 @@ class Config:
     """All settings of a run.
 
     Attributes:
-      name: name of the recipe; also the name of the output folder.
+      name: name of the recipe; also the name of the folder in `run.output`.
       seed: random seed of weights, data order and sampling.
       weights: Hugging Face directory with the initial weights; "" starts from random weights.
       adapter: PEFT directory with the initial adapters (`model.lora`); "" starts with new adapters.
@@ -41,7 +41,7 @@ class Config:
         `mesh.pools.read_placement`; {} puts all roles on all devices.
     """
 
-    name: Annotated[str, NAME] = "run"
+    name: Annotated[str, FOLDER_NAME] = "run"
     seed: Annotated[int, SEED] = 0
     weights: Annotated[str, PATH] = ""
     adapter: Annotated[str, PATH] = ""

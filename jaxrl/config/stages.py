@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from jaxrl.checks import NAME, PATH, check_fields, count, steps
+from jaxrl.checks import FOLDER_NAME, NAME, PATH, check_fields, count, steps
 from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P, truncation_of
@@ -33,7 +33,7 @@ class SftConfig:
     prompt_field: Annotated[str, NAME] = "prompt"
     response_field: Annotated[str, NAME] = "response"
     messages_field: Annotated[str, NAME] = "messages"
-    run: Annotated[str, NAME] = ""
+    run: Annotated[str, FOLDER_NAME] = ""
     examples_per_step: Annotated[int, count(1)] = 32
     optim: StageOptimConfig = dataclasses.field(default_factory=StageOptimConfig)
     save_every: Annotated[int, steps(1)] = 200

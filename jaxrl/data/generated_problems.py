@@ -82,7 +82,7 @@ class FunctionRows(RowFile):
         try:
             row = self._function(index, rng, **self._options)
             text = json.dumps(row, default=_plain) if isinstance(row, dict) else ""
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             does = "raised" if row is None else f"returned {_cut(repr(row))}, which is no JSON:"
             raise UserError(
                 f"{self.place(index)}: the function {does} {type(error).__name__}: {error}; it must return a "

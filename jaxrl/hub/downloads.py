@@ -21,8 +21,9 @@ from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 
 from jaxrl.errors import UserError
+from jaxrl.hub.guarded_client import guard
 from jaxrl.hub.hub_names import HubName
-from jaxrl.hub.hub_splits import DATA_FILES, choose_files, declared_splits, inferred_splits
+from jaxrl.hub.hub_splits import DATA_FILES, Splits, choose_files, declared_splits, inferred_splits
 
 Kind = Literal["model", "dataset"]
 
@@ -47,6 +48,8 @@ _NO_NETWORK = (
     hub_errors.HTTPError,  # pyright: ignore[reportPrivateImportUsage]
     hub_errors.OfflineModeIsEnabled,
 )
+# What reading an answer of another form raises, here and in huggingface_hub.
+_MALFORMED = (ValueError, TypeError, AttributeError, LookupError, AssertionError, RecursionError)
 
 
 class Hub:
@@ -62,6 +65,7 @@ class Hub:
         cache_dir: cache of repositories; None takes the one of `HF_HOME`.
         """
 
+        guard()
         self.endpoint = endpoint or constants.ENDPOINT
         self._api = huggingface_hub.HfApi(endpoint=self.endpoint)
         self._cache = pathlib.Path(cache_dir or constants.HF_HUB_CACHE)
@@ -164,7 +168,7 @@ class Hub:
             except UserError as error:
                 refusals.append(error)
                 continue
-            if found := (info and declared_splits(info)) or inferred_splits(names):
+            if found := (info and _declared(name, info)) or inferred_splits(names):
                 return each, info, choose_files(name, found, splits)
             refusals.append(
                 UserError(
@@ -180,6 +184,8 @@ class Hub:
             info = self._api.repo_info(
                 name.repo, repo_type=kind, revision=name.revision or None, files_metadata=True
             )
+        except UserError:
+            raise
         except hub_errors.HfHubHTTPError as error:
             if error.response is not None and error.response.status_code >= 500:
                 return None
@@ -188,6 +194,11 @@ class Hub:
             raise self._refusal(error, name, kind) from error
         except _NO_NETWORK:
             return None
+        except _MALFORMED as error:
+            raise UserError(
+                f"{self.endpoint} answers about {name} in a form that no hub has ({_first_line(error)}); "
+                "check HF_ENDPOINT, or put the files into a directory and name that"
+            ) from error
         if getattr(info, "gated", False) and huggingface_hub.get_token() is None:
             raise UserError(self._gated(name))
         return info
@@ -212,7 +223,9 @@ class Hub:
                 cache_dir=self._cache,
                 allow_patterns=[glob.escape(file) for file in files],
             )
-        except (*_NO_NETWORK, OSError) as error:
+        except (*_NO_NETWORK, OSError, *_MALFORMED) as error:
+            if isinstance(cause := error.__cause__ or error, UserError):
+                raise cause from None
             raise self._refusal(error, name, kind) from error
         checksums = {s.rfilename: s.lfs.sha256 for s in info.siblings if s.lfs is not None}
         for file in new:
@@ -302,6 +315,16 @@ def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]
         f"{name} has {has}; jaxrl reads safetensors, which hold no code: take a revision that has them, or "
         "convert it (GGUF: jaxrl convert --from gguf)"
     )
+
+
+def _declared(name: HubName, info: Any) -> Splits:
+    try:
+        return declared_splits(info)
+    except _MALFORMED as error:
+        raise UserError(
+            f"the card of data set {name.repo} does not list its files as `configs` of `data_files` "
+            f"({_first_line(error)}); put the files that you want into a directory and name that"
+        ) from error
 
 
 def _files_in(folder: pathlib.Path) -> list[str]:

@@ -9,18 +9,23 @@ if it was process 0, with SIGABRT and a hundred lines of stack. Here a thread of
 heartbeats with the others. If one is missed it ends its own process with a line that names the lost process,
 its last phase, and what to do.
 
-The store dies with process 0, and JAX then ends the other processes before their threads can react. So each
-process has a witness (`host_witness.py`), a second process that writes the line after the stack.
+The store dies with process 0, and JAX then aborts the other processes before their threads can react, after
+a hundred lines of stack. The handler of that signal writes the line, and ends with the status of a lost
+process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2). What the
+kernel kills has no handler. So each process has a witness (`host_witness.py`), a second process that writes
+the line then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +45,9 @@ _PREFIX = "jaxrl/signs_of_life/"
 # Heartbeats in the time after which a process counts as lost.
 _HEARTBEATS = 6
 _SLOWEST_HEARTBEAT_S = 5.0
+# Time in which process 0 must accept a connection, or it is gone.
+_KNOCK_S = 5.0
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _RUNNING, _LEFT, _FAILED = "running", "left", "failed"
 # Beginnings of errors from devices or from communication between hosts. A failed dispatch is a ValueError
 # with such a text.
@@ -116,12 +124,17 @@ class Peers:
         """
         for process, last in self._last.items():
             age_s = now_s - self._since_s[process]
-            where = f"process {process} (host {last.host}, {last.phase})"
+            where = self.name(process)
             if last.state == _RUNNING and age_s > silent_s:
                 return f"{where} has given no sign of life for {age_s:.0f} s"
             if last.state == _FAILED and age_s > failed_s:
                 return f"{where} has ended with an error, of which its own output tells"
         return ""
+
+    def name(self, process: int) -> str:
+        """A process with its host and its last phase, for messages."""
+        last = self._last[process]
+        return f"process {process} (host {last.host}, {last.phase})"
 
     @property
     def all_gone(self) -> bool:
@@ -143,6 +156,7 @@ class HostWatch:
         num_processes: int,
         *,
         lost_after_s: float,
+        coordinator: str = "",
         end: Callable[[int], None] = os._exit,
     ):
         """Prepares the watch; entering the context starts it.
@@ -151,6 +165,7 @@ class HostWatch:
           store: store that all processes share.
           process, num_processes: number of this process, and number of processes.
           lost_after_s: seconds without a heartbeat after which a process is lost.
+          coordinator: address:port of process 0's service; "" leaves an abort as it is.
           end: function that ends this process at once; replaced in tests.
         """
         self._store = store
@@ -159,6 +174,9 @@ class HostWatch:
         self._lost_after_s = lost_after_s
         self._every_s = min(lost_after_s / _HEARTBEATS, _SLOWEST_HEARTBEAT_S)
         self._end = end
+        self._coordinator = coordinator
+        # Kept here as long as the kernel knows its address.
+        self._handler = _Handler(self._on_abort)
         self._peers = Peers(process, num_processes, time.monotonic())
         # Guards `_me`: the thread and the main thread both send heartbeats.
         self._lock = threading.Lock()
@@ -183,6 +201,9 @@ class HostWatch:
         self._witness = _start_witness()
         self._tell_witness(self._name)
         self._thread.start()
+        if self._coordinator and self._me.process:
+            # Python's own handlers run later, in the main thread, which an abort does not wait for.
+            ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
         return self
 
     def __exit__(
@@ -219,6 +240,8 @@ class HostWatch:
     def _leave(self, state: str) -> None:
         """Stops the watch and sends the last heartbeat."""
         self._stop.set()
+        if self._coordinator and self._me.process:
+            ctypes.CDLL(None).signal(signal.SIGABRT, None)
         self._thread.join(timeout=self._every_s)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(state)
@@ -268,6 +291,21 @@ class HostWatch:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
         self._end(EXIT_TRY_AGAIN)
+
+    def _on_abort(self, number: int) -> None:
+        """Runs where this process is aborted; ends it if process 0 is gone, else lets the abort go on."""
+        del number
+        host, _, port = self._coordinator.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+        except OSError:
+            self._say(
+                f"{self._peers.name(0)} is gone, and the service of all with it; {self._name} ends, with "
+                f"status {EXIT_TRY_AGAIN}: {_REMEDY}"
+            )
+            if self._witness is not None:
+                self._witness.kill()
+            self._end(EXIT_TRY_AGAIN)
 
     def _send(self, state: str) -> None:
         with self._lock:

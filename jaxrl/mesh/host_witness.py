@@ -4,8 +4,8 @@
 
 Each line of its input names the watched process and its current phase. After an orderly end the watched
 process kills its witness. If instead the input ends, the watched process died without time for a message:
-killed by the kernel for want of memory, by a person, or by JAX because process 0 is gone. This file imports
-nothing else, so that it starts quickly and stays small.
+killed by the kernel for want of memory, or by a person. This file imports nothing else, so that it starts
+quickly and stays small.
 """
 
 import sys
@@ -17,8 +17,7 @@ def main() -> None:
     for line in sys.stdin:
         last = line.rstrip("\n")
     print(
-        f"error: {last} was ended before it could say why: by a signal, for want of memory, or by JAX, whose "
-        f"service goes with process 0 (then its report stands above); {sys.argv[1]}",
+        f"error: {last} was ended before it could say why: by a signal, or for want of memory; {sys.argv[1]}",
         file=sys.stderr,
         flush=True,
     )

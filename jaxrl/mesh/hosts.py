@@ -139,7 +139,11 @@ def watched(config: HostsConfig) -> Iterator[None]:
     store: Any = distributed.global_state.client
     try:
         with HostWatch(
-            store, jax.process_index(), num_processes(), lost_after_s=config.lost_after_s
+            store,
+            jax.process_index(),
+            num_processes(),
+            lost_after_s=config.lost_after_s,
+            coordinator=distributed.global_state.coordinator_address or "",
         ) as _watch:
             yield
     finally:

@@ -48,7 +48,7 @@ def matmul_in(kind: MatmulKind) -> Product | None:
     except ModuleNotFoundError as error:
         raise UserError(
             f"train.matmuls {kind!r} takes the package qwix, which is not installed; run "
-            "pip install 'jaxrl[qwix]', or set train.matmuls to 'full'"
+            "pip install 'qwix<0.2', or set train.matmuls to 'full'"
         ) from error
     return functools.partial(_product, qwix, kind)
 

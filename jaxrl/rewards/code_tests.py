@@ -5,13 +5,15 @@
     ["assert add(1, 2) == 3", "assert not is_odd(2)"]                 calls, as asserts
 
 A program could read tests in its own process, or redefine equality. So the sandbox makes the calls and
-returns their values as text. This module reads the values as literals and compares them.
+returns their values as JSON, which this module reads and compares. That is quick whatever a program writes:
+a megabyte of Python literals or of colliding dict keys would take minutes.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import json
 import math
 from typing import Any
@@ -22,21 +24,52 @@ from jaxrl.rewards.sandbox import Sandbox, SandboxLimits, sandbox_called
 MAX_TESTS = 200
 _MAX_CODE_CHARS = 100_000
 
+
+def plain(value: Any) -> Any:
+    """A value as lists, tables, texts and numbers, which JSON can hold. It also runs in the sandbox.
+
+    (1, [2.5, None])   ->  [1, [2.5, null]]
+    {1: "a", 2: "b"}   ->  {"dict": [["1", "a"], ["2", "b"]]}
+    {"a", 1.0}         ->  {"set": ["\\"a\\"", "1"]}
+    3 + 4j             ->  {"other": "(3+4j)"}
+    """
+
+    def key(member: Any) -> str:
+        # Equal keys have equal texts: True, 1.0 and 1 are one key.
+        whole = isinstance(member, bool) or (isinstance(member, float) and member.is_integer())
+        return json.dumps(plain(int(member) if whole else member))
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(member) for member in value]
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(map(key, value))}
+    if isinstance(value, dict):
+        pairs = [[key(name), plain(member)] for name, member in value.items()]
+        return {"dict": sorted(pairs, key=lambda pair: pair[0])}
+    return {"other": repr(value)}
+
+
 # Runs in the sandbox: executes the program, then each call, and writes the values to the error output.
-_CALLER = """
+_CALLER = f"""
+from __future__ import annotations
 import io, json, os, sys
+{inspect.getsource(plain)}
 given = json.load(sys.stdin)
 sys.stdin, sys.stderr = io.StringIO(), io.StringIO()
-space = {"__name__": "solution"}
-exec(compile(given["program"], "solution.py", "exec"), space)
+space = {{"__name__": "solution"}}
+exec(compile(given["program"], "solution.py", "exec", dont_inherit=True), space)
 if hasattr(space.get("Solution"), given["method"] or " "):
     space[given["method"]] = getattr(space["Solution"](), given["method"])
 for call in given["calls"]:
     try:
-        value = repr(eval(call, space))
+        value = json.dumps(plain(eval(call, space)))
     except Exception:
-        value = ""
-    os.write(2, json.dumps(value[:100000]).encode() + b"\\n")
+        value = "no value"
+    left = value.encode() + b"\\n"
+    while left:
+        left = left[os.write(2, left):]
 """
 
 
@@ -135,6 +168,7 @@ def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
     Args:
       argument: program, tests as text, seconds of processor time, and name of the sandbox. The seconds limit
         all calls together, or each run of a program that prints; all runs together have four times as long.
+        Time asleep counts as processor time.
     """
     program, text, seconds, name = argument
     sandbox = sandbox_called(name)
@@ -153,7 +187,7 @@ def run_tests(argument: tuple[str, str, float, str]) -> list[bool] | None:
         outcome = sandbox.run(program, test.stdin.encode(), SandboxLimits(min(seconds, left)))
         if outcome.status is None:
             return None
-        # Processor time, so that a right program does not fail on a busy machine.
+        # Not time by the clock, so that a right program does not fail on a busy machine.
         left -= outcome.seconds
         printed = outcome.stdout.decode(errors="replace")
         passed.append(outcome.status == 0 and _lines(printed) == _lines(test.expected))
@@ -171,26 +205,25 @@ def _run_calls(
     if outcome.status is None:
         return None
     values = outcome.stderr.splitlines()[: len(tests)]
-    values += [b'""'] * (len(tests) - len(values))
+    values += [b"no value"] * (len(tests) - len(values))
     return [_has_value(v, t.expected) for v, t in zip(values, tests, strict=True)]
 
 
 def _has_value(reported: bytes, expected: Any) -> bool:
     try:
-        value = ast.literal_eval(json.loads(reported))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return _equal(json.loads(reported), plain(expected))
+    except (ValueError, RecursionError, MemoryError):
         return False
-    return _equal(value, expected)
 
 
 def _equal(value: Any, expected: Any) -> bool:
+    """Whether two `plain` values are equal; floats nearly so."""
     if isinstance(value, bool) != isinstance(expected, bool):
         return False
     if isinstance(value, float) or isinstance(expected, float):
         numbers = isinstance(value, int | float) and isinstance(expected, int | float)
         return numbers and math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
-    # JSON has lists but no tuples.
-    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+    if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_equal, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
         return value.keys() == expected.keys() and all(_equal(value[k], expected[k]) for k in value)

@@ -70,14 +70,12 @@ class GraderKind:
       reads: the form in which a response must give its answer, for the hint to users.
       asks: name of its function in the pool; "" needs no pool.
       package: package that it needs; "" needs none.
-      extra: extra of jaxrl that installs the package.
     """
 
     build: Callable[..., Grader]
     reads: str
     asks: str = ""
     package: str = ""
-    extra: str = ""
 
 
 _FINAL_ANSWER = r'a last line such as "Answer: 42" or "#### 42", or \boxed{42}'
@@ -95,7 +93,6 @@ GRADERS: dict[str, GraderKind] = {
         f"<answer>42</answer>, or {_FINAL_ANSWER}",
         TASK,
         "reasoning_gym",
-        "tasks",
     ),
 }
 
@@ -367,7 +364,7 @@ def _built(
     if kind.package and importlib.util.find_spec(kind.package) is None:
         raise UserError(
             f"the grader {name!r} needs the package {kind.package}, which is not installed; run "
-            f"pip install 'jaxrl[{kind.extra}]', or use the grader 'answer'"
+            f"pip install {kind.package.replace('_', '-')}, or use the grader 'answer'"
         )
     _check_options(name, kind, options)
     if kind.asks == CODE:

@@ -2,26 +2,39 @@
 
 The server limits the number of connections, the time a connection may stay without a request, and the time a
 client may take to read an answer. It has no encryption: use it on one machine or behind a proxy with TLS.
+
+    listens on     without a key                                             with a key
+    this machine   requests must name it as localhost (or 127.0.0.1, ::1)    requests must send the key
+    a network      refused at the start                                      requests must send the key
+
+The name stops pages of other sites that have their own name point to 127.0.0.1 (DNS rebinding): a browser
+would let them read the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
 import http
+import ipaddress
 import json
 import resource
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+import urllib.parse
+from collections.abc import Collection
 from typing import Any
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxrl.errors import UserError
 from jaxrl.serving.openai.calls import ApiError
+from jaxrl.serving.serve_config import needs_key
 
 # A connection is closed if no complete request headers arrive within this time, or if its client does not
 # read what is sent to it.
@@ -129,6 +142,38 @@ def _allow_open_files(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
+def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
+    """Refuses requests without the key, which /health does not need; without a key, those for other hosts."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        headers, refusal = Headers(scope=scope), None
+        if api_key:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            # starlette decodes headers as Latin-1.
+            known = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+            if scope["path"] != "/health" and not (scheme.lower() == "bearer" and known):
+                refusal = ApiError(
+                    401,
+                    "send the key of this server: Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                )
+        elif _host_of(headers) not in hosts:
+            refusal = ApiError(
+                421,
+                f"this server answers to {', '.join(hosts)}, unless it is started with --api_key",
+            )
+        await (JSONResponse(refusal.body, refusal.status) if refusal else app)(scope, receive, send)
+
+    return answer
+
+
+def _host_of(headers: Headers) -> str | None:
+    try:
+        return urllib.parse.urlsplit(f"//{headers.get('host', '')}").hostname
+    except ValueError:
+        return None
+
+
 class HttpServer:
     """Serves an ASGI application from its own thread.
 
@@ -138,10 +183,11 @@ class HttpServer:
 
     def __init__(
         self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        app: ASGIApp,
         *,
         host: str,
         port: int,
+        api_key: str = "",
         max_connections: int = 1000,
         idle_timeout_s: float = _IDLE_TIMEOUT_S,
         write_timeout_s: float = _WRITE_TIMEOUT_S,
@@ -151,12 +197,14 @@ class HttpServer:
         Args:
           app: the application.
           host, port: address to listen on; port 0 chooses a free port.
+          api_key: key that requests must send; "" for none.
           max_connections: maximum number of open connections; further ones get status 503 at once.
           idle_timeout_s: maximum time in seconds until the headers of a request are complete.
           write_timeout_s: maximum time in seconds for a client to read what is sent to it.
 
         Raises:
-          UserError: the port is not available, or the system does not allow so many connections.
+          UserError: the port is not available, the system does not allow so many connections, or the address
+            can be reached from elsewhere and there is no key.
         """
         _allow_open_files(max_connections + _OTHER_FILES)
         protocol = functools.partial(
@@ -173,10 +221,14 @@ class HttpServer:
                 f"HTTP cannot listen on {host}:{port} ({error.strerror}); choose another --host or "
                 "--http_port"
             ) from error
-        self.port: int = self._socket.getsockname()[1]
+        address, self.port = self._socket.getsockname()[:2]
+        if not api_key and not ipaddress.ip_address(address).is_loopback:
+            self._socket.close()
+            raise UserError(needs_key(host))
+        hosts = dict.fromkeys(["localhost", "127.0.0.1", "::1", address, host.lower()])
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app,
+                _guarded(app, hosts, api_key),
                 http=protocol,  # pyright: ignore[reportArgumentType]
                 log_level="warning",
                 access_log=False,

@@ -3,7 +3,8 @@
     python launch/serve.py --model DIR [--http_port 8000] [--grpc_port 9000 | --http_only]
 
 DIR is a Hugging Face directory. launch/convert.py --from run makes one from the result of a run. The server
-listens only on this machine unless --host is given. After SIGTERM or Ctrl-C it finishes open requests.
+listens only on this machine unless --host is given, which needs a key. After SIGTERM or Ctrl-C it finishes
+open requests.
 """
 
 from __future__ import annotations
@@ -35,5 +36,12 @@ def main(argv: Sequence[str]) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = command_parser(program, __doc__)
     add_flags(parser, ServeConfig, without=("grpc",))
+    parser.add_argument(
+        "--port",
+        dest="http_port",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="short for --http_port",
+    )
     parser.add_argument("--http_only", action="store_true", help="leave gRPC out")
     return parser

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
+import os
 import pathlib
+import socket
 from typing import Annotated, Literal
 
-from jaxrl.checks import PATH, at_least, between, count, token_count
+from jaxrl.checks import NAME, PATH, at_least, between, count, token_count
 from jaxrl.errors import UserError
 from jaxrl.rollout.settings import EngineSettings
 
@@ -18,7 +21,9 @@ class ServeConfig(EngineSettings):
     Attributes:
       model: Hugging Face directory of the model.
       name: model name that requests must use; "" means the directory's name.
-      host: address to listen on.
+      host: address to listen on; "" is every address of this machine.
+      api_key: key that requests must send as `Authorization: Bearer KEY`. "" takes it from the variable
+        JAXRL_API_KEY, which the list of processes does not show. Addresses other than localhost need one.
       http_port, grpc_port: ports to listen on; 0 chooses a free port.
       grpc: whether JetStream's gRPC service runs too.
       slots: maximum number of samples decoded at the same time.
@@ -37,7 +42,8 @@ class ServeConfig(EngineSettings):
 
     model: Annotated[str, PATH]
     name: str = ""
-    host: str = "127.0.0.1"
+    host: Annotated[str, NAME] = "127.0.0.1"
+    api_key: Annotated[str, NAME] = ""
     http_port: Annotated[int, between(0, 65_535)] = 8000
     grpc_port: Annotated[int, between(0, 65_535)] = 9000
     grpc: bool = True
@@ -58,6 +64,13 @@ class ServeConfig(EngineSettings):
 
     def __post_init__(self):
         super().__post_init__()
+        if not _is_local(self.host):
+            if not self.key:
+                raise UserError(needs_key(self.host))
+            if self.grpc:
+                raise UserError(
+                    "JetStream's gRPC service knows no key, so it listens here only; add --http_only"
+                )
         if self.cache == "paged" and self.grpc:
             raise UserError(
                 "JetStream's gRPC service has no paged cache; add --http_only, or leave out --cache"
@@ -71,3 +84,25 @@ class ServeConfig(EngineSettings):
     def model_name(self) -> str:
         """The model name that requests must use."""
         return self.name or pathlib.Path(self.model).resolve().name
+
+    @property
+    def key(self) -> str:
+        """The key that requests must send; "" if they need none."""
+        return self.api_key or os.environ.get("JAXRL_API_KEY", "").strip()
+
+
+def needs_key(host: str) -> str:
+    """The message for an address that others can reach and a server without a key."""
+    return (
+        f"--host {host or '0.0.0.0'} can be reached from other machines; set a key in the variable "
+        "JAXRL_API_KEY or by --api_key, or leave --host out and listen on this machine only"
+    )
+
+
+def _is_local(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None)
+    except OSError:
+        return False
+    # Without the scope of an IPv6 address.
+    return all(ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback for *_, at in found)

@@ -111,15 +111,14 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
 
 
 def _require_extras(config: ServeConfig) -> None:
-    packages = {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
+    packages = {name: name for name in ("pydantic", "starlette", "uvicorn")}
     if config.grpc:
-        packages["jetstream"] = "jetstream"
-    absent = {p: extra for p, extra in packages.items() if importlib.util.find_spec(p) is None}
+        packages["jetstream"] = "google-jetstream==0.2.2"
+    absent = {p: named for p, named in packages.items() if importlib.util.find_spec(p) is None}
     if absent:
         without = " or leave gRPC out with --http_only" if set(absent) == {"jetstream"} else ""
         raise UserError(
-            f"{', '.join(absent)} not installed; pip install "
-            f"'jaxrl[{','.join(sorted(set(absent.values())))}]'{without}"
+            f"{', '.join(absent)} not installed; pip install {' '.join(absent.values())}{without}"
         )
 
 
@@ -180,11 +179,20 @@ def _start_http(
     app = build_app(
         driver,
         loaded.tokenizer,
-        RequestLimits(config.model_name, sizes.max_response_tokens, sizes.max_context_tokens),
+        RequestLimits(
+            config.model_name,
+            sizes.max_prompt_tokens,
+            sizes.max_response_tokens,
+            sizes.max_context_tokens,
+        ),
         max_body_bytes=config.max_body_bytes,
     )
     server = HttpServer(
-        app, host=config.host, port=config.http_port, max_connections=config.max_connections
+        app,
+        host=config.host,
+        port=config.http_port,
+        api_key=config.key,
+        max_connections=config.max_connections,
     )
     stack.callback(server.stop)
     # First, so that open requests still get an answer while the HTTP server runs.

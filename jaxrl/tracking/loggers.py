@@ -192,11 +192,11 @@ _LOGGERS: dict[str, Callable[[StageFolder, int | None, LoggedRun], Logger]] = {
 
 
 def _installed(package: str) -> ModuleType:
-    """Imports the package of an extra with the same name."""
+    """Imports a package that `pip install` knows by the same name."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise UserError(
             f"run.loggers names {package}, which is not installed; "
-            f"run pip install 'jaxrl[{package}]', or leave it out"
+            f"run pip install {package}, or leave it out"
         ) from error

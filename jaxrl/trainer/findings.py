@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.problems import ProblemReader
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
+from jaxrl.hub.hub_names import hub_name
 from jaxrl.mesh.pools import Pool
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
@@ -28,6 +30,7 @@ from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
+from jaxrl.user_code import load_function, names_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,32 @@ def find_everything(
     return Findings(problems, demonstrations or (), pairs, own_tokenizers)
 
 
+def check_for_plan(config: Config) -> None:
+    """Looks up the user's own files and functions, but no weights, devices or names on the hub.
+
+    Raises:
+      UserError: something is missing. One message names all such things.
+    """
+    find = Finder()
+    sources = config.data.training_sources | config.data.evaluation_sources
+    paths = {name: source.path for name, source in sources.items()}
+    paths |= {"sft.path": config.sft.path if config.sft.num_steps else ""}
+    for setting, path in paths.items():
+        find(setting, functools.partial(_check_there, path))
+    for name, function in config.reward.functions.items():
+        find(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
+    if path := config.rollout.environment:
+        find("rollout.environment", functools.partial(load_environment, path))
+    find.check()
+
+
+def _check_there(path: str) -> None:
+    if names_function(path):
+        load_function(path, "data function")
+    elif path and hub_name(path) is None and not os.path.exists(path):
+        raise UserError(f"{path} does not exist")
+
+
 def _needs_chat_template(config: Config) -> bool:
     data = config.data
     sources = (*data.training_sources.values(), *data.evaluation_sources.values())
@@ -182,5 +211,5 @@ def _pairs(config: Config, path: str) -> tuple[Preference, ...]:
 def _check_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise UserError(
-            f"the package {package} is not installed; run pip install 'jaxrl[{package}]', or do without it"
+            f"the package {package} is not installed; run pip install {package}, or do without it"
         )

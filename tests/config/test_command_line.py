@@ -262,6 +262,8 @@ def test_a_missing_recipe_names_the_path_and_near_ones(capsys, recipe, path):
         ("b'\\xff'.decode()", "{path}:1: UnicodeDecodeError: "),
         ("open('absent.txt')", "{path}:1: FileNotFoundError: "),
         ("def get_config():\n  return [][1]\n", "{path}:2: IndexError: "),
+        ("raise SystemExit(0)\n", "{path}:1: SystemExit: 0"),
+        ("import sys\ndef get_config():\n  sys.exit()\n", "{path}:3: SystemExit:"),
         ("x = 1\n", "{path} defines no get_config()"),
         ("def get_config(): pass\n", "get_config() of {path} returned None, not a ConfigDict"),
         (
@@ -311,6 +313,14 @@ def test_only_errors_of_the_user_lose_their_traceback(capsys, recipe):
     for fault in ValueError("ours"), SystemExit(4):
         with pytest.raises(type(fault)):
             run_failing(recipe, fault)
+
+
+@pytest.mark.parametrize("fault", [SystemExit(), SystemExit(0), SystemExit(None)])
+def test_code_that_ends_the_program_does_not_look_like_success(capsys, recipe, fault):
+    assert run_failing(recipe, fault) == 2
+    error = capsys.readouterr().err
+    assert "test_command_line.py:" in error and "has ended the program (SystemExit)" in error
+    assert error.count("\n") == 1
 
 
 def test_the_status_is_the_commands(recipe):

@@ -589,6 +589,15 @@ def _only(function, name: str):
             {"all": {"roles": ["actor"], "train": 3}},
             "placement.all.train = 3: expected",
         ),
+        *(
+            (
+                setting,
+                value,
+                f"{setting} {value!r} leads to another folder; write a name without slashes",
+            )
+            for setting in ("name", "sft.run")
+            for value in ("../x", "/tmp/x", "a/../../x", "..", ".", "a/b")
+        ),
         ("mesh.train", "1-1-1000000000000", "numbers from 1 to 1,000,000 joined by dashes"),
         ("mesh.train", "1-1-²", "numbers from 1 to 1,000,000 joined by dashes"),
         ("mesh.generate", "1-1-0-1", "numbers from 1 to 1,000,000 joined by dashes"),

@@ -77,11 +77,11 @@ def test_an_interrupted_question_is_not_answered_by_the_next(monkeypatch):
     template = template_of(PLAIN_TEMPLATE)
     (worker,) = chat._shared_pool()._idle
 
-    def interrupt():
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker._pipe, "recv_bytes", interrupt)
+        patch.setattr(worker, "_read", interrupt)
         with pytest.raises(KeyboardInterrupt):
             template.render([{"role": "user", "content": "stale"}])
     assert template.render(MESSAGES) == PLAIN

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 
 import hub_server
 import pyarrow as pa
@@ -13,6 +15,7 @@ import pytest
 
 from jaxrl.data.row_files import open_rows
 from jaxrl.errors import UserError
+from jaxrl.hub import guarded_client
 from jaxrl.hub.downloads import Hub
 from jaxrl.hub.hub_names import HubName, hub_name
 from jaxrl.hub.hub_splits import inferred_splits
@@ -53,6 +56,7 @@ def repositories(server, monkeypatch):
     server.repos = {("models", "me/tiny"): dict(TINY), ("datasets", "openai/gsm8k"): dict(GSM8K)}
     server.revisions, server.cards = {}, {}
     server.gated, server.cut_off, server.damaged = set(), set(), set()
+    server.headers, server.odd, server.about = {}, {}, {}
     server.requests.clear()
 
 
@@ -203,6 +207,131 @@ def test_splits_of_the_card_come_first(server, hub):
     server.cards["me/data"] = {"configs": [{"config_name": "default", "data_files": files}]}
     assert answers(hub.rows(named("me/data"), ("train",))) == ["#### 2"]
     assert answers(hub.rows(named("me/data"), ("test",))) == ["#### 1"]
+
+
+CARDS = {
+    "a number": 5,
+    "a list": [1],
+    "a text": "configs",
+    "configs a number": {"configs": 5},
+    "configs a text": {"configs": "main"},
+    "configs a table": {"configs": {"main": 1}},
+    "configs of numbers": {"configs": [5]},
+    "configs of texts": {"configs": ["main"]},
+    "configs of lists": {"configs": [[1]]},
+    "files a number": {"configs": [{"data_files": 5}]},
+    "files true": {"configs": [{"data_files": True}]},
+    "path a number": {"configs": [{"data_files": [{"split": "train", "path": 5}]}]},
+    "path of numbers": {"configs": [{"data_files": [{"split": "train", "path": [5]}]}]},
+    "path of tables": {"configs": [{"data_files": [{"path": [{}]}]}]},
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_card_of_another_form_is_one_line(server, hub, card):
+    server.repos["datasets", "me/data"] = {"a.parquet": parquet(1)}
+    server.cards["me/data"] = CARDS[card]
+    with pytest.raises(UserError, match="the card of data set me/data does not list") as caught:
+        hub.rows(named("me/data"), ("train",))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"siblings": 5},
+        {"siblings": ["a"]},
+        {"siblings": [{}]},
+        {"siblings": [{"rfilename": 5}]},
+        {"siblings": [{"rfilename": "../../a.parquet"}]},
+        {"siblings": [{"rfilename": "/etc/a.parquet"}]},
+        {"siblings": [{"rfilename": "a.parquet", "lfs": {"sha256": "../x", "size": 1}}]},
+        {"sha": "../../x"},
+        {"sha": 5},
+        {"sha": ""},
+        {"gated": [], "lastModified": "yesterday"},
+    ],
+)
+def test_an_answer_of_another_form_is_one_line(server, hub, about):
+    server.repos["datasets", "me/data"] = {"a.parquet": parquet(1)}
+    server.about = about
+    with pytest.raises(
+        UserError, match=r"answers about me/data|which is no name of a file"
+    ) as caught:
+        hub.rows(named("me/data"), ("train",))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ETag", "X-Linked-ETag", "X-Repo-Commit"])
+@pytest.mark.parametrize(
+    "value", ['"../../../x"', "/tmp/x", 'W/"../../../x"', '".."', "a/b", '".x"']
+)
+def test_a_header_that_names_another_folder_is_refused(server, hub, tmp_path, name, value):
+    server.headers = {name: value}
+    with pytest.raises(
+        UserError, match=f"sent the header {name.lower()} .*which is no name"
+    ) as caught:
+        hub.model(named("me/tiny"))
+    assert "\n" not in str(caught.value)
+    written = [p for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size == len(WEIGHTS)]
+    assert os.listdir(tmp_path) in ([], ["cache"]) and not written
+
+
+def silent(handler):
+    time.sleep(30)
+
+
+def dripping(beginning):
+    def answer(handler):
+        handler.wfile.write(beginning)
+        for _ in range(300):
+            handler.wfile.write(b"x")
+            time.sleep(0.1)
+
+    return answer
+
+
+def endless(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n[")
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        handler.wfile.write(b" " * 100_000)
+
+
+HEADERS, BODY = b"HTTP/1.1 200 OK\r\nX-Name: ", b"HTTP/1.1 200 OK\r\n\r\n"
+RUDE = {
+    "silent": silent,
+    "dripping headers": dripping(HEADERS),
+    "dripping": dripping(BODY),
+    "endless": endless,
+}
+
+
+@pytest.mark.parametrize("path", ["/api/models/me/tiny", "/tree/", "/resolve/"])
+@pytest.mark.parametrize("kind", RUDE)
+def test_a_hub_that_does_not_end_its_answer_is_left(server, hub, monkeypatch, kind, path):
+    monkeypatch.setattr(guarded_client, "ANSWER_S", 1.0)
+    monkeypatch.setattr(guarded_client, "ANSWER_BYTES", 10_000_000)
+    monkeypatch.setattr(guarded_client, "UNSIZED_BYTES", 10_000_000)
+    answer = RUDE[kind]
+
+    def only_files(handler):
+        # The headers of a file come as they should; the file does not.
+        if handler.command == "HEAD" and kind != "dripping headers":
+            return handler._file(
+                "models", "me/tiny", "main", handler.path.split("/")[-1], body=False
+            )
+        return answer(handler)
+
+    server.odd = {path: only_files if path == "/resolve/" else answer}
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        hub.model(named("me/tiny"))
+    assert time.monotonic() - began < 20 and "\n" not in str(caught.value)
+    told = (
+        "sent more than 10,000,000 bytes" if kind == "endless" else "within 1 s|bytes of a file in"
+    )
+    assert re.search(told, str(caught.value))
 
 
 def test_a_data_set_of_another_format_comes_converted(server, hub):

@@ -158,12 +158,27 @@ with hosts.watched(config):
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_named(victim):
+def commands_of(program: str) -> list[list[str]]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    commands = [[sys.executable, "-c", PROGRAM, address, str(i)] for i in range(2)]
+    return [[sys.executable, "-c", program, address, str(i)] for i in range(2)]
+
+
+def test_an_abort_of_its_own_is_no_loss_of_process_0():
+    """Such as a failed assertion of XLA."""
+    aborts = "\n        if n == 3 and sys.argv[2] == '1': __import__('os').abort()\n"
+    program = PROGRAM.replace("\n        time.sleep", f"{aborts}        time.sleep")
+    with started(commands_of(program), cwd=ROOT) as processes:
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert processes[1].returncode == -signal.SIGABRT
+    assert processes[0].returncode == EXIT_TRY_AGAIN, errors[0]
+    assert "is gone" not in errors[1] and "error: process 1 of 2 (host " in errors[1]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named(victim):
+    commands = commands_of(PROGRAM)
     with started(commands, cwd=ROOT) as processes:
         survivor = processes[1 - victim]
         while survivor.stdout.readline() != "3\n":
@@ -177,6 +192,7 @@ def test_a_killed_process_is_named(victim):
         assert "error: process 1 (host " in errors[0][-1] and "step " in errors[0][-1]
         assert not [line for line in errors[0] if "stack trace" in line or "Traceback" in line]
     else:
-        assert survivor.returncode == -signal.SIGABRT
-        assert "error: process 1 of 2 (host " in errors[1][-1] and "process 0" in errors[1][-1]
+        assert survivor.returncode == EXIT_TRY_AGAIN
+        assert "error: process 0 (host " in errors[1][-1] and "step " in errors[1][-1]
+        assert "is gone" in errors[1][-1] and "process 1 of 2 (host " in errors[1][-1]
     assert "start all processes again with the same command" in errors[1 - victim][-1]

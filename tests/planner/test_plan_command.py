@@ -73,6 +73,12 @@ def test_a_recipe_alone_is_traced(capsys):
     assert "learning, before temporaries" in traced and "actor update, traced" in traced
     assert cli.run("train", ["train", *arguments, "--dry_run"]) == 0
     assert capsys.readouterr().out == traced
+    # The plan is there all the same.
+    fault = "--config.rollout.environment=absent.py:f"
+    assert cli.run("train", ["train", *arguments, "--dry_run", fault]) == 2
+    out, error = capsys.readouterr()
+    assert "actor update, traced" in out and error.count("\n") == 1
+    assert "this run lacks one thing: (1) rollout.environment: " in error
     assert cli.run("plan", ["plan", *arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["pools"][0]["bytes"]["learning"] > 0

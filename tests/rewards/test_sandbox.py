@@ -8,6 +8,7 @@ import dataclasses
 import os
 import pathlib
 import platform
+import shutil
 import signal
 import socket
 import sys
@@ -684,6 +685,32 @@ def test_the_log_says_which_and_what_it_does_not_protect(caplog):
 def test_bubblewrap_that_is_not_installed_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "apt install bubblewrap" in works("bubblewrap")
+
+
+def test_bubblewrap_in_a_folder_of_its_own_is_found(monkeypatch, tmp_path):
+    """Such as /opt/bin, or a folder of the user's that PATH names relative to the working directory."""
+    if reason := works("bubblewrap"):
+        pytest.skip(reason)
+    (tmp_path / "own").mkdir()
+    shutil.copy(shutil.which("bwrap"), tmp_path / "own" / "bwrap")
+    monkeypatch.chdir(tmp_path)
+    for folder in (str(tmp_path / "own"), "own"):
+        monkeypatch.setenv("PATH", folder)
+        assert SANDBOXES["bubblewrap"]().command([])[0] == str(tmp_path / "own" / "bwrap")
+        assert works("bubblewrap") == ""
+        assert printed(SANDBOXES["bubblewrap"](), "print(42)") == "42\n"
+
+
+@pytest.mark.parametrize("content", [b"no program", b"#!/no/such/interpreter\n"])
+def test_where_bubblewrap_cannot_be_started_the_next_sandbox_is_tried(
+    monkeypatch, tmp_path, content
+):
+    (tmp_path / "bwrap").write_bytes(content)
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fakes = {"bubblewrap": SANDBOXES["bubblewrap"], "landlock": Fake("landlock")}
+    monkeypatch.setattr(choosing, "SANDBOXES", fakes)
+    assert choose_sandbox("auto").name == "landlock"
 
 
 def test_a_kernel_without_landlock_is_named(monkeypatch):

@@ -1,14 +1,15 @@
 """Code against unit tests, and scorers of reasoning-gym: what passes, and what a program may try instead."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 from extras import import_extra
-from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders, GradingTask, Response
+from jaxrl.rewards.code_tests import run_tests
 from jaxrl.rewards.sandboxed_graders import program_of
 
 
@@ -77,7 +78,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CHEATS.keys(), fast=CHEATS.keys() - {"sleeps"}))
+@pytest.mark.parametrize("name", CHEATS)
 def test_a_wrong_program_costs_its_time_and_passes_nothing(graders, name):
     if name == "forks" and graders._sandbox == "none":
         pytest.skip("nothing would stop it here")
@@ -86,6 +87,103 @@ def test_a_wrong_program_costs_its_time_and_passes_nothing(graders, name):
     verdicts = graders.grade([sample(t, a) for t, a in texts])
     assert [v.correct for v in verdicts] == [False, False, True]
     assert all(v.failure is None for v in verdicts)
+
+
+VALUES = {
+    "[1, (2, 3)]": "[1, [2, 3]]",
+    "{1: 'a', True and 2: (1,)}": "{2: [1], 1: 'a'}",
+    "{'a': {1.0, 2}, None: b'x'}": "{None: b'x', 'a': {1, 2}}",
+    "__import__('collections').Counter('aab')": "{'a': 2, 'b': 1}",
+    "{(1, 'x'), (2, 'y')}": "{(2, 'y'), (1, 'x')}",
+    "3 + 4j": "3 + 4j",
+    "[0.1 + 0.2, float('inf')]": "[0.3, 1e999]",
+    "'\\ud800\\n\\0'": "'\\ud800\\n\\0'",
+    "10**4000": str(10**4000),
+}
+OTHERS = {
+    "[1, 2]": "[2, 1]",
+    "{1: 2}": "{'1': 2}",
+    "{'set': ['1']}": "{1}",
+    "{1, 2}": "[1, 2]",
+    "True": "1",
+    "[True]": "[1]",
+    "'1'": "1",
+    "0.30001": "0.3",
+    "None": "False",
+    "9**9**5": "3",
+    "[1]" + ".__class__": "[1]",
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_of_any_kind_are_those_that_python_finds_equal(value):
+    program = f"def f(): return {value}"
+    assert run_tests((program, f"assert f() == {VALUES[value]}", 2.0, "none")) == [True]
+
+
+@pytest.mark.parametrize("value", OTHERS)
+def test_values_that_differ(value):
+    program = f"def f(): return {value}"
+    assert run_tests((program, f"assert f() == {OTHERS[value]}", 2.0, "none")) == [False]
+
+
+# Kilobytes that a program reports as its value. Read as Python literals some of them took 21 s.
+REPORTS = {
+    "signs": "'-' * 400_000 + '1'",
+    "signs, quoted": "'\"' + '-' * 400_000 + '1\"'",
+    "depth": "'[' * 400_000",
+    "depth of tables": "'{\"a\":' * 80_000",
+    "digits": "'9' * 400_000",
+    "sums, quoted": "'\"' + '1+' * 200_000 + '1j\"'",
+    "many": "'[' + '[],' * 130_000 + '1]'",
+    "members that collide, quoted": (
+        "'\"{' + ','.join(str(n * (2**61 - 1)) for n in range(18_000)) + '}\"'"
+    ),
+    "keys that collide": "'{\"set\": [' + ','.join(str(n * (2**61 - 1)) for n in range(18_000)) + ']}'",
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_long_report_is_read_in_less_than_a_second(name):
+    program = f"import os\nos.write(2, ({REPORTS[name]}).encode() + b'\\n')\nos._exit(0)"
+    used = time.process_time()
+    assert run_tests((program, "assert f() == {1, 2}", 2.0, "none")) == [False]
+    assert time.process_time() - used < 1.0
+
+
+def test_a_long_value_is_compared_whole():
+    program = "def f(n): return list(range(n))"
+    tests = json.dumps({"fn_name": "f", "inputs": [[60_000]], "outputs": [list(range(60_000))]})
+    assert run_tests((program, tests, 4.0, "none")) == [True]
+
+
+def test_a_sleeping_program_holds_its_worker_no_longer_than_one_that_computes():
+    began = time.monotonic()
+    for program in (
+        "import time\ntime.sleep(600)",
+        "import signal\nsignal.pause()",
+        "input()\ninput()",
+    ):
+        assert run_tests((program, SUM, 1.0, "none")) in (None, [False, False])
+    assert time.monotonic() - began < 8
+
+
+def test_all_tests_of_an_answer_have_one_limit():
+    """Each run sleeps less than it may."""
+    tests = json.dumps({"inputs": [""] * 100, "outputs": ["1"] * 100})
+    began = time.monotonic()
+    assert run_tests(("import time\ntime.sleep(0.8)\nprint(1)", tests, 1.0, "none")) is None
+    assert time.monotonic() - began < 12
+
+
+def test_a_program_that_waits_for_its_threads_does_not_sleep():
+    program = (
+        "import threading, time\n"
+        "def work():\n    until = time.process_time() + 1.5\n    while time.process_time() < until: pass\n"
+        "t = threading.Thread(target=work)\nt.start()\nt.join()\nprint(1)"
+    )
+    tests = json.dumps({"inputs": [""], "outputs": ["1"]})
+    assert run_tests((program, tests, 3.0, "none")) == [True]
 
 
 def test_part_marks(graders):

@@ -185,6 +185,7 @@ def test_what_a_function_raises_passes_through_with_its_path(written, completion
     ("source", "name", "message"),
     [
         ("import no_such_thing", "f", r"my_rewards\.py:1: ModuleNotFoundError.*no_such_thing"),
+        ("import sys\nsys.exit(0)", "f", r"cannot be imported: .*my_rewards\.py:2: SystemExit: 0"),
         ("\nlimit = 1 / 0", "f", r"cannot be imported: .*my_rewards\.py:2: ZeroDivisionError"),
         ("def f(:", "f", r"SyntaxError: .*my_rewards\.py, line 1"),
         ("def good(r): ...", "f", "has no 'f'; it has good"),

@@ -1,6 +1,7 @@
 """Connections of rude clients: half a request, a byte a second, nothing read, too many at once."""
 
 import contextlib
+import http.client
 import json
 import resource
 import socket
@@ -15,7 +16,7 @@ for package in ("pydantic", "starlette", "uvicorn"):
 from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.serving.http_server import HttpServer  # noqa: E402
 
-WHOLE = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+WHOLE = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF = WHOLE[:-2]
 
 
@@ -34,7 +35,7 @@ def start():
     with contextlib.ExitStack() as stack:
 
         def server(**settings) -> int:
-            server = HttpServer(app, host="127.0.0.1", port=0, **settings)
+            server = HttpServer(app, **{"host": "127.0.0.1", "port": 0, **settings})
             stack.callback(server.stop)
             return server.port
 
@@ -128,6 +129,60 @@ def test_connections_beyond_the_limit_are_refused_at_once(start):
     with connection(port) as client:
         client.sendall(WHOLE)
         assert client.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def status_of(port: int, path: str = "/v1/models", at: str = "127.0.0.1", **headers: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection(at, port, timeout=20)) as client:
+        client.putrequest("GET", path, skip_host="host" in headers)
+        for name, value in headers.items():
+            client.putheader(name, value)
+        client.endheaders()
+        return client.getresponse().status
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("evil.example@127.0.0.2", 421),
+        ("10.0.0.1:80", 421),
+        ("[::1", 421),
+        ("", 421),
+        ("localhost:8010", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1:80", 200),
+        ("[::1]:8010", 200),
+    ],
+)
+def test_a_page_whose_name_was_pointed_to_this_machine_reads_nothing(start, host, status):
+    assert status_of(start(), host=host) == status
+
+
+def test_the_name_that_it_was_started_with_is_accepted(start):
+    port = start(host="127.2")
+    for host in ("127.2", "127.0.0.2"):
+        assert status_of(port, at="127.0.0.2", host=f"{host}:{port}") == 200
+
+
+def test_a_key_is_demanded_whatever_the_name(start):
+    port = start(api_key="s3cret é")
+    right = "Bearer s3cret é".encode().decode("latin-1")
+    for given in (right, right.replace("Bearer", "bearer")):
+        assert status_of(port, authorization=given, host="proxy.example") == 200
+    for given in ("", "s3cret é", "Bearer", "Bearer s3cret", f"{right}x", f"Basic {right[7:]}"):
+        assert status_of(port, authorization=given) == 401
+    assert status_of(port) == 401
+    # For those that only ask whether it runs.
+    assert status_of(port, "/health") == 200
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "0", "::"])
+def test_without_a_key_only_this_machine_is_served(start, host):
+    with pytest.raises(UserError, match="JAXRL_API_KEY"):
+        start(host=host)
+    at = "::1" if host == "::" else "127.0.0.1"
+    assert status_of(start(host=host, api_key="k"), at=at, authorization="Bearer k") == 200
 
 
 def test_more_connections_than_the_system_has_files_are_refused():

@@ -17,7 +17,7 @@ from jaxrl.serving.openai.calls import (  # noqa: E402
     read_completion,
 )
 
-LIMITS = RequestLimits("m", max_tokens=40, max_context_tokens=64)
+LIMITS = RequestLimits("m", max_prompt_tokens=60, max_tokens=40, max_context_tokens=64)
 VALUES = [
     None,
     True,
@@ -173,6 +173,20 @@ def test_a_chat_that_names_no_number_gets_what_there_is_room_for():
     # A prompt without room says so itself.
     error = outcome(read_chat, {"model": "m", "messages": [{"role": "", "content": "x" * 64}]})
     assert error.body["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("length", [61, 64, 100, 600])
+def test_a_prompt_that_is_too_long_has_the_code_of_openai(length):
+    for read, body in (
+        (read_completion, {"prompt": "x" * length, "max_tokens": 1}),
+        (read_completion, {"prompt": [1] * length, "max_tokens": 1}),
+        (read_chat, {"messages": [{"role": "user", "content": "x" * length}], "max_tokens": 1}),
+    ):
+        error = outcome(read, {"model": "m", **body}).body["error"]
+        assert error["code"] == "context_length_exceeded" and "shorten" in error["message"]
+    assert not isinstance(
+        outcome(read_completion, {"model": "m", "prompt": "x" * 60, "max_tokens": 1}), ApiError
+    )
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():

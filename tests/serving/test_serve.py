@@ -273,7 +273,7 @@ def post(server, body, path="/v1/completions", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     try:
         content = body if isinstance(body, bytes) else json.dumps({**MODEL, **body}).encode()
-        connection.request("POST", path, content, headers)
+        connection.request("POST", path, content, {"content-type": "application/json"} | headers)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:
@@ -295,8 +295,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": []}, 400, "prompt must be a text, a list of token ids"),
         ({"prompt": [1, "a"]}, 400, "prompt must be a text, a list of token ids"),
         ({"prompt": [0, 319]}, 400, "token ids from 0 to 319; this model's go from 0 to"),
-        ({"prompt": "x" * 60}, 400, "this server takes 1 to 48: shorten it"),
-        ({"prompt": "x" * 300}, 400, "and 300 of the prompt with max_tokens 16 are 316"),
+        ({"prompt": "x" * 60}, 400, "of which prompts have 48 at most; this one has 60: shorten"),
+        ({"prompt": "x" * 300}, 400, "of which prompts have 48 at most; this one has 300"),
         ({"prompt": "\ud800"}, 400, "prompt is no text"),
         ({"prompt": "x", "max_tokens": 45}, 400, "max_tokens 45: this server gives 1 to 44"),
         (
@@ -363,6 +363,25 @@ def test_so_does_a_chat(body, message, server):
     assert message in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "json"]
+)
+def test_a_body_that_a_page_of_another_site_may_send_is_refused(kind, server):
+    """A browser asks before it sends JSON to another site, and gets no permission here."""
+    foreign = {"origin": "https://evil.example"}
+    body = {"prompt": "one", "max_tokens": 1}
+    status, answer = post(server, body, **{"content-type": kind}, **foreign)
+    assert status == 415 and "send content-type: application/json" in answer["error"]["message"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    asks = {"access-control-request-method": "POST", **foreign}
+    connection.request("OPTIONS", "/v1/completions", headers=asks)
+    response = connection.getresponse()
+    assert response.status == 405
+    assert not [name for name, _ in response.getheaders() if name.startswith("access-control")]
+    connection.close()
+    assert post(server, body, **{"content-type": "Application/JSON; charset=utf-8"})[0] == 200
+
+
 def test_other_paths_and_methods_have_errors_of_the_same_shape(server, client):
     assert post(server, {}, "/v1/embeddings")[0] == 404
     status, answer = post(server, {}, "/v1/models")
@@ -374,6 +393,7 @@ def test_other_paths_and_methods_have_errors_of_the_same_shape(server, client):
 def test_a_body_that_hides_its_size_is_refused_too(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
     connection.putheader("transfer-encoding", "chunked")
     connection.endheaders()
     for _ in range(3):
@@ -419,7 +439,11 @@ def dispatches(loaded, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slots(stream, server, dispatches):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps({**MODEL, **LONG, "stream": stream}))
+    body, kind = (
+        json.dumps({**MODEL, **LONG, "stream": stream}),
+        {"content-type": "application/json"},
+    )
+    connection.request("POST", "/v1/completions", body, kind)
     if stream:
         assert connection.getresponse().read(10) == b'data: {"id'
     wait_until(lambda: server.driver.load == (0, 8))
@@ -597,7 +621,7 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
         "--model",
         directory,
         *sizes,
-        "--http_port=0",
+        "--port=0",
         "--grpc_port=0",
     ]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
@@ -611,7 +635,8 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
         with contextlib.closing(connection):
             body = json.dumps({**MODEL, **LONG, "n": 1, "stream": True})
-            connection.request("POST", "/v1/completions", body)
+            kind = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", body, kind)
             response = connection.getresponse()
             events = [response.readline()]
             process.send_signal(signal.SIGTERM)
@@ -624,6 +649,32 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
         b"data: [DONE]",
     )
     assert out.startswith("stopping")
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.1.2.3", "no-such-host.invalid"])
+def test_an_address_that_others_reach_needs_a_key_before_a_model_is_read(host, monkeypatch, capsys):
+    monkeypatch.delenv("JAXRL_API_KEY", raising=False)
+    with pytest.raises(SystemExit):
+        cli.main(["jaxrl", "serve", "--model=m", f"--host={host}", "--http_only"])
+    assert "set a key in the variable JAXRL_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("JAXRL_API_KEY", " from the environment\n")
+    assert ServeConfig(model="m", host=host, grpc=False).key == "from the environment"
+    assert ServeConfig(model="m", host=host, grpc=False, api_key="given").key == "given"
+    with pytest.raises(UserError, match=r"knows no key.*--http_only"):
+        ServeConfig(model="m", host=host)
+
+
+def test_a_client_with_the_key_is_served(directory, loaded):
+    with running(config_of(directory, host="", grpc=False, api_key="s3cret"), loaded) as other:
+        ask = {**MODEL, "prompt": "one", "max_tokens": 1}
+        with (
+            openai.OpenAI(**address(other)) as client,
+            pytest.raises(openai.AuthenticationError) as e,
+        ):
+            client.completions.create(**ask)
+        assert e.value.code == "invalid_api_key"
+        with openai.OpenAI(**address(other) | {"api_key": "s3cret"}) as client:
+            assert client.completions.create(**ask).choices
 
 
 def test_what_the_command_cannot_do_is_one_line(directory, capsys):

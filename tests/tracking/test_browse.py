@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import pytest
@@ -417,18 +418,6 @@ def test_the_content_security_policy_forbids_scripts(client):
     assert client.post("/").status_code == 405
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "", "[::1", "10.0.0.1:80"]
-)
-def test_other_host_names_are_refused(client, host):
-    assert client.get("/", headers={"host": host}).status_code == 421
-
-
-@pytest.mark.parametrize("host", ["localhost:8010", "127.0.0.1:80", "[::1]:8010"])
-def test_local_host_names_are_accepted(client, host):
-    assert client.get("/", headers={"host": host}).status_code == 200
-
-
 # Files that change
 
 
@@ -500,13 +489,17 @@ def test_folders_without_samples_are_refused(tmp_path, capsys):
 
 
 def test_the_command_serves_until_a_signal(run):
-    command = [sys.executable, str(ROOT / "launch" / "browse.py"), str(run), "--http_port=0"]
+    command = [sys.executable, str(ROOT / "launch" / "browse.py"), str(run), "--port=0"]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
         assert found
         deadline = time.monotonic() + 60
         while b"step_10/0" not in page_at(found[0]):
             assert time.monotonic() < deadline
+        # A page of another site whose name was pointed to this machine.
+        rebound = urllib.request.Request(found[0], headers={"host": "evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="421"):
+            urllib.request.urlopen(rebound)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 

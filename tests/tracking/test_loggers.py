@@ -162,7 +162,7 @@ def test_trackio_refuses_a_project_in_one_line(tmp_path):
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"{package}.* pip install 'jaxrl\[{package}\]'") as error:
+    with pytest.raises(UserError, match=rf"{package}.* pip install {package}, or") as error:
         MetricsWriter(tmp_path, loggers=("tensorboard", package))
     assert "\n" not in str(error.value)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
@@ -17,6 +18,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards import graders
 from jaxrl.rewards.sandbox import SandboxUnavailable, choose
 from jaxrl.trainer import program
+from jaxrl.trainer.findings import check_for_plan
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -112,6 +114,28 @@ JUDGE = {"reward__judge__chat": False}
     ("changes", "message"),
     [
         ({"reward__functions": function("absent.py:f")}, "absent.py does not exist"),
+        ({"reward__functions": function("rewards.py:goood")}, "has no 'goood'; it has good, alone"),
+        ({"rollout__environment": "absent.py:f"}, "absent.py does not exist"),
+        ({"data__train__path": "nowhere.jsonl"}, "data.train: nowhere.jsonl does not exist"),
+        ({"data__train__path": "rewards.py:rows"}, "has no 'rows'"),
+        ({"data__evaluation__path": "data/nowhere.parquet"}, "data/nowhere.parquet does not exist"),
+        ({"sft__path": "nowhere.jsonl"}, "sft.path: nowhere.jsonl does not exist"),
+        ({"weights": "nowhere"}, ""),
+        ({"data__train__path": "owner/name:main"}, ""),
+    ],
+)
+def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, changes, message):
+    config = make_config("out", **changes)
+    if not message:
+        return check_for_plan(config)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_for_plan(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward__functions": function("absent.py:f")}, "absent.py does not exist"),
         ({"reward__functions": function("broken.py:f")}, "No module named 'no_such_package'"),
         ({"reward__functions": function("rewards.py:goood")}, "has no 'goood'; it has good, alone"),
         ({"reward__functions": function("rewards.py:alone")}, "cannot be called with (responses)"),
@@ -146,9 +170,9 @@ JUDGE = {"reward__judge__chat": False}
         ({"sft__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         (
             {"run__loggers": ("tensorboard", "wandb")},
-            "the package wandb is not installed; run pip install 'jaxrl[wandb]'",
+            "the package wandb is not installed; run pip install wandb",
         ),
-        ({"run__loggers": ("trackio:mine",)}, "pip install 'jaxrl[trackio]'"),
+        ({"run__loggers": ("trackio:mine",)}, "pip install trackio"),
     ],
 )
 def test_what_comes_late_is_looked_up_first(run, changes, message, monkeypatch):

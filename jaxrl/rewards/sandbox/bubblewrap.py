@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,9 @@ class Bubblewrap(NativeSandbox):
             arguments += ["--dev-bind", device, device]
         # Bubblewrap makes the root a file system in memory, which programs could fill.
         arguments += ["--remount-ro", "/", "--chdir", "/"]
-        return ["bwrap", *arguments, "--", sys.executable, *python]
+        # By its path: the environment of a program has no PATH. A relative one would start at "/".
+        bwrap = os.path.abspath(shutil.which("bwrap") or "bwrap")
+        return [bwrap, *arguments, "--", sys.executable, *python]
 
     def check(self) -> None:
         """Raises SandboxUnavailable if bwrap is missing or the machine refuses it namespaces."""

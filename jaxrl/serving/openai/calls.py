@@ -105,12 +105,14 @@ class RequestLimits:
 
     Attributes:
       model: model name that requests must give.
+      max_prompt_tokens: maximum number of tokens per prompt.
       max_tokens: maximum number of tokens per sample.
       max_context_tokens: maximum number of tokens of a prompt and its sample together.
       max_choices: maximum number of samples per request.
     """
 
     model: str
+    max_prompt_tokens: int
     max_tokens: int
     max_context_tokens: int
     max_choices: int = 128
@@ -253,6 +255,13 @@ def _check_sizes(
             param="min_tokens",
         )
     longest = max(map(len, prompts))
+    if longest > min(limits.max_prompt_tokens, limits.max_context_tokens - 1):
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limits.max_context_tokens} tokens, of which prompts "
+            f"have {limits.max_prompt_tokens} at most; this one has {longest}: shorten it",
+            code="context_length_exceeded",
+        )
     if longest + max_tokens > limits.max_context_tokens:
         raise ApiError(
             400,

@@ -4,7 +4,7 @@
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
 
 Bodies are limited in size and in arrival time. If a client disconnects, its requests end and their slots are
-freed. There is no authentication: use it on one machine or behind a proxy with authentication.
+freed. Bodies must be declared as JSON: a browser then lets no page of another site send one.
 """
 
 from __future__ import annotations
@@ -159,6 +159,11 @@ def build_app(
 
 async def _body_of(request: Request, max_bytes: int) -> Json:
     """Reads the body of a request as a JSON object."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, f"the body is declared as {kind[:80]!r}; send content-type: application/json"
+        )
     too_large = ApiError(
         413, f"the request is larger than {max_bytes} bytes, which is what this server takes"
     )

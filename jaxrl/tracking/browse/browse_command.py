@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=pathlib.Path, help="folder of a run or an evaluation")
     parser.add_argument(
         "--http_port",
+        "--port",
         type=int,
         default=8010,
         help="port; 0 chooses a free one (default: %(default)s)",
@@ -97,4 +98,4 @@ def _require_extra() -> None:
         p for p in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(p) is None
     ]
     if absent:
-        raise UserError(f"{', '.join(absent)} not installed; pip install 'jaxrl[serve]'")
+        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
