@@ -424,7 +424,7 @@ def sequence_masked(
     return loss_BT, stats | {"sequence_masked": flag(left_out_BT, loss_BT)}
 
 
-def entropy_bonus(entropy: jax.Array, *, coef: float) -> jax.Array:
+def entropy_bonus(entropy: jax.Array, *, coef: float | jax.Array) -> jax.Array:
     """The term of a per-token loss that rewards entropy: -coef * entropy (arXiv 1707.06347 eq. 9)."""
     return -coef * entropy
 

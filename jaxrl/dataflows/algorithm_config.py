@@ -154,6 +154,8 @@ class AlgorithmConfig:
         arguments.
       aggregation, aggregation_options: name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments.
       entropy_coef: coefficient of the entropy bonus.
+      entropy_target: entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
+        coefficient constant.
       kl: KL penalty to the reference policy.
       trust_region: step of dataflow `trpo`, which has no optimiser.
       correction: correction for a sampler whose probabilities differ from the trainer's.
@@ -178,6 +180,7 @@ class AlgorithmConfig:
     aggregation: Annotated[str, NAME] = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     entropy_coef: Annotated[float, coefficient()] = 0.0
+    entropy_target: Annotated[float, coefficient()] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)

@@ -48,7 +48,7 @@ def early_reader(
     arrays = estimator.inputs | set(options_of(estimator.function))
     seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())
     corrects = correction.weighs or bool(correction.rejections)
-    adds_terms = bool(algorithm.entropy_coef or algorithm.kl.loss_coef)
+    adds_terms = bool(algorithm.entropy_coef or algorithm.entropy_target or algorithm.kl.loss_coef)
     readers = {
         "algorithm.correction.bypass takes the sampler's": correction.bypass,
         "algorithm.kl.reward_coef penalizes rewards by them": algorithm.kl.reward_coef > 0,

@@ -205,6 +205,29 @@ def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
         assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
 
 
+def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
+    """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
+    changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
+    curves = []
+    for name, stops in (("whole", (3,)), ("resumed", (2, 3))):
+        for steps in stops:
+            config = make_config(folder, tmp_path / name, "grpo", **changes, run__num_steps=steps)
+            assert program.train(config, devices=jax.devices()[:1]) == 0
+        curves.append({row["step"]: row for row in curve(config)})
+    whole, resumed = curves
+    # An untrained policy over 288 tokens has an entropy of at most log 288 = 5.66: it is above the target.
+    assert all(5.0 < row["actor/entropy"] < 5.67 for step, row in whole.items() if step)
+    # The first step knows no entropy yet and has the bonus; then it rests while its coefficient falls.
+    assert [whole[step]["actor/entropy_coef"] for step in (1, 2, 3)] == [pytest.approx(0.01), 0, 0]
+    assert resumed[3] == whole[3]
+    config = make_config(
+        folder, tmp_path / "below", "grpo", algorithm__entropy_target=6.0, run__num_steps=3
+    )
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    found = [row["actor/entropy_coef"] for row in curve(config) if row["step"]]
+    assert found == pytest.approx([0.0, 0.005, 0.01])
+
+
 def safe_settings(folder) -> dict:
     return {
         **ppo_settings(folder),
