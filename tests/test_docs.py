@@ -65,7 +65,7 @@ vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min off_policy_m
 use_bias_correction_kl log_completions log_multimodal num_completions_to_print
 log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
 transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap
-""".split()
+""".split()  # noqa: SIM905
 
 
 def test_every_field_of_trl_is_named():

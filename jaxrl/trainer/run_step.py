@@ -49,7 +49,7 @@ class StepState:
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
-        record = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
+        record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
         if self.entropy is not None:
             record["entropy"] = (self.entropy.value, self.entropy.entropy)
         if self.pretraining is None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algos.trust_region import conjugate_gradients, line_search, step_length
+from jaxrl.algos.natural_gradient import conjugate_gradients, line_search, step_length
 
 
 def problem(n: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
