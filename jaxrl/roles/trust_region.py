@@ -21,8 +21,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl.algos.aggregation import count
-from jaxrl.algos.segments import masked
 from jaxrl.algos.natural_gradient import combined, conjugate_gradients, line_search, step_length
+from jaxrl.algos.segments import masked
 from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
