@@ -20,7 +20,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import jax
@@ -311,12 +311,10 @@ class _Inputs:
         """Keeps rows as JSON lines; a path or hub name stays as it is."""
         if isinstance(rows, str | os.PathLike):
             return os.fspath(rows)
-        if hasattr(
-            rows, "iloc"
-        ):  # a pandas frame, whose own iterator gives the names of its columns
-            rows = cast("Any", rows).to_dict("records")
+        # A pandas frame, whose own iterator gives the names of its columns, is told by its `iloc`.
+        frame: Any = rows if hasattr(rows, "iloc") else None
         lines = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(rows if frame is None else frame.to_dict("records")):
             if not isinstance(row, Mapping):
                 raise UserError(f"row {index} of {name} is {type(row).__name__}; give dicts")
             try:
