@@ -20,7 +20,7 @@ def get_config():
     config.algorithm.loss_options = {}
     config.algorithm.kl.reward_coef = 0.0
     config.algorithm.updates_per_step = 1
-    config.optim.lr = 1e-3
+    config.optim.lr = 4e-4
     # A plain regression, several passes over the batch.
     config.critic.clip = float("inf")
     config.critic.epochs = 4
