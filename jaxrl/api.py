@@ -19,7 +19,7 @@ import json
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -58,6 +58,8 @@ from jaxrl.trainer.supervised import starting_params
 
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 Recipe = str | pathlib.Path | ConfigDict | Config
+Reward = Callable[..., Any] | str
+Rewards = Reward | Sequence[Reward]
 
 
 def train(
@@ -66,7 +68,7 @@ def train(
     model: str | None = None,
     data: Rows | None = None,
     evaluation: Rows | None = None,
-    reward: Callable[..., Any] | str | None = None,
+    reward: Rewards | None = None,
     name: str | None = None,
     **overrides: Any,
 ) -> pa.Table:
@@ -77,10 +79,11 @@ def train(
     Args:
       recipe: name of a recipe of the package, a recipe file, or settings.
       model: directory or hub name of the policy's weights and tokenizer; None keeps the recipe's.
-      data: problems to train on: path, hub name, list or generator of dicts, or `datasets.Dataset`; None
-        keeps the recipe's. A generator is read to its end.
+      data: problems to train on: path, hub name, list or generator of dicts, `datasets.Dataset` or pandas
+        frame; None keeps the recipe's. A generator is read to its end.
       evaluation: problems to evaluate with. None keeps the recipe's, or has none if `data` is given.
-      reward: function of docs/rewards.md, or its path; it replaces the recipe's grader. None keeps that.
+      reward: function of docs/rewards.md, or its path; it replaces the recipe's grader. Of a list, scores are
+        added up, and each function is reported under its name. None keeps the recipe's rewards.
       name: name of the run; None keeps the recipe's.
       **overrides: settings, with "__" for the dot: `optim__lr=1e-5`. `num_steps` is short for
         `run__num_steps`. A function may stand where a setting has the path of one.
@@ -212,7 +215,7 @@ def build_config(
     model: str | None = None,
     data: Rows | None = None,
     evaluation: Rows | None = None,
-    reward: Callable[..., Any] | str | None = None,
+    reward: Rewards | None = None,
     name: str | None = None,
     **overrides: Any,
 ) -> Config:
@@ -242,9 +245,14 @@ def build_config(
         path = "" if evaluation is None else inputs.rows("evaluation", evaluation)
         _set(tree, _source("data.evaluation", path) | {"data.evaluations": {}})
     if reward is not None:
-        path = reward if isinstance(reward, str) else inputs.function("reward", reward)
-        function = {"reward": {"path": path, "weight": 1.0}}
-        _set(tree, {"reward.functions": function, "reward.grader_weight": 0.0})
+        terms = {
+            name: {
+                "path": one if isinstance(one, str) else inputs.function(name, one),
+                "weight": 1.0,
+            }
+            for name, one in _by_name(reward).items()
+        }
+        _set(tree, {"reward.functions": terms, "reward.grader_weight": 0.0})
     return from_config_dict(Config, tree)
 
 
@@ -271,6 +279,22 @@ def _set(tree: ConfigDict, settings: Mapping[str, Any]) -> None:
             node[leaf] = value
 
 
+def _by_name(reward: Rewards) -> dict[str, Reward]:
+    """Rewards by the names of their terms: their functions' names; "reward" for a single one."""
+    if isinstance(reward, str) or callable(reward):
+        return {"reward": reward}
+    named: dict[str, Reward] = {}
+    for one in reward:
+        name = one.rpartition(":")[2] if isinstance(one, str) else getattr(one, "__name__", "")
+        if not name.isidentifier() or name in named:
+            raise UserError(
+                f"reward {name or one!r} of the list has no name of its own; give each a function by "
+                "`def` with another name, since metrics are reported under it"
+            )
+        named[name] = one
+    return named
+
+
 def _source(group: str, path: str) -> dict[str, Any]:
     """Settings of a source that reads a path."""
     empty = {"task": "", "options": {}, "size": 0, "source": ""}
@@ -287,8 +311,10 @@ class _Inputs:
         """Keeps rows as JSON lines; a path or hub name stays as it is."""
         if isinstance(rows, str | os.PathLike):
             return os.fspath(rows)
+        # A pandas frame, whose own iterator gives the names of its columns, is told by its `iloc`.
+        frame: Any = rows if hasattr(rows, "iloc") else None
         lines = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(rows if frame is None else frame.to_dict("records")):
             if not isinstance(row, Mapping):
                 raise UserError(f"row {index} of {name} is {type(row).__name__}; give dicts")
             try:

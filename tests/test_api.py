@@ -1,6 +1,7 @@
 """`jaxrl.train` and `jaxrl.open_run`, as a notebook calls them."""
 
 import itertools
+import json
 import os
 import pathlib
 import subprocess
@@ -127,6 +128,62 @@ def test_what_becomes_of_objects(here):
     # A cell that runs again means the same run.
     again = build_config("grpo_tiny", reward=brevity, name="brief")
     assert build_config("grpo_tiny", reward=brevity, name="brief") == again
+
+
+def by_length(responses):
+    return [float(len(text)) for text in responses.texts]
+
+
+def test_several_rewards_and_a_frame(here):
+    class Frame:  # what a pandas frame has: iterated, it gives the names of its columns
+        iloc = None
+
+        def __iter__(self):
+            return iter(ROWS[0])
+
+        def to_dict(self, orient):
+            assert orient == "records"
+            return ROWS[:3]
+
+    (here / "mine.py").write_text("def third(responses):\n    return [0.0] * len(responses)\n")
+    config = build_config("grpo_tiny", data=Frame(), reward=[brevity, by_length, "mine.py:third"])
+    assert pathlib.Path(config.data.train.path).read_text().count("\n") == 3
+    assert list(config.reward.functions) == ["brevity", "by_length", "third"]
+    assert {term["weight"] for term in config.reward.functions.values()} == {1.0}
+    paths = [term["path"] for term in config.reward.functions.values()]
+    assert load_function(paths[1], "it") is not load_function(paths[0], "it")
+    assert paths[2] == "mine.py:third" and config.reward.grader_weight == 0.0
+    with pytest.raises(UserError, match=r"reward 'brevity' of the list has no name of its own"):
+        build_config("grpo_tiny", reward=[brevity, brevity], name="twice")
+    with pytest.raises(UserError, match=r"<lambda>.* has no name of its own"):
+        build_config("grpo_tiny", reward=[lambda responses: [1.0]], name="unnamed")
+
+
+def test_pandas_itself(here):
+    pandas = pytest.importorskip("pandas")
+    config = build_config("grpo_tiny", data=pandas.DataFrame(ROWS))
+    lines = pathlib.Path(config.data.train.path).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == ROWS
+
+
+def test_a_function_typed_into_a_program_is_a_reward_as_an_object_and_not_as_a_path(here):
+    """As in a notebook: the program has no file, and the run calls the function in another process."""
+    small = {**SMALL, "mesh__train": "1-1-1", "run__num_steps": 1}
+    code = f"""
+import jaxrl
+def reward(responses):
+    return [0.5] * len(responses)
+rows, small = {ROWS!r}, {small!r}
+metrics = jaxrl.train("grpo_tiny", data=rows, reward=[reward], name="typed", **small)
+assert metrics["reward/reward/mean"].to_pylist()[-1] == 0.5, metrics
+try:
+    jaxrl.train("grpo_tiny", data=rows, reward="__main__:reward", name="named", **small)
+except jaxrl.errors.UserError as error:
+    assert "cannot import what was typed" in str(error), error
+else:
+    raise AssertionError("taken")
+"""
+    subprocess.run([sys.executable, "-"], input=code.encode(), check=True, cwd=here)
 
 
 def test_a_reward_that_uses_another_number_is_another_reward(here):

@@ -4,7 +4,8 @@
 tokens (advantage and return [B, T]). The positional arguments of an estimator are the arrays that it needs.
 `registry.inputs_of` lists them, so that a config can be checked before it runs:
 
-    grpo, grpo_passk, rloo, gpg           score_B group_B
+    grpo, grpo_batch_std, grpo_passk,
+    rloo, gpg                             score_B group_B
     opo, reinforce_plus_plus_baseline     score_B group_B length_B
     gdpo                                  score_BK group_B length_B weight_K
     gae                                   reward_BT value_BT mask_BT segment_ids_BT
@@ -28,6 +29,7 @@ ADVANTAGES: dict[str, Callable] = {
     "gdpo": group_advantages.gdpo,
     "gpg": group_advantages.gpg,
     "grpo": group_advantages.grpo,
+    "grpo_batch_std": group_advantages.grpo_batch_std,
     "grpo_passk": group_advantages.grpo_passk,
     "opo": group_advantages.opo,
     "optimal_token_baseline": token_advantages.optimal_token_baseline,

@@ -110,6 +110,26 @@ def grpo(
     return groups.result(groups.centered / (groups.deviation + epsilon))
 
 
+def grpo_batch_std(
+    score_B: jax.Array,
+    group_B: jax.Array,
+    *,
+    num_groups: int,
+    epsilon: Annotated[float, positive(at_most=1)] = 1e-6,
+) -> jax.Array:
+    """Score less the mean of its group, over the deviation of all scores: A = (s - mean) / (std + epsilon).
+
+    "Tricks or Traps", arXiv 2508.08221. Unlike with whitening, the deviation is that of the scores, which
+    differ between groups too.
+
+    Args and returns as for `grpo`.
+    """
+    groups = _Groups.of(score_B, group_B, num_groups)
+    # One group of all: `of` gives it the deviation of the batch.
+    batch = _Groups.of(score_B, jnp.where(groups.live, 0, -1), 1)
+    return groups.result(groups.centered / (batch.deviation + epsilon))
+
+
 def grpo_passk(
     score_B: jax.Array,
     group_B: jax.Array,

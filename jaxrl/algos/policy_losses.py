@@ -4,8 +4,8 @@
 
 The positional arguments of a loss are arrays, named as in `INPUTS`. Most losses treat each token alone: they
 accept arrays of any shape and can be checked with three numbers. Losses over sequences (`gspo`, `gspo_token`,
-`geo_mean`) also take the mask and the segments of packed rows. `on_packed_rows` calls both kinds, and any
-function of the same form:
+`geo_mean`, `vespo`, `sequence_masked`) also take the mask and the segments of packed rows. `on_packed_rows`
+calls both kinds, and any function of the same form:
 
     loss_BT, stats = on_packed_rows(POLICY_LOSSES[name], arrays, **settings)
 
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxrl.algos import covariance, kinks
 from jaxrl.algos.ratio import MAX_LOG_RATIO, ClipWidth, Loss, bounded_log_ratio, flag, surrogate
 from jaxrl.algos.registry import array_names
-from jaxrl.algos.segments import masked, segment_mean
+from jaxrl.algos.segments import masked, segment_mean, segment_sum
 from jaxrl.checks import MAX_COEFFICIENT, above, between, coefficient, positive_coefficient
 
 # Upper bound of a sequence's mean log-ratio (GSPO). A lower bound is not needed: exp underflows to 0.
@@ -341,7 +341,90 @@ def geo_mean(
     return masked(loss_BT, mask_BT), stats
 
 
-def entropy_bonus(entropy: jax.Array, *, coef: float) -> jax.Array:
+def vespo(
+    logprob_BT: jax.Array,
+    old_logprob_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    k_positive: Annotated[float, coefficient()] = 2.0,
+    lambda_positive: Annotated[float, coefficient()] = 3.0,
+    k_negative: Annotated[float, coefficient()] = 3.0,
+    lambda_negative: Annotated[float, coefficient()] = 2.0,
+) -> Loss:
+    """Policy gradient with a soft gate on the sequence's ratio W: -sg(W^k exp(l (1 - W))) A logprob.
+
+    VESPO, arXiv 2602.10693: W is the product of the sequence's token ratios, not their mean. The gate is 1 at
+    W = 1 and fades on both sides; it is largest at W = k / l.
+
+    Args:
+      logprob_BT, old_logprob_BT, advantage_BT: as for `clipped`.
+      mask_BT, segment_ids_BT: as in `segments`.
+      k_positive, k_negative: exponent k, for A >= 0 and for A < 0; larger fades faster below 1.
+      lambda_positive, lambda_negative: decay l for the same; larger fades faster above 1.
+
+    Returns:
+      (loss, stats) [B, T], 0 outside the mask: `gate`, `ppo_kl`.
+    """
+    advantage_BT = masked(advantage_BT, mask_BT)
+    log_ratio_BT = bounded_log_ratio(masked(logprob_BT, mask_BT), masked(old_logprob_BT, mask_BT))
+    log_w_BT = segment_sum(log_ratio_BT, mask_BT, segment_ids_BT)
+    log_w_BT = jnp.clip(log_w_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    positive_BT = advantage_BT >= 0
+    k_BT = jnp.where(positive_BT, k_positive, k_negative).astype(log_w_BT.dtype)
+    lambda_BT = jnp.where(positive_BT, lambda_positive, lambda_negative).astype(log_w_BT.dtype)
+    gate_BT = jax.lax.stop_gradient(jnp.exp(k_BT * log_w_BT - lambda_BT * jnp.expm1(log_w_BT)))
+    loss_BT = -gate_BT * advantage_BT * masked(logprob_BT, mask_BT)
+    return masked(loss_BT, mask_BT), {"gate": gate_BT, "ppo_kl": -log_ratio_BT}
+
+
+def sequence_masked(
+    logprob_BT: jax.Array,
+    old_logprob_BT: jax.Array,
+    advantage_BT: jax.Array,
+    mask_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    rollout_logprob_BT: jax.Array,
+    *,
+    clip_low: ClipWidth,
+    clip_high: ClipWidth,
+    dual_clip: Annotated[float, above(1, at_most=MAX_COEFFICIENT, or_inf=True)],
+    threshold: Annotated[float, positive_coefficient()],
+) -> Loss:
+    """`clipped`, without the sequences that are worse than expected and far from the sampler's policy.
+
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556 eq. 9: a token with A < 0 has loss 0 if the
+    mean over its sequence of log pi_rollout - log pi is above the threshold. It stays in the divisor.
+
+    Args:
+      logprob_BT, old_logprob_BT, advantage_BT, clip_low, clip_high, dual_clip: as for `clipped`.
+      mask_BT, segment_ids_BT: as in `segments`.
+      rollout_logprob_BT: log-probability under the sampler's policy.
+      threshold: in nats per token.
+
+    Returns:
+      (loss, stats) [B, T], 0 outside the mask; stats as for `clipped`, and `sequence_masked`, 1 on the tokens
+      that are left out.
+    """
+    logprob_BT, old_logprob_BT, advantage_BT, rollout_logprob_BT = (
+        masked(x_BT, mask_BT)
+        for x_BT in (logprob_BT, old_logprob_BT, advantage_BT, rollout_logprob_BT)
+    )
+    gap_BT = segment_mean(rollout_logprob_BT - logprob_BT, mask_BT, segment_ids_BT)
+    left_out_BT = (advantage_BT < 0) & (gap_BT > threshold)
+    loss_BT, stats = clipped(
+        logprob_BT,
+        old_logprob_BT,
+        masked(advantage_BT, ~left_out_BT),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    return loss_BT, stats | {"sequence_masked": flag(left_out_BT, loss_BT)}
+
+
+def entropy_bonus(entropy: jax.Array, *, coef: float | jax.Array) -> jax.Array:
     """The term of a per-token loss that rewards entropy: -coef * entropy (arXiv 1707.06347 eq. 9)."""
     return -coef * entropy
 
@@ -389,14 +472,16 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "kl_cov": covariance.kl_cov,
     "policy_gradient": policy_gradient,
     "sapo": sapo,
+    "sequence_masked": sequence_masked,
     "trpo": trpo,
+    "vespo": vespo,
 }
 
 # Losses without a ratio to the old policy. Only importance weights can correct them for off-policy samples.
 RATIO_FREE = frozenset({"gpg", "policy_gradient"})
 
 # Losses whose ratio is that of a whole sequence.
-SEQUENCE_LOSSES = frozenset({"geo_mean", "gspo", "gspo_token"})
+SEQUENCE_LOSSES = frozenset({"geo_mean", "gspo", "gspo_token", "vespo"})
 
 
 def _sequence_surrogate(

@@ -6,7 +6,8 @@
 Two kinds of correction, in any combination:
 
     weigh      WEIGHTINGS[name].of_ratio, then truncate (TIS) or band (IcePop), then divide by .norm_factor
-    reject     Rejection: bounds on k1, k2 or k3 of a token, or on their sum, mean or maximum over a sequence;
+    reject     Rejection: bounds on k1, k2, k3, tv or kl of a token, or on their sum, mean or maximum over a
+               sequence.
                Every rejection sees the *original* mask. The new mask, mask_BT * kept_1_BT * kept_2_BT, then
                applies to losses, counts and metrics
 
@@ -112,7 +113,27 @@ def k3(rho: jax.Array) -> jax.Array:
     return jnp.expm1(rho) - rho
 
 
-DIVERGENCES: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
+def total_variation(rho: jax.Array, logprob: jax.Array) -> jax.Array:
+    """|p_train - p_rollout|: the total variation of "this token" against "any other"."""
+    return jnp.abs(jnp.exp(logprob) - jnp.exp(logprob - rho))
+
+
+def binary_kl(rho: jax.Array, logprob: jax.Array) -> jax.Array:
+    """KL(rollout || train) of "this token" against "any other", arXiv 2602.04879."""
+    p, q = jnp.exp(logprob - rho), jnp.exp(logprob)
+    # Finite where the trainer is certain of the token, or of another one.
+    rest = (1.0 - p) * (jnp.log(1.0 - p + 1e-8) - jnp.log(1.0 - q + 1e-8))
+    return rest - p * rho
+
+
+# (rho, log-probability of the trainer) -> divergence of a token.
+DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "k1": lambda rho, _: k1(rho),
+    "k2": lambda rho, _: k2(rho),
+    "k3": lambda rho, _: k3(rho),
+    "kl": binary_kl,
+    "tv": total_variation,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +145,8 @@ class Rejection:
       over: a name of `OVER`: judges each token alone, or a whole sequence by the sum, mean or maximum over
         its tokens.
       by: a name of `DIVERGENCES`. k1 is signed; the others do not distinguish directions.
-      lowest, highest: bounds on the statistic, both included, in nats; `ratio_bounds` for k1.
+      lowest, highest: bounds on the statistic, both included, in nats; `ratio_bounds` for k1, and a
+        difference of probabilities for tv.
     """
 
     name: str
@@ -134,12 +156,15 @@ class Rejection:
     highest: float
 
     def statistic(
-        self, rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array
+        self,
+        rho_BT: jax.Array,
+        train_logprob_BT: jax.Array,
+        mask_BT: jax.Array,
+        segment_ids_BT: jax.Array,
     ) -> jax.Array:
         """The statistic that the bounds apply to, [B, T], on every token that the rule may reject."""
-        return OVER[self.over](
-            DIVERGENCES[self.by](masked(rho_BT, mask_BT)), mask_BT, segment_ids_BT
-        )
+        rho_BT, logprob_BT = masked(rho_BT, mask_BT), masked(train_logprob_BT, mask_BT)
+        return OVER[self.over](DIVERGENCES[self.by](rho_BT, logprob_BT), mask_BT, segment_ids_BT)
 
     def keep(self, statistic_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         """1 on the trained tokens whose statistic is within the bounds, else 0, in the mask's type."""

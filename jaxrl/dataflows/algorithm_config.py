@@ -124,6 +124,23 @@ class KlConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrustRegionConfig:
+    """The step of dataflow `trpo`.
+
+    Attributes:
+      max_kl: bound on the mean KL of a step, in nats per token.
+      damping: multiple of the identity that is added to the Fisher matrix. With more of it the step is
+        smaller and turns towards the plain gradient.
+    """
+
+    max_kl: Annotated[float, positive_coefficient()] = 0.01
+    damping: Annotated[float, coefficient()] = 0.1
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
     """The algorithm: dataflow, advantages, loss and updates.
 
@@ -137,7 +154,10 @@ class AlgorithmConfig:
         arguments.
       aggregation, aggregation_options: name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments.
       entropy_coef: coefficient of the entropy bonus.
+      entropy_target: entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
+        coefficient constant.
       kl: KL penalty to the reference policy.
+      trust_region: step of dataflow `trpo`, which has no optimiser.
       correction: correction for a sampler whose probabilities differ from the trainer's.
       old_logprobs: source of the log-probabilities of the start of a step. "forward" is a forward pass of the
         trainer before the updates. "update" uses the forward pass of the first update for the first
@@ -160,7 +180,9 @@ class AlgorithmConfig:
     aggregation: Annotated[str, NAME] = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     entropy_coef: Annotated[float, coefficient()] = 0.0
+    entropy_target: Annotated[float, coefficient()] = 0.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
+    trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
     updates_per_step: Annotated[int, count(1)] = 4
@@ -168,6 +190,26 @@ class AlgorithmConfig:
 
     def __post_init__(self):
         check_fields(self)
+
+    def check_trust_region(self, *, pretrain_coef: float) -> None:
+        """Raises UserError if a setting contradicts one step per batch whose loss can be measured again."""
+        clashes = {
+            f"updates_per_step {self.updates_per_step}; set it to 1": self.updates_per_step > 1,
+            f"epochs {self.epochs}; set it to 1": self.epochs > 1,
+            "correction.bypass True; set it to False": self.correction.bypass,
+            "kl.loss_estimate 'full'; set it to 'k3'": self.kl.is_full,
+        }
+        for clash, clashing in clashes.items():
+            if clashing:
+                raise UserError(
+                    f"dataflow {self.dataflow!r} takes one step from the whole batch, and compares the loss "
+                    f"before it with the loss after it, which excludes algorithm.{clash}"
+                )
+        if pretrain_coef:
+            raise UserError(
+                f"dataflow {self.dataflow!r} has one loss, without cost.pretrain_coef {pretrain_coef}; "
+                "set it to 0"
+            )
 
     def check_runs_free(self) -> None:
         """Raises UserError if nothing corrects for samples of older weights."""

@@ -51,6 +51,7 @@ def policy_objective(algorithm: AlgorithmConfig, load_balancing_coef: float) -> 
         aggregation=algorithm.aggregation,
         aggregation_options=algorithm.aggregation_options,
         entropy_coef=algorithm.entropy_coef,
+        adapts_entropy=algorithm.entropy_target > 0,
         kl_coef=algorithm.kl.loss_coef,
         kl_estimate=algorithm.kl.loss_estimate,
         correction=correction if inside else None,

@@ -23,6 +23,8 @@ class Dataflow:
         reward model only if its settings need them, and the other roles always.
       dynamic_sampling: whether a step samples until enough groups are mixed.
       greedy_baseline: whether it passes the reward of a greedy response to the advantage estimator.
+      trust_region: whether its actor takes one step of TRPO per batch instead of updates of an optimiser
+        (`roles.trust_region`).
       gives: other arrays that it passes to the estimator, by the names of the estimator's arguments.
     """
 
@@ -31,6 +33,7 @@ class Dataflow:
     dynamic_sampling: bool = False
     greedy_baseline: bool = False
     gives: tuple[str, ...] = ()
+    trust_region: bool = False
 
     @property
     def name(self) -> str:
@@ -53,6 +56,7 @@ def dataflow(
     dynamic_sampling: bool = False,
     greedy_baseline: bool = False,
     gives: tuple[str, ...] = (),
+    trust_region: bool = False,
 ) -> Callable[[StepFunction], Dataflow]:
     """Declares a step function as a dataflow. The arguments are attributes of `Dataflow`.
 
@@ -65,6 +69,6 @@ def dataflow(
         )
 
     def declared(function: StepFunction) -> Dataflow:
-        return Dataflow(function, roles, dynamic_sampling, greedy_baseline, gives)
+        return Dataflow(function, roles, dynamic_sampling, greedy_baseline, gives, trust_region)
 
     return declared

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jaxrl.data.demonstrations import DemonstrationStream
 from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.experience import Experience, Metrics
+from jaxrl.dataflows.preparation import EntropyCoefficient
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.models.decoder import Params
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.correction import CorrectionConfig, corrected
+from jaxrl.roles.losses import EntropyBatch
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.redraw import draws_of
@@ -61,6 +63,7 @@ class ActorPhase:
         pretraining: Pretraining | None = None,
         frozen_steps: int = 0,
         needs_signal: bool = False,
+        entropy: EntropyCoefficient | None = None,
         sampling: SamplingOptions | None = None,
         look: Callable[[Experience], None] | None = None,
         meanwhile: Callable[[Any], None] = lambda results: None,
@@ -81,6 +84,7 @@ class ActorPhase:
         frozen_steps: number of first steps in which only critics learn.
         needs_signal: whether the loss is only the policy loss, with no gradient where all advantages are 0.
           Such a step is skipped: Adam's momentum and weight decay would move the weights all the same.
+        entropy: coefficient of the entropy bonus that changes from step to step; None for a constant one.
         sampling: options that the responses are sampled with, to draw their tokens again now and then; None
           never does.
         look: called with the experience of every step, after its updates are dispatched.
@@ -97,6 +101,7 @@ class ActorPhase:
         self._pretraining = pretraining
         self._frozen_steps = frozen_steps
         self._needs_signal = needs_signal
+        self._entropy = entropy
         self._sampling = sampling
         self._look = look
         self._meanwhile = meanwhile
@@ -151,9 +156,13 @@ class ActorPhase:
             if self._needs_signal and not self._has_signal(experience):
                 self._actor.skip_update()
                 return {"actor/skipped_updates": 1.0} | self._metrics(experience)
-            metrics, experience = self._updated(experience)
+            coef = None if self._entropy is None else self._entropy.applied
+            metrics, experience = self._updated(experience, coef)
             metrics = self._timer.when_done(prefixed("actor", metrics))
             self._meanwhile(metrics)
+        if self._entropy is not None:
+            self._entropy.follow(metrics["actor/entropy"])
+            metrics = metrics | {"actor/entropy_coef": coef}
         # Reading metrics waits for the device, so the updates are dispatched first.
         return metrics | self._metrics(experience)
 
@@ -162,9 +171,13 @@ class ActorPhase:
         self._meanwhile(has_signal)
         return bool(has_signal)
 
-    def _updated(self, experience: Experience) -> tuple[Metrics, Experience]:
+    def _updated(
+        self, experience: Experience, entropy_coef: float | None
+    ) -> tuple[Metrics, Experience]:
         """Runs the updates; returns their metrics, and the experience with all old log-probabilities."""
         batch, objective = experience.batch, self._objective
+        if entropy_coef is not None:
+            batch = batch.extended_as(EntropyBatch, entropy_coef=jnp.float32(entropy_coef))
         beside: Any = {
             "also": () if self._pretraining is None else (self._pretraining.next(self._actor),),
             "reference": self._reference_weights(),

@@ -10,11 +10,13 @@ from jaxrl.dataflows.grpo import grpo
 from jaxrl.dataflows.ppo import ppo
 from jaxrl.dataflows.remax import remax
 from jaxrl.dataflows.safe_rlhf import safe_rlhf
+from jaxrl.dataflows.trpo import trpo
+from jaxrl.dataflows.vpg import vpg
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
 DATAFLOWS: dict[str, Dataflow] = {
-    flow.name: flow for flow in (dapo, distill, grpo, ppo, remax, safe_rlhf)
+    flow.name: flow for flow in (dapo, distill, grpo, ppo, remax, safe_rlhf, trpo, vpg)
 }
 
 

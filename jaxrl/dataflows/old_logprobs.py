@@ -13,7 +13,7 @@ from __future__ import annotations
 from jaxrl.algos.covariance import SELECTIONS
 from jaxrl.algos.registry import options_of
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
-from jaxrl.dataflows.lookup import DATAFLOWS
+from jaxrl.dataflows.lookup import DATAFLOWS, find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.roles.advantage_estimator import IMPORTANCE_WEIGHT, SUM_PI_SQUARED, Estimator
 
@@ -48,12 +48,15 @@ def early_reader(
     arrays = estimator.inputs | set(options_of(estimator.function))
     seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())
     corrects = correction.weighs or bool(correction.rejections)
-    adds_terms = bool(algorithm.entropy_coef or algorithm.kl.loss_coef)
+    adds_terms = bool(algorithm.entropy_coef or algorithm.entropy_target or algorithm.kl.loss_coef)
     readers = {
         "algorithm.correction.bypass takes the sampler's": correction.bypass,
         "algorithm.kl.reward_coef penalizes rewards by them": algorithm.kl.reward_coef > 0,
         f"algorithm.loss {algorithm.loss!r} selects tokens by them": algorithm.loss in SELECTIONS,
         f"algorithm.advantage {algorithm.advantage!r} is made of them": bool(arrays & seen),
+        f"dataflow {algorithm.dataflow!r} searches along its step with them": find_dataflow(
+            algorithm.dataflow
+        ).trust_region,
         f"algorithm.epochs {algorithm.epochs} needs them whole": algorithm.epochs > 1,
         "algorithm.correction compares them over all minibatches": corrects
         and algorithm.updates_per_step > 1,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algos.controllers import adaptive, constrained_advantage
+from jaxrl.algos.controllers import adaptive, constrained_advantage, entropy_coef
 from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.costs import Costs, Multiplier
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
@@ -133,6 +133,34 @@ class KlCoefficient:
                     horizon=self._horizon,
                 )
             )
+
+
+class EntropyCoefficient:
+    """The coefficient of the entropy bonus, adapted to keep an entropy.
+
+    Attributes:
+      value: coefficient of a step whose entropy is at most the target.
+      entropy: mean entropy of the last step; 0 before the first.
+    """
+
+    def __init__(self, coef: float, *, target: float):
+        """Args: the initial coefficient, and the target in nats."""
+        self.value = coef
+        self.entropy = 0.0
+        self._target = target
+
+    @property
+    def applied(self) -> float:
+        """The coefficient of the next step."""
+        return self.value if self.entropy <= self._target else 0.0
+
+    def follow(self, entropy: jax.Array) -> None:
+        """Adapts the coefficient after a step."""
+        self.entropy = float(hosts.fetch(entropy))
+        value = entropy_coef(
+            jnp.float32(self.value), jnp.float32(self.entropy), target=self._target
+        )
+        self.value = float(value)
 
 
 class Advantages:

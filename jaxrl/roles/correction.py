@@ -33,6 +33,8 @@ REJECTIONS: dict[str, Any] = {
     "token_ratio": RATIOS,
     "token_k2": NATS,
     "token_k3": NATS,
+    "token_kl": NATS,
+    "token_tv": Annotated[float, between(0, 1, has_low=False)],
     "seq_sum_ratio": RATIOS,
     "seq_sum_k2": NATS,
     "seq_sum_k3": NATS,
@@ -48,7 +50,8 @@ REJECTIONS: dict[str, Any] = {
 A ratio has two limits, (lowest, highest) pi_train / pi_rollout; inf for no upper limit. It is the ratio of a
 token, or the product (sum) or geometric mean over a sequence. k2 = (log ratio)^2 / 2 and
 k3 = ratio - 1 - log ratio have one limit in nats, for a token, or for the sum, mean or maximum over a
-sequence. "veto" rejects sequences with a token whose ratio is below its limit.
+sequence. "token_kl" and "token_tv" compare the probabilities of a token itself, p against 1 - p: a binary KL
+in nats, and |p_train - p_rollout|. "veto" rejects sequences with a token whose ratio is below its limit.
 """
 
 
@@ -190,7 +193,7 @@ def correct(
         moments["weights"] = algos.weight_moments(ratio_BT, weight_BT, *where, **bounds)
     kept_BT = jnp.ones_like(mask_BT)
     for rejection in config.rejections:
-        statistic_BT = rejection.statistic(rho_BT, *where)
+        statistic_BT = rejection.statistic(rho_BT, train_logprob_BT, *where)
         keep_BT = rejection.keep(statistic_BT, mask_BT)
         moments[rejection.name] = algos.rejection_moments(rejection, statistic_BT, keep_BT, *where)
         kept_BT = kept_BT * keep_BT

@@ -45,6 +45,18 @@ class SelectedBatch(TrainBatch):
     selected: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EntropyBatch(TrainBatch):
+    """A batch for an entropy bonus whose coefficient changes from step to step.
+
+    Attributes:
+      entropy_coef: float32, the coefficient of this step.
+    """
+
+    entropy_coef: jax.Array
+
+
 def likelihood(*, coef: float = 1.0) -> Objective:
     """The mean negative log-likelihood of the tokens in the mask, times a coefficient."""
 
@@ -65,6 +77,7 @@ def policy(
     aggregation: str = "token-mean",
     aggregation_options: Mapping[str, Any] | None = None,
     entropy_coef: float = 0.0,
+    adapts_entropy: bool = False,
     kl_coef: float = 0.0,
     kl_estimate: str = "k3",
     correction: CorrectionConfig | None = None,
@@ -77,6 +90,7 @@ def policy(
       name, options: one of `POLICY_LOSSES` or the path of a function of the same form, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
       entropy_coef: coefficient of the entropy bonus; 0 for none.
+      adapts_entropy: take the coefficient from the batch instead, an `EntropyBatch`.
       kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or "full".
       correction: importance weights and rejections inside the loss, from the policy being trained and the
         sampler's. None if the correction is done before the update, or not at all.
@@ -96,12 +110,21 @@ def policy(
     # The exact KL ("full") has no estimate here. It needs the logits of both models, so the role computes it.
     estimate = lookup({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
 
+    has_bonus = bool(entropy_coef) or adapts_entropy
+    if adapts_entropy and select is not None:
+        raise UserError(
+            f"algorithm.entropy_target and policy loss {name!r} are two ways to keep the entropy; set the "
+            "target to 0, or take another loss"
+        )
+
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
         given = {"selected": micro.selected} if isinstance(micro, SelectedBatch) else {}
         loss_RT, stats = on_packed_rows(function, _loss_inputs(outputs, micro), **options, **given)
         loss_RT = loss_RT * micro.weight
-        if entropy_coef:
-            loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=entropy_coef)
+        if has_bonus:
+            # A plan traces the update with a batch that has no coefficient.
+            coef = micro.entropy_coef if isinstance(micro, EntropyBatch) else entropy_coef
+            loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=coef)
         if kl_coef:
             if estimate is None:
                 kl_RT = outputs.kl
@@ -116,7 +139,7 @@ def policy(
     further: dict[str, Any] = {} if select is None else {"prepare": select}
     if correction is not None:
         if correction.bypass:
-            _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
+            _check_correction(correction, name, adds_terms=has_bonus or bool(kl_coef))
         further["correction"] = _inside_the_loss(correction)
     if shares_forward:
         further["this_pass"] = _logprobs_of_this_pass
@@ -127,7 +150,7 @@ def policy(
         needs_advantage=skips_groups
         and name in POLICY_LOSSES
         and name not in HAVE_OTHER_TERMS
-        and not (entropy_coef or kl_coef),
+        and not (has_bonus or kl_coef),
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )

@@ -190,6 +190,11 @@ def _loss(config: Config) -> None:
     policy_objective(config.algorithm, config.train.load_balancing_coef)
 
 
+def _trust_region(config: Config) -> None:
+    if find_dataflow(config.algorithm.dataflow).trust_region:
+        config.algorithm.check_trust_region(pretrain_coef=config.cost.pretrain_coef)
+
+
 RULES: tuple[Callable[[Config], Any], ...] = (
     pools_of,
     _full_kl,
@@ -201,6 +206,7 @@ RULES: tuple[Callable[[Config], Any], ...] = (
     _correction,
     _advantage,
     _separate_rewards,
+    _trust_region,
     _old_logprobs,
     _loss,
 )

@@ -19,6 +19,8 @@ from jaxrl.config.batch_shapes import (
     engine_config,
 )
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.algorithm_config import TrustRegionConfig
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.pools import read_placement
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.model_config import ModelConfig
@@ -27,6 +29,7 @@ from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.trust_region import TrustRegionActor
 from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
@@ -92,17 +95,31 @@ class RoleBuilder:
         self._layouts = {role: pool.config_of(role) for pool in pools for role in pool.roles}
 
     def actor(
-        self, *, optim: OptimConfig, samples: bool = True, compared: Reference | None = None
+        self,
+        *,
+        optim: OptimConfig,
+        samples: bool = True,
+        compared: Reference | None = None,
+        trust_region: TrustRegionConfig | None = None,
     ) -> Actor:
-        """The actor with the optimiser of one training stage; without `samples` it only learns."""
-        return Actor(
+        """The actor with the optimiser of one training stage, or with a trust region.
+
+        Without `samples` it only learns.
+        """
+        options = self._common("actor") | {
+            "optim": optim,
+            "temperature": self._config.rollout.temperature,
+            "seed": self._config.seed,
+            "backend": self._backend() if samples else None,
+            "compared": compared,
+        }
+        if trust_region is None:
+            return Actor(self._models.actor, **options)
+        return TrustRegionActor(
             self._models.actor,
-            **self._common("actor"),
-            optim=optim,
-            temperature=self._config.rollout.temperature,
-            seed=self._config.seed,
-            backend=self._backend() if samples else None,
-            compared=compared,
+            max_kl=trust_region.max_kl,
+            damping=trust_region.damping,
+            **options,
         )
 
     def other(self, role: str) -> Any:
@@ -153,7 +170,14 @@ def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
     build = RoleBuilder(config, meshes, models)
     others = {role: build.other(role) for role in ROLES if role in meshes}
     compared = next((role for name, role in others.items() if ROLES[name].compared), None)
-    return Roles(build.actor(optim=config.optim, compared=compared), others)
+    algorithm = config.algorithm
+    has_trust_region = find_dataflow(algorithm.dataflow).trust_region
+    actor = build.actor(
+        optim=config.optim,
+        compared=compared,
+        trust_region=algorithm.trust_region if has_trust_region else None,
+    )
+    return Roles(actor, others)
 
 
 def check_role_batches(config: Config, meshes: Mapping[str, Mesh | AbstractMesh]) -> None:

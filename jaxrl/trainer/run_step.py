@@ -10,7 +10,7 @@ from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
-from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer
+from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
 from jaxrl.dataflows.step import Step
@@ -28,6 +28,7 @@ class StepState:
     Attributes:
       kl: coefficient of the KL penalty in the reward.
       multiplier: Lagrange multiplier of costs.
+      entropy: coefficient of the entropy bonus; None for a constant one.
       pretraining: supervised examples of the auxiliary (ptx) loss; None without `cost.pretrain_coef`.
     """
 
@@ -38,11 +39,19 @@ class StepState:
         self.multiplier = Multiplier(
             cost.multiplier, limit=cost.limit, learning_rate=cost.multiplier_lr
         )
+        algorithm = run.config.algorithm
+        self.entropy = (
+            EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
+            if algorithm.entropy_target
+            else None
+        )
         self.pretraining = _pretraining(run) if cost.pretrain_coef else None
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
-        record = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
+        record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
+        if self.entropy is not None:
+            record["entropy"] = (self.entropy.value, self.entropy.entropy)
         if self.pretraining is None:
             return record
         return record | {"pretraining": self.pretraining.stream.state()}
@@ -50,6 +59,8 @@ class StepState:
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continues from the result of `record`."""
         self.kl.value, self.multiplier.value = record["kl_coef"], record["multiplier"]
+        if self.entropy is not None:
+            self.entropy.value, self.entropy.entropy = record["entropy"]
         if self.pretraining is not None:
             self.pretraining.stream.restore(record["pretraining"])
 
@@ -131,6 +142,7 @@ class StepBuilder:
             pretraining=self._state.pretraining,
             frozen_steps=config.critic.warmup_steps,
             needs_signal=self._needs_signal(),
+            entropy=self._state.entropy,
             sampling=self._run.sampling,
             look=look,
             meanwhile=meanwhile,

@@ -8,13 +8,14 @@ NUM_SEQUENCES, ROWS, TOKENS = 7, 4, 12
 
 
 def packed_inputs(logprob, old_logprob, advantage, mask, segment_ids) -> dict[str, np.ndarray]:
-    """Inputs of the losses in `policy_losses.POLICY_LOSSES`, by name."""
+    """Inputs of the losses in `policy_losses.POLICY_LOSSES`, by name. The sampler's policy is the old one."""
     return {
         "logprob": logprob,
         "old_logprob": old_logprob,
         "advantage": advantage,
         "mask": mask,
         "segment_ids": segment_ids,
+        "rollout_logprob": old_logprob,
     }
 
 

@@ -190,6 +190,20 @@ def test_by_hand():
     np.testing.assert_array_equal(ESTIMATORS["passk"](score, group, length), np.zeros(B))
 
 
+def test_the_deviation_of_the_batch_is_that_of_its_scores():
+    """By hand: scores 1 0 | 1 1 | 0 0 0 have mean 3/7 and variance (3 * 16 + 4 * 9) / 49 / 6 = 2/7."""
+    score, group, _ = arrays([1, 0, 9, 1, 1, 0, 0, 0, 9], [0, 0, -1, 1, 1, 2, 2, 2, -1], [1] * B)
+    score[group < 0] = np.nan
+    advantage = group_advantages.grpo_batch_std(score, group, num_groups=GROUPS)
+    expected = np.array([0.5, -0.5] + [0] * 7) / np.sqrt(2 / 7)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-5)
+    # Whitening what is left after the groups' means is another scale: their variance is .5 / 6.
+    whitened = whiten(np.float32([0.5, -0.5, 0, 0, 0, 0, 0]), np.ones(7, np.float32))
+    np.testing.assert_allclose(whitened[0], 0.5 / np.sqrt(0.5 / 6), rtol=1e-5)
+    equal = group_advantages.grpo_batch_std(0 * score + 0.1, group, num_groups=GROUPS)
+    np.testing.assert_array_equal(equal, np.zeros(B))
+
+
 @few
 @given(st.lists(scores, min_size=2, max_size=2), members, lengths)
 def test_gdpo_equals_its_twin(score_K, group, length):

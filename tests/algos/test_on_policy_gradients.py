@@ -53,8 +53,14 @@ CASES = [
     ("kl_cov", {"kl_coef": 1.0}),
     ("policy_gradient", {}),
     ("sapo", {}),
+    ("sequence_masked", USUAL | {"dual_clip": 10.0, "threshold": 0.1}),
     ("trpo", {"kl_coef": 1.0}),
+    ("vespo", {}),
 ]
+
+
+# Losses that give each token the value of its sequence.
+SHARED_VALUES = SEQUENCE_LOSSES - {"vespo"}
 
 
 def test_every_policy_loss_is_walked():
@@ -75,7 +81,7 @@ def test_the_gradient_is_the_policy_gradient(name, settings):
     if name in ("clip_cov", "kl_cov"):
         settings = settings | {"selected": ragged.pack(selected, False, bool)}
     weight = ragged.mask
-    if name in SEQUENCE_LOSSES:
+    if name in SHARED_VALUES:
         length = [np.full(len(m), max(1, m.sum())) for m in ragged.masks]
         weight = weight / ragged.pack(length, 1)
 
@@ -87,7 +93,7 @@ def test_the_gradient_is_the_policy_gradient(name, settings):
 
     slope = jax.grad(total)(jnp.asarray(ragged.spoiled(logprob)))
     expected = [-a for (a,) in ragged.trained(advantage)]
-    if name in SEQUENCE_LOSSES:
+    if name in SHARED_VALUES:
         expected = [x / max(1, len(x)) for x in expected]
     if name == "clip_cov":  # spares the selected
         expected = [-a * (1 - s) for a, s in ragged.trained(advantage, selected)]

@@ -27,6 +27,8 @@ SETTINGS = {
     "gspo": NARROW,
     "gspo_token": NARROW,
     "kl_cov": {"kl_coef": 0.3},
+    "sequence_masked": CLIP | {"dual_clip": 1.5, "threshold": 0.05},
+    "vespo": {"k_positive": 1.5, "lambda_positive": 2.5, "k_negative": 3.0, "lambda_negative": 2.0},
     "trpo": {"kl_coef": 0.3},
 }
 
@@ -114,6 +116,22 @@ def geo_mean(p, still, old, a, selected, *, clip_low, clip_high):
     return np.full(len(p), -a.mean() * np.exp(kept.mean())), kept != d
 
 
+def vespo(p, still, old, a, selected, *, k_positive, lambda_positive, k_negative, lambda_negative):
+    ratio = np.prod(np.exp(still - old))
+    k, decay = (
+        np.where(a >= 0, k_positive, k_negative),
+        np.where(a >= 0, lambda_positive, lambda_negative),
+    )
+    return -(ratio**k) * np.exp(decay * (1 - ratio)) * a * p, None
+
+
+def sequence_masked(p, still, old, a, selected, *, threshold, **clip):
+    # The sampler's policy is the old one here.
+    left_out = (a < 0) & (np.mean(old - still) > threshold) if len(p) else selected
+    loss, active = clipped(p, still, old, a, selected, **clip)
+    return np.where(left_out, 0, loss), active & ~left_out
+
+
 TWINS = {
     "cispo": cispo,
     "clip_cov": clip_cov,
@@ -128,6 +146,8 @@ TWINS = {
     "kl_cov": kl_cov,
     "policy_gradient": policy_gradient,
     "sapo": sapo,
+    "sequence_masked": sequence_masked,
+    "vespo": vespo,
     "trpo": trpo,
 }
 OF_SEQUENCES = ("geo_mean", "gspo", "gspo_token")
@@ -238,7 +258,16 @@ def test_on_policy_the_ratio_is_1_and_the_gradient_minus_the_advantage(name):
         )
         expected = [x / max(1, len(x)) for x in expected]
     ragged.assert_equal(slope(name)(arrays[0], weight, *arrays[1:]), expected, atol=1e-6)
-    if name not in ("cispo", "dppo_kl", "dppo_tv", "dro", "gpg", "policy_gradient", "sapo"):
+    if name not in (
+        "cispo",
+        "dppo_kl",
+        "dppo_tv",
+        "dro",
+        "gpg",
+        "policy_gradient",
+        "sapo",
+        "vespo",
+    ):
         # A ratio of 1 shows in the value itself.
         value = np.where(ragged.mask > 0, np.nan_to_num(np.asarray(loss)), 0)
         whole = [

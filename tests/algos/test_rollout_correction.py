@@ -80,13 +80,36 @@ LEVELS = {
 DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: np.exp(x) - 1 - x}
 
 
+def test_gates_on_the_probabilities_themselves():
+    """By hand: .5 of the trainer against .25 of the sampler, and .5 against .4."""
+    train, rollout = jnp.log(jnp.array([[0.5, 0.5]])), jnp.log(jnp.array([[0.25, 0.4]]))
+    ones = jnp.ones((1, 2))
+    rho = correction.log_ratio(train, rollout, ones)
+    by_hand = {
+        "tv": [0.25, 0.1],
+        "kl": [
+            0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5),
+            0.4 * math.log(0.4 / 0.5) + 0.6 * math.log(0.6 / 0.5),
+        ],
+    }
+    for by, expected in by_hand.items():
+        gate = Rejection("any", "token", by, -math.inf, 0.11)
+        statistic = gate.statistic(rho, train, ones, ones.astype(jnp.int32))
+        np.testing.assert_allclose(statistic, [expected], rtol=1e-5)
+        np.testing.assert_array_equal(gate.keep(statistic, ones), [[0, 1]])
+    # Both certain of the token: no gap, and no NaN.
+    certain = Rejection("any", "token", "kl", -math.inf, 0.1)
+    zero = jnp.zeros((1, 1))
+    assert certain.statistic(zero, zero, ones[:, :1], jnp.ones((1, 1), jnp.int32)) == 0
+
+
 @functools.cache
 def rejected(over, by, lowest, highest):
     """(what is kept, metrics) by a rejection, compiled."""
     rejection = Rejection("any", over, by, lowest, highest)
 
     def run(rho, mask, ids):
-        statistic = rejection.statistic(rho, mask, ids)
+        statistic = rejection.statistic(rho, jnp.zeros_like(rho), mask, ids)
         kept = rejection.keep(statistic, mask)
         moments = correction.rejection_moments(rejection, statistic, kept, mask, ids)
         return kept, correction.rejection_metrics(rejection, moments)

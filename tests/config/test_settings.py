@@ -180,9 +180,11 @@ MEANT = {
         (
             "algorithm.correction.lowest",
             "algorithm.entropy_coef",
+            "algorithm.entropy_target",
             "algorithm.kl.loss_coef",
             "algorithm.kl.reward_coef",
             "algorithm.kl.target",
+            "algorithm.trust_region.damping",
             "algorithm.loss_options.clip_high",
             "algorithm.loss_options.clip_low",
             "cost.limit",

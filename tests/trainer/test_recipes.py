@@ -171,6 +171,63 @@ def test_ppo_reports_its_critic_and_its_reference(colocated):
     assert last["reward/model/std"] > 0
 
 
+ACTOR_CRITIC = {
+    "algorithm__advantage": "gae",
+    "algorithm__whiten": True,
+    "algorithm__updates_per_step": 1,
+    "critic__clip": float("inf"),
+    "critic__epochs": 2,
+}
+VPG = {**ACTOR_CRITIC, "algorithm__loss": "policy_gradient", "algorithm__loss_options": {}}
+TRPO = {**ACTOR_CRITIC, "algorithm__loss": "trpo", "algorithm__loss_options": {"kl_coef": 0.0}}
+
+
+@pytest.mark.parametrize(("recipe", "changes"), [("vpg", VPG), ("trpo", TRPO)], ids=["vpg", "trpo"])
+def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
+    recipe, changes, folder, tmp_path
+):
+    mesh = {"mesh__train": "1-2-2", "mesh__generate": "1-1-2-2", "mesh__fsdp": 2}
+    curves = []
+    for name, stops in (("whole", (3,)), ("resumed", (1, 3))):
+        for steps in stops:
+            config = make_config(
+                folder, tmp_path / name, recipe, **changes, **mesh, run__num_steps=steps
+            )
+            assert program.train(config, devices=jax.devices()[:4]) == 0
+        curves.append({row["step"]: row for row in curve(config)})
+    whole, resumed = curves
+    assert whole[3] == resumed[3]
+    assert whole[2]["critic/vf_loss"] > 0 and whole[2]["actor/grad_norm"] > 0
+    # The critic's values of the last step explain more than nothing: the baseline is learned.
+    assert whole[3]["critic/vf_explained_var"] != 0
+    if recipe == "trpo":
+        assert 0 < whole[2]["actor/trust_region_kl"] <= 0.01
+        assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
+
+
+def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
+    """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
+    changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
+    curves = []
+    for name, stops in (("whole", (3,)), ("resumed", (2, 3))):
+        for steps in stops:
+            config = make_config(folder, tmp_path / name, "grpo", **changes, run__num_steps=steps)
+            assert program.train(config, devices=jax.devices()[:1]) == 0
+        curves.append({row["step"]: row for row in curve(config)})
+    whole, resumed = curves
+    # An untrained policy over 288 tokens has an entropy of at most log 288 = 5.66: it is above the target.
+    assert all(5.0 < row["actor/entropy"] < 5.67 for step, row in whole.items() if step)
+    # The first step knows no entropy yet and has the bonus; then it rests while its coefficient falls.
+    assert [whole[step]["actor/entropy_coef"] for step in (1, 2, 3)] == [pytest.approx(0.01), 0, 0]
+    assert resumed[3] == whole[3]
+    config = make_config(
+        folder, tmp_path / "below", "grpo", algorithm__entropy_target=6.0, run__num_steps=3
+    )
+    assert program.train(config, devices=jax.devices()[:1]) == 0
+    found = [row["actor/entropy_coef"] for row in curve(config) if row["step"]]
+    assert found == pytest.approx([0.0, 0.005, 0.01])
+
+
 def safe_settings(folder) -> dict:
     return {
         **ppo_settings(folder),
@@ -408,6 +465,9 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
             {"data__curriculum__by": "pass_rate", "reward__grader_weight": 0.0},
             "goes by which answers are right, and reward.grader_weight 0 says",
         ),
+        ("trpo", TRPO | {"algorithm__updates_per_step": 2}, "updates_per_step 2; set it to 1"),
+        ("trpo", TRPO | {"algorithm__correction__bypass": True}, "bypass True; set it to False"),
+        ("trpo", TRPO | {"algorithm__old_logprobs": "update"}, "searches along its step with them"),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],
 )
