@@ -95,11 +95,13 @@ class RoleBuilder:
         self, *, optim: OptimConfig, samples: bool = True, compared: Reference | None = None
     ) -> Actor:
         """The actor with the optimiser of one training stage; without `samples` it only learns."""
+        truncates = samples and self._config.truncates_logprobs
         return Actor(
             self._models.actor,
             **self._common("actor"),
             optim=optim,
             temperature=self._config.rollout.temperature,
+            truncation=self._config.rollout.truncation() if truncates else None,
             seed=self._config.seed,
             backend=self._backend() if samples else None,
             compared=compared,
