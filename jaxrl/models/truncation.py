@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# Name of the threshold in a forward pass, which is stored for the backward pass: 4 bytes a token save a search.
+# Name of the threshold in a forward pass. It is stored for the backward pass: 4 bytes a token save a search.
 LEAST_KEPT = "least_kept"
 # The vocabulary as a matrix with this many rows. Devices that share a vocabulary have whole rows each, if it
 # is a multiple of 128; with rows of 128 tokens XLA would gather the logits on every device.
@@ -133,28 +133,32 @@ def _threshold(p: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     Sorting or `top_k` takes 12 times as long on CPU (64 slots, 50 of 152k tokens), and on a mesh it gathers
     the logits of all replicas on every device, which takes 6.6 GB for 3,632 slots.
     """
-
-    # The bit patterns of non-negative floats have the same order as the floats, so x is found digit by digit.
-    def search(p, weight, wanted, digit_bits):
-        def digit(i: jax.Array, below: jax.Array) -> jax.Array:
-            shift = _BITS - digit_bits * (i + 1)
-            value = jnp.zeros_like(below)
-            for candidate in range(1, 2**digit_bits):
-                x = jax.lax.bitcast_convert_type(below + (candidate << shift), jnp.float32)
-                enough = total(jnp.where(p > x, weight, 0.0)) >= wanted
-                value += enough.astype(jnp.int32)
-            return below + (value << shift)
-
-        # The largest x at which they sum to `wanted`.
-        below = jax.lax.fori_loop(0, _BITS // digit_bits, digit, jnp.zeros(wanted.shape, jnp.int32))
-        return jax.lax.bitcast_convert_type(below + 1, jnp.float32)
-
     # Sums over one array share its reading on GPU and TPU. XLA on CPU reads it for each.
     return jax.lax.platform_dependent(
         *(p, weight, wanted),
-        cpu=functools.partial(search, digit_bits=1),
-        default=functools.partial(search, digit_bits=3),
+        cpu=functools.partial(digit_search, digit_bits=1),
+        default=functools.partial(digit_search, digit_bits=3),
     )
+
+
+def digit_search(
+    p: jax.Array, weight: jax.Array, wanted: jax.Array, *, digit_bits: int
+) -> jax.Array:
+    """`_threshold`, bit by bit of x or several at a time, with 2**bits - 1 sums for each digit."""
+
+    # The bit patterns of non-negative floats have the same order as the floats.
+    def digit(i: jax.Array, below: jax.Array) -> jax.Array:
+        shift = _BITS - digit_bits * (i + 1)
+        value = jnp.zeros_like(below)
+        for candidate in range(1, 2**digit_bits):
+            x = jax.lax.bitcast_convert_type(below + (candidate << shift), jnp.float32)
+            enough = total(jnp.where(p > x, weight, 0.0)) >= wanted
+            value += enough.astype(jnp.int32)
+        return below + (value << shift)
+
+    # The largest x at which they still sum to `wanted`.
+    below = jax.lax.fori_loop(0, _BITS // digit_bits, digit, jnp.zeros(wanted.shape, jnp.int32))
+    return jax.lax.bitcast_convert_type(below + 1, jnp.float32)
 
 
 def total(x: jax.Array) -> jax.Array:
