@@ -224,6 +224,7 @@ def test_in_bfloat16_at_a_width_of_256():
         num_heads=4,
         num_kv_heads=2,
         head_dim=64,
+        tie_embeddings=False,
     )
     engine = EngineConfig(
         slots=16,
@@ -267,5 +268,5 @@ def test_in_bfloat16_at_a_width_of_256():
     metrics = jax.device_get(phase.update(experience))
     assert metrics["actor/first_ratio_max_deviation"] == 0
     assert 0 <= metrics[MASKED] < 0.03
-    assert 0 < metrics["training/rollout_probs_diff_mean"] < 0.01
+    assert 0 < metrics["training/rollout_probs_diff_mean"] < 0.03
     assert jnp.isfinite(metrics["actor/grad_norm"]) and metrics["actor/grad_norm"] > 0
