@@ -135,7 +135,7 @@ def _threshold(p: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     """
     # Sums over one array share its reading on GPU and TPU. XLA on CPU reads it for each.
     return jax.lax.platform_dependent(
-        *(p, weight, wanted),
+        *(as_rows(p, 0.0), as_rows(weight, 0.0), wanted),
         cpu=functools.partial(digit_search, digit_bits=1),
         default=functools.partial(digit_search, digit_bits=3),
     )
@@ -144,7 +144,7 @@ def _threshold(p: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 def digit_search(
     p: jax.Array, weight: jax.Array, wanted: jax.Array, *, digit_bits: int
 ) -> jax.Array:
-    """`_threshold`, bit by bit of x or several at a time, with 2**bits - 1 sums for each digit."""
+    """`_threshold` of `as_rows`, bit by bit of x or several at a time: 2**bits - 1 sums for each digit."""
 
     # The bit patterns of non-negative floats have the same order as the floats.
     def digit(i: jax.Array, below: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ def digit_search(
         value = jnp.zeros_like(below)
         for candidate in range(1, 2**digit_bits):
             x = jax.lax.bitcast_convert_type(below + (candidate << shift), jnp.float32)
-            enough = total(jnp.where(p > x, weight, 0.0)) >= wanted
+            enough = _total_of_rows(jnp.where(p > x[..., None], weight, 0.0)) >= wanted
             value += enough.astype(jnp.int32)
         return below + (value << shift)
 
@@ -163,7 +163,11 @@ def digit_search(
 
 def total(x: jax.Array) -> jax.Array:
     """Sums over the vocabulary, [..., 1] of [..., V], by columns: XLA on CPU sums a row serially."""
-    return as_rows(x, 0.0).sum(axis=-2).sum(axis=-1, keepdims=True)
+    return _total_of_rows(as_rows(x, 0.0))
+
+
+def _total_of_rows(x: jax.Array) -> jax.Array:
+    return x.sum(axis=-2).sum(axis=-1, keepdims=True)
 
 
 def as_rows(x: jax.Array, padding: float) -> jax.Array:

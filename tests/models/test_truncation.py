@@ -13,7 +13,7 @@ from closeness import assert_close
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.logprobs import squared_probabilities, token_logprobs
-from jaxrl.models.truncation import digit_search, kept_tokens
+from jaxrl.models.truncation import as_rows, digit_search, kept_tokens
 from jaxrl.rollout.decode_state import DecodeState
 from jaxrl.rollout.generate_program import sample
 from jaxrl.rollout.sampling import sample_keys, truncation_of
@@ -237,7 +237,8 @@ def test_digits_of_any_size_find_the_same(wanted):
     """GPU and TPU search by three bits at a time, CPU by one."""
     p = jnp.asarray(np.random.default_rng(0).dirichlet(np.full(300, 0.3), size=4), jnp.float32)
     weight = jnp.ones_like(p) if wanted >= 1 else p
-    found = [digit_search(p, weight, jnp.full((4, 1), wanted), digit_bits=bits) for bits in (1, 3)]
+    rows = as_rows(p, 0.0), as_rows(weight, 0.0)
+    found = [digit_search(*rows, jnp.full((4, 1), wanted), digit_bits=bits) for bits in (1, 3)]
     np.testing.assert_array_equal(*found)
     if wanted >= 1:
         expected = np.sort(p, axis=1)[:, ::-1][:, int(wanted) - 1]
