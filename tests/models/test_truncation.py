@@ -107,7 +107,7 @@ def sampled(logits_SV, key_S2, truncation, temperature=1.0):
 def trained(logits_SV, token_S, truncation, temperature=1.0):
     """Log-probabilities of the trainer, for hidden states that are the logits."""
     return token_logprobs(
-        lambda hidden: hidden,
+        lambda hidden, *_: hidden,
         jnp.stack([logits_SV, logits_SV], axis=1),
         jnp.stack([token_S, token_S], axis=1),
         jnp.ones((len(logits_SV), 2), jnp.int32),
@@ -220,7 +220,7 @@ def test_a_token_outside_has_no_probability_and_no_gradient():
 def test_squared_probabilities_are_those_of_the_kept_tokens():
     logits = jnp.log(jnp.array([[[0.4, 0.25, 0.2, 0.15]] * 2]))
     _, squares_BT = token_logprobs(
-        lambda hidden: hidden,
+        lambda hidden, *_: hidden,
         logits,
         jnp.zeros((1, 2), jnp.int32),
         jnp.ones((1, 2), jnp.int32),
