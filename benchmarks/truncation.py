@@ -1,12 +1,14 @@
 """What top-p costs when sampling from a vocabulary of 151,936, through the engine.
 
-    python benchmarks/truncation.py [--rounds 7] [--top_p 0.7]
+    python benchmarks/truncation.py [--rounds 7] [--top_p 0.7] [--renormalized]
 
 A small decoder with a large vocabulary, so that what happens per token of the vocabulary is most of a step,
 which is the worst case for a limit. The same compiled programs sample with and without the limit, in turns
 in one process; medians of the rounds count. Logits are normal with each of some standard deviations: random
 weights make nearly flat ones, where half of the vocabulary is inside the limit; trained models are peaked,
 which scaled embeddings stand for.
+
+With `--renormalized` log-probabilities are those among the kept tokens, as in training.
 
 CPU time is the figure to go by where others use the machine.
 """
@@ -85,15 +87,17 @@ def prompts() -> Prompts:
     return Prompts(np.arange(SLOTS), tuple(rows.astype(np.int32)), blank, blank, blank)
 
 
-def options(top_p: float, step: int) -> SamplingOptions:
-    limit = truncation_of(top_k=0, top_p=top_p, min_p=0.0)
+def options(top_p: float, step: int, renormalized: bool) -> SamplingOptions:
+    limit = truncation_of(top_k=0, top_p=top_p, min_p=0.0, renormalized=renormalized)
     return SamplingOptions(num_samples=1, seed=0, step=step, temperature=1.0, truncation=limit)
 
 
-def seconds(backend: OfflineBackend, top_p: float, step: int) -> tuple[float, float]:
+def seconds(
+    backend: OfflineBackend, top_p: float, step: int, renormalized: bool
+) -> tuple[float, float]:
     """(wall, CPU) of one batch, per token of all slots."""
     wall, cpu = time.perf_counter(), time.process_time()
-    backend.generate(prompts(), options(top_p, step))
+    backend.generate(prompts(), options(top_p, step, renormalized))
     return (time.perf_counter() - wall) / RESPONSE, (time.process_time() - cpu) / RESPONSE
 
 
@@ -103,6 +107,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--top_p", type=float, default=0.7)
+    parser.add_argument("--renormalized", action="store_true")
     args = parser.parse_args()
     table = Table(title=f"{SLOTS} slots, vocabulary {MODEL.vocab_size:,}, float32: ms per step")
     for column in (
@@ -120,7 +125,7 @@ def main() -> None:
         backend.load(params_of(spread))
         # Each of the two compiles, or at least allocates, on its first call.
         measured = [
-            [seconds(backend, p, step) for p in (1.0, args.top_p)]
+            [seconds(backend, p, step, args.renormalized) for p in (1.0, args.top_p)]
             for step in range(args.rounds + 1)
         ][1:]
         wall, cpu = (

@@ -128,8 +128,8 @@ class Completions:
       num_samples: G.
       tokens: B int32 arrays of response tokens, ending with end-of-sequence unless truncated.
       rollout_logprob: B float32 arrays, log-probability of each token under the sampler's distribution
-        (temperature applied, before any truncation of the vocabulary).
-      entropy: B float32 arrays, entropy in nats of the same distribution.
+        (temperature applied; among the tokens that limits keep, if `Truncation.renormalized`).
+      entropy: B float32 arrays, entropy in nats of that distribution over the whole vocabulary.
       truncated_B: bool, True if the response reached its limit before end-of-sequence.
       texts: B decoded responses without special tokens. Those of a backend are made when they are read.
       mask: B float32 arrays, 1 on tokens sampled from the policy, 0 on tokens inserted by an environment. All

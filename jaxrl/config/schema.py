@@ -104,6 +104,11 @@ class Config:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def truncates_logprobs(self) -> bool:
+        """Whether log-probabilities of training data are those among the tokens that its sampling keeps."""
+        return self.algorithm.truncated_logprobs and self.rollout.keeps_some
+
+    @property
     def run_folder(self) -> RunFolder:
         """The output folder of this run."""
         return self._folder_of(self.name)

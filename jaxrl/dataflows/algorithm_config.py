@@ -164,6 +164,9 @@ class AlgorithmConfig:
         minibatch: the numbers are the same, because the weights are, and with one update per step no other
         pass is needed. It is refused if a setting needs them earlier. "auto" is "update" if no setting does
         and the dataflow is one of this package.
+      truncated_logprobs: with `rollout.top_k`, `top_p` or `min_p`, log-probabilities are those among the
+        tokens that these keep, in the sampler and in training. So the policy that is trained is the one that
+        sampled. Without such a limit it has no effect.
       updates_per_step: number of minibatches in a step, one optimiser update each.
       epochs: number of passes over the minibatches of a step. Later passes keep the old log-probabilities of
         the first, as in PPO.
@@ -185,6 +188,7 @@ class AlgorithmConfig:
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     old_logprobs: Literal["auto", "forward", "update"] = "auto"
+    truncated_logprobs: bool = True
     updates_per_step: Annotated[int, count(1)] = 4
     epochs: Annotated[int, between(1, 1000)] = 1
 

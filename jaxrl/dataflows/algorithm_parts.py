@@ -29,12 +29,15 @@ def shares_forward(algorithm: AlgorithmConfig, load_balancing_coef: float) -> bo
     return old_logprobs.shares_forward(algorithm, estimator_of(algorithm), load_balancing_coef)
 
 
-def policy_objective(algorithm: AlgorithmConfig, load_balancing_coef: float) -> Objective:
+def policy_objective(
+    algorithm: AlgorithmConfig, load_balancing_coef: float, *, truncated: bool = False
+) -> Objective:
     """The actor's loss.
 
     Args:
       algorithm: settings of the algorithm.
       load_balancing_coef: coefficient of the load balancing loss, `train.load_balancing_coef`.
+      truncated: whether log-probabilities are those of truncated sampling.
 
     Raises:
       UserError: a name or an option is unknown, or loss and aggregation contradict each other.
@@ -58,4 +61,5 @@ def policy_objective(algorithm: AlgorithmConfig, load_balancing_coef: float) -> 
         shares_forward=shares,
         # Dynamic sampling has already dropped the groups without advantages.
         skips_groups=not find_dataflow(algorithm.dataflow).dynamic_sampling,
+        truncated=truncated,
     )

@@ -121,10 +121,10 @@ class ActorPhase:
                 return experience.extended(self._timer.when_done(self._with_later_logprobs(batch)))
             if self._squared_probabilities:
                 logprob, sum_pi_squared = self._actor.squared_probabilities(batch)
-                batch = batch.replace(old_logprob=logprob)
+                batch = self._with_old_logprob(batch, logprob)
                 batch = batch.extended_as(VocabularyBatch, sum_pi_squared=sum_pi_squared)
             else:
-                batch = batch.replace(old_logprob=self._actor.logprobs(batch))
+                batch = self._with_old_logprob(batch, self._actor.logprobs(batch))
             batch, metrics = corrected(self._correction, batch)
             return experience.extended(self._timer.when_done(batch), metrics)
 
@@ -142,7 +142,13 @@ class ActorPhase:
         """Adds the log-probabilities of all minibatches except the first."""
         if len(batch.tokens) == 1:
             return batch
-        return batch.replace(old_logprob=self._actor.logprobs(batch, first_minibatch=1))
+        return self._with_old_logprob(batch, self._actor.logprobs(batch, first_minibatch=1))
+
+    def _with_old_logprob(self, batch: TrainBatch, logprob: jax.Array) -> TrainBatch:
+        """Sets the old log-probabilities; those of the sampler where the trainer does not keep the token."""
+        if self._actor.truncation is not None:
+            logprob = _finite_or(logprob, batch.rollout_logprob)
+        return batch.replace(old_logprob=logprob)
 
     @property
     def _is_frozen(self) -> bool:
@@ -186,6 +192,7 @@ class ActorPhase:
             metrics = self._actor.update(batch, objective, epochs=self._epochs, **beside)
             return metrics, experience
         metrics, batch = self._actor.update_and_logprobs(batch, objective, **beside)
+        batch = self._with_old_logprob(batch, batch.old_logprob)
         batch, of_the_gap = corrected(self._correction, batch)
         return metrics | of_the_gap, experience.extended(batch)
 
@@ -198,6 +205,11 @@ class ActorPhase:
         if self._reference is None or not self._objective.needs_reference:
             return None
         return self._reference.onloaded()
+
+
+@jax.jit
+def _finite_or(logprob: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isneginf(logprob), other, logprob)
 
 
 @jax.jit

@@ -99,7 +99,10 @@ class ReferencePhase:
         self._asked = asked
 
     def logprobs(self, experience: Experience) -> Experience:
-        """Adds the log-probabilities of the reference, if they are needed."""
+        """Adds the log-probabilities of the reference, if they are needed.
+
+        With a truncation they are divided by the probability of the actor's kept tokens.
+        """
         with self._timer.phase("ref"):
             if not self._asked:
                 return experience
@@ -108,6 +111,10 @@ class ReferencePhase:
                 ref_logprob = self._actor.reference_logprobs(batch)
             else:
                 ref_logprob = self._actor.place(self._reference.logprobs(batch))
+            if self._actor.truncation is not None:
+                # The actor's tokens have all of the probability; the reference's have the share that they
+                # had in the actor. So a policy without changes has no KL to it.
+                ref_logprob = ref_logprob - self._actor.log_kept_mass(batch)
             batch = self._timer.when_done(batch.replace(ref_logprob=ref_logprob))
             return experience.extended(batch)
 

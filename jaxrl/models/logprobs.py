@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.truncation import LEAST_KEPT, Truncation, kept_tokens
+
 Values = TypeVar("Values")
 
 
@@ -32,6 +34,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     statistic: Callable[[jax.Array], jax.Array] | None = None,
+    truncation: Truncation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of every token given the tokens of its segment before it.
 
@@ -45,6 +48,8 @@ def token_logprobs(
       chunk_tokens: C, number of positions whose logits are in memory at once, forward and backward.
       statistic: function from log-probabilities [B, C, V] to [B, C], such as `squared_probabilities`, that
         replaces the entropy; None for the entropy.
+      truncation: limits; log-probabilities are those among the tokens that it keeps, and -inf for other
+        tokens. The entropy stays that of the whole vocabulary. None for no limits.
 
     Returns:
       (logprob_BT, entropy_BT), float32.
@@ -52,10 +57,24 @@ def token_logprobs(
 
     def chunk(past_BCD: jax.Array, tokens_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
         logprobs_BCV, entropy_BC = log_softmax_entropy(logits_of(past_BCD) / temperature)
-        further_BC = entropy_BC if statistic is None else statistic(logprobs_BCV)
-        return of_tokens(logprobs_BCV, tokens_BC), further_BC
+        logprob_BC, logprobs_BCV = renormalized(logprobs_BCV, tokens_BC, truncation)
+        return logprob_BC, entropy_BC if statistic is None else statistic(logprobs_BCV)
 
     return from_past(chunk, hidden_BTD, tokens_BT, segment_ids_BT, chunk_tokens=chunk_tokens)
+
+
+def renormalized(
+    logprobs_BCV: jax.Array, tokens_BC: jax.Array, truncation: Truncation | None
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of the tokens [B, C] and of the vocabulary [B, C, V] among the kept tokens.
+
+    Those of other tokens are -inf. Without a truncation nothing changes.
+    """
+    logprob_BC = of_tokens(logprobs_BCV, tokens_BC)
+    if truncation is None:
+        return logprob_BC, logprobs_BCV
+    kept = kept_tokens(logprobs_BCV, truncation)
+    return kept.renormalized(logprob_BC[..., None])[..., 0], kept.renormalized(logprobs_BCV)
 
 
 def squared_probabilities(logprobs: jax.Array) -> jax.Array:
@@ -100,7 +119,10 @@ def from_past(
     past = jax.tree.map(lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, padding), (0, 0))), hidden)
     tokens = jnp.pad(tokens_BT, ((0, 0), (0, padding)))
     _, values = jax.lax.scan(
-        jax.checkpoint(lambda _, inputs: (None, function(*inputs))),
+        jax.checkpoint(
+            lambda _, inputs: (None, function(*inputs)),
+            policy=jax.checkpoint_policies.save_only_these_names(LEAST_KEPT),
+        ),
         None,
         jax.tree.map(chunked, (past, tokens)),
     )

@@ -101,6 +101,10 @@ class Learner(PackedModel, abc.ABC):
     def _outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
         """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts."""
 
+    def _supervised_outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
+        """`_outputs` for objectives that learn tokens which nothing has sampled."""
+        return self._outputs(params, micro)
+
     def _outputs_against(
         self, params: Params, reference: Params, micro: Any
     ) -> tuple[Any, Routing | None]:
@@ -349,6 +353,8 @@ class Learner(PackedModel, abc.ABC):
             if objective.needs_reference:
                 assert reference is not None, "the objective needs a reference's weights"
                 return self._outputs_against(params, reference, micro)
+            if objective.supervised:
+                return self._supervised_outputs(params, micro)
             return self._outputs(params, micro)
 
         return minibatch_gradient(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxrl.algos.aggregation import AGGREGATIONS
 from jaxrl.algos.covariance import SELECTIONS, covariance
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
+from jaxrl.algos.moments import Moments, RunningMoments, merge_moments
 from jaxrl.algos.policy_losses import (
     HAVE_OTHER_TERMS,
     INPUTS,
@@ -64,7 +65,7 @@ def likelihood(*, coef: float = 1.0) -> Objective:
         del micro
         return -coef * outputs.logprob, {}
 
-    return Objective(loss)
+    return Objective(loss, supervised=True)
 
 
 SUPERVISED = likelihood()
@@ -83,6 +84,7 @@ def policy(
     correction: CorrectionConfig | None = None,
     shares_forward: bool = False,
     skips_groups: bool = False,
+    truncated: bool = False,
 ) -> Objective:
     """The objective of a policy: a loss of `algos.policy_losses`, an entropy bonus and a KL penalty.
 
@@ -98,6 +100,8 @@ def policy(
         update itself. The ratio there is then 1 by definition.
       skips_groups: leave groups without advantages out of the backward pass, if no other term of the loss
         gives them a gradient.
+      truncated: the outputs are of an actor with a truncation. Tokens that it does not keep are masked; they
+        stay in the divisor of the loss.
 
     Raises:
       UserError: a name or an option is unknown, or the loss and its correction contradict each other.
@@ -137,10 +141,10 @@ def policy(
     make = lookup(AGGREGATIONS, aggregation, "aggregation")
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
     further: dict[str, Any] = {} if select is None else {"prepare": select}
-    if correction is not None:
-        if correction.bypass:
-            _check_correction(correction, name, adds_terms=has_bonus or bool(kl_coef))
-        further["correction"] = _inside_the_loss(correction)
+    if correction is not None and correction.bypass:
+        _check_correction(correction, name, adds_terms=has_bonus or bool(kl_coef))
+    if correction is not None or truncated:
+        further["correction"] = _inside_the_loss(correction, truncated=truncated)
     if shares_forward:
         further["this_pass"] = _logprobs_of_this_pass
     return Objective(
@@ -221,19 +225,34 @@ def _check_correction(correction: CorrectionConfig, loss: str, *, adds_terms: bo
         )
 
 
-def _inside_the_loss(correction: CorrectionConfig) -> InnerCorrection:
+def _inside_the_loss(correction: CorrectionConfig | None, *, truncated: bool) -> InnerCorrection:
     def apply(outputs: PolicyOutputs, micro: TrainBatch):
-        weight_RT, mask_RT, moments = correct(
+        moments: RunningMoments = {}
+        if truncated:
+            # The probability of these tokens is 0: rounding, or an update, moved them out of the limits.
+            outside_RT = jnp.isneginf(outputs.logprob)
+            moments["outside"] = Moments.of(outside_RT.astype(jnp.float32), micro.loss_mask)
+            micro = micro.replace(loss_mask=masked(micro.loss_mask, ~outside_RT))
+        if correction is None:
+            return micro, moments
+        weight_RT, mask_RT, of_correction = correct(
             correction, outputs.logprob, micro.rollout_logprob, micro.loss_mask, micro.segment_ids
         )
-        return micro.replace(weight=weight_RT, loss_mask=mask_RT), moments
+        return micro.replace(weight=weight_RT, loss_mask=mask_RT), moments | of_correction
 
+    def metrics(moments_U: RunningMoments) -> dict[str, jax.Array]:
+        found = {} if correction is None else correction_metrics(correction, moments_U)
+        if truncated:
+            fraction = merge_moments(moments_U)["outside"].mean
+            found["rollout_corr/truncation_masked_fraction"] = fraction
+        return found
+
+    config = correction or CorrectionConfig()
     return InnerCorrection(
         apply,
-        norm_factor=functools.partial(norm_factor, correction),
-        metrics=functools.partial(correction_metrics, correction),
-        defers_normalizer=bool(correction.rejections)
-        or (correction.weighs and correction.normalize),
+        norm_factor=functools.partial(norm_factor, config),
+        metrics=metrics,
+        defers_normalizer=bool(config.rejections) or (config.weighs and config.normalize),
     )
 
 

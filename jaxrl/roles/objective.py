@@ -65,6 +65,7 @@ class Objective:
       needs_advantage: the loss has no gradient where the advantage is 0. Microbatches at the end of a
         minibatch without any other advantage then have no backward pass.
       needs_reference: the outputs compare the policy with a reference, whose weights `update` is given.
+      supervised: the tokens are examples. Limits of sampling do not apply to their log-probabilities.
     """
 
     loss: TokenLoss
@@ -76,6 +77,7 @@ class Objective:
     this_pass: Callable[[Any], dict[str, jax.Array]] = _nothing
     needs_advantage: bool = False
     needs_reference: bool = False
+    supervised: bool = False
 
     @property
     def uses_this_pass(self) -> bool:

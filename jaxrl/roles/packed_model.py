@@ -34,10 +34,11 @@ from jaxrl.models.attention import (
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
-from jaxrl.models.logprobs import from_past, log_softmax_entropy, of_tokens, token_logprobs
+from jaxrl.models.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
 from jaxrl.models.low_precision import matmul_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.truncation import Truncation
 from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
@@ -146,10 +147,12 @@ class PackedModel:
         *,
         temperature: float,
         statistic: Callable[[jax.Array], jax.Array] | None = None,
+        truncation: Truncation | None = None,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
         """Log-probability and entropy [R, T] of every token, and the routing of a mixture of experts.
 
-        `statistic` replaces the entropy: see `models.logprobs.token_logprobs`.
+        `statistic` replaces the entropy, and `truncation` renormalises the log-probabilities: see
+        `models.logprobs.token_logprobs`.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
@@ -161,6 +164,7 @@ class PackedModel:
             temperature=temperature,
             chunk_tokens=self.train.logprob_chunk_tokens,
             statistic=statistic,
+            truncation=truncation,
         )
         return logprob, further, out.routing
 
@@ -171,11 +175,13 @@ class PackedModel:
         batch: PackedBatch,
         *,
         temperature: float,
+        truncation: Truncation | None = None,
         first_minibatch: int = 0,
     ) -> jax.Array:
         """Log-probability of every token of a batch, [U, M, R, T]; zeros before `first_minibatch`."""
+        options: Any = {"temperature": temperature, "truncation": truncation}
         return each_micro(
-            lambda micro: self.policy(graph, params, micro, temperature=temperature)[0],
+            lambda micro: self.policy(graph, params, micro, **options)[0],
             batch,
             first_minibatch=first_minibatch,
         )
@@ -210,8 +216,11 @@ class PackedModel:
         micro: PackedBatch,
         *,
         temperature: float,
+        truncation: Truncation | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Routing | None]:
         """`policy` with the exact KL to a reference: (log-probability, entropy, KL, routing), [R, T] each.
+
+        The KL is that of the whole distributions, also with a truncation.
 
         The logits of both models are in memory for one chunk of tokens at a time, forward and backward. Of
         the reference only the last hidden states are kept for the backward pass. Its embedding may have
@@ -234,7 +243,7 @@ class PackedModel:
             kl_RC = over_vocabulary(
                 logprobs_RCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_RCV[..., :ids])
             )
-            return of_tokens(logprobs_RCV, tokens_RC), entropy_RC, kl_RC
+            return renormalized(logprobs_RCV, tokens_RC, truncation)[0], entropy_RC, kl_RC
 
         logprob, entropy, kl = from_past(
             chunk,

@@ -22,6 +22,7 @@ from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.logprobs import squared_probabilities
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.truncation import Truncation, kept_tokens
 from jaxrl.models.weight_types import weight_types
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
@@ -40,7 +41,7 @@ class PolicyOutputs(NamedTuple):
 
     Attributes:
       logprob: [R, T], log-probability of each token given the earlier tokens of its sequence, temperature
-        applied.
+        applied. With `Actor.truncation` among the kept tokens; -inf for others.
       entropy: [R, T], entropy in nats of the distribution at that token.
       kl: [R, T], exact KL in nats of that distribution to the reference's; 0 unless the objective needs a
         reference.
@@ -68,6 +69,7 @@ class Actor(Learner):
         mesh: Mesh,
         *,
         temperature: float,
+        truncation: Truncation | None = None,
         backend: RolloutBackend | None = None,
         compared: PackedModel | None = None,
         **options: Any,
@@ -78,6 +80,8 @@ class Actor(Learner):
           model, mesh: shape of the model, and its training mesh.
           temperature: sampling temperature. It also divides the logits wherever training computes a
             probability.
+          truncation: limits of sampling, as scalars. Losses then see log-probabilities among the tokens that
+            these keep, as the sampler's are. None for those of the whole vocabulary.
           backend: rollout backend, which the actor closes in the end. None for an actor that never samples.
           compared: model of the reference that an objective compares the policy with, on the same mesh; None
             is the policy's own, without adapters.
@@ -86,6 +90,7 @@ class Actor(Learner):
         """
         super().__init__(model, mesh, **options)
         self._temperature = temperature
+        self.truncation = truncation
         self._backend = backend
         self._shares_mesh = backend is not None and backend.mesh == mesh
         if backend is not None:
@@ -93,11 +98,14 @@ class Actor(Learner):
         # Whether the backend has the current weights.
         self._can_sample = False
         self.logprobs_program = jax.jit(
-            functools.partial(self.packed_logprobs, self.graph, temperature=temperature),
+            functools.partial(
+                self.packed_logprobs, self.graph, temperature=temperature, truncation=truncation
+            ),
             static_argnames="first_minibatch",
         )
         self._reference_logprobs = jax.jit(self._logprobs_without_adapters)
         self._squared_probabilities = jax.jit(self._packed_squared_probabilities)
+        self._log_kept_mass = jax.jit(self._packed_log_kept_mass)
         self._same_tokens = jax.jit(self._packed_same_tokens)
         self._compared = compared
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
@@ -202,7 +210,8 @@ class Actor(Learner):
     def logprobs(self, batch: PackedBatch, *, first_minibatch: int = 0) -> jax.Array:
         """Log-probability of every token under the current weights, float32 [U, M, R, T].
 
-        Minibatches before `first_minibatch` are skipped; their values are 0.
+        Tokens that a truncation does not keep have -inf. Minibatches before `first_minibatch` are skipped;
+        their values are 0.
         """
         params = self.for_training().params
         return self.logprobs_program(params, batch, first_minibatch=first_minibatch)
@@ -211,6 +220,11 @@ class Actor(Learner):
     def squared_probabilities(self, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
         """`logprobs`, and for every token the sum over the vocabulary of the squared probabilities."""
         return self._squared_probabilities(self.for_training().params, batch)
+
+    @protocol(PER_TOKEN)
+    def log_kept_mass(self, batch: PackedBatch) -> jax.Array:
+        """Log of the probability that the kept tokens have together, at every token, float32 [U, M, R, T]."""
+        return self._log_kept_mass(self.for_training().params, batch)
 
     @protocol(PER_TOKEN)
     def reference_logprobs(self, batch: PackedBatch) -> jax.Array:
@@ -225,9 +239,19 @@ class Actor(Learner):
     def _packed_squared_probabilities(
         self, params: Params, batch: PackedBatch
     ) -> tuple[jax.Array, jax.Array]:
-        settings: Any = {"temperature": self._temperature, "statistic": squared_probabilities}
+        settings: Any = {"temperature": self._temperature, "truncation": self.truncation}
+        settings["statistic"] = squared_probabilities
         return each_micro(
             lambda micro: self.policy(self.graph, params, micro, **settings)[:2], batch
+        )
+
+    def _packed_log_kept_mass(self, params: Params, batch: PackedBatch) -> jax.Array:
+        truncation = self.truncation
+        assert truncation is not None, "without a truncation all tokens are kept"
+        settings: Any = {"temperature": self._temperature}
+        settings["statistic"] = lambda logprobs: kept_tokens(logprobs, truncation).log_mass[..., 0]
+        return each_micro(
+            lambda micro: self.policy(self.graph, params, micro, **settings)[1], batch
         )
 
     def same_tokens(self, batch: PackedBatch, draws: Draws) -> jax.Array:
@@ -260,9 +284,18 @@ class Actor(Learner):
         return metrics, batch.replace(**first)
 
     def _outputs(self, params: Params, micro: Any) -> tuple[PolicyOutputs, Routing | None]:
-        logprob, entropy, routing = self.policy(
-            self.graph, params, micro, temperature=self._temperature
-        )
+        return self._outputs_within(self.truncation, params, micro)
+
+    def _supervised_outputs(
+        self, params: Params, micro: Any
+    ) -> tuple[PolicyOutputs, Routing | None]:
+        return self._outputs_within(None, params, micro)
+
+    def _outputs_within(
+        self, truncation: Truncation | None, params: Params, micro: Any
+    ) -> tuple[PolicyOutputs, Routing | None]:
+        settings: Any = {"temperature": self._temperature, "truncation": truncation}
+        logprob, entropy, routing = self.policy(self.graph, params, micro, **settings)
         return PolicyOutputs(logprob, entropy, jnp.zeros_like(logprob)), routing
 
     def _outputs_against(
@@ -276,6 +309,7 @@ class Actor(Learner):
             reference,
             micro,
             temperature=self._temperature,
+            truncation=self.truncation,
         )
         return PolicyOutputs(*outputs), routing
 

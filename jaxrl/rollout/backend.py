@@ -50,7 +50,8 @@ class SamplingOptions:
       seed, step: parts of the sampling key. With the prompt's id and the sample's index they determine the
         noise of each sample.
       temperature: sampling temperature; 0 is greedy.
-      truncation: limits on the tokens that can be drawn, as scalars.
+      truncation: limits on the tokens that can be drawn, as scalars, and whether log-probabilities are
+        renormalised over these tokens.
       stop_strings: texts that end a response, as a stop id does. Tokens after the stop string are removed.
       environment: function that answers a finished turn; None ends every sample after its first turn.
       budget_tokens: maximum number of tokens that `resume` adds to a sample; 0 means no limit.

@@ -20,7 +20,8 @@ from jaxrl.models.cache.interface import Cache, DecodeStep
 from jaxrl.models.cache.per_layer_cache import stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
-from jaxrl.models.logprobs import log_softmax_entropy
+from jaxrl.models.logprobs import log_softmax_entropy, of_tokens
+from jaxrl.models.truncation import Truncation, kept_tokens
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
 from jaxrl.rollout.slot_programs import SlotPrograms
@@ -183,8 +184,9 @@ def sample(
       compute: implementation choices of the model; nothing but `constrain` of it is used.
 
     Returns:
-      int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution,
-      before truncation.
+      int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution. They
+      are of the whole vocabulary. Log-probabilities of slots with `Truncation.renormalized` are of the tokens
+      that top-k, top-p and min-p keep of it.
     """
     greedy_n = state.temperature == 0
     scaled_nV = logits_nV / jnp.where(greedy_n, 1.0, state.temperature)[:, None]
@@ -196,7 +198,19 @@ def sample(
     noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
     token_n = draw(choice_nV, noise_nV, state.truncation)
     logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
-    return token_n, jnp.take_along_axis(logprobs_nV, token_n[:, None], axis=-1)[:, 0], entropy_n
+    log_mass_n = _log_kept_mass(logprobs_nV, state.truncation)
+    return token_n, of_tokens(logprobs_nV, token_n) - log_mass_n, entropy_n
+
+
+def _log_kept_mass(logprobs_nV: jax.Array, truncation: Truncation) -> jax.Array:
+    """What is subtracted from a log-probability to renormalise it; 0 for slots that are not renormalised."""
+    wanted_n = truncation.renormalized & truncation.keeps_some
+
+    def log_mass_n():
+        limits = jax.tree.map(lambda x: x[:, None], truncation)
+        return jnp.where(wanted_n, kept_tokens(logprobs_nV, limits).log_mass[:, 0], 0.0)
+
+    return jax.lax.cond(wanted_n.any(), log_mass_n, lambda: jnp.zeros(wanted_n.shape))
 
 
 def seen_tokens(vocab_size: int, context: Prefix, decoded_nW: jax.Array) -> jax.Array:

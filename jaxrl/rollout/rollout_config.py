@@ -24,6 +24,7 @@ from jaxrl.rollout.sampling import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    Truncation,
     truncation_of,
 )
 from jaxrl.rollout.settings import EngineSettings
@@ -52,7 +53,8 @@ class RolloutConfig(EngineSettings):
       max_response_tokens: maximum length of a response, end-of-sequence included.
       temperature: divisor of the logits, in sampling and in training.
       top_k, top_p, min_p, min_response_tokens, repetition_penalty: limits on the tokens that can be drawn, as
-        in `rollout.sampling.Truncation`. Training uses the probabilities before truncation.
+        in `models.truncation.Truncation`. `algorithm.truncated_logprobs` says what training makes of the
+        first three.
       stop_ids: token ids that end a response, in addition to the tokenizer's own.
       stop_strings: texts that end a response.
       environment: function that answers each finished turn, "path/to/file.py:function" or
@@ -114,12 +116,31 @@ class RolloutConfig(EngineSettings):
                 "a stop string is empty, which would end every response at once; drop it"
             )
 
-    def sampling(self, seed: int, tokenizer: TokenizerLike) -> SamplingOptions:
+    @property
+    def keeps_some(self) -> bool:
+        """Whether top-k, top-p or min-p drops tokens."""
+        return bool(self.truncation().keeps_some)
+
+    def truncation(self, *, renormalized: bool = False) -> Truncation:
+        """Limits on the tokens that can be drawn."""
+        return truncation_of(
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            min_tokens=self.min_response_tokens,
+            repetition_penalty=self.repetition_penalty,
+            renormalized=renormalized,
+        )
+
+    def sampling(
+        self, seed: int, tokenizer: TokenizerLike, *, renormalized: bool = False
+    ) -> SamplingOptions:
         """Options of sampling training data. The step is set for each call.
 
         Args:
           seed: seed of the run.
           tokenizer: tokenizer of the policy, for the environment.
+          renormalized: whether log-probabilities are those of the kept tokens.
 
         Raises:
           UserError: the environment cannot be loaded.
@@ -129,13 +150,7 @@ class RolloutConfig(EngineSettings):
             seed=seed,
             step=0,
             temperature=self.temperature,
-            truncation=truncation_of(
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                min_tokens=self.min_response_tokens,
-                repetition_penalty=self.repetition_penalty,
-            ),
+            truncation=self.truncation(renormalized=renormalized),
             stop_strings=tuple(self.stop_strings),
             environment=environment_of(self.environment, tokenizer),
         )

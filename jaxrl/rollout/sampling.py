@@ -11,7 +11,6 @@ is less robust: there a rounding difference can change a token at every boundary
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
+from jaxrl.models.truncation import Truncation, as_rows, least_before_top_p, total
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
@@ -36,9 +36,6 @@ REPETITION_PENALTY = between(0.01, 100)
 _NEVER = -1e30
 # Number of candidates tried before the vocabulary is scanned again.
 _TRIES = 8
-# The vocabulary as a matrix with this many rows. Devices that share a vocabulary have whole rows each, if it
-# is a multiple of 128; with rows of 128 tokens XLA would gather the logits on every device.
-_ROWS = 128
 
 
 def sample_keys(
@@ -96,36 +93,19 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
     return jnp.where(is_largest_SV, token_V, V - 1).min(axis=-1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Truncation:
-    """Limits on the tokens that can be drawn, with one entry per slot (or scalars for all slots).
-
-    Attributes:
-      top_k: int32, keep only this number of the most probable tokens; 0 keeps all.
-      top_p: float32, of these keep the most probable ones whose probabilities sum to at least this; 1 keeps
-        all.
-      min_p: float32, of these keep tokens with at least this fraction of the highest probability; 0 keeps
-        all.
-      min_tokens: int32, number of response tokens before which no stop id can be drawn.
-      repetition_penalty: float32, penalty on tokens that already occur in prompt or response: a positive
-        logit is divided by it, a negative one multiplied (Keskar et al. 2019); 1 is no penalty.
-    """
-
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    min_tokens: jax.Array
-    repetition_penalty: jax.Array
-
-
 def untruncated() -> Truncation:
     """A truncation that allows every token; scalars on the host."""
     return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
 
 
 def truncation_of(
-    *, top_k: int, top_p: float, min_p: float, min_tokens: int = 0, repetition_penalty: float = 1.0
+    *,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    min_tokens: int = 0,
+    repetition_penalty: float = 1.0,
+    renormalized: bool = False,
 ) -> Truncation:
     """Makes one truncation for all slots; scalars on the host.
 
@@ -143,6 +123,7 @@ def truncation_of(
         np.float32(min_p),
         np.int32(min_tokens),
         np.float32(repetition_penalty),
+        np.bool_(renormalized),
     )
     return Truncation(*scalars)
 
@@ -178,13 +159,11 @@ def forbid(
 def draw(logits_SV: jax.Array, noise_SV: jax.Array, truncation: Truncation) -> jax.Array:
     """Int32 [S]: draws with `sample_tokens` among the tokens inside the truncation.
 
-    The order of limits follows Transformers: top-k, then top-p of the rest, then min-p. Tokens of equal
-    probability are all kept or all dropped.
+    Which ones these are, `models.truncation.least_kept` says.
     """
     limits = jax.tree.map(lambda x: x[:, None], truncation)
-    asked = (truncation.top_k > 0) | (truncation.top_p < 1) | (truncation.min_p > 0)
     return jax.lax.cond(
-        asked.any(),
+        truncation.keeps_some.any(),
         lambda: _draw_inside(logits_SV, noise_SV, limits),
         lambda: sample_tokens(logits_SV, noise_SV),
     )
@@ -213,10 +192,10 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
     """
     p_SV = jax.nn.softmax(logits_SV, axis=-1)
     sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
-    least_S1, mass_S1 = _least(p_SV, limits)
+    least_S1, mass_S1 = least_before_top_p(p_SV, limits)
 
     def inside(p_S1: jax.Array) -> jax.Array:
-        above_S1 = _sum(jnp.where(p_SV > p_S1, p_SV, 0.0))
+        above_S1 = total(jnp.where(p_SV > p_S1, p_SV, 0.0))
         # The most probable token is always inside, however small top_p is.
         return (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
 
@@ -253,11 +232,11 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 def _largest(x_SV: jax.Array) -> jax.Array:
     """Indices of the largest values, largest first, int32 [S, K].
 
-    Searches only the K columns of `_as_rows` with the largest maxima, which costs little more than a maximum.
+    Searches only the K columns of `as_rows` with the largest maxima, which costs little more than a maximum.
     `top_k` over a vocabulary of 152k costs 10 times as much.
     """
     S, V = x_SV.shape
-    x_SRC = _as_rows(x_SV, -jnp.inf)
+    x_SRC = as_rows(x_SV, -jnp.inf)
     C = x_SRC.shape[2]
     _, column_SK = jax.lax.top_k(x_SRC.max(axis=1), min(_TRIES, C))
     # In ascending order, so that the first of equal values comes first.
@@ -266,54 +245,3 @@ def _largest(x_SV: jax.Array) -> jax.Array:
     _, index_SK = jax.lax.top_k(found_SN, min(_TRIES, V))
     row_SK, index_SK = jnp.divmod(index_SK, column_SK.shape[1])
     return row_SK * C + jnp.take_along_axis(column_SK, index_SK, axis=-1)
-
-
-def _least(p_SV: jax.Array, limits: Truncation) -> tuple[jax.Array, jax.Array]:
-    """Smallest probability inside top-k and min-p, and the total mass that top-p refers to, [S, 1] each."""
-    none_S1 = jnp.zeros_like(p_SV[:, :1])
-
-    def top_k() -> tuple[jax.Array, jax.Array]:
-        least_S1 = _kth_largest(p_SV, limits.top_k)
-        return least_S1, _sum(jnp.where(p_SV >= least_S1, p_SV, 0.0))
-
-    # Without top-k the total mass is 1: all tokens count.
-    by_k_S1, mass_S1 = jax.lax.cond(
-        (limits.top_k > 0).any(), top_k, lambda: (none_S1, jnp.ones_like(none_S1))
-    )
-    by_share_S1 = limits.min_p * p_SV.max(axis=-1, keepdims=True)
-    return jnp.maximum(by_k_S1, by_share_S1), mass_S1
-
-
-def _kth_largest(p_SV: jax.Array, k_S1: jax.Array) -> jax.Array:
-    """The k-th largest of non-negative values, float32 [S, 1]; 0 if k is 0 or at least V.
-
-    Bisection takes some 30 sums over V. `top_k` takes 12 times as long on CPU (64 slots, 50 of 152k tokens),
-    and on a mesh it gathers the logits of all replicas on every device, which takes 6.6 GB for 3,632 slots.
-    """
-    wanted_S1 = k_S1.astype(jnp.float32)
-
-    # The bit patterns of non-negative floats have the same order as the floats.
-    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low_S1, high_S1 = bounds
-        middle_S1 = low_S1 + (high_S1 - low_S1) // 2
-        above_SV = p_SV > jax.lax.bitcast_convert_type(middle_S1, jnp.float32)
-        fewer_S1 = _sum(above_SV.astype(jnp.float32)) < wanted_S1
-        return jnp.where(fewer_S1, low_S1, middle_S1 + 1), jnp.where(fewer_S1, middle_S1, high_S1)
-
-    highest_S1 = jax.lax.bitcast_convert_type(p_SV.max(axis=-1, keepdims=True), jnp.int32)
-    bounds = (jnp.zeros_like(highest_S1), highest_S1)
-    _, found_S1 = jax.lax.while_loop(lambda bounds: (bounds[0] < bounds[1]).any(), halve, bounds)
-    least_S1 = jax.lax.bitcast_convert_type(found_S1, jnp.float32)
-    return jnp.where((k_S1 > 0) & (k_S1 < p_SV.shape[-1]), least_S1, 0.0)
-
-
-def _sum(x_SV: jax.Array) -> jax.Array:
-    """Sums over the vocabulary, [S, 1], by columns: XLA on CPU sums a row serially."""
-    return _as_rows(x_SV, 0.0).sum(axis=1).sum(axis=-1, keepdims=True)
-
-
-def _as_rows(x_SV: jax.Array, padding: float) -> jax.Array:
-    """The vocabulary as the rows of a matrix, [S, `_ROWS`, C]; the end of the last rows is padding."""
-    S, V = x_SV.shape
-    x_SV = jnp.pad(x_SV, ((0, 0), (0, -V % _ROWS)), constant_values=padding)
-    return x_SV.reshape(S, _ROWS, -1)

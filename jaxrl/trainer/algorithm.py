@@ -45,6 +45,6 @@ def algorithm_of(config: Config) -> Algorithm:
         find_dataflow(config.algorithm.dataflow),
         cross_checks.roles_of(config),
         estimator_of(settings),
-        policy_objective(settings, coef),
+        policy_objective(settings, coef, truncated=config.truncates_logprobs),
         shares_forward(settings, coef),
     )

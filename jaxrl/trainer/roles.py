@@ -106,9 +106,11 @@ class RoleBuilder:
 
         Without `samples` it only learns.
         """
+        truncates = samples and self._config.truncates_logprobs
         options = self._common("actor") | {
             "optim": optim,
             "temperature": self._config.rollout.temperature,
+            "truncation": self._config.rollout.truncation() if truncates else None,
             "seed": self._config.seed,
             "backend": self._backend() if samples else None,
             "compared": compared,

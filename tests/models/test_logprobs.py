@@ -5,6 +5,7 @@ import pytest
 from closeness import assert_close
 
 from jaxrl.models.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
+from jaxrl.rollout.sampling import truncation_of
 
 B, T, D, V = 2, 11, 4, 7
 SEGMENT_IDS_BT = np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0], [1] * 11], np.int32)
@@ -137,7 +138,12 @@ def test_ids_without_probability_leave_entropy_finite():
 
 
 @pytest.mark.parametrize("chunk_tokens", [4])
-def test_logits_of_the_whole_batch_are_never_in_memory(chunk_tokens):
+@pytest.mark.parametrize(
+    "truncation",
+    [None, truncation_of(top_k=50, top_p=0.9, min_p=0.01)],
+    ids=["whole", "truncated"],
+)
+def test_logits_of_the_whole_batch_are_never_in_memory(truncation, chunk_tokens):
     """Forward and backward: no intermediate holds B x T x V values."""
     vocabulary, tokens = 997, 64
     tokens_BT = jnp.zeros((B, tokens), jnp.int32)
@@ -150,6 +156,7 @@ def test_logits_of_the_whole_batch_are_never_in_memory(chunk_tokens):
             jnp.ones_like(tokens_BT),
             temperature=1.0,
             chunk_tokens=chunk_tokens,
+            truncation=truncation,
         )[0].sum()
 
     shapes = (

@@ -370,6 +370,7 @@ def test_devices_that_share_a_vocabulary_gather_no_logits(vocab_size):
         top_p=jnp.array([1.0, 0.5, 0.9, 1.0, 1.0, 0.02]),
         top_k=jnp.array([0, 0, 40, 3, 0, 0]),
         repetition_penalty=jnp.array([1.0, 1.0, 1.0, 1.0, 1.5, 1.0]),
+        renormalized=jnp.array([True, True, False, True, True, True]),
     )
     unread = dict.fromkeys(("context", "count", "limit", "active", "decoded"))
     history = jnp.asarray(np.random.default_rng(1).integers(0, vocab_size, (slots, 100)))

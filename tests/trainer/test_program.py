@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+from typing import Any
 
 import jax
 import pytest
@@ -37,6 +38,7 @@ from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.tracking.report_content import evaluation_lines
 from jaxrl.tracking.run_config import RunConfig
 from jaxrl.trainer import program
+from jaxrl.trainer.algorithm import algorithm_of
 
 
 @pytest.fixture(scope="module")
@@ -708,6 +710,47 @@ def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
     config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
     with pytest.raises(UserError, match=r"dataflow 'grpo' takes what it gets; use dataflow dapo"):
         program.train(config, devices=one_device())
+
+
+def test_a_run_with_top_p_trains_the_policy_that_sampled(tmp_path, problems, whole):
+    config = make_config(tmp_path, problems, num_steps=2)
+    rollout = dataclasses.replace(
+        config.rollout, top_p=0.9, temperature=1.5, max_generation_batches=2, on_shortage="fill"
+    )
+    config = dataclasses.replace(config, rollout=rollout)
+    assert config.truncates_logprobs
+    assert program.train(warm(config, whole), devices=one_device()) == 0
+    for row in curve(config)[1:]:
+        assert 0 <= row["rollout_corr/truncation_masked_fraction"] < 1e-3
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+        assert abs(row["rollout_corr/kl"]) < 1e-5
+        assert row["actor/first_ratio_max_deviation"] == 0
+        assert row.get("training/same_token_fraction", 1) == 1
+        assert math.isfinite(row["actor/grad_norm"])
+    # Of the same tokens, those of the whole vocabulary are lower.
+    untold = dataclasses.replace(
+        config,
+        name="untold",
+        algorithm=dataclasses.replace(config.algorithm, truncated_logprobs=False),
+    )
+    assert program.train(warm(untold, whole), devices=one_device()) == 0
+    assert all("rollout_corr/truncation_masked_fraction" not in row for row in curve(untold))
+    ppl = "rollout_corr/rollout_ppl"
+    assert curve(config)[1][ppl] < curve(untold)[1][ppl] - 0.01
+    assert curve(config)[1]["critic/score/mean"] == curve(untold)[1]["critic/score/mean"]
+
+
+def test_limits_of_evaluation_change_no_training(whole):
+    limited = dataclasses.replace(whole.evaluation, top_p=0.7)
+    config = dataclasses.replace(whole, evaluation=limited)
+    assert not config.truncates_logprobs
+    assert algorithm_of(config).objective.correction is None
+    # Nor does training change what evaluations record.
+    rollout = dataclasses.replace(whole.rollout, top_k=3)
+    no_tokenizer: Any = None
+    training = rollout.sampling(0, no_tokenizer, renormalized=True)
+    assert training.truncation.renormalized
+    assert not limited.sampling(training, step=0).truncation.renormalized
 
 
 def test_a_run_keeps_samples_to_look_at(whole):
