@@ -77,7 +77,7 @@ class Config:
             if source.grader:
                 _check_grader(name, source)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if self.train.row_tokens < longest:
+        if self.row_tokens < longest:
             raise ValueError(
                 f"train.row_tokens {self.train.row_tokens} cannot hold the longest sequence, "
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + rollout.max_response_tokens "
@@ -102,6 +102,13 @@ class Config:
     def longest_sequence(self) -> int:
         """The largest number of tokens of a prompt and its response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def row_tokens(self) -> int:
+        """The value of `train.row_tokens`; "auto" is the longest sequence, in multiples of 64."""
+        if self.train.row_tokens != "auto":
+            return self.train.row_tokens
+        return max(256, -(-self.longest_sequence // 64) * 64)
 
     @property
     def run_folder(self) -> RunFolder:

@@ -12,17 +12,24 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.algos.kl import over_vocabulary
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import attention_parallel
+from jaxrl.mesh.attention_parallel import Attention, attention_parallel
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.offload import check_host_memory
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
-from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings, with_shardings
+from jaxrl.mesh.rules import (
+    TRAIN_RULES,
+    constraint,
+    partition_spec,
+    shardings,
+    shards_of,
+    with_shardings,
+)
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.attention import (
@@ -111,24 +118,23 @@ class PackedModel:
             in_8_bits=matmul_in(train.matmuls),
             wide_results=platform_of(mesh) == "cpu",
         )
-        platform, tree = platform_of(mesh), train.shares_prompts
+        # Checks the setting; a batch with shared prompts may come later.
+        self._attention(tree=train.shares_prompts)
+        self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
+
+    def _attention(self, *, tree: bool) -> Attention:
+        """The attention to batches with shared prompts (`tree`) or without."""
+        platform = platform_of(self.mesh)
         implementation = pick_implementation(
             platform,
-            train.dtype,
-            train.attention,
-            softcap=model.attention_softcap,
+            self.train.dtype,
+            self.train.attention,
+            softcap=self.model.attention_softcap,
             tree=tree,
         )
-        self._attention = attention_parallel(
-            functools.partial(
-                attention,
-                implementation=implementation,
-                block_tokens=pick_block_tokens(platform, tree=tree),
-            ),
-            mesh,
-            TRAIN_RULES,
-        )
-        self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
+        block_tokens = pick_block_tokens(platform, tree=tree)
+        own = functools.partial(attention, implementation=implementation, block_tokens=block_tokens)
+        return attention_parallel(own, self.mesh, TRAIN_RULES)
 
     def abstract_params(self) -> Params:
         """Shapes and shardings of the weights in the training layout, nothing allocated."""
@@ -147,20 +153,21 @@ class PackedModel:
         temperature: float,
         statistic: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """Log-probability and entropy [R, T] of every token, and the routing of a mixture of experts.
+        """Log-probability and entropy [R, T] of every trained token, and the routing of a mixture of experts.
 
         `statistic` replaces the entropy: see `models.logprobs.token_logprobs`.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
         logprob, further = token_logprobs(
-            lambda hidden: model.logits(hidden, compute=self._compute),
+            functools.partial(model.logits, compute=self._compute),
             out.hidden_BTD,
             micro.tokens,
             micro.segment_ids,
             temperature=temperature,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            trained_BT=micro.loss_mask > 0,
             statistic=statistic,
+            **self._chunks(micro),
         )
         return logprob, further, out.routing
 
@@ -173,7 +180,7 @@ class PackedModel:
         temperature: float,
         first_minibatch: int = 0,
     ) -> jax.Array:
-        """Log-probability of every token of a batch, [U, M, R, T]; zeros before `first_minibatch`."""
+        """Log-probability of every trained token, [U, M, R, T]; zeros before `first_minibatch`."""
         return each_micro(
             lambda micro: self.policy(graph, params, micro, temperature=temperature)[0],
             batch,
@@ -192,12 +199,12 @@ class PackedModel:
         """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
         model: Decoder = nnx.merge(graph, params)
         return same_token_fraction(
-            lambda hidden: model.logits(hidden, compute=self._compute),
+            functools.partial(model.logits, compute=self._compute),
             self._run(model, micro).hidden_BTD,
             micro,
             draws,
             temperature=temperature,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            **self._chunks(micro),
         )
 
     def policy_and_kl(
@@ -223,27 +230,39 @@ class PackedModel:
         with jax.named_scope("reference"):
             ref_hidden = jax.lax.stop_gradient(ref_model._run(reference, micro).hidden_BTD)
 
-        def chunk(past: tuple[jax.Array, jax.Array], tokens_RC: jax.Array):
-            logprobs_RCV, entropy_RC = log_softmax_entropy(
-                model.logits(past[0], compute=self._compute) / temperature
+        def chunk(past: tuple[jax.Array, jax.Array], tokens_GC: jax.Array, needed: jax.Array):
+            logprobs_GCV, entropy_GC = log_softmax_entropy(
+                model.logits(past[0], needed, compute=self._compute) / temperature
             )
-            ref_logprobs_RCV, _ = log_softmax_entropy(
-                reference.logits(past[1], compute=ref_model._compute) / temperature
+            ref_logprobs_GCV, _ = log_softmax_entropy(
+                reference.logits(past[1], needed, compute=ref_model._compute) / temperature
             )
-            ids = min(logprobs_RCV.shape[-1], ref_logprobs_RCV.shape[-1])
-            kl_RC = over_vocabulary(
-                logprobs_RCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_RCV[..., :ids])
+            ids = min(logprobs_GCV.shape[-1], ref_logprobs_GCV.shape[-1])
+            kl_GC = over_vocabulary(
+                logprobs_GCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_GCV[..., :ids])
             )
-            return of_tokens(logprobs_RCV, tokens_RC), entropy_RC, kl_RC
+            return of_tokens(logprobs_GCV, tokens_GC), entropy_GC, kl_GC
 
         logprob, entropy, kl = from_past(
             chunk,
             (out.hidden_BTD, ref_hidden),
             micro.tokens,
             micro.segment_ids,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            trained_BT=micro.loss_mask > 0,
+            **self._chunks(micro),
         )
         return logprob, entropy, kl, out.routing
+
+    def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
+        """The arguments of `models.logprobs.from_past` that say how logits are cut into chunks."""
+        shape = micro.tokens.shape
+        spec = partition_spec(("rows", "length"), shape, TRAIN_RULES, dict(self.mesh.shape))
+        own = NamedSharding(self.mesh, spec).shard_shape(shape)
+        vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
+        return {
+            "chunk_tokens": self.train.positions_of_logits(vocabulary, platform_of(self.mesh)),
+            "shards": (shape[0] // own[0], shape[1] // own[1]),
+        }
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:
         """Scores [R, T, S] after every token, and the routing of a mixture of experts."""
@@ -252,10 +271,12 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
+        attention_to = self._attention(tree=micro.prefix_ids is not None)
+
         def attend(q, k, v, kind, _, segments):
             # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
-                return self._attention(q, k, v, segments, kind), None
+                return attention_to(q, k, v, segments, kind), None
 
         segments: Any = micro.segment_ids
         if micro.prefix_ids is not None:

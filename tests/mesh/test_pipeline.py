@@ -91,7 +91,7 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
             live_BT=segments > 0,
         )
         logprob, _ = token_logprobs(
-            lambda hidden: decoder.logits(hidden, compute=compute),
+            functools.partial(decoder.logits, compute=compute),
             out.hidden_BTD,
             tokens,
             segments,
