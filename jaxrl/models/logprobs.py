@@ -32,7 +32,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     trained_BT: jax.Array | None = None,
-    shards: tuple[int, int] = (1, 1),
+    shards: tuple[int, ...] = (1, 1),
     statistic: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy of every trained token given the tokens of its segment before it.
@@ -81,7 +81,7 @@ def from_past(
     *,
     chunk_tokens: int,
     trained_BT: jax.Array | None = None,
-    shards: tuple[int, int] = (1, 1),
+    shards: tuple[int, ...] = (1, 1),
 ) -> Values:
     """Applies a function to each trained token and the hidden state before it, chunk by chunk.
 
@@ -103,7 +103,7 @@ def from_past(
       tokens_BT, segment_ids_BT: int32; segment 0 is padding.
       chunk_tokens: C, number of positions of a device that are computed at once.
       trained_BT: whether a token has a result; None for all with a past.
-      shards: numbers of devices that B and T are split over; G is their product.
+      shards: numbers of devices that B and T are split over, two; G is their product.
 
     Returns:
       The values, [B, T] each.
@@ -152,14 +152,14 @@ def from_past(
     return jax.tree.map(placed, values)
 
 
-def _grouped(x: jax.Array, shards: tuple[int, int]) -> jax.Array:
+def _grouped(x: jax.Array, shards: tuple[int, ...]) -> jax.Array:
     """[B, T, ...] as [G, N, ...], the N positions of each device."""
     (B, T, *others), (r, p) = x.shape, shards
     x = x.reshape(r, B // r, p, T // p, *others).swapaxes(1, 2)
     return x.reshape(r * p, -1, *others)
 
 
-def _ungrouped(x_GN: jax.Array, shape: tuple[int, int], shards: tuple[int, int]) -> jax.Array:
+def _ungrouped(x_GN: jax.Array, shape: tuple[int, ...], shards: tuple[int, ...]) -> jax.Array:
     """The inverse of `_grouped` for [B, T]."""
     (B, T), (r, p) = shape, shards
     return x_GN.reshape(r, p, B // r, T // p).swapaxes(1, 2).reshape(B, T)

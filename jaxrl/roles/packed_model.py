@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
 from jaxrl.errors import UserError
@@ -25,7 +25,7 @@ from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import (
     TRAIN_RULES,
     constraint,
-    partition_spec,
+    parts_of,
     shardings,
     shards_of,
     with_shardings,
@@ -255,13 +255,10 @@ class PackedModel:
 
     def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
         """The arguments of `models.logprobs.from_past` that say how logits are cut into chunks."""
-        shape = micro.tokens.shape
-        spec = partition_spec(("rows", "length"), shape, TRAIN_RULES, dict(self.mesh.shape))
-        own = NamedSharding(self.mesh, spec).shard_shape(shape)
         vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
         return {
             "chunk_tokens": self.train.positions_of_logits(vocabulary, platform_of(self.mesh)),
-            "shards": (shape[0] // own[0], shape[1] // own[1]),
+            "shards": parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh),
         }
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:
