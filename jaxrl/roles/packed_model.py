@@ -6,6 +6,7 @@ U minibatches   M microbatches   R rows   T tokens of a row
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -256,9 +257,14 @@ class PackedModel:
     def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
         """The arguments of `models.logprobs.from_past` that say how logits are cut into chunks."""
         vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
+        shards = parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
         return {
-            "chunk_tokens": self.train.positions_of_logits(vocabulary, platform_of(self.mesh)),
-            "shards": parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh),
+            "chunk_tokens": self.train.positions_of_logits(
+                vocabulary,
+                platform_of(self.mesh),
+                of_device=micro.tokens.size // math.prod(shards),
+            ),
+            "shards": shards,
         }
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:

@@ -59,12 +59,18 @@ class TrainConfig:
                 "those of a prompt together; set one of the two to False"
             )
 
-    def positions_of_logits(self, vocab_size: int, platform: str | None) -> int:
-        """The value of `logprob_chunk_tokens` where a device has `vocab_size` logits of a position."""
+    def positions_of_logits(
+        self, vocab_size: int, platform: str | None, *, of_device: int = 0
+    ) -> int:
+        """The value of `logprob_chunk_tokens` where a device has `vocab_size` logits of a position.
+
+        All of `of_device` positions are one chunk if there are at most twice as many: it is not recomputed.
+        """
         if self.logprob_chunk_tokens != "auto":
             return self.logprob_chunk_tokens
         nbytes = _LOGITS_BYTES.get(platform or "", 2**28)
-        return max(1, nbytes // (4 * vocab_size))
+        positions = max(1, nbytes // (4 * vocab_size))
+        return of_device if positions < of_device <= 2 * positions else positions
 
     @property
     def shares_prompts(self) -> bool:

@@ -62,3 +62,19 @@ def test_prompts_may_be_shared_where_attention_knows_branches(changes, asked, ke
     assert TrainConfig(share_prompts=asked).with_shared_prompts(**settings).share_prompts == kept
     filled = TrainConfig(fill_minibatches=True).with_shared_prompts(**settings)
     assert filled.share_prompts is False
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocab_size", "platform", "of_device", "positions"),
+    [
+        ("auto", 151_936, "cpu", 4096, 69),
+        ("auto", 151_936, "tpu", 4096, 441),
+        # Two rows of 192 tokens of SmolLM2: 213 positions would be two chunks, and all are one.
+        ("auto", 49_152, "cpu", 384, 384),
+        ("auto", 49_152, "cpu", 427, 213),
+        (100, 49_152, "cpu", 150, 100),
+    ],
+)
+def test_chunks_of_logits_have_equal_bytes(asked, vocab_size, platform, of_device, positions):
+    train = TrainConfig(logprob_chunk_tokens=asked)
+    assert train.positions_of_logits(vocab_size, platform, of_device=of_device) == positions
