@@ -213,8 +213,6 @@ class Ran:
         config = load_config(Config, str(CONFIGS / f"{folder.name}.py"), layers)
         train = config.train.with_shared_prompts(
             platform="cpu",
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
             num_samples=config.rollout.num_samples,
             allowed=True,
         )

@@ -3,15 +3,19 @@
     python benchmarks/step_vs_peers.py [--case even|ragged] [--peer NAME=COMMAND ...] [--rounds 2]
 
 16 prompts of about 60 tokens, 8 answers to each of up to 192 tokens, one update; 4 layers of 256, 8 heads and
-4 of keys, 512 tokens of vocabulary, random weights, float32. jaxrl's settings are its defaults: two cores
-are two devices, each with half of the batch.
+4 of keys, 512 tokens of vocabulary, random weights, float32. The reward is a hash of the text, so every group
+has a signal and every step an update; a step without one ends the benchmark.
 
     even      no answer ends before 192 tokens
-    ragged    each token ends the answer with probability 1/50
+    ragged    some tokens end an answer: 49 tokens on average, as if each token did with probability 1/50
+
+jaxrl runs twice: with its defaults (two cores are two devices, each with half of the batch), and tuned, with
+rows that somebody chose for these lengths.
 
 A peer is a command that runs some steps of this problem and prints one line of JSON with `step_s`, and
 `generate_s` and `train_s` where it tells them apart: medians of its own steps, without the first, which
-compile. Systems take turns round by round, each alone on the machine; the median of the rounds counts.
+compile. Systems take turns round by round, each alone on the machine; the median of the rounds counts. The
+peers' scripts of earlier results take these shapes as flags; for ragged lengths their probability is .02.
 """
 
 from __future__ import annotations
@@ -25,9 +29,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from jaxrl.rewards import Responses
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The first steps compile: a batch of other lengths may ask for programs of another size.
@@ -54,7 +63,12 @@ SETTINGS = {
     "rollout.generation_prompts": 16,
     "rollout.slots": 128,
     "rollout.max_response_tokens": 192,
+    # The recipe's rows suit its own lengths; these are the defaults.
+    "train.rows": 8,
+    "train.row_tokens": "auto",
     "reward.overlong_buffer_tokens": 0,
+    "reward.grader_weight": 0.0,
+    "reward.functions": str({"hash": {"path": f"{__file__}:hashed", "weight": 1.0}}),
     "sft.run": "",
     "sft.num_steps": 0,
     # Sums of some terms are prompts of 50 to 64 characters.
@@ -70,20 +84,15 @@ SETTINGS = {
     "evaluation.num_samples": 1,
 }
 CASES = {
-    # What ends an answer is not drawn before the last token. A row holds a prompt and its eight answers.
-    "even": {
-        "rollout.min_response_tokens": 191,
-        "train.rows": 4,
-        "train.row_tokens": 1664,
-    },
-    # Ten of 512 tokens of a model that knows nothing yet. Prompts are longer than answers.
-    "ragged": {
-        "rollout.stop_ids": str(tuple(range(100, 110))),
-        "train.rows": 4,
-        "train.row_tokens": 256,
-        # Answers are shorter than their limit, by which "auto" goes.
-        "train.share_prompts": True,
-    },
+    # What ends an answer is not drawn before the last token.
+    "even": {"rollout.min_response_tokens": 191},
+    # Of 512 tokens of a model that knows nothing yet. Prompts are longer than answers.
+    "ragged": {"rollout.stop_ids": str(tuple(range(100, 108)))},
+}
+TUNED = {
+    # A row holds a prompt and its eight answers.
+    "even": {"train.rows": 4, "train.row_tokens": 1664, "train.share_prompts": True},
+    "ragged": {"train.rows": 4, "train.row_tokens": 256, "train.share_prompts": True},
 }
 PHASES = {
     "generate_s": "timing_s/gen",
@@ -92,23 +101,42 @@ PHASES = {
 }
 
 
-def ours(case: str) -> dict[str, float]:
-    """Medians of the timed steps of a run."""
-    settings = SETTINGS | CASES[case]
+def hashed(responses: Responses) -> list[float]:
+    """A reward between 0 and 1 that no two answers share."""
+    return [zlib.crc32(text.encode()) / 2**32 for text in responses.texts]
+
+
+def ours(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Medians of the timed steps of a run with some settings."""
     command = [sys.executable, "launch/train.py", "--config", "configs/grpo_tiny.py"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     with tempfile.TemporaryDirectory() as folder:
         run_alone([*command, f"--config.run.output={folder}"])
         (path,) = pathlib.Path(folder).rglob("metrics.jsonl")
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = rows[WARM_UP : WARM_UP + TIMED]
-    medians = {name: statistics.median(row[key] for row in timed) for name, key in PHASES.items()}
-    return medians | {"tokens": statistics.median(row["perf/response_num_tokens"] for row in timed)}
+        # The first row is the evaluation before training.
+        rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    return medians(rows[WARM_UP : WARM_UP + TIMED])
+
+
+def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds and response tokens of the middle step.
+
+    Raises:
+      SystemExit: a step had no update, so its seconds are not those of learning.
+    """
+    for step in steps:
+        if step["actor/skipped_updates"] or not step["actor/grad_norm"] > 0:
+            sys.exit(
+                f"step {step['step']:.0f} had no update: its seconds say nothing about learning"
+            )
+    keys = PHASES | {"tokens": "perf/response_num_tokens"}
+    return {name: statistics.median(step[key] for step in steps) for name, key in keys.items()}
 
 
 def peer(command: str) -> dict[str, float]:
     """What a peer prints."""
-    return json.loads(run_alone(shlex.split(command)).splitlines()[-1])
+    printed = json.loads(run_alone(shlex.split(command)).splitlines()[-1])
+    return {"tokens": printed.get("resp_tokens", float("nan"))} | printed
 
 
 def run_alone(command: list[str]) -> str:
@@ -131,22 +159,28 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
-    systems = {"jaxrl": lambda: ours(args.case)}
+    settings = SETTINGS | CASES[args.case]
+    systems = {
+        "jaxrl": lambda: ours(settings),
+        "jaxrl, tuned": lambda: ours(settings | TUNED[args.case]),
+    }
     for name, command in (given.split("=", 1) for given in args.peer):
         systems[name] = lambda command=command: peer(command)
     rounds = [{name: run() for name, run in systems.items()} for _ in range(args.rounds)]
     table = Table(title=f"one GRPO step, {args.case} lengths: seconds")
-    for column in ("system", "sampling", "learning", "step", "against jaxrl"):
+    for column in ("system", "sampling", "learning", "step", "against jaxrl", "tokens"):
         table.add_column(column, justify="left" if column == "system" else "right")
     middle = {
         name: {
-            key: statistics.median(r[name].get(key, float("nan")) for r in rounds) for key in PHASES
+            key: statistics.median(r[name].get(key, float("nan")) for r in rounds)
+            for key in (*PHASES, "tokens")
         }
         for name in systems
     }
     for name, row in middle.items():
         ratio = row["step_s"] / middle["jaxrl"]["step_s"]
-        table.add_row(name, *(f"{row[key]:.2f}" for key in PHASES), f"{ratio:.2f}")
+        seconds = (f"{row[key]:.2f}" for key in PHASES)
+        table.add_row(name, *seconds, f"{ratio:.2f}", f"{row['tokens']:,.0f}")
     Console().print(table)
 
 

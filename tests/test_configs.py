@@ -79,7 +79,7 @@ def test_recipe_loads_and_divides(path):
     check_grader(config.reward.grader, config.reward.grader_options)
     mesh = abstract_mesh(ParallelLayout.from_config(config.mesh))
     assert config.train.rows % shards_of("batch", TRAIN_RULES, mesh) == 0
-    assert config.train.row_tokens % shards_of("length", TRAIN_RULES, mesh) == 0
+    assert config.row_tokens % shards_of("length", TRAIN_RULES, mesh) == 0
     slots = config.rollout.slots
     for size in (0 if slots == "auto" else slots, config.rollout.prefill_prompts):
         assert size % shards_of("batch", GENERATE_RULES, mesh) == 0

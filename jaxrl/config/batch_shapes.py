@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
+
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape, RowLimits
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
 from jaxrl.rollout.settings import EngineConfig
+
+# Tokens that rows are made longer up to: more answers to a prompt in a row save little.
+_LONGEST_ROW = 4096
 
 
 def row_limits(config: Config, *, longest: int | None = None) -> RowLimits:
     """Limits of packed batches. `longest` is the longest sequence; by default a prompt and a response."""
     return RowLimits(
         config.train.rows,
-        config.train.row_tokens,
+        config.row_tokens,
         config.longest_sequence if longest is None else longest,
     )
 
 
-def step_shape(config: Config) -> PackedShape:
-    """The shape [U, M, R, T] of the batch that a step of reinforcement learning trains on."""
-    rollout = config.rollout
-    return row_limits(config).shape(
+def step_shape(config: Config, meshes: Sequence[Mesh] = ()) -> PackedShape:
+    """The shape [U, M, R, T] of the batch that a step of reinforcement learning trains on.
+
+    With the meshes of its roles, "auto" rows are as long as prompts with several answers need.
+    """
+    rollout, limits = config.rollout, row_limits(config)
+    if meshes and config.train.row_tokens == "auto" and config.train.share_prompts:
+        group = config.data.max_prompt_tokens + rollout.num_samples * rollout.max_response_tokens
+        limits = _with_longer_rows(limits, meshes, group)
+    return limits.shape(
         rollout.num_prompts * rollout.num_samples, minibatches=config.algorithm.updates_per_step
     )
+
+
+def _with_longer_rows(limits: RowLimits, meshes: Sequence[Mesh], group: int) -> RowLimits:
+    """Fewer rows with as many tokens of a microbatch, or twice as many if a row then holds a whole group."""
+    axes = ("layers", "length")
+    if any(shards_of(axis, TRAIN_RULES, mesh) > 1 for mesh in meshes for axis in axes):
+        return limits
+    of_device = limits.rows // math.lcm(*(shards_of("batch", TRAIN_RULES, mesh) for mesh in meshes))
+    most = max(_LONGEST_ROW, limits.tokens)
+    merged = max(
+        n for n in range(1, of_device + 1) if of_device % n == 0 and n * limits.tokens <= most
+    )
+    tokens, group = merged * limits.tokens, -(-group // 64) * 64
+    if merged == of_device and group <= min(2 * tokens, most):
+        tokens = max(tokens, group)
+    return dataclasses.replace(limits, rows=limits.rows // merged, tokens=tokens)
 
 
 def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
@@ -60,7 +89,7 @@ def judge_engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConf
 def check_training_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError if the mesh of a role does not divide the rows or the tokens of a microbatch."""
     check_divides("train.rows", config.train.rows, "batch", TRAIN_RULES, mesh)
-    check_divides("train.row_tokens", config.train.row_tokens, "length", TRAIN_RULES, mesh)
+    check_divides("train.row_tokens", config.row_tokens, "length", TRAIN_RULES, mesh)
 
 
 def check_sampling_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:

@@ -77,7 +77,7 @@ class Config:
             if source.grader:
                 _check_grader(name, source)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if self.train.row_tokens < longest:
+        if self.row_tokens < longest:
             raise ValueError(
                 f"train.row_tokens {self.train.row_tokens} cannot hold the longest sequence, "
                 f"data.max_prompt_tokens {self.data.max_prompt_tokens} + rollout.max_response_tokens "
@@ -107,6 +107,13 @@ class Config:
     def truncates_logprobs(self) -> bool:
         """Whether log-probabilities of training data are those among the tokens that its sampling keeps."""
         return self.algorithm.truncated_logprobs and self.rollout.keeps_some
+
+    @property
+    def row_tokens(self) -> int:
+        """The value of `train.row_tokens`; "auto" is the longest sequence, in multiples of 64."""
+        if self.train.row_tokens != "auto":
+            return self.train.row_tokens
+        return max(256, -(-self.longest_sequence // 64) * 64)
 
     @property
     def run_folder(self) -> RunFolder:

@@ -18,7 +18,7 @@ from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.advantage_estimator import Estimator
-from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.batches import ShareOption, pack_completions
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.types import Scored, ValueBatch
 
@@ -34,7 +34,7 @@ class Packer:
         max_prompt_tokens: int,
         mask_truncated: bool = False,
         fill_minibatches: bool = False,
-        share_prompts: bool = False,
+        share_prompts: ShareOption = False,
         equal_last: bool = False,
         epochs: int = 1,
     ):

@@ -105,6 +105,15 @@ def partition_spec(
     return P(*entries)
 
 
+def parts_of(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules, mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
+    """The number of parts that each dimension of an array is split into."""
+    spec = partition_spec(axes, shape, rules, dict(mesh.shape))
+    own = NamedSharding(mesh, spec).shard_shape(shape)
+    return tuple(whole // part for whole, part in zip(shape, own, strict=True))
+
+
 def _product(mesh_axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[a] for a in mesh_axes)
 

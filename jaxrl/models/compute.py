@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.bits import from_bits, to_bits
 from jaxrl.models.experts import ExpertLayer, apply_experts
@@ -195,6 +196,44 @@ class Compute:
         if scale is not None:
             out = out * jnp.expand_dims(scale, range(out.ndim - scale.ndim))
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
+
+    def product_of_first(
+        self, x: jax.Array, weight: jax.Array, count: jax.Array, *, out_type: Any
+    ) -> jax.Array:
+        """`product` of [G, C, D] and [D, V] for the first `count` of C; what is not needed may be 0.
+
+        One of five numbers is computed, 0 to C in quarters, forward and backward.
+        """
+        C = x.shape[1]
+        sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
+        multiply = functools.partial(self.product, out_type=out_type)
+
+        def of_size(values: Callable[..., Any], count: jax.Array, *arguments: jax.Array) -> Any:
+            index = (count > jnp.array(sizes[:-1])).sum()
+            branches = [functools.partial(values, size) for size in sizes]
+            return jax.lax.switch(index, branches, *arguments)
+
+        def all_of(x_GKV: jax.Array) -> jax.Array:
+            return jnp.pad(x_GKV, ((0, 0), (0, C - x_GKV.shape[1]), (0, 0)))
+
+        def forward(size: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+            return all_of(multiply(x[:, :size], weight))
+
+        def backward(size: int, x: jax.Array, weight: jax.Array, g: jax.Array):
+            x, g = x[:, :size], g[:, :size]
+            (to_x,) = jax.linear_transpose(lambda x: multiply(x, weight), x)(g)
+            (to_weight,) = jax.linear_transpose(lambda weight: multiply(x, weight), weight)(g)
+            return all_of(to_x), to_weight
+
+        @jax.custom_vjp
+        def of_first(x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
+            return of_size(forward, count, x, weight)
+
+        of_first.defvjp(
+            lambda x, weight, count: (of_first(x, weight, count), (count, x, weight)),
+            lambda kept, g: (*of_size(backward, *kept, g), None),
+        )
+        return checkpoint_name(of_first(x, weight, count), "logits")
 
     def _product_in_parts(
         self, x: jax.Array, weight: jax.Array | Quantized, num_summed: int

@@ -250,10 +250,18 @@ class Decoder(nnx.Module):
             return whole, None
         return whole, rotary_angles(positions_BT, config.head_dim, config.rope_local_theta, None)
 
-    def logits(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
-        """Maps [..., D] to float32 logits [..., V]; padding ids get -1e30, a probability of 0."""
+    def logits(
+        self, hidden: jax.Array, needed: jax.Array | None = None, *, compute: Compute
+    ) -> jax.Array:
+        """Maps [..., D] to float32 logits [..., V]; padding ids get -1e30, a probability of 0.
+
+        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward.
+        """
         weight_DV = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-        logits = compute.product(hidden, weight_DV, out_type=jnp.float32)
+        if needed is None:
+            logits = compute.product(hidden, weight_DV, out_type=jnp.float32)
+        else:
+            logits = compute.product_of_first(hidden, weight_DV, needed, out_type=jnp.float32)
         if self.config.logits_softcap:
             cap = self.config.logits_softcap
             logits = cap * jnp.tanh(logits / cap)

@@ -1,6 +1,6 @@
 """From hidden states to log-probabilities of tokens, without ever holding [B, T, V].
 
-B sequences   T tokens   D width   V vocabulary   C tokens of a chunk
+B sequences   T tokens   D width   V vocabulary   G devices   N positions of a device   C positions of a chunk
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def token_logprobs(
-    logits_of: Callable[[jax.Array], jax.Array],
+    logits_of: Callable[[jax.Array, jax.Array], jax.Array],
     hidden_BTD: jax.Array,
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
     temperature: float,
     chunk_tokens: int,
+    trained_BT: jax.Array | None = None,
+    shards: tuple[int, ...] = (1, 1),
     statistic: Callable[[jax.Array], jax.Array] | None = None,
     truncation: Truncation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy of every token given the tokens of its segment before it.
+    """Log-probability and entropy of every trained token given the tokens of its segment before it.
 
     Entry t of the result is about token t; see `from_past`.
 
     Args:
-      logits_of: [B, C, D] -> [B, C, V], logits before temperature.
+      logits_of: ([G, C, D], number of first entries that are needed) -> [G, C, V], logits before temperature.
       hidden_BTD: last hidden states.
       tokens_BT, segment_ids_BT: int32; segment 0 is padding.
       temperature: divides the logits.
-      chunk_tokens: C, number of positions whose logits are in memory at once, forward and backward.
-      statistic: function from log-probabilities [B, C, V] to [B, C], such as `squared_probabilities`, that
+      chunk_tokens, trained_BT, shards: as for `from_past`.
+      statistic: function from log-probabilities [G, C, V] to [G, C], such as `squared_probabilities`, that
         replaces the entropy; None for the entropy.
       truncation: limits; log-probabilities are those among the tokens that it keeps, and -inf for other
         tokens. The entropy stays that of the whole vocabulary. None for no limits.
@@ -55,26 +57,34 @@ def token_logprobs(
       (logprob_BT, entropy_BT), float32.
     """
 
-    def chunk(past_BCD: jax.Array, tokens_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logprobs_BCV, entropy_BC = log_softmax_entropy(logits_of(past_BCD) / temperature)
-        logprob_BC, logprobs_BCV = renormalized(logprobs_BCV, tokens_BC, truncation)
-        return logprob_BC, entropy_BC if statistic is None else statistic(logprobs_BCV)
+    def chunk(past_GCD: jax.Array, tokens_GC: jax.Array, needed: jax.Array):
+        logprobs_GCV, entropy_GC = log_softmax_entropy(logits_of(past_GCD, needed) / temperature)
+        logprob_GC, logprobs_GCV = renormalized(logprobs_GCV, tokens_GC, truncation)
+        return logprob_GC, entropy_GC if statistic is None else statistic(logprobs_GCV)
 
-    return from_past(chunk, hidden_BTD, tokens_BT, segment_ids_BT, chunk_tokens=chunk_tokens)
+    return from_past(
+        chunk,
+        hidden_BTD,
+        tokens_BT,
+        segment_ids_BT,
+        chunk_tokens=chunk_tokens,
+        trained_BT=trained_BT,
+        shards=shards,
+    )
 
 
 def renormalized(
-    logprobs_BCV: jax.Array, tokens_BC: jax.Array, truncation: Truncation | None
+    logprobs_GCV: jax.Array, tokens_GC: jax.Array, truncation: Truncation | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities of the tokens [B, C] and of the vocabulary [B, C, V] among the kept tokens.
+    """Log-probabilities of the tokens [G, C] and of the vocabulary [G, C, V] among the kept tokens.
 
     Those of other tokens are -inf. Without a truncation nothing changes.
     """
-    logprob_BC = of_tokens(logprobs_BCV, tokens_BC)
+    logprob_GC = of_tokens(logprobs_GCV, tokens_GC)
     if truncation is None:
-        return logprob_BC, logprobs_BCV
-    kept = kept_tokens(logprobs_BCV, truncation)
-    return kept.renormalized(logprob_BC[..., None])[..., 0], kept.renormalized(logprobs_BCV)
+        return logprob_GC, logprobs_GCV
+    kept = kept_tokens(logprobs_GCV, truncation)
+    return kept.renormalized(logprob_GC[..., None])[..., 0], kept.renormalized(logprobs_GCV)
 
 
 def squared_probabilities(logprobs: jax.Array) -> jax.Array:
@@ -83,58 +93,110 @@ def squared_probabilities(logprobs: jax.Array) -> jax.Array:
 
 
 def from_past(
-    function: Callable[[Any, jax.Array], Values],
+    function: Callable[[Any, jax.Array, jax.Array], Values],
     hidden: Any,
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array,
     *,
     chunk_tokens: int,
+    trained_BT: jax.Array | None = None,
+    shards: tuple[int, ...] = (1, 1),
 ) -> Values:
-    """Applies a function to each token and the hidden state before it, chunk by chunk.
+    """Applies a function to each trained token and the hidden state before it, chunk by chunk.
 
     This is the only place where hidden states and tokens are shifted against each other. Entry t of the
-    result is about token t and comes from hidden state t - 1. The first token of a segment has no past, and
-    its entries are 0:
+    result is about token t and comes from hidden state t - 1. The first token of a segment has no past. Its
+    entries are 0, and so are those of tokens that are not trained:
 
         tokens        a  b  c  d        e  f         two segments in a row
         hidden used   -  ha hb hc       -  he
 
+    The N positions of each device are sorted, those with a result first. So whole chunks are left out, and of
+    the last one `Compute.product_of_first` leaves out what no device needs. Shapes stay fixed.
+
     Args:
-      function: (hidden states [B, C, D], the tokens [B, C] after them) -> pytree of values [B, C]. Its
-        intermediate [B, C, V] arrays are not stored but recomputed in the backward pass.
+      function: (hidden states [G, C, D], the tokens [G, C] after them, how many of C are needed) -> pytree of
+        values [G, C]. Of its intermediate [G, C, V] arrays only those named "logits" are stored for the
+        backward pass, and only if one chunk holds all positions.
       hidden: pytree of [B, T, D].
       tokens_BT, segment_ids_BT: int32; segment 0 is padding.
-      chunk_tokens: C, number of positions computed at once.
+      chunk_tokens: C, number of positions of a device that are computed at once.
+      trained_BT: whether a token has a result; None for all with a past.
+      shards: numbers of devices that B and T are split over, two; G is their product.
 
     Returns:
       The values, [B, T] each.
     """
-    B, T = tokens_BT.shape
-    C = min(chunk_tokens, T)
-    padding = -T % C
-
-    def chunked(x: jax.Array) -> jax.Array:
-        return x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
-
-    past = jax.tree.map(lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, padding), (0, 0))), hidden)
-    tokens = jnp.pad(tokens_BT, ((0, 0), (0, padding)))
-    _, values = jax.lax.scan(
-        jax.checkpoint(
-            lambda _, inputs: (None, function(*inputs)),
-            policy=jax.checkpoint_policies.save_only_these_names(LEAST_KEPT),
-        ),
-        None,
-        jax.tree.map(chunked, (past, tokens)),
-    )
     has_past_BT = (segment_ids_BT > 0) & (segment_ids_BT == jnp.roll(segment_ids_BT, 1, axis=1))
     has_past_BT = has_past_BT.at[:, 0].set(False)
+    needed_BT = has_past_BT if trained_BT is None else has_past_BT & trained_BT
+    needed_GN = _grouped(needed_BT, shards)
+    G, N = needed_GN.shape
+    order_GN = jnp.argsort(~needed_GN, axis=1, stable=True)
+    inverse_GN = jnp.argsort(order_GN, axis=1)
+    most_needed = needed_GN.sum(axis=1).max()
 
-    def whole(x: jax.Array) -> jax.Array:
-        return jnp.where(has_past_BT, x.swapaxes(0, 1).reshape(B, -1)[:, :T], 0.0)
+    def sorted_past(x: jax.Array) -> jax.Array:
+        past = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        return _permuted(_grouped(past, shards), order_GN, inverse_GN)
 
-    return jax.tree.map(whole, values)
+    inputs = (
+        jax.tree.map(sorted_past, hidden),
+        jnp.take_along_axis(_grouped(tokens_BT, shards), order_GN, axis=1),
+    )
+    C = min(chunk_tokens, N)
+    if C == N:
+        keep = jax.checkpoint_policies.save_only_these_names("logits", LEAST_KEPT)
+        values = jax.checkpoint(function, policy=keep)(*inputs, most_needed)
+    else:
+        firsts = jnp.arange(0, N, C)
+
+        def chunked(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, 0), (0, -N % C), *((0, 0),) * (x.ndim - 2)))
+            return x.reshape(G, len(firsts), C, *x.shape[2:]).swapaxes(0, 1)
+
+        def of_chunk(_, chunk: tuple[tuple[Any, jax.Array], jax.Array]):
+            inputs, first = chunk
+            return None, function(*inputs, jnp.clip(most_needed - first, 0, C))
+
+        keep = jax.checkpoint_policies.save_only_these_names(LEAST_KEPT)
+        _, values = jax.lax.scan(
+            jax.checkpoint(of_chunk, policy=keep), None, (jax.tree.map(chunked, inputs), firsts)
+        )
+        values = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(G, -1)[:, :N], values)
+
+    def placed(x_GN: jax.Array) -> jax.Array:
+        x_BT = _ungrouped(_permuted(x_GN, inverse_GN, order_GN), tokens_BT.shape, shards)
+        return jnp.where(needed_BT, x_BT, 0.0)
+
+    return jax.tree.map(placed, values)
 
 
-def of_tokens(logprobs_BCV: jax.Array, tokens_BC: jax.Array) -> jax.Array:
-    """The log-probability of each token, [B, C]."""
-    return jnp.take_along_axis(logprobs_BCV, tokens_BC[..., None], axis=-1)[..., 0]
+def _grouped(x: jax.Array, shards: tuple[int, ...]) -> jax.Array:
+    """[B, T, ...] as [G, N, ...], the N positions of each device."""
+    (B, T, *others), (r, p) = x.shape, shards
+    x = x.reshape(r, B // r, p, T // p, *others).swapaxes(1, 2)
+    return x.reshape(r * p, -1, *others)
+
+
+def _ungrouped(x_GN: jax.Array, shape: tuple[int, ...], shards: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_grouped` for [B, T]."""
+    (B, T), (r, p) = shape, shards
+    return x_GN.reshape(r, p, B // r, T // p).swapaxes(1, 2).reshape(B, T)
+
+
+@jax.custom_vjp
+def _permuted(x: jax.Array, order_GN: jax.Array, inverse_GN: jax.Array) -> jax.Array:
+    """`x` [G, N, ...] in another order. Its gradient is a gather too: XLA's scatter is serial on CPU."""
+    return jnp.take_along_axis(x, order_GN.reshape(*order_GN.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+_permuted.defvjp(
+    lambda x, order_GN, inverse_GN: (_permuted(x, order_GN, inverse_GN), (order_GN, inverse_GN)),
+    lambda orders, g: (_permuted(g, orders[1], orders[0]), None, None),
+)
+
+
+def of_tokens(logprobs_GCV: jax.Array, tokens_GC: jax.Array) -> jax.Array:
+    """The log-probability of each token, [G, C]."""
+    return jnp.take_along_axis(logprobs_GCV, tokens_GC[..., None], axis=-1)[..., 0]

@@ -123,7 +123,7 @@ def _of_weights(config: Config, model: ModelConfig) -> Iterator[Need]:
 
 
 def _of_learning(config: Config, model: ModelConfig) -> Iterator[Need]:
-    rows, tokens = config.train.rows, config.train.row_tokens
+    rows, tokens = config.train.rows, config.row_tokens
     # The backward pass keeps the input of every layer, whatever train.remat is.
     per_token = model.num_layers * model.d_model * _bytes_of(config.train.dtype)
     yield Need(
@@ -132,12 +132,14 @@ def _of_learning(config: Config, model: ModelConfig) -> Iterator[Need]:
         rows * tokens * per_token,
         "lower train.rows or train.row_tokens",
     )
-    chunk = min(config.train.logprob_chunk_tokens, tokens)
+    if config.train.logprob_chunk_tokens == "auto":
+        return
+    chunk = min(config.train.logprob_chunk_tokens, rows * tokens)
     yield Need(
-        f"train.rows {rows:,} x train.logprob_chunk_tokens {chunk:,}",
+        f"train.logprob_chunk_tokens {chunk:,}",
         f"logits of {model.vocab_size:,} tokens",
-        rows * chunk * model.vocab_size * _FLOAT32,
-        "lower train.rows or train.logprob_chunk_tokens",
+        chunk * model.vocab_size * _FLOAT32,
+        "lower train.logprob_chunk_tokens, or set it to auto",
     )
 
 
@@ -187,7 +189,7 @@ def _of_hosts(config: Config) -> Iterator[Need]:
             f"lower rollout.{name} or rollout.num_samples",
             on_host=True,
         )
-    tokens = config.train.row_tokens
+    tokens = config.row_tokens
     for name, examples in (
         ("sft.examples_per_step", config.sft.examples_per_step),
         # The answers of a pair share a row, so each has at most half of it.

@@ -174,7 +174,7 @@ def load_of(config: Config, lengths: StepLengths | None = None, system: System =
         sampled_per_kept=max(1.0, sampled / rollout.num_prompts),
         updates=config.algorithm.updates_per_step,
         epochs=config.algorithm.epochs,
-        microbatch_tokens=config.train.row_tokens,
+        microbatch_tokens=config.row_tokens,
         microbatch_rows=config.train.rows,
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
@@ -228,6 +228,6 @@ def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> 
         fixed_slots=decode_attention != "xla",
         moments_bytes=_MOMENTS_BYTES[config.optim.moments],
         remat="none" if train.remat == "none" else "full",
-        logits_tokens=train.logprob_chunk_tokens,
+        logits_tokens=train.positions_of_logits(model.vocab_size, kind.platform),
     )
     return system.assumptions(ours)

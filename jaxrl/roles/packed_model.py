@@ -6,6 +6,7 @@ U minibatches   M microbatches   R rows   T tokens of a row
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,13 +17,20 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import attention_parallel
+from jaxrl.mesh.attention_parallel import Attention, attention_parallel
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.offload import check_host_memory
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
-from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings, with_shardings
+from jaxrl.mesh.rules import (
+    TRAIN_RULES,
+    constraint,
+    parts_of,
+    shardings,
+    shards_of,
+    with_shardings,
+)
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.attention import (
@@ -112,24 +120,23 @@ class PackedModel:
             in_8_bits=matmul_in(train.matmuls),
             wide_results=platform_of(mesh) == "cpu",
         )
-        platform, tree = platform_of(mesh), train.shares_prompts
+        # Checks the setting; a batch with shared prompts may come later.
+        self._attention(tree=train.shares_prompts)
+        self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
+
+    def _attention(self, *, tree: bool) -> Attention:
+        """The attention to batches with shared prompts (`tree`) or without."""
+        platform = platform_of(self.mesh)
         implementation = pick_implementation(
             platform,
-            train.dtype,
-            train.attention,
-            softcap=model.attention_softcap,
+            self.train.dtype,
+            self.train.attention,
+            softcap=self.model.attention_softcap,
             tree=tree,
         )
-        self._attention = attention_parallel(
-            functools.partial(
-                attention,
-                implementation=implementation,
-                block_tokens=pick_block_tokens(platform, tree=tree),
-            ),
-            mesh,
-            TRAIN_RULES,
-        )
-        self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
+        block_tokens = pick_block_tokens(platform, tree=tree)
+        own = functools.partial(attention, implementation=implementation, block_tokens=block_tokens)
+        return attention_parallel(own, self.mesh, TRAIN_RULES)
 
     def abstract_params(self) -> Params:
         """Shapes and shardings of the weights in the training layout, nothing allocated."""
@@ -149,7 +156,7 @@ class PackedModel:
         statistic: Callable[[jax.Array], jax.Array] | None = None,
         truncation: Truncation | None = None,
     ) -> tuple[jax.Array, jax.Array, Routing | None]:
-        """Log-probability and entropy [R, T] of every token, and the routing of a mixture of experts.
+        """Log-probability and entropy [R, T] of every trained token, and the routing of a mixture of experts.
 
         `statistic` replaces the entropy, and `truncation` renormalises the log-probabilities: see
         `models.logprobs.token_logprobs`.
@@ -157,14 +164,15 @@ class PackedModel:
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
         logprob, further = token_logprobs(
-            lambda hidden: model.logits(hidden, compute=self._compute),
+            functools.partial(model.logits, compute=self._compute),
             out.hidden_BTD,
             micro.tokens,
             micro.segment_ids,
             temperature=temperature,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            trained_BT=micro.loss_mask > 0,
             statistic=statistic,
             truncation=truncation,
+            **self._chunks(micro),
         )
         return logprob, further, out.routing
 
@@ -178,7 +186,7 @@ class PackedModel:
         truncation: Truncation | None = None,
         first_minibatch: int = 0,
     ) -> jax.Array:
-        """Log-probability of every token of a batch, [U, M, R, T]; zeros before `first_minibatch`."""
+        """Log-probability of every trained token, [U, M, R, T]; zeros before `first_minibatch`."""
         options: Any = {"temperature": temperature, "truncation": truncation}
         return each_micro(
             lambda micro: self.policy(graph, params, micro, **options)[0],
@@ -198,12 +206,12 @@ class PackedModel:
         """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
         model: Decoder = nnx.merge(graph, params)
         return same_token_fraction(
-            lambda hidden: model.logits(hidden, compute=self._compute),
+            functools.partial(model.logits, compute=self._compute),
             self._run(model, micro).hidden_BTD,
             micro,
             draws,
             temperature=temperature,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            **self._chunks(micro),
         )
 
     def policy_and_kl(
@@ -232,27 +240,41 @@ class PackedModel:
         with jax.named_scope("reference"):
             ref_hidden = jax.lax.stop_gradient(ref_model._run(reference, micro).hidden_BTD)
 
-        def chunk(past: tuple[jax.Array, jax.Array], tokens_RC: jax.Array):
-            logprobs_RCV, entropy_RC = log_softmax_entropy(
-                model.logits(past[0], compute=self._compute) / temperature
+        def chunk(past: tuple[jax.Array, jax.Array], tokens_GC: jax.Array, needed: jax.Array):
+            logprobs_GCV, entropy_GC = log_softmax_entropy(
+                model.logits(past[0], needed, compute=self._compute) / temperature
             )
-            ref_logprobs_RCV, _ = log_softmax_entropy(
-                reference.logits(past[1], compute=ref_model._compute) / temperature
+            ref_logprobs_GCV, _ = log_softmax_entropy(
+                reference.logits(past[1], needed, compute=ref_model._compute) / temperature
             )
-            ids = min(logprobs_RCV.shape[-1], ref_logprobs_RCV.shape[-1])
-            kl_RC = over_vocabulary(
-                logprobs_RCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_RCV[..., :ids])
+            ids = min(logprobs_GCV.shape[-1], ref_logprobs_GCV.shape[-1])
+            kl_GC = over_vocabulary(
+                logprobs_GCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_GCV[..., :ids])
             )
-            return renormalized(logprobs_RCV, tokens_RC, truncation)[0], entropy_RC, kl_RC
+            return renormalized(logprobs_GCV, tokens_GC, truncation)[0], entropy_GC, kl_GC
 
         logprob, entropy, kl = from_past(
             chunk,
             (out.hidden_BTD, ref_hidden),
             micro.tokens,
             micro.segment_ids,
-            chunk_tokens=self.train.logprob_chunk_tokens,
+            trained_BT=micro.loss_mask > 0,
+            **self._chunks(micro),
         )
         return logprob, entropy, kl, out.routing
+
+    def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
+        """The arguments of `models.logprobs.from_past` that say how logits are cut into chunks."""
+        vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
+        shards = parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
+        return {
+            "chunk_tokens": self.train.positions_of_logits(
+                vocabulary,
+                platform_of(self.mesh),
+                of_device=micro.tokens.size // math.prod(shards),
+            ),
+            "shards": shards,
+        }
 
     def scores(self, params: Params, micro: PackedBatch) -> tuple[jax.Array, Routing | None]:
         """Scores [R, T, S] after every token, and the routing of a mixture of experts."""
@@ -261,10 +283,12 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
+        attention_to = self._attention(tree=micro.prefix_ids is not None)
+
         def attend(q, k, v, kind, _, segments):
             # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
-                return self._attention(q, k, v, segments, kind), None
+                return attention_to(q, k, v, segments, kind), None
 
         segments: Any = micro.segment_ids
         if micro.prefix_ids is not None:

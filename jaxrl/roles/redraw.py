@@ -9,7 +9,7 @@ weights, changed the draw:
     sampler drew    17    4     9     23
     trainer draws   17    4     31    23      3 of 4 tokens are the same
 
-B sequences   R rows   T tokens of a row   C tokens of a chunk   V vocabulary
+B sequences   R rows   T tokens of a row   G devices   C positions of a chunk   V vocabulary
 """
 
 from __future__ import annotations
@@ -76,43 +76,44 @@ def _keys(seed, step_B, prompt_id_B, sample_B) -> jax.Array:
 
 
 def same_token_fraction(
-    logits_of: Callable[[jax.Array], jax.Array],
+    logits_of: Callable[[jax.Array, jax.Array], jax.Array],
     hidden_RTD: jax.Array,
     micro: PackedBatch,
     draws: Draws,
     *,
     temperature: float,
     chunk_tokens: int,
+    shards: tuple[int, int],
 ) -> jax.Array:
     """Fraction of the trained tokens of a microbatch that are drawn again; NaN without such tokens.
 
     Tokens before `Truncation.min_tokens` do not count, because the sampler forbade stop ids there.
 
     Args:
-      logits_of: [R, C, D] -> [R, C, V], logits before temperature.
+      logits_of, chunk_tokens, shards: as for `models.logprobs.token_logprobs`.
       hidden_RTD: last hidden states.
       micro: the microbatch, [R, T] per field.
       draws: see `Draws`.
       temperature: sampling temperature.
-      chunk_tokens: C, number of positions whose logits are in memory at once.
     """
     own_RT = jnp.maximum(micro.sequence, 0)
     place_RT = micro.positions - draws.prompt_tokens_B[own_RT]
+    counts_RT = (micro.loss_mask > 0) & (place_RT >= draws.truncation.min_tokens)
     # `from_past` hands a token the hidden state before it, so the token's own noise moves one place back.
     noise_before = (
         jnp.roll(draws.key_B2[own_RT], -1, axis=1),
         jnp.roll(place_RT, -1, axis=1)[..., None],
     )
 
-    def chunk(past, tokens_RC: jax.Array) -> jax.Array:
-        hidden_RCD, (key_RC2, place_RC1) = past
-        logits = logits_of(hidden_RCD).astype(jnp.float32) / temperature
+    def chunk(past, tokens_GC: jax.Array, needed: jax.Array) -> jax.Array:
+        hidden_GCD, (key_GC2, place_GC1) = past
+        logits = logits_of(hidden_GCD, needed).astype(jnp.float32) / temperature
         flat_SV = logits.reshape(-1, logits.shape[-1])
-        place_S = place_RC1.reshape(-1)
+        place_S = place_GC1.reshape(-1)
         limits = jax.tree.map(lambda x: jnp.broadcast_to(x, place_S.shape), draws.truncation)
-        noise_SV = gumbel_noise(key_RC2.reshape(-1, 2), place_S, flat_SV.shape[-1])
+        noise_SV = gumbel_noise(key_GC2.reshape(-1, 2), place_S, flat_SV.shape[-1])
         token_S = draw(flat_SV, noise_SV, limits)
-        return (token_S.reshape(tokens_RC.shape) == tokens_RC).astype(jnp.float32)
+        return (token_S.reshape(tokens_GC.shape) == tokens_GC).astype(jnp.float32)
 
     same_RT = from_past(
         chunk,
@@ -120,6 +121,7 @@ def same_token_fraction(
         micro.tokens,
         micro.segment_ids,
         chunk_tokens=chunk_tokens,
+        trained_BT=counts_RT,
+        shards=shards,
     )
-    counts_RT = (micro.loss_mask > 0) & (place_RT >= draws.truncation.min_tokens)
     return jnp.mean(same_RT, where=counts_RT)

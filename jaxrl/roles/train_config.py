@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from jaxrl.checks import check_fields, coefficient, count, token_count
 
-# For `share_prompts` "auto" (docs/learning.md has the measurements).
-_ANSWERS_OF_A_ROW = 4
+# Float32 logits that are in memory at once; of their size there are about five arrays.
+_LOGITS_BYTES = {"cpu": 40 * 2**20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +17,16 @@ class TrainConfig:
 
     Attributes:
       rows: R, rows of a microbatch over the whole mesh.
-      row_tokens: T, tokens of a packed row; at least the longest prompt plus response.
+      row_tokens: T, tokens of a packed row; at least the longest prompt plus response. "auto" is that
+        length, 256 or more. Where prompts may be shared, the rows of a device then become one row, of as
+        many tokens or up to twice as many, for a prompt with its answers.
       fill_minibatches: samples may move to another minibatch of their step if that saves microbatches; about
         one in a hundred moves. The minibatch of a sample then depends on `rows` and `row_tokens`.
       share_prompts: compute a prompt once for all its answers in a row, forward and backward. Each answer is
-        a branch after the prompt. The results are the same with fewer tokens. "auto" shares prompts where
-        that is faster (docs/learning.md).
-      logprob_chunk_tokens: number of positions of a row whose logits are in memory at once.
+        a branch after the prompt. The results are the same with fewer tokens. "auto" shares the prompts
+        of a step on CPU if its lengths make that faster (docs/learning.md).
+      logprob_chunk_tokens: number of positions of a device whose logits are in memory at once; "auto" takes
+        as many as fit into 42 MB on CPU and 268 MB elsewhere.
       dtype: data type of activations and of weights frozen below adapters. Master weights are float32.
       matmuls: precision of the layers' projections, forward and backward: "full" (`dtype`), "int8" or "fp8"
         (needs the extra `qwix`). It does not apply to sampling.
@@ -37,10 +40,10 @@ class TrainConfig:
     """
 
     rows: Annotated[int, count(1)] = 8
-    row_tokens: Annotated[int, token_count(1)] = 256
+    row_tokens: Annotated[int, token_count(1)] | Literal["auto"] = "auto"
     fill_minibatches: bool = False
     share_prompts: bool | Literal["auto"] = "auto"
-    logprob_chunk_tokens: Annotated[int, token_count(1)] = 256
+    logprob_chunk_tokens: Annotated[int, token_count(1)] | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     matmuls: Literal["full", "int8", "fp8"] = "full"
     remat: Literal["full", "projections", "offload", "none"] = "none"
@@ -56,40 +59,35 @@ class TrainConfig:
                 "those of a prompt together; set one of the two to False"
             )
 
+    def positions_of_logits(
+        self, vocab_size: int, platform: str | None, *, of_device: int = 0
+    ) -> int:
+        """The value of `logprob_chunk_tokens` where a device has `vocab_size` logits of a position.
+
+        All of `of_device` positions are one chunk if there are at most twice as many: it is not recomputed.
+        """
+        if self.logprob_chunk_tokens != "auto":
+            return self.logprob_chunk_tokens
+        nbytes = _LOGITS_BYTES.get(platform or "", 2**28)
+        positions = max(1, nbytes // (4 * vocab_size))
+        return of_device if positions < of_device <= 2 * positions else positions
+
     @property
     def shares_prompts(self) -> bool:
-        """Whether prompts are shared; False while "auto" is not resolved."""
+        """Whether prompts are always shared."""
         return self.share_prompts is True
 
-    def with_shared_prompts(
-        self,
-        *,
-        platform: str,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        num_samples: int,
-        allowed: bool,
-    ) -> TrainConfig:
-        """These settings with `share_prompts` resolved.
+    def with_shared_prompts(self, *, platform: str, num_samples: int, allowed: bool) -> TrainConfig:
+        """These settings with `share_prompts` False where "auto" can share none.
 
-        It pays on CPU if rows hold several answers and prompts are a quarter of the tokens or more. The
-        attention kernels of accelerators know no branches.
+        The attention kernels of accelerators know no branches.
 
         Args:
           platform: platform of the devices.
-          max_prompt_tokens, max_response_tokens: maximum lengths of prompt and response.
           num_samples: number of answers to a prompt.
           allowed: False with a sliding window, or if sequences are split over devices.
         """
-        if self.share_prompts != "auto":
+        may = platform == "cpu" and num_samples > 1 and allowed and not self.fill_minibatches
+        if self.share_prompts != "auto" or may:
             return self
-        answers = min(num_samples, _ANSWERS_OF_A_ROW)
-        pays = (
-            platform == "cpu"
-            and num_samples > 1
-            and 3 * max_prompt_tokens >= max_response_tokens
-            and self.row_tokens >= max_prompt_tokens + answers * max_response_tokens
-        )
-        return dataclasses.replace(
-            self, share_prompts=pays and allowed and not self.fill_minibatches
-        )
+        return dataclasses.replace(self, share_prompts=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from jax.sharding import Mesh
@@ -17,6 +18,8 @@ from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementa
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine_sizes import PageSizes
 from jaxrl.rollout.past_attention import page_gathering, past_attention
+
+logger = logging.getLogger(__name__)
 
 
 def choose_cache(
@@ -72,5 +75,10 @@ def choose_cache(
         by_table, contiguous = False, StackedCache(shape)
     if pages is None:
         return contiguous
+    if platform == "cpu":
+        logger.warning(
+            "cache 'paged': on CPU pages are copied for every dispatch, and few samples decode about .4 "
+            "times as fast as with 'contiguous'; set it to contiguous unless its memory is short"
+        )
     gather = None if by_table else page_gathering(mesh, GENERATE_RULES)
     return PagedCache(contiguous, pages.page_tokens, pages.num_pages * pages.shards, gather)

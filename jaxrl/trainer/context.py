@@ -136,8 +136,6 @@ def build_context(
     check_evaluation_fits(config, len(prompts))
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
         num_samples=config.rollout.num_samples,
         allowed=not models.actor.sliding_window and config.mesh.context == 1,
     )
@@ -204,7 +202,7 @@ def preference_stream(
         run.tokenizer,
         pairs_per_batch=pairs_per_batch,
         seed=config.seed,
-        max_tokens=config.train.row_tokens // 2,
+        max_tokens=config.row_tokens // 2,
         prompt_format=config.data.format_of(config.data.train),
         formats=run.problems.formats(config.data),
     )

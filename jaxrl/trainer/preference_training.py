@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.data.packing import PackedShape
+from jaxrl.config.batch_shapes import row_limits
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_timer import StepTimer
@@ -107,14 +107,8 @@ class PairStage(ExamplesStage):
             return self._completed(self._placed(examples))
 
     def _placed(self, pairs: list[PreferencePair]) -> PairBatch:
-        train = self._run.config.train
-        shape = PackedShape.for_sequences(
-            len(pairs),
-            longest=train.row_tokens,
-            minibatches=1,
-            rows=train.rows,
-            tokens=train.row_tokens,
-        )
+        config = self._run.config
+        shape = row_limits(config, longest=config.row_tokens).shape(len(pairs), minibatches=1)
         row_shards = shards_of("batch", TRAIN_RULES, self._learner.mesh)
         return self._learner.place(pack_pairs(pairs, shape, shards=row_shards))
 

@@ -101,7 +101,7 @@ def keep_model_files(run: RunContext) -> None:
         run.tokenizer,
         tokenizer_directory=tokenizer_directory(config),
         weights=config.weights,
-        max_positions=config.train.row_tokens,
+        max_positions=config.row_tokens,
     )
 
 

@@ -117,11 +117,13 @@ class StepBuilder:
         config = self._run.config
         return Packer(
             self._roles.actor,
-            step_shape(config),
+            step_shape(
+                config, [mesh for role, mesh in self._run.meshes.items() if role != "rollout"]
+            ),
             max_prompt_tokens=config.data.max_prompt_tokens,
             mask_truncated=config.reward.mask_truncated,
             fill_minibatches=config.train.fill_minibatches,
-            share_prompts=config.train.shares_prompts,
+            share_prompts=config.train.share_prompts,
             equal_last=self._run.algorithm.objective.needs_advantage,
             epochs=config.algorithm.epochs,
         )

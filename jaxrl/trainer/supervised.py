@@ -161,5 +161,5 @@ class SupervisedStage(ExamplesStage):
 def _longest(config: Config) -> int:
     """The maximum number of tokens of an example; a conversation may fill a whole row."""
     if config.sft.path:
-        return config.train.row_tokens
+        return config.row_tokens
     return config.longest_sequence

@@ -1,12 +1,21 @@
 """Settings that cannot work are refused where they are written, with their full names."""
 
+import dataclasses
+
 import pytest
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.config.synonyms import SYNONYMS
+from jaxrl.data.data_config import DataConfig
+from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.trainer.cross_checks import check_algorithm
 
 
@@ -57,3 +66,42 @@ def test_words_of_other_libraries_lead_to_settings_that_exist():
     for word, settings in SYNONYMS.items():
         for setting in settings:
             assert setting in known or setting.rpartition(".")[0] in free, (word, setting)
+
+
+def step_shape_of(devices: int, *, config: Config, **layout) -> tuple[int, ...]:
+    mesh = abstract_mesh(ParallelLayout.from_config(LayoutConfig(train=f"1-1-{devices}", **layout)))
+    return dataclasses.astuple(step_shape(config, [mesh]))
+
+
+def test_auto_rows_hold_a_prompt_with_its_answers():
+    """64 + 8 x 192 tokens are 1,600: of eight rows of 256 a device gets one, of 1,024 or twice that."""
+    config = Config(
+        data=DataConfig(max_prompt_tokens=64),
+        rollout=RolloutConfig(max_response_tokens=192, num_prompts=16, num_samples=8),
+        algorithm=AlgorithmConfig(updates_per_step=1),
+        train=TrainConfig(),
+    )
+    assert config.row_tokens == 256
+    assert dataclasses.astuple(step_shape(config)) == (1, 16, 8, 256)
+    assert step_shape_of(2, config=config) == (1, 11, 2, 1600)
+    assert step_shape_of(1, config=config) == (1, 16, 1, 2048)
+    assert step_shape_of(4, config=config) == (1, 16, 4, 512)
+    apart = dataclasses.replace(config, train=TrainConfig(share_prompts=False))
+    assert step_shape_of(2, config=apart) == (1, 16, 8, 256)
+    given = dataclasses.replace(config, train=TrainConfig(row_tokens=512))
+    assert step_shape_of(2, config=given) == (1, 8, 8, 512)
+    # Two roles with other numbers of devices, and stages: every device has a row, stages keep theirs.
+    meshes = [
+        abstract_mesh(ParallelLayout.from_config(LayoutConfig(train=train)))
+        for train in ("1-1-2", "1-1-4", "2-1-1")
+    ]
+    assert step_shape(config, meshes[:2]).rows == 4
+    assert step_shape(config, meshes).rows == 8
+
+
+def test_auto_rows_hold_the_longest_sequence():
+    config = Config(
+        data=DataConfig(max_prompt_tokens=1000), rollout=RolloutConfig(max_response_tokens=3100)
+    )
+    assert config.row_tokens == 4160
+    assert step_shape_of(1, config=config)[2:] == (8, 4160)

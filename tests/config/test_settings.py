@@ -653,8 +653,9 @@ def test_the_names_of_shardings_are_those_there_are():
             "rollout.prefill_prompts 1,000,000 x 1,000 tokens",
         ),
         (
-            {"train.rows": 10_000, "train.row_tokens": 8192, "model.vocab_size": 200_000},
-            "train.rows 10,000 x train.logprob_chunk_tokens 256: logits of 200,000 tokens take 2.0 TB",
+            {"train.rows": 1000, "train.row_tokens": 8192, "model.vocab_size": 200_000}
+            | {"train.logprob_chunk_tokens": 1_000_000},
+            "train.logprob_chunk_tokens 1,000,000: logits of 200,000 tokens take 800.0 GB",
         ),
         (
             {"model.d_model": 100_000, "model.d_ff": 400_000},

@@ -16,7 +16,7 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.pipeline import bubble, check_microbatches, microbatches_of, pipeline
-from jaxrl.mesh.rules import TRAIN_RULES, constraint, shardings
+from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import decoder_graph, init_params
@@ -77,6 +77,10 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
         )
         params = jax.device_put(params, shardings(axes, shapes, TRAIN_RULES, mesh))
 
+    shards = (1, 1)
+    if mesh is not None:
+        shards = parts_of(("rows", "length"), rows()[0].shape, TRAIN_RULES, mesh)
+
     def attend(q, k, v, kind, _, segments):
         return attend_rows(q, k, v, segments, kind), None
 
@@ -91,12 +95,13 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
             live_BT=segments > 0,
         )
         logprob, _ = token_logprobs(
-            lambda hidden: decoder.logits(hidden, compute=compute),
+            functools.partial(decoder.logits, compute=compute),
             out.hidden_BTD,
             tokens,
             segments,
             temperature=1.0,
-            chunk_tokens=T,
+            chunk_tokens=B * T,
+            shards=shards,
         )
         total = jnp.sum(jnp.where(segments > 0, logprob * weights, 0.0))
         if out.routing is not None:

@@ -78,7 +78,7 @@ def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=Non
 
     hidden_BTD, *_ = model(tokens_BT, positions_BT, attend, compute=compute)
     return token_logprobs(
-        lambda hidden: model.logits(hidden, compute=compute),
+        functools.partial(model.logits, compute=compute),
         hidden_BTD,
         tokens_BT,
         segment_ids_BT,

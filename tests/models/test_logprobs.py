@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
+from jaxrl.models.compute import Compute
 from jaxrl.models.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
 from jaxrl.rollout.sampling import truncation_of
 
@@ -22,7 +23,7 @@ def inputs():
 
 def logprobs(hidden_BTD, weight_DV, tokens_BT, *, temperature=1.0, chunk_tokens=T):
     return token_logprobs(
-        lambda hidden: hidden @ weight_DV,
+        lambda hidden, _: hidden @ weight_DV,
         jnp.asarray(hidden_BTD),
         jnp.asarray(tokens_BT),
         jnp.asarray(SEGMENT_IDS_BT),
@@ -57,7 +58,7 @@ def test_equal_to_the_numpy_twin(inputs, temperature):
 def test_squared_probabilities_by_hand(inputs, chunk_tokens):
     hidden_BTD, weight_DV, tokens_BT = inputs
     logprob_BT, sum_pi_squared_BT = token_logprobs(
-        lambda hidden: hidden @ weight_DV,
+        lambda hidden, _: hidden @ weight_DV,
         *(jnp.asarray(x) for x in (hidden_BTD, tokens_BT, SEGMENT_IDS_BT)),
         temperature=0.5,
         chunk_tokens=chunk_tokens,
@@ -125,6 +126,69 @@ def test_the_last_hidden_state_of_a_segment_speaks_about_nothing(inputs):
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.parametrize("shards", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+def test_only_trained_tokens_have_values_and_gradients(chunk_tokens, shards):
+    rng = np.random.default_rng(2)
+    shape = (2, 48)
+    hidden_BTD = rng.normal(size=(*shape, D)).astype(np.float32)
+    weight_DV = rng.normal(size=(D, V)).astype(np.float32)
+    tokens_BT = rng.integers(0, V, shape).astype(np.int32)
+    trained_BT = rng.random(shape) < 0.3
+    trained_BT[:, 0] = False
+    cotangent_BT = rng.normal(size=shape).astype(np.float32)
+
+    def weighted(hidden_BTD, weight_DV):
+        logprob_BT, entropy_BT = token_logprobs(
+            lambda hidden, needed: Compute().product_of_first(
+                hidden, weight_DV, needed, out_type=jnp.float32
+            ),
+            hidden_BTD,
+            jnp.asarray(tokens_BT),
+            jnp.ones(shape, jnp.int32),
+            temperature=1.0,
+            chunk_tokens=chunk_tokens,
+            trained_BT=jnp.asarray(trained_BT),
+            shards=shards,
+        )
+        return (cotangent_BT * logprob_BT).sum(), (logprob_BT, entropy_BT)
+
+    (gradients), (logprob_BT, entropy_BT) = jax.grad(weighted, argnums=(0, 1), has_aux=True)(
+        jnp.asarray(hidden_BTD), jnp.asarray(weight_DV)
+    )
+    expected_BTD, expected_DV = np.zeros((*shape, D)), np.zeros((D, V))
+    for b, t in np.argwhere(trained_BT):
+        logits_V = hidden_BTD[b, t - 1].astype(np.float64) @ weight_DV
+        p_V = np.exp(logits_V) / np.exp(logits_V).sum()
+        np.testing.assert_allclose(logprob_BT[b, t], np.log(p_V[tokens_BT[b, t]]), rtol=1e-4)
+        np.testing.assert_allclose(entropy_BT[b, t], -(p_V * np.log(p_V)).sum(), rtol=1e-4)
+        g_V = cotangent_BT[b, t] * (np.eye(V)[tokens_BT[b, t]] - p_V)
+        expected_BTD[b, t - 1] += weight_DV @ g_V
+        expected_DV += np.outer(hidden_BTD[b, t - 1], g_V)
+    for values_BT in (logprob_BT, entropy_BT):
+        np.testing.assert_array_equal(np.asarray(values_BT)[~trained_BT], 0)
+    assert_close(gradients[0], expected_BTD)
+    assert_close(gradients[1], expected_DV)
+
+
+@pytest.mark.parametrize(
+    ("needed", "computed"), [(0, 0), (1, 4), (4, 4), (5, 8), (13, 16), (16, 16)]
+)
+def test_what_is_not_needed_is_not_computed(needed, computed):
+    """Rows of NaN behind the computed quarters reach neither the product nor its gradients."""
+    x = np.ones((1, 16, D), np.float32)
+    x[:, computed:] = np.nan
+
+    def product(x, weight_DV):
+        return Compute().product_of_first(x, weight_DV, jnp.int32(needed), out_type=jnp.float32)
+
+    out, pull_back = jax.vjp(product, jnp.asarray(x), jnp.ones((D, V)))
+    np.testing.assert_array_equal(out[0, :, 0], D * (np.arange(16) < computed))
+    to_x, to_weight = pull_back(jnp.ones_like(out))
+    np.testing.assert_array_equal(to_x[0, :, 0], V * (np.arange(16) < computed))
+    np.testing.assert_array_equal(to_weight, computed)
+
+
 def test_entropy_by_hand():
     logprobs_V, entropy = log_softmax_entropy(jnp.log(jnp.array([0.5, 0.25, 0.25])))
     np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.25, 0.25], rtol=1e-6)
@@ -150,7 +214,7 @@ def test_logits_of_the_whole_batch_are_never_in_memory(truncation, chunk_tokens)
 
     def mean(hidden_BTD, weight_DV):
         return token_logprobs(
-            lambda hidden: hidden @ weight_DV,
+            lambda hidden, _: hidden @ weight_DV,
             hidden_BTD,
             tokens_BT,
             jnp.ones_like(tokens_BT),
@@ -164,6 +228,6 @@ def test_logits_of_the_whole_batch_are_never_in_memory(truncation, chunk_tokens)
         jax.ShapeDtypeStruct((D, vocabulary), jnp.float32),
     )
     text = jax.jit(jax.grad(mean, argnums=(0, 1))).lower(*shapes).compile().as_text()
-    assert f"[{B},{chunk_tokens},{vocabulary}]" in text
-    assert f"{tokens // chunk_tokens},{B},{chunk_tokens},{vocabulary}]" not in text
-    assert f"[{B},{tokens},{vocabulary}]" not in text
+    assert f"{chunk_tokens},{vocabulary}]" in text
+    for positions in (B * tokens, f"{B * tokens // chunk_tokens},{chunk_tokens}", f"{B},{tokens}"):
+        assert f"{positions},{vocabulary}]" not in text

@@ -125,3 +125,25 @@ def test_microbatches_that_nothing_uses_take_no_memory():
 def resident_bytes() -> int:
     """The resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def test_prompts_are_shared_by_the_lengths_that_occur_not_by_their_limits():
+    """60-token prompts in rows for one answer of the limit, or for eight: the answers decide."""
+    rows = PackedShape(minibatches=1, microbatches=32, rows=4, tokens=256)
+    longer = PackedShape(minibatches=1, microbatches=32, rows=2, tokens=1600)
+
+    def shares(shape: PackedShape, response_tokens: int) -> bool:
+        completions = completions_of([60] * 8, [[response_tokens] * 8] * 8, seed=0)
+        return pack_completions(completions, shape, share_prompts="auto").prefix_ids is not None
+
+    # Of 60 + 38 tokens five share a short row; of 60 + 192 eight share a long one.
+    assert shares(rows, 38) and shares(longer, 192) and shares(longer, 110)
+    # One of 60 + 192 fills a short row, one of 60 + 900 a long one; and 60 of 60 + 420 are few.
+    assert not (shares(rows, 192) or shares(longer, 900) or shares(longer, 420))
+
+
+def test_auto_packs_as_the_choice_does():
+    completions = completions_of([6, 5], [[4, 3], [1, 2]], seed=1)
+    shape = PackedShape.for_sequences(4, longest=12, minibatches=1, rows=1, tokens=24)
+    auto, shared = (pack_completions(completions, shape, share_prompts=x) for x in ("auto", True))
+    jax.tree.map(np.testing.assert_array_equal, auto, shared)

@@ -46,26 +46,35 @@ def test_learning_has_no_scan_over_few_wide_layers_on_cpu(d_model, platform, res
     assert layers_per_iteration(4, d_model, platform) == resolved
 
 
-# Four prompts with their eight answers, as benchmarks/step_vs_peers.py has them.
-EVEN = {"platform": "cpu", "max_prompt_tokens": 64, "max_response_tokens": 192, "num_samples": 8}
+@pytest.mark.parametrize(
+    ("changes", "asked", "kept"),
+    [
+        ({}, "auto", "auto"),
+        ({}, True, True),
+        ({"num_samples": 1}, "auto", False),
+        ({"platform": "tpu"}, "auto", False),
+        ({"platform": "tpu"}, True, True),
+        ({"allowed": False}, "auto", False),
+    ],
+)
+def test_prompts_may_be_shared_where_attention_knows_branches(changes, asked, kept):
+    settings = {"platform": "cpu", "num_samples": 8, "allowed": True, **changes}
+    assert TrainConfig(share_prompts=asked).with_shared_prompts(**settings).share_prompts == kept
+    filled = TrainConfig(fill_minibatches=True).with_shared_prompts(**settings)
+    assert filled.share_prompts is False
 
 
 @pytest.mark.parametrize(
-    ("changes", "row_tokens", "shares"),
+    ("asked", "vocab_size", "platform", "of_device", "positions"),
     [
-        ({}, 1664, True),
-        ({}, 512, False),  # room for two answers
-        ({"num_samples": 2}, 512, True),
-        ({"num_samples": 1}, 1664, False),
-        ({"platform": "tpu"}, 1664, False),
-        ({"max_prompt_tokens": 32}, 1664, False),  # a small share of the tokens
-        ({"allowed": False}, 1664, False),
+        ("auto", 151_936, "cpu", 4096, 69),
+        ("auto", 151_936, "tpu", 4096, 441),
+        # Two rows of 192 tokens of SmolLM2: 213 positions would be two chunks, and all are one.
+        ("auto", 49_152, "cpu", 384, 384),
+        ("auto", 49_152, "cpu", 427, 213),
+        (100, 49_152, "cpu", 150, 100),
     ],
 )
-def test_prompts_are_shared_where_it_pays(changes, row_tokens, shares):
-    settings = {"allowed": True, **EVEN, **changes}
-    for asked, resolved in (("auto", shares), (True, True), (False, False)):
-        train = TrainConfig(row_tokens=row_tokens, share_prompts=asked)
-        assert train.with_shared_prompts(**settings).shares_prompts is resolved
-    other = TrainConfig(row_tokens=row_tokens, fill_minibatches=True)
-    assert not other.with_shared_prompts(**settings).shares_prompts
+def test_chunks_of_logits_have_equal_bytes(asked, vocab_size, platform, of_device, positions):
+    train = TrainConfig(logprob_chunk_tokens=asked)
+    assert train.positions_of_logits(vocab_size, platform, of_device=of_device) == positions

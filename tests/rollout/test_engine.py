@@ -30,6 +30,7 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.decode_state import Assignment
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine, host_inputs
+from jaxrl.rollout.engine_sizes import PageSizes
 from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts
@@ -430,6 +431,19 @@ def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
         UserError, match=r"'paged_tpu' for a model with sliding windows.*use auto or xla"
     ):
         choose(model, decode_attention="paged_tpu")
+
+
+@pytest.mark.parametrize(("platform", "warns"), [("cpu", True), ("tpu", False)])
+def test_pages_on_cpu_are_warned_about(monkeypatch, caplog, platform, warns):
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: platform)
+    mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
+    choose = functools.partial(
+        cache_choice.choose_cache, MODEL, mesh, dtype=jnp.float32, kv_dtype=jnp.float32
+    )
+    choose()
+    assert not caplog.text
+    choose(pages=PageSizes(shards=1, page_tokens=128, num_pages=3, pages_per_slot=2))
+    assert ("set it to contiguous" in caplog.text) == warns
 
 
 def test_the_step_and_the_prompts_id_enter_the_sample(expected):

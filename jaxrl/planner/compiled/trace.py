@@ -155,8 +155,8 @@ def matmul_flops(
     """Floating-point operations of all matmuls of a traced program over the whole mesh, with recomputation.
 
     The body of a scan counts once per iteration, a `shard_map` once per device, a kernel once per position of
-    its grid. Causal attention counts half. All branches of a conditional count. Each device of an expert
-    group computes an equal share of the group's tokens, as if all experts were chosen equally often.
+    its grid. Causal attention counts half. Of a conditional the largest branch counts. Each device of an
+    expert group computes an equal share of the group's tokens, as if all experts were chosen equally often.
 
     Args:
       program: traced program.
@@ -175,7 +175,8 @@ def matmul_flops(
         shards = expert_shards
         if name == "shard_map" and "expert" in params["newly_manual_axes"]:
             shards = params["mesh"].shape["expert"]
-        inside = sum(matmul_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn))
+        counts = [matmul_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn)]
+        inside = max(counts) if name == "cond" else sum(counts)
         total += times * inside // (expert_shards if of_experts else 1)
     return total
 

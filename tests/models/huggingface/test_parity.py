@@ -250,7 +250,7 @@ def our_gradient(graph, params, tokens_BT, positions_BT, segment_ids_BT):
         model = nnx.merge(graph, params)
         hidden = hidden_states(graph, params, tokens_BT, positions_BT, segment_ids_BT)
         logprob_BT, _ = token_logprobs(
-            lambda hidden: model.logits(hidden, compute=COMPUTE),
+            functools.partial(model.logits, compute=COMPUTE),
             hidden,
             tokens_BT,
             segment_ids_BT,
