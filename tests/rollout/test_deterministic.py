@@ -75,8 +75,7 @@ def test_all_samples_are_alike_on_eight_devices_and_on_one(layout, on_one_device
 
 
 DEEP_CASES = [
-    ("norms", LAYOUTS[0]),
-    ("grouped", LAYOUTS[4]),
+    ("grouped_norms", LAYOUTS[0]),
     *((name, layout) for name in DEEP_MODELS for layout in (LAYOUTS[0], LAYOUTS[4])),
     ("plain", LAYOUTS[2]),
     ("norms", LAYOUTS[2]),
@@ -87,11 +86,11 @@ DEEP_CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    mostly_slow(list(dict.fromkeys(DEEP_CASES)), fast=DEEP_CASES[:2]),
+    mostly_slow(list(dict.fromkeys(DEEP_CASES)), fast=DEEP_CASES[:1]),
     ids=lambda case: "_".join(map(str, (case[0], *case[1]))),
 )
 def test_samples_of_deep_models_are_alike(case):
-    """Before XLA made all sums itself, 2 to 9 of 96 samples differed."""
+    """Before XLA made all sums itself, 2 to 11 of 96 samples differed."""
     name, layout = case
     given = {"config": LONG, "model": DEEP_MODELS[name], "num_prompts": 32}
     alone = tokens_of(**given)
