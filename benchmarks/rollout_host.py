@@ -1,11 +1,12 @@
 """What rollout costs the host, at the number of slots of a large run: everything but the device.
 
-    python benchmarks/rollout_host.py [--slots 64 1024 4096] [--part dispatch|stops|texts|packing|unfinished]
+    python benchmarks/rollout_host.py [--slots 64 1024 4096] [--part PART ...]
 
 dispatch     seconds of the host for each dispatch, around an engine that returns its arrays at once
 stops        the same with a stop string, which is looked for in the text of every slot
 texts        turning 2 million tokens into text, one response at a time and in batches
 packing      packing 8,192 long responses into rows, as in the first step and as in later ones
+pages        the pages of 4,096 slots: a dispatch, and samples that start
 unfinished   saving 1,000 unfinished groups, and reading them back
 
 The engine decodes W tokens in every active slot. Response lengths are log-normal, as in reasoning: most are a
@@ -36,8 +37,10 @@ from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine_sizes import PageSizes
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
 from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
 from jaxrl.tracking.checkpoints import Checkpoints
@@ -148,13 +151,14 @@ def completions_of(count: int, mean_tokens: int, most_tokens: int) -> Completion
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(np.log(mean_tokens) - 0.4, 0.9, count), most_tokens)
     tokens = tuple(rng.integers(2, VOCABULARY, int(n) + 1).astype(np.int32) for n in lengths)
-    floats = tuple(np.full(len(t), -0.5, np.float32) for t in tokens)
+    # Numbers of full precision, as a policy has: equal ones would compress to nothing.
+    floats = tuple(-rng.exponential(0.5, len(t)).astype(np.float32) for t in tokens)
     return Completions(
         prompts=prompts_of(count // 16),
         num_samples=16,
         tokens=tokens,
         rollout_logprob=floats,
-        entropy=floats,
+        entropy=tuple(np.abs(f)[::-1].copy() for f in floats),
         truncated_B=np.zeros(count, bool),
         texts=("",) * count,
     )
@@ -220,6 +224,39 @@ def report_packing() -> Iterator[str]:
     )
 
 
+def report_pages() -> Iterator[str]:
+    """Milliseconds that the pages of 4,096 slots on 16 replicas cost a dispatch, and those of starts."""
+    n, page, W, longest = 4096, 128, 16, 20_480
+    per_slot = -(-(2048 + longest + W) // page)
+    sizes = PageSizes(16, page, 1 + n // 16 * per_slot, per_slot)
+    pages = SlotPages(sizes, num_slots=n, tokens_per_dispatch=W, most_response_tokens=longest)
+    rng = np.random.default_rng(0)
+    prompts = [
+        rng.integers(2, VOCABULARY, size).astype(np.int32) for size in rng.integers(200, 2048, 256)
+    ]
+
+    def start(slots: list[int]) -> float:
+        before = time.process_time()
+        for slot in slots:
+            tokens = prompts[slot % 256]
+            assert pages.take(slot, tokens, len(tokens) + longest, 0), "every sample has memory"
+        return time.process_time() - before
+
+    first, starts, dispatches = start(list(range(n))), [], []
+    for _ in range(50):
+        ended = rng.choice(n, 64, replace=False).tolist()
+        before = time.process_time()
+        pages.grow()
+        pages.advance(np.full(n, W))
+        dispatches.append(time.process_time() - before)
+        pages.end(ended)
+        starts.append(start(ended))
+    yield (
+        f"pages of 4,096 slots: {np.median(dispatches) * 1e3:.1f} ms a dispatch, and for 64 samples that "
+        f"start {np.median(starts) * 1e3:.1f} ms more; to fill all slots {first:.2f} s"
+    )
+
+
 def report_unfinished() -> Iterator[str]:
     """Seconds and size of a record of unfinished groups."""
     groups = unfinished_groups(1000)
@@ -267,7 +304,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 1024, 4096])
-    parts = ("dispatch", "stops", "texts", "packing", "unfinished")
+    parts = ("dispatch", "stops", "texts", "packing", "pages", "unfinished")
     parser.add_argument("--part", choices=parts, nargs="+", default=parts)
     args = parser.parse_args()
     reports = {
@@ -275,6 +312,7 @@ def main() -> None:
         "stops": lambda: report_dispatch(args.slots, ("\n\nQuestion:",)),
         "texts": report_texts,
         "packing": report_packing,
+        "pages": report_pages,
         "unfinished": report_unfinished,
     }
     for part in args.part:

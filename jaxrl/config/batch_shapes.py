@@ -56,12 +56,26 @@ def _with_longer_rows(limits: RowLimits, meshes: Sequence[Mesh], group: int) -> 
     return dataclasses.replace(limits, rows=limits.rows // merged, tokens=tokens)
 
 
-def engine_config(config: Config, stop_ids: tuple[int, ...]) -> EngineConfig:
-    """Sizes of the engine that the actor samples with."""
+def engine_config(
+    config: Config, stop_ids: tuple[int, ...], *, dynamic_sampling: bool, replicas: int
+) -> EngineConfig:
+    """Sizes of the engine that the actor samples with: no more slots than a generation batch has samples.
+
+    Args:
+      config: config of the run, with a number of slots.
+      stop_ids: token ids that end a response.
+      dynamic_sampling: as in `Dataflow`.
+      replicas: number of replicas that sample; each has the same number of slots.
+    """
+    rollout = config.rollout
+    assert rollout.slots != "auto", "the planner has chosen the number of slots"
+    samples = rollout.prompts_per_batch(dynamic_sampling=dynamic_sampling) * rollout.num_samples
+    # Matmuls of one row round otherwise.
+    each = max(2 if rollout.deterministic else 1, -(-samples // replicas))
     return EngineConfig(
-        **config.rollout.engine_settings(),
+        **rollout.engine_settings(slots=min(rollout.slots, each * replicas)),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
+        max_response_tokens=rollout.max_response_tokens,
         stop_ids=stop_ids,
         attention=config.train.attention,
     )

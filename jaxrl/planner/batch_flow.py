@@ -29,7 +29,7 @@ def _describe_sampling(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
     rollout, engine = roles.config.rollout, roles.engine.config
     dataflow, replicas = roles.algorithm.dataflow, roles.engine.shards
     dynamic = dataflow.dynamic_sampling
-    prompts = rollout.generation_prompts if dynamic else rollout.num_prompts
+    prompts = rollout.prompts_per_batch(dynamic_sampling=dynamic)
     sampled = prompts * rollout.num_samples
     greedy = f", and {prompts:,} greedy ones" if dataflow.greedy_baseline else ""
     limit = rollout.max_generation_batches
@@ -40,10 +40,12 @@ def _describe_sampling(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
         f"{prompts:,} prompts x {rollout.num_samples} samples = {sampled:,} responses of "
         f"at most {engine.max_response_tokens:,} tokens{greedy}{batches}",
     )
+    idle = rollout.slots != "auto" and rollout.slots > engine.slots
     yield (
         "decoding",
         f"{engine.slots:,} slots over {replicas} replicas, {engine.slots // replicas} on each; every slot "
-        f"is filled {sampled / engine.slots:.1f} times a batch",
+        f"is filled {sampled / engine.slots:.1f} times a batch"
+        + (f"; rollout.slots {rollout.slots:,} are more than its samples" if idle else ""),
     )
     yield (
         "prefill",

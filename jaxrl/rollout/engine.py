@@ -100,7 +100,7 @@ class Engine:
         _check_stop_ids(config, model)
         self.weight_types = weight_types(model, config.dtype, config.weights_dtype)
         if config.deterministic:
-            _check_deterministic(model, mesh)
+            _check_deterministic(model, mesh, config.slots)
         self.model = model
         self.config = config
         self.mesh = mesh
@@ -243,8 +243,8 @@ def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_deterministic(model: ModelConfig, mesh: Mesh) -> None:
-    """Checks that the parts of a sum divide over the devices that share it."""
+def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
+    """Checks that the parts of a sum divide over the devices that share it, and the rows of every device."""
     if model.num_experts:
         raise UserError(
             f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
@@ -256,6 +256,13 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh) -> None:
             f"deterministic sampling sums over {model.num_kv_heads} key-value heads and {model.d_ff} neurons "
             f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
             f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
+        )
+    replicas = shards_of("batch", GENERATE_RULES, mesh)
+    if slots < 2 * replicas:
+        raise UserError(
+            "deterministic sampling needs two slots or more on each replica, because matmuls of one row "
+            f"round otherwise, and slots {slots} over {replicas} replicas are fewer; use {2 * replicas} "
+            "slots or more, or set deterministic to False"
         )
 
 
@@ -282,12 +289,15 @@ def _compute(config: EngineConfig, model: ModelConfig, layout: SlotLayout) -> Co
     )
 
 
-def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool]:
+def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]:
     """Options of XLA for the programs that run the model."""
     options = {}
     if config.deterministic:
         # XLA may leave out roundings to bfloat16 inside a fusion, and which ones depends on the mesh.
         options["xla_allow_excess_precision"] = False
+        if platform_of(mesh) == "cpu":
+            # YNNPACK sums in an order of its own, and XLA gives it sums of 4,096 values or more on a device.
+            options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
     kind = accelerator_of(mesh.devices.flat[0].device_kind) if platform_of(mesh) == "tpu" else None
     if kind is not None and kind.name == "7x":
         # On this chip alone XLA wants 16-bit arrays in tiles of 16 x 128, and programs get them in tiles of

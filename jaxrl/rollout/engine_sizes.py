@@ -64,6 +64,8 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
 def slot_sizes(config: EngineConfig, shards: int, *, fixed: bool) -> tuple[int, ...]:
     """The numbers of slots, on all shards, that programs are compiled for; one if they are fixed."""
     slots = max(1, config.slots // shards)
+    # Which smaller number suffices depends on the mesh, and with it when a dispatch ends.
+    fixed |= config.deterministic
     fewest = slots if fixed else max(1, config.fewest_slots // shards)
     return tuple(n * shards for n in coarse_bucket_sizes(slots, fewest))
 

@@ -93,13 +93,10 @@ class PagePool:
         """The number of pages that hold this many tokens."""
         return -(-tokens // self.page_tokens)
 
-    def pages_to_start(self, shard: int, tokens: np.ndarray, room: int) -> int:
-        """The number of free pages that `start` would take on a shard."""
-        known = self._known_pages(shard, tokens)
-        return self.pages_for(room) - int((self._users_SN[shard, known] > 0).sum())
+    def start(self, slot: int, tokens: np.ndarray, room: int) -> bool:
+        """Gives pages to an idle slot; returns False, and gives none, if its shard has too few free ones.
 
-    def start(self, slot: int, tokens: np.ndarray, room: int) -> None:
-        """Gives pages to an idle slot. Full pages with the same tokens since the beginning are shared.
+        Full pages with the same tokens since the beginning are shared.
 
         Args:
           slot: index of a slot without pages.
@@ -108,16 +105,30 @@ class PagePool:
         """
         assert not self._held_n[slot], "the slot has pages"
         shard = self.shard_of(slot)
-        known = self._known_pages(shard, tokens)
-        self.table_nP[slot, : len(known)] = known
-        for page in known:
-            if not self._users_SN[shard, page]:
-                del self._kept[shard][page]
-                self.num_free_S[shard] -= 1
+        parts = self._full_pages(tokens)
+        known = self._known_pages(shard, parts)
+        wanted = self.pages_for(room)
+        unused = [page for page in known if not self._users_SN[shard, page]]
+        if wanted - len(known) + len(unused) > self.num_free_S[shard]:
+            return False
+        for page in unused:
+            del self._kept[shard][page]
         self._users_SN[shard, known] += 1
-        self._held_n[slot] = self.shared_n[slot] = len(known)
-        self.grow(np.array([slot]), np.array([room]))
-        self._make_known(slot, tokens)
+        self.num_free_S[shard] -= wanted - len(known) + len(unused)
+        new = wanted - len(known)
+        if new > self._num_empty_S[shard]:
+            missing_S = np.zeros(len(self.num_free_S), int)
+            missing_S[shard] = new - self._num_empty_S[shard]
+            self._empty(missing_S)
+        empty = self._num_empty_S[shard]
+        pages = self._free_SN[shard, empty - new : empty][::-1]
+        self._num_empty_S[shard] -= new
+        self._users_SN[shard, pages] = 1
+        self.table_nP[slot, : len(known)] = known
+        self.table_nP[slot, len(known) : wanted] = pages
+        self._held_n[slot], self.shared_n[slot] = wanted, len(known)
+        self._make_known(slot, parts, len(known))
+        return True
 
     def remember(self, slot: int, tokens: np.ndarray) -> None:
         """Lets later samples share the full pages of a slot.
@@ -126,7 +137,7 @@ class PagePool:
           slot: index of the slot.
           tokens: int32 [T], the beginning of its sequence; the devices have cached all of it.
         """
-        self._make_known(slot, tokens)
+        self._make_known(slot, self._full_pages(tokens))
 
     def settle(self) -> None:
         """Notes that all pages known by now are written: what has started so far was dispatched."""
@@ -139,8 +150,9 @@ class PagePool:
           These shards, ascending, and the pages of the first of them; both are empty if no page is known.
         """
         found: dict[int, list[int]] = {}
+        parts = self._full_pages(tokens)
         for shard in range(len(self.num_free_S)):
-            known = self._known_pages(shard, tokens)
+            known = self._known_pages(shard, parts)
             identities = self._identity_SN[shard, known]
             found[shard] = known[: int((identities <= self._last_written).sum())]
         most = max(map(len, found.values()))
@@ -225,10 +237,10 @@ class PagePool:
                 del self._page_of[self._key_of.pop((shard, page))]
             self._put_back(np.full(len(pages), shard), np.array(pages))
 
-    def _known_pages(self, shard: int, tokens: np.ndarray) -> list[int]:
-        """The pages of a shard that hold the beginning of `tokens`; only full pages."""
+    def _known_pages(self, shard: int, parts: list[bytes]) -> list[int]:
+        """The pages of a shard that hold the beginning of a sequence, given as its full pages."""
         pages, before = [], 0
-        for part in self._full_pages(tokens):
+        for part in parts:
             page = self._page_of.get((shard, before, part))
             if page is None:
                 break
@@ -236,10 +248,16 @@ class PagePool:
             before = int(self._identity_SN[shard, page])
         return pages
 
-    def _make_known(self, slot: int, tokens: np.ndarray) -> None:
-        """Lets later samples share the full pages of a slot, unless other pages hold the same."""
-        shard, before = self.shard_of(slot), 0
-        for i, part in enumerate(self._full_pages(tokens)):
+    def _make_known(self, slot: int, parts: list[bytes], num_known: int = 0) -> None:
+        """Lets later samples share the full pages of a slot, unless other pages hold the same.
+
+        The first `num_known` of them are known by the pages that the slot has.
+        """
+        shard = self.shard_of(slot)
+        before = (
+            int(self._identity_SN[shard, self.table_nP[slot, num_known - 1]]) if num_known else 0
+        )
+        for i, part in enumerate(parts[num_known:], num_known):
             key = (shard, before, part)
             page = self._page_of.get(key)
             if page is None:

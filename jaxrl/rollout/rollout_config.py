@@ -36,8 +36,8 @@ class RolloutConfig(EngineSettings):
     """Sampling of training data.
 
     Attributes:
-      slots: maximum number of samples decoded at the same time. "auto" chooses as many as fit into
-        `memory_fraction`.
+      slots: maximum number of samples decoded at the same time; the engine has no more than a generation
+        batch has samples. "auto" chooses as many as fit into `memory_fraction`.
       memory_fraction: fraction of a device's memory available to sampling, including the weights of all
         roles.
       num_prompts: number of prompts per step.
@@ -115,6 +115,10 @@ class RolloutConfig(EngineSettings):
             raise ValueError(
                 "a stop string is empty, which would end every response at once; drop it"
             )
+
+    def prompts_per_batch(self, *, dynamic_sampling: bool) -> int:
+        """The number of prompts of a generation batch; `dynamic_sampling` is the dataflow's."""
+        return self.generation_prompts if dynamic_sampling else self.num_prompts
 
     @property
     def keeps_some(self) -> bool:

@@ -44,8 +44,9 @@ class EngineSettings:
         sequence grows, so that more samples fit into the same memory.
       cache_tokens: number of tokens that a paged cache holds, over all replicas; 0 means the longest sequence
         in every slot.
-      deterministic: whether samples are the same on every mesh, in bfloat16 too. Sums that devices share are
-        made in a fixed order, which takes more communication.
+      deterministic: whether samples are the same on every mesh, in bfloat16 too (see docs/numerics.md). Sums
+        that devices share are made in a fixed order, which takes more communication. It needs two slots or
+        more on each replica.
       speculate: number of tokens drafted from earlier text and verified in one forward pass, while few
         samples are left and enough drafts are right; 0 does not draft. Samples stay the same up to rounding.
     """

@@ -74,6 +74,8 @@ class SlotPages:
         self._lengths = LengthRecord(most_response_tokens, tokens_per_dispatch)
         # A slot has unused room for half a page and half a dispatch in the mean.
         self._unused = (sizes.page_tokens + tokens_per_dispatch) // 2
+        # A sample that still runs k intervals later is k intervals longer.
+        self._longer_K = self._lengths.width * np.arange(self._lengths.count)
         self._expect()
 
     def take(self, slot: int, tokens: np.ndarray, most: int, response_tokens: int) -> bool:
@@ -86,19 +88,22 @@ class SlotPages:
           response_tokens: number of tokens at its end that are a response already.
         """
         shard = self.pool.shard_of(slot)
-        prompt = len(tokens) - response_tokens
-        added_2K = self._expected(np.array([response_tokens]), np.array([prompt]))
+        # `_expected` of this one sample, whose matrices are too slow for each of many that start.
+        interval = self._lengths.intervals(np.array(response_tokens))
+        tokens_K = len(tokens) + self._unused + self._longer_K
+        added_2K = np.stack(
+            [tokens_K * self._alive_KK[interval], tokens_K**2 * self._doubt_KK[interval]]
+        )
         if not self._will_last(shard, self._expected_S2K[shard] + added_2K):
             return False
         cached = len(tokens) - 1
         room = min(cached + self._tokens_per_dispatch, most - 1)
-        if self.pool.pages_to_start(shard, tokens[:cached], room) > self.pool.num_free_S[shard]:
+        if not self.pool.start(slot, tokens[:cached], room):
             return False
-        self.pool.start(slot, tokens[:cached], room)
         self._busy_n[slot] = True
         self._cached_n[slot], self._most_n[slot] = cached, most - 1
         self._order_n[slot], self._num_started = self._num_started, self._num_started + 1
-        self._prompt_n[slot] = prompt
+        self._prompt_n[slot] = len(tokens) - response_tokens
         self._expected_S2K[shard] += added_2K
         return True
 
@@ -121,20 +126,19 @@ class SlotPages:
           int64 [2, K], in units of 1 / `_ONE`.
         """
         interval = self._lengths.intervals(response)
-        K = len(self._alive_KK)
+        K = self._lengths.count
         tokens = prompt + response + self._unused
-        # A sample that still runs k intervals later is k intervals longer.
-        longer_K = self._lengths.width * np.arange(K)
+        longer_K = self._longer_K
         sums = [np.bincount(interval, tokens**power, K).astype(np.int64) for power in range(3)]
         mean_K = sums[1] @ self._alive_KK + longer_K * (sums[0] @ self._alive_KK)
-        doubt_KK = self._alive_KK * (_ONE - self._alive_KK) >> _ONE_BITS
-        squares = [power_K @ doubt_KK for power_K in sums]
+        squares = [power_K @ self._doubt_KK for power_K in sums]
         variance_K = squares[2] + 2 * longer_K * squares[1] + longer_K**2 * squares[0]
         return np.stack([mean_K, variance_K])
 
     def _expect(self) -> None:
         """Estimates the tokens of every shard from now on."""
         self._alive_KK = self._lengths.still_running()
+        self._doubt_KK = self._alive_KK * (_ONE - self._alive_KK) >> _ONE_BITS
         response_n = self._cached_n + 1 - self._prompt_n
         shards = range(len(self.pool.num_free_S))
         self._expected_S2K = np.stack(
@@ -218,24 +222,24 @@ class LengthRecord:
 
     Attributes:
       width: number of tokens of an interval.
+      count: number of intervals, K.
     """
 
     def __init__(self, longest: int, tokens_per_dispatch: int):
         """Args: the maximum length of a response; the number of tokens of a dispatch, W."""
         self.width = max(tokens_per_dispatch, -(-longest // _INTERVALS))
-        count = -(-longest // self.width)
-        self._decoded_K, self._ended_K = np.zeros(count), np.zeros(count)
+        self.count = -(-longest // self.width)
+        self._decoded_K, self._ended_K = np.zeros(self.count), np.zeros(self.count)
         self._prior_tokens = longest / 4
 
     def add_decoded(self, length_n: np.ndarray, count_n: np.ndarray) -> None:
         """Adds responses of these lengths, int [n], to which these numbers of tokens were added, int [n]."""
-        K = len(self._decoded_K)
-        self._decoded_K += np.bincount(self.intervals(length_n), count_n, K)
+        self._decoded_K += np.bincount(self.intervals(length_n), count_n, self.count)
 
     def add_ended(self, length_n: np.ndarray) -> None:
         """Adds responses that have ended with these lengths, int [n]."""
-        K = len(self._ended_K)
-        self._ended_K += np.bincount(self.intervals(np.maximum(length_n - 1, 0)), minlength=K)
+        interval_n = self.intervals(np.maximum(length_n - 1, 0))
+        self._ended_K += np.bincount(interval_n, minlength=self.count)
 
     def still_running(self) -> np.ndarray:
         """The probability that a response in interval i still runs k intervals later, [K, K].
@@ -244,7 +248,7 @@ class LengthRecord:
           int64, in units of 1 / `_ONE`.
         """
         rate_K = (self._ended_K + 1) / (self._decoded_K + self._prior_tokens)
-        K = len(rate_K)
+        K = self.count
         # Nothing runs beyond the last interval.
         stays = np.zeros(2 * K)
         stays[: K - 1] = np.maximum(1 - rate_K * self.width, 0)[:-1]
@@ -255,4 +259,4 @@ class LengthRecord:
 
     def intervals(self, length_n: np.ndarray) -> np.ndarray:
         """The interval of each length, int [n]."""
-        return np.minimum(length_n // self.width, len(self._decoded_K) - 1)
+        return np.minimum(length_n // self.width, self.count - 1)

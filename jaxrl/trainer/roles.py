@@ -22,6 +22,7 @@ from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_config import TrustRegionConfig
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.pools import read_placement
+from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen
@@ -139,12 +140,15 @@ class RoleBuilder:
     def _backend(self) -> RolloutBackend:
         """The actor's rollout backend, on the mesh of "rollout" if there is one, else on the actor's."""
         tokenizer, options = self._models.tokenizer, self._config.rollout
+        mesh = self._meshes.get("rollout", self._meshes["actor"])
+        sizes = engine_config(
+            self._config,
+            (*tokenizer.stop_ids, *options.stop_ids),
+            dynamic_sampling=find_dataflow(self._config.algorithm.dataflow).dynamic_sampling,
+            replicas=shards_of("batch", GENERATE_RULES, mesh),
+        )
         return build_backend(
-            options.driver,
-            self._models.actor,
-            self._meshes.get("rollout", self._meshes["actor"]),
-            engine_config(self._config, (*tokenizer.stop_ids, *options.stop_ids)),
-            tokenizer.decode_batch,
+            options.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
         )
 
     def _common(self, role: str) -> dict[str, Any]:

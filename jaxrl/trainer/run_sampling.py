@@ -50,9 +50,8 @@ def prompt_stream(run: RunContext) -> PromptStream:
 
 def _prompts_per_batch(run: RunContext) -> int:
     """The number of prompts of a generation batch."""
-    rollout = run.config.rollout
     dynamic = run.algorithm.dataflow.dynamic_sampling
-    return rollout.generation_prompts if dynamic else rollout.num_prompts
+    return run.config.rollout.prompts_per_batch(dynamic_sampling=dynamic)
 
 
 def recorded_schedule(config: Config) -> dict[int, VersionRow] | None:

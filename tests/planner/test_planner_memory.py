@@ -70,7 +70,8 @@ def test_counts_what_real_arrays_take(optim, shown):
         seed=0,
     )
     actor.init()
-    engine = Engine(WIDE, actor.graph, mesh, engine_config(tiny_config(), stop_ids=(1,)))
+    sizes = engine_config(tiny_config(), stop_ids=(1,), dynamic_sampling=True, replicas=1)
+    engine = Engine(WIDE, actor.graph, mesh, sizes)
 
     def on_first_device(tree) -> int:
         return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))

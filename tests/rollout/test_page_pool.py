@@ -96,9 +96,10 @@ def test_decoded_pages_are_known_to_all_shards_once_written():
     assert pool.holders(tokens(13)) == ([1], held)
     assert pool.holders(tokens(13, 100)) == ([], [])
     # On the other shard they cannot be shared, only copied.
-    assert pool.pages_to_start(0, tokens(13), 13) == 4
-    assert pool.pages_to_start(1, tokens(13), 13) == 4
-    pool.start(3, tokens(13), 13)
+    before = pool.num_free_S.tolist()
+    assert pool.start(0, tokens(13), 13) and not pool.shared_n[0]
+    assert pool.start(3, tokens(13), 13)
+    assert pool.num_free_S.tolist() == [before[0] - 4, before[1] - 4]
     assert pool.shared_n[3] == 3 and pool.table_nP[3, :3].tolist() == held
 
 
@@ -106,8 +107,9 @@ def test_too_few_pages_are_counted_and_never_taken():
     pool = pool_of(slots=2, num_pages=7, pages_per_slot=6)
     pool.start(0, tokens(3), 16)
     assert pool.lacking(np.array([0]), np.array([24])).tolist() == [0]
-    assert pool.pages_to_start(0, tokens(3), 12) == 3
-    pool.start(1, tokens(3), 8)
+    assert not pool.start(1, tokens(3), 12) and not pool.table_nP[1].any()
+    assert pool.num_free_S[0] == 2
+    assert pool.start(1, tokens(3), 8)
     assert pool.lacking(np.array([0, 1]), np.array([24, 9])).tolist() == [3]
     with pytest.raises(AssertionError, match="not enough free pages"):
         pool.grow(np.array([0, 1]), np.array([24, 9]))
@@ -155,13 +157,11 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
             room = luck.randint(size, pages_per_slot * PAGE)
             sequence = np.zeros(size, np.int32)
             sequence[luck.randint(0, size) :] = luck.randint(0, 2)
-            shard = pool.shard_of(slot)
-            wanted = pool.pages_to_start(shard, sequence, room)
-            if wanted <= pool.num_free_S[shard]:
-                before = pool.num_free_S[shard]
-                pool.start(slot, sequence, room)
-                assert before - pool.num_free_S[shard] == wanted
+            free = pool.num_free_S[pool.shard_of(slot)]
+            if pool.start(slot, sequence, room):
                 sequences[slot], lengths[slot] = sequence, room
+            else:
+                assert pool.pages_for(room) > free == pool.num_free_S[pool.shard_of(slot)]
         elif lengths and choice < 0.7:
             slots = np.array(sorted(luck.sample(sorted(lengths), luck.randint(1, len(lengths)))))
             grown = np.array([luck.randint(lengths[s], pages_per_slot * PAGE) for s in slots])

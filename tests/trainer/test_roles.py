@@ -8,7 +8,8 @@ import pytest
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
+from jaxrl.planner.batch_flow import describe_flow
+from jaxrl.planner.planned_roles import abstract_meshes, meshes_on, planned_roles
 from jaxrl.planner.profiling import _TracedTimer
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import build_context
@@ -40,6 +41,41 @@ def config_of(recipe: str, **changes: str) -> Config:
 
 def shapes_and_specs(tree) -> list:
     return [(leaf.shape, leaf.dtype, leaf.sharding.spec) for leaf in jax.tree.leaves(tree)]
+
+
+EIGHT = {"mesh__train": "1-1-8", "train__rows": "8"}
+DYNAMIC = {"algorithm__dataflow": "dapo", "algorithm__kl__loss_coef": "0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "slots"),
+    [
+        # 16 prompts x 4 answers are 64 samples; the recipe has 256 slots.
+        ({}, 64),
+        ({"rollout__slots": "48"}, 48),
+        # 60 samples over 8 replicas are 7 or 8 on each.
+        ({"rollout__num_prompts": "15", **EIGHT}, 64),
+        ({"rollout__num_prompts": "2", **EIGHT}, 8),
+        ({"rollout__num_prompts": "2", "rollout__deterministic": "True", **EIGHT}, 16),
+        # A generation batch of dynamic sampling has 24 prompts, also if they are drawn one by one.
+        (DYNAMIC, 96),
+        ({"rollout__partial": "True", **DYNAMIC}, 96),
+    ],
+)
+def test_the_engine_has_no_more_slots_than_samples_can_be_alive(changes, slots):
+    given = {
+        "rollout__num_prompts": "16",
+        "rollout__num_samples": "4",
+        "rollout__generation_prompts": "24",
+        "algorithm__updates_per_step": "1",
+    }
+    config = config_of("grpo_tiny", **(given | changes))
+    assert config.rollout.slots in (48, 256)
+    roles = planned_roles(config, algorithm_of(config), abstract_meshes(config))
+    assert roles.engine.config.slots == slots
+    assert roles.engine.slot_sizes[-1] == slots
+    idle = f"; rollout.slots {config.rollout.slots} are more than its samples"
+    assert dict(describe_flow(roles))["decoding"].endswith(idle) == (slots != 48)
 
 
 def test_a_plan_has_the_roles_of_the_run():
