@@ -11,10 +11,11 @@ decoding, concurrent grading.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
@@ -22,13 +23,14 @@ from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.decode_trace import (
     DecodeTrace,
+    PrefillSizes,
     PrefillWork,
     quick_trace,
 )
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
-from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
+from jaxrl.rollout.engine_sizes import page_sizes, prefill_sizes, slot_sizes
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
 
 # Steps of always full slots that are replayed; the last one counts. The first one begins without unfinished
@@ -57,6 +59,7 @@ class GenerationGroups(NamedTuple):
       devices: n, number of devices.
       p_g, t_g: sizes of generation.
       tensor, stages: links of the tensor groups and between the stages of generation.
+      copies: links between the replicas of generation.
     """
 
     devices: int
@@ -64,6 +67,7 @@ class GenerationGroups(NamedTuple):
     t_g: int
     tensor: Ring
     stages: Ring
+    copies: Ring
 
     @property
     def replicas(self) -> int:
@@ -143,7 +147,7 @@ class GenerationSimulator:
         busy_s = sum(self._decoding_s(model, groups, full).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
-            "prefill": self._prefill_s(model, groups, trace.prefill),
+            **self._prefill_s(model, groups, trace),
             **decoding,
         }
         tokens = generation.cache_tokens or slots * self.workload.slot_tokens
@@ -162,7 +166,8 @@ class GenerationSimulator:
         layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
         ring = self._collectives.ring
         tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
-        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages)
+        copies = ring(layout, *GENERATE_RULES["batch"])
+        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages, copies)
 
     def best_seconds(
         self,
@@ -200,7 +205,8 @@ class GenerationSimulator:
         """Seconds without resharding, with exactly this many slots per replica."""
         trace = self._trace(groups.replicas, slots, greedy)
         decoding = self._decoding_s(model, groups, trace)
-        return self._prefill_s(model, groups) + sum(decoding.values())
+        prefill = self._prefill_s(model, groups, trace)
+        return sum(prefill.values()) + sum(decoding.values())
 
     def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
         """Bytes per device of the weights in the types of generation, in p_g stages and t_g tensor shards."""
@@ -280,7 +286,7 @@ class GenerationSimulator:
         engine = self._engine(model, devices, generation)
         replay = EngineReplay(engine, prompts, lengths)
         if not work.always_full:
-            return replay.drained().trace(engine.replicas)
+            return replay.drained().trace(engine.replicas, self._prefill_sizes(engine.replicas))
         batch = len(prompts)
         steps = [
             replay.always_full(
@@ -288,7 +294,7 @@ class GenerationSimulator:
             )
             for _ in range(_STEPS)
         ]
-        return steps[-1].trace(engine.replicas)
+        return steps[-1].trace(engine.replicas, self._prefill_sizes(engine.replicas))
 
     def _engine(
         self, model: ModelConfig, devices: int, generation: GenerationStrategy
@@ -317,25 +323,49 @@ class GenerationSimulator:
             pages,
         )
 
-    def _prefill_s(
-        self, model: ModelConfig, groups: GenerationGroups, work: PrefillWork | None = None
-    ) -> float:
-        """Seconds of all prefills, spread over all devices, with a pipeline bubble.
+    def _prefill_sizes(self, replicas: int) -> PrefillSizes:
+        work = self.workload
+        config = EngineConfig(
+            prefill_prompts=work.prefill_prompts,
+            prefill_chunk_tokens=work.prefill_chunk_tokens,
+            max_prompt_tokens=work.prompt_lengths.longest,
+            max_response_tokens=work.response_lengths.longest,
+            stop_ids=(),
+        )
+        return PrefillSizes(*prefill_sizes(config, replicas))
 
-        Each prefill calls two programs: prefill, and the insertion into the slots. Without `work` each prompt
-        is prefilled once.
+    def _prefill_work(self, replicas: int, dispatches: float) -> PrefillWork:
+        """Each prompt is prefilled once; each dispatch ends samples, and others start."""
+        work, sizes = self.workload, self._prefill_sizes(replicas)
+        lengths, _ = work.lengths_of(math.ceil(work.prompts * work.sampled_per_kept), 1)
+        prefills = [
+            lengths[i : i + sizes.batches[-1]].tolist()
+            for i in range(0, len(lengths), sizes.batches[-1])
+        ]
+        once = PrefillWork.of(prefills, sizes, range(len(prefills)))
+        more = max(1.0, dispatches / once.batches)
+        return once._replace(inserts=more * once.inserts, inserted=more * once.inserted)
+
+    def _prefill_s(
+        self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
+    ) -> dict[str, float]:
+        """Seconds of all prefills, spread over all devices, with a pipeline bubble; and of the insertions.
+
+        A device may insert any sequence of a batch into its slots, so all of them gather the batch.
         """
-        lengths = self.workload.prompt_lengths
-        if work is None:
-            n = math.ceil(self.workload.prompts * self.workload.sampled_per_kept)
-            batches = math.ceil(n / self.workload.prefill_prompts)
-            work = PrefillWork(batches, n, n * lengths.mean, n * lengths.mean_square)
+        work = trace.prefill or self._prefill_work(groups.replicas, trace.dispatches)
         mean, square = work.tokens / work.sequences, work.squares / work.sequences
         attention = work.sequences * mean_attention_flops(model, mean, square)
         flops = work.tokens * model_numbers(model).token_flops + attention
-        calls = 2 * work.batches * self._assume.call_s
-        p_g = groups.p_g
-        return calls + flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
+        p_g, call_s = groups.p_g, self._assume.call_s
+        computed = flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
+        computed += self._reduces_s(model, groups, work.tokens / groups.replicas, work.batches)
+        size = work.inserted * self._token_bytes(model, p_g, groups.t_g)
+        moved = self._collectives.gather_s(size, groups.copies, calls=work.inserts)
+        return {
+            "prefill": work.batches * call_s + computed,
+            "prompts to slots": work.inserts * call_s + moved,
+        }
 
     def _decoding_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
@@ -366,13 +396,20 @@ class GenerationSimulator:
             "host between dispatches": self._host_s(trace, groups.replicas),
         }
         if t_g > 1:
-            size = slots * numbers.width * assume.compute_bytes
-            each = self._collectives.reduce_s(size, groups.tensor)
-            found["tensor all-reduces"] = 2 * numbers.layers / p_g * float((times * each).sum())
+            each = self._reduces_s(model, groups, slots, 1.0)
+            found["tensor all-reduces"] = float((times * each).sum())
         if p_g > 1:
             hop = self._collectives.pass_on_s(0.0, groups.stages)
             found["between stages"] = float(times.sum()) * hop
         return found
+
+    def _reduces_s(
+        self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
+    ) -> Any:
+        """Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`."""
+        numbers, reduces = model_numbers(model), 2 * model.num_layers / groups.p_g
+        size = reduces * tokens * numbers.width * self._assume.compute_bytes
+        return self._collectives.reduce_s(size, groups.tensor, calls=reduces * calls)
 
     def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
         """Seconds of the host in all dispatches: a program call each, and its work for every slot."""

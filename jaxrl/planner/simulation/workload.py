@@ -172,6 +172,7 @@ class Workload:
         `microbatch_rows` each has one row of a replica, and fewer are used if they hold an update.
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
       prefill_prompts: prompts of a prefill batch of the engine.
+      prefill_chunk_tokens: tokens of a prompt that are prefilled at a time; 0 for whole prompts.
       shares_prompts: whether a packed row holds a prompt once for all its answers there.
       fill_minibatches: whether minibatches exchange sequences to fill whole microbatches.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
@@ -193,6 +194,7 @@ class Workload:
     pipeline_microbatches: Annotated[int, count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 32
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
     shares_prompts: bool = False
     fill_minibatches: bool = False
     max_slots: Annotated[int, count(1)] = 1024

@@ -23,7 +23,12 @@ from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.role_options import SearchLimits, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.decode_trace import DecodeTrace, quick_trace
+from jaxrl.planner.simulation.decode_trace import (
+    DecodeTrace,
+    PrefillSizes,
+    PrefillWork,
+    quick_trace,
+)
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.filled_rows import filled_rows
 from jaxrl.planner.simulation.model_numbers import model_numbers
@@ -320,7 +325,19 @@ def test_every_program_call_costs_the_host():
     free, paid = (generator(a, work).generation(MODEL, one, slots).seconds for a in (PLAIN, calls))
     # 128 tokens in dispatches of 64; 16 prompts in batches of 8, which two programs prefill and insert.
     assert paid["host between dispatches"] - free["host between dispatches"] == 2
-    assert paid["prefill"] - free["prefill"] == pytest.approx(4)
+    for cause in ("prefill", "prompts to slots"):
+        assert paid[cause] - free[cause] == pytest.approx(2)
+
+
+def test_prefills_compute_the_padding_of_their_programs():
+    """Batches of 2 or 8 prompts, of 64, 96, 128 or 200 tokens; longer prompts in chunks."""
+    sizes = PrefillSizes((2, 8), (64, 96, 128, 200))
+    found = PrefillWork.of([[10, 90], [70, 20, 130], [450]], sizes, [0, 0, 1, 2])
+    # 2 x 96, then 8 x 200, then 2 x (200 + 200 + 64).
+    assert (found.batches, found.sequences) == (3, 12)
+    assert found.tokens == 2 * 96 + 8 * 200 + 2 * 464
+    assert found.squares == 2 * 96**2 + 8 * 200**2 + 2 * 464**2
+    assert (found.inserts, found.inserted) == (4, 2 * 2 * 96 + 8 * 200 + 2 * 464)
 
 
 def test_the_host_looks_at_the_slots_of_all_replicas():
