@@ -271,12 +271,16 @@ class Strategy:
     Attributes:
       p, t, d: pipeline, tensor and data parallel size (HybridFlow section 5.1).
       fsdp: number of replicas, of the d, that share one copy of weights and optimiser state.
+      expert: number of replicas that split the experts of a mixture.
+      context: number of replicas that split each row.
     """
 
     p: int
     t: int
     d: int
     fsdp: int = 1
+    expert: int = 1
+    context: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -284,14 +288,19 @@ class Strategy:
         return self.p * self.t * self.d
 
     @property
+    def row_shards(self) -> int:
+        """The number of replicas that have rows of their own."""
+        return self.d // self.context
+
+    @property
     def row_parts(self) -> int:
-        """The number that must divide the rows of a microbatch: replicas times stages."""
-        return self.p * self.d
+        """The number that must divide the rows of a microbatch: replicas with own rows, times stages."""
+        return self.p * self.row_shards
 
     @property
     def name(self) -> str:
         """Display name."""
-        return f"{self.p}-{self.t}-{self.d}" + (f" fsdp {self.fsdp}" if self.fsdp > 1 else "")
+        return train_name(layout_of(self))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -313,4 +322,13 @@ class GenerationStrategy:
 def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:
     """Both strategies as one layout of a mesh; without a generation strategy the training layout."""
     p_g, t_g = (generation.p_g, generation.t_g) if generation else (strategy.p, strategy.t)
-    return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, strategy.fsdp)
+    shares = (strategy.fsdp, strategy.expert, strategy.context)
+    return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, *shares)
+
+
+def train_name(layout: ParallelLayout) -> str:
+    """Sizes of the training layout, p-t-d and the axes that share d."""
+    shares = {"fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
+    return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
+        f" {name} {size}" for name, size in shares.items() if size > 1
+    )
