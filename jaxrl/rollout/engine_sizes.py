@@ -60,9 +60,7 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
     )
 
 
-def prefill_sizes(
-    config: EngineConfig, shards: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def prefill_sizes(config: EngineConfig, shards: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The numbers of sequences, and of tokens, that prefill programs are compiled for."""
     # Only two: prefill is compiled for each pair of capacity and prompt size, and insert for each capacity.
     prompts = max(1, config.prefill_prompts // shards)

@@ -97,7 +97,10 @@ def test_more_slots_than_samples_decode_no_faster():
 
 def random_plan(seed: int):
     draw = np.random.default_rng(seed)
-    pick = lambda *values: values[draw.integers(len(values))]
+
+    def pick(*values):
+        return values[draw.integers(len(values))]
+
     cluster = pick(
         Cluster.parse("h100:1x8"),
         Cluster.parse("v5p:2x2x2"),
@@ -144,3 +147,21 @@ def test_no_phase_is_expected_below_its_lower_bound(seed):
     for task in times.tasks:
         assert 0 < task.at_least_s <= task.expected.total_s, task
     assert times.at_least_s <= times.step_s
+
+
+def test_a_plan_counts_experts_and_rows_that_are_split():
+    mixture = dataclasses.replace(SMALL, num_experts=8, experts_per_token=2)
+    split = LayoutConfig(train="1-2-4", expert=2, context=2)
+    config = tiny_config(mixture, mesh=split)
+    times = trace_plan(config, Cluster.parse("h100:1x8")).times
+    assert times is not None
+    for task in times.tasks:
+        assert 0 < task.at_least_s <= task.expected.total_s, task
+        assert task.expected.seconds["tokens to experts"] > 0
+        assert ("rows for heads" in task.expected.seconds) == (task.stage != "generation")
+    # Of 8 experts of 3 x 256 x 768 weights in 4 layers a device has half, and of everything t_g = 2 leaves half.
+    experts = 4 * 8 * 3 * 256 * 768
+    (sampling,) = times.of_stage("generation")
+    weights = sampling.expected.transient["weights of generation"]
+    float32 = 4 * (experts / 2 + mixture.num_params - experts) / 2
+    assert weights == pytest.approx(float32, rel=1e-3)

@@ -82,7 +82,7 @@ class PassSimulator:
         return filled_rows(self._work)
 
     def divides(self, strategy: Strategy) -> bool:
-        """Whether the rows of a microbatch divide over replicas and stages, and each row over its replicas."""
+        """Whether rows divide over replicas and stages, and tokens of a row over the replicas that share it."""
         work = self._work
         divides = work.microbatch_rows % strategy.row_parts == 0
         return divides and work.row_tokens % strategy.context == 0
@@ -223,8 +223,10 @@ class PassSimulator:
     def _exchanges_s(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int
     ) -> dict[str, float]:
-        """Seconds of activations sent between devices: per layer and pass two all-reduces of tensor
-        parallelism, tokens to their experts and back, and parts of rows for heads and back; and between stages.
+        """Seconds of activations sent between devices.
+
+        Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts of
+        rows for heads and back. Per tick: from stage to stage.
         """
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
@@ -238,7 +240,7 @@ class PassSimulator:
             group = shared.ring(layout, "expert")
             found["tokens to experts"] = layers * shared.reduce_s(strategy.expert * size, group)
         if strategy.context > 1:
-            # Queries, keys, values and outputs; a device sends all but its own part (mesh.attention_parallel).
+            # Queries, keys, values and outputs, all but a device's own part (mesh.attention_parallel).
             keys = max(numbers.kv_heads / strategy.t, strategy.context, 1)
             heads = 2 * model.num_heads / strategy.t + 2 * keys
             sent = flushes.microbatch_tokens * heads * model.head_dim * assume.compute_bytes
@@ -276,9 +278,14 @@ class PassSimulator:
             # Replicas of the expert axis share no experts.
             own = numbers.experts / (strategy.p * strategy.t * strategy.expert)
             rest = 0.0
-            for part, axes in ((values - own, ("data", "expert", "context")), (own, ("data", "context"))):
+            for part, axes in (
+                (values - own, ("data", "expert", "context")),
+                (own, ("data", "context")),
+            ):
                 size = part * assume.reduced_bytes / strategy.fsdp
-                rest += shared.reduce_s(size, shared.ring(layout, *axes), calls=calls) if part else 0.0
+                rest += (
+                    shared.reduce_s(size, shared.ring(layout, *axes), calls=calls) if part else 0.0
+                )
             found["gradients summed"] = flushes.count * scatter + sums * rest
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found

@@ -65,9 +65,12 @@ def test_tokens_go_to_their_experts_and_back():
     # In each of 48 layers 4 replicas of 8 slots gather 2,048 numbers of 2 bytes, and scatter the sums.
     each = 2 * 48 * (3 / 4) * (4 * 8 * 2_048 * 2) / gbs
     assert decoding["tokens to experts"] == pytest.approx(1_000 * each, rel=1e-6)
-    assert "tokens to experts" not in sampler().generation(
-        MIXTURE, Strategy(1, 4, 8, 2), GenerationStrategy(1, 4, 8)
-    ).seconds
+    assert (
+        "tokens to experts"
+        not in sampler()
+        .generation(MIXTURE, Strategy(1, 4, 8, 2), GenerationStrategy(1, 4, 8))
+        .seconds
+    )
     # 64 rows of 2,000 tokens over 8 replicas: 8 microbatches of one row each. Forward, again, backward.
     update = passes().training(MIXTURE, strategy).seconds
     row = 2 * 48 * (3 / 4) * (4 * 2_000 * 2_048 * 2) / gbs
@@ -146,7 +149,7 @@ def test_replicas_of_a_context_share_each_row(context):
     found = passes(cluster, LONG, attention="splash").inference(
         SEVEN_B, Strategy(1, 1, 8, 1, 1, context)
     )
-    # Whatever the split, a device computes an eighth of 8 rows: 128,000 tokens, and their pairs in causal tiles.
+    # Whatever the split, a device computes an eighth of 8 rows: 128,000 tokens, and pairs in causal tiles.
     matmuls = 2 * WEIGHTS_7B * 128_000
     pairs = 4 * 28 * 28 * 128 * 128_000**2 / 2
     rate = cluster.accelerator.roof.tflops("bfloat16") * 1e12
