@@ -159,7 +159,7 @@ def test_a_plan_counts_experts_and_rows_that_are_split():
         assert 0 < task.at_least_s <= task.expected.total_s, task
         assert task.expected.seconds["tokens to experts"] > 0
         assert ("rows for heads" in task.expected.seconds) == (task.stage != "generation")
-    # Of 8 experts of 3 x 256 x 768 weights in 4 layers a device has half, and of everything t_g = 2 leaves half.
+    # A device has half of 8 experts of 3 x 256 x 768 weights in 4 layers, and t_g = 2 halves everything.
     experts = 4 * 8 * 3 * 256 * 768
     (sampling,) = times.of_stage("generation")
     weights = sampling.expected.transient["weights of generation"]

@@ -82,7 +82,7 @@ class PassSimulator:
         return filled_rows(self._work)
 
     def divides(self, strategy: Strategy) -> bool:
-        """Whether rows divide over replicas and stages, and tokens of a row over the replicas that share it."""
+        """Whether rows divide over replicas and stages, and a row over the replicas that share it."""
         work = self._work
         divides = work.microbatch_rows % strategy.row_parts == 0
         return divides and work.row_tokens % strategy.context == 0
