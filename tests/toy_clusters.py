@@ -128,7 +128,7 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
     for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
         slot, weights = (
             generating.slot_bytes(model, p_g, t_g),
-            generating.weight_bytes(model, p_g, t_g),
+            generating.weight_bytes(model, p_g, t_g, strategy.expert),
         )
         replicas = strategy.num_devices // (p_g * t_g)
         samples = -(-work.prompts * (work.samples + role.greedy) // replicas)

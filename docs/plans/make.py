@@ -1,6 +1,7 @@
 """Makes the pages of this folder again: runs the command on each page and replaces its old output.
 
-    python docs/plans/make.py
+    python docs/plans/make.py                                       # all
+    python docs/plans/make.py docs/plans/dapo_qwen32b_h100-128.md   # one
 
 Compiles for minutes. TPUs need the extra `aot`, GPUs `aot-gpu`.
 """
@@ -36,6 +37,6 @@ def make(page: pathlib.Path) -> None:
     page.write_text(f"{match[1]}{datetime.date.today()} (jax {jax.__version__}){match[2]}{output}")
 
 
-for page in sorted(FOLDER.glob("*.md")):
+for page in map(pathlib.Path, sys.argv[1:]) if sys.argv[1:] else sorted(FOLDER.glob("*.md")):
     print(page.name)
     make(page)

@@ -22,7 +22,7 @@ from jaxrl.trainer.hub_files import with_hub_files
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     if dry_run:
-        plan_tables.show(trace_plan(config))
+        plan_tables.show(trace_plan(with_cpu_devices(config)))
         check_for_plan(config)
         return 0
     return _start(config, _train, REINFORCEMENT)

@@ -1,8 +1,7 @@
 """The expected seconds of a run's step, simulated for its layouts, pools and slots.
 
 `jaxrl plan` prints them above the roofline's lower bounds, and the search prints them for the mapping that it
-proposes. Not covered: experts and sequences split over devices (counted as replicas), offloading, transfers
-between pools.
+proposes. Not covered: offloading, transfers between pools.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ def step_seconds(stages: Iterable[float], *, overlaps: bool) -> float:
 
 
 def _training(layout: ParallelLayout) -> Strategy:
-    return Strategy(layout.p, layout.t, layout.d, layout.fsdp)
+    shares = (layout.fsdp, layout.expert, layout.context)
+    return Strategy(layout.p, layout.t, layout.d, *shares)
 
 
 def _generation(layout: ParallelLayout, engine: Engine) -> GenerationStrategy:
@@ -104,5 +104,5 @@ def _sampler(planned: PlannedRoles, role: str, engine: Engine) -> RoleMapping:
     layout = pool.layout_of(role)
     replicas = layout.num_devices // (layout.p_g * layout.t_g)
     number = list(planned.pools).index(pool.name)
-    strategy = Strategy(layout.p_g, layout.t_g, replicas)
+    strategy = Strategy(layout.p_g, layout.t_g, replicas, expert=layout.expert)
     return RoleMapping(role, number, strategy, _generation(layout, engine))

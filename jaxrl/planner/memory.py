@@ -25,6 +25,7 @@ from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.cache.page_moves import PagedSlots
 from jaxrl.models.decoder import Params
 from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
+from jaxrl.planner.simulation.workload import train_name
 from jaxrl.quantized import Quantized
 from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
@@ -294,14 +295,6 @@ def _moved(trained: Params, sampled: Params) -> list[Any]:
         or before.dtype != after.dtype
         or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
     ]
-
-
-def train_name(layout: ParallelLayout) -> str:
-    """Sizes of the training layout, p-t-d and the axes that share d."""
-    shares = {"fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
-    return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
-        f" {name} {size}" for name, size in shares.items() if size > 1
-    )
 
 
 def generate_name(layout: ParallelLayout) -> str:

@@ -28,8 +28,9 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.layouts.drawing import in_words, phase_groups
 from jaxrl.planner.measured_run import MeasuredRun
-from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes, train_name
+from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes
 from jaxrl.planner.search.mapping import Alternative
+from jaxrl.planner.simulation.workload import train_name
 from jaxrl.planner.step_times import StepTimes
 
 # Version of the JSON format; `jaxrl plan --compare` reads files of this version only.

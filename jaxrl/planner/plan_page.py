@@ -36,8 +36,11 @@ _REMEDIES: Mapping[str, str] = {
     "scores beyond that": "faster matmuls, or shorter answers",
     "overhead of each step": "fewer decoding steps: more slots a replica, or shorter answers",
     "host between dispatches": "more rollout.tokens_per_dispatch",
+    "tokens to experts": "faster links between devices, or fewer of them in mesh.expert",
+    "rows for heads": "faster links between devices, or fewer of them in mesh.context",
     "tensor all-reduces": "faster links between devices, or less tensor parallelism",
     "between stages": "fewer pipeline stages",
+    "prompts to slots": "a faster network, or fewer rollout.prefill_prompts",
     "prefill": "faster matmuls, or shorter prompts",
     "resharding": "faster links, or layouts of training and generation that are more alike",
     "compute": "faster matmuls, or more devices",
@@ -286,6 +289,6 @@ def _causes(tasks: Sequence[TaskTime]) -> Iterator[tuple[str, float, str]]:
 
 def _tables(plan: Plan) -> str:
     """The tables of the terminal, as text."""
-    console = Console(file=(out := io.StringIO()), force_terminal=False)
+    console = Console(file=(out := io.StringIO()), force_terminal=False, width=240)
     plan_tables.show(plan, console)
     return out.getvalue()

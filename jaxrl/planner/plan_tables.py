@@ -11,15 +11,16 @@ Compiled plans also have rows for programs, with further columns:
 
 If devices are named, a second table has the seconds of a step, by phase, role and cause:
 
-    phase        role    cause          expected, PREDICTED   at least, PREDICTED   bound by
-    generation   actor                              1,078 s                 514 s   memory
-                         cache read                   465 s
+    phase        role, causes   expected, PREDICTED   at least, PREDICTED   bound by
+    generation   actor                      1,078 s                 514 s   memory
+                   cache read                 465 s
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -39,9 +40,8 @@ from jaxrl.tracking.readable import number
 _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
 
 _GB = 1e9
-_PLAIN_WIDTH = 200
-# With the columns of programs.
-_WIDE = 240
+# Of plain text, without the columns of programs and with them.
+_PLAIN_WIDTH, _WIDE = 200, 240
 # Causes below this share of a phase are not printed.
 SMALLEST_SHARE = 0.001
 # Settings that the comparison with a run names.
@@ -52,104 +52,119 @@ _OF_PROGRAMS = (
     *("arguments", "temporary", "peak", "co-resident", "left"),
     *("at least, PREDICTED", "matmuls", "memory", "traffic", "bound by"),
 )
+_TEXTS = ("role or event", "layout", "phase", "role, causes", "bound by")
+# Columns that a table leaves out if it has less than its whole width, and if it is narrow.
+_DETAILS = ("arguments", "temporary", "peak", "co-resident", "matmuls", "memory", "traffic")
+_MORE_DETAILS = ("values", "left", "bound by")
+_NARROW = 80
 
 TableRow = tuple[str, ...]
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Prints the table for a terminal, or as plain text with its own width elsewhere."""
+    """Prints the tables in the width of a terminal; elsewhere as plain text, as wide as COLUMNS or whole.
+
+    Where there is too little room, columns are left out and texts folded.
+    """
     # CI systems set FORCE_COLOR, and rich would then take a log for a terminal.
-    if console is None:
-        console = Console(force_terminal=None if sys.stdout.isatty() else False)
-    if not console.is_terminal:
-        console = Console(
-            file=console.file,
-            width=_PLAIN_WIDTH if plan.target is None else _WIDE,
-            force_terminal=False,
-            color_system=None,
-        )
+    console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
     plain = not console.is_terminal
-    console.print(table(plan, plain=plain))
+    if plain:
+        whole = _PLAIN_WIDTH if plan.target is None else _WIDE
+        width = console.width if "COLUMNS" in os.environ else whole
+        console = Console(file=console.file, width=width, force_terminal=False, color_system=None)
+    for each in tables(plan, plain=plain, width=console.width):
+        console.print(each)
     if plan.times is not None:
-        console.print(times_table(plan.times, plain=plain))
-        if plan.measured is not None:
-            console.print(measured_table(plan.times, plan.measured, plain=plain))
         console.print("\n".join(verdict(plan, plan.times)), markup=False, highlight=False)
 
 
-def table(plan: Plan, *, plain: bool = False) -> Table:
-    """The whole plan as one table; `plain` draws its lines with ASCII."""
-    found = Table(
-        title=_title(plan), title_justify="left", box=box.ASCII2 if plain else box.ROUNDED
-    )
-    for name in ("role or event", "layout"):
-        found.add_column(name)
-    for name in ("values", "per device"):
-        found.add_column(name, justify="right", no_wrap=True)
-    for name in _OF_PROGRAMS if plan.target else ():
-        found.add_column(name, justify="right")
-    for section in _sections(plan):
+def tables(plan: Plan, *, plain: bool = False, width: int = _WIDE) -> Iterator[Table]:
+    """The tables of a plan, for a console of some width; `plain` draws their lines with ASCII."""
+    names = ("role or event", "layout", "values", "per device")
+    names += _OF_PROGRAMS if plan.target else ()
+    yield _table(_title(plan), names, _sections(plan), plain, width)
+    if plan.times is not None:
+        yield _times_table(plan.times, plain, width)
+        if plan.measured is not None:
+            yield _measured_table(plan.times, plan.measured, plain, width)
+
+
+def _table(
+    title: str,
+    names: Sequence[str],
+    sections: Iterable[Iterable[TableRow]],
+    plain: bool,
+    width: int,
+) -> Table:
+    out = (*_DETAILS, *_MORE_DETAILS) if width < _NARROW else _DETAILS if width < _WIDE else ()
+    kept = [n for n, name in enumerate(names) if name not in out]
+    found = Table(title=title, title_justify="left", box=box.ASCII2 if plain else box.ROUNDED)
+    for n in kept:
+        left = names[n] in _TEXTS
+        found.add_column(names[n], justify="left" if left else "right", overflow="fold")
+    for section in sections:
         for row in section:
-            found.add_row(*row)
+            found.add_row(*(row[n] for n in kept if n < len(row)))
         found.add_section()
     return found
 
 
-def times_table(times: StepTimes, *, plain: bool = False) -> Table:
+def _times_table(times: StepTimes, plain: bool, width: int) -> Table:
     """Expected seconds of a step and their lower bounds, by phase, role and cause."""
     named = times.load.system
     system = "" if named is OURS else f" with the fixed costs of {named.name} ({named.title})"
-    found = Table(
-        title=f"a step on {times.cluster.name}{system}: {times.load.lengths.text}",
-        title_justify="left",
-        box=box.ASCII2 if plain else box.ROUNDED,
-    )
-    for name in ("phase", "role", "cause"):
-        found.add_column(name, no_wrap=True)
-    for name in ("expected, PREDICTED", "at least, PREDICTED"):
-        found.add_column(name, justify="right")
-    found.add_column("bound by")
-    for stage in times.stages:
-        for i, task in enumerate(times.of_stage(stage)):
-            for row in _task_rows(stage if not i else "", task):
-                found.add_row(*row)
-        found.add_section()
-    found.add_row("a step", "", "", seconds_text(times.step_s), seconds_text(times.at_least_s), "")
-    return found
+    title = f"a step on {times.cluster.name}{system}: {times.load.lengths.text}"
+    names = ("phase", "role, causes", "expected, PREDICTED", "at least, PREDICTED", "bound by")
+    sections: list[list[TableRow]] = [
+        [
+            row
+            for i, task in enumerate(times.of_stage(stage))
+            for row in _task_rows(stage if not i else "", task)
+        ]
+        for stage in times.stages
+    ]
+    total = ("a step", "", seconds_text(times.step_s), seconds_text(times.at_least_s), "")
+    return _table(title, names, [*sections, [total]], plain, width)
 
 
-def measured_table(times: StepTimes, run: MeasuredRun, *, plain: bool = False) -> Table:
+def _measured_table(times: StepTimes, run: MeasuredRun, plain: bool, width: int) -> Table:
     """Predicted seconds of each phase beside those that a run measured, on its own devices and settings."""
     title = f"beside {run.name}: medians of steps {run.steps[0]} to {run.steps[1]}"
     if run.differing:
         named = ", ".join(run.differing[:_MOST_NAMED])
         more = len(run.differing) - _MOST_NAMED
         title += f"\nother settings there: {named}" + (f" and {more} more" if more > 0 else "")
-    found = Table(title=title, title_justify="left", box=box.ASCII2 if plain else box.ROUNDED)
-    found.add_column("phase")
-    for name in ("expected, PREDICTED", "measured", "off by"):
-        found.add_column(name, justify="right")
-    rows = [(stage, times.stage_s(stage), run.seconds[stage]) for stage in times.stages]
-    for name, expected, measured in (*rows, ("a step", times.step_s, run.step_s)):
-        off = f"{expected / measured - 1:+.1%}" if measured else "not measured"
-        found.add_row(name, seconds_text(expected), seconds_text(measured), off)
-    return found
+    seconds = [(stage, times.stage_s(stage), run.seconds[stage]) for stage in times.stages]
+    rows = [
+        (
+            *(name, seconds_text(expected), seconds_text(measured)),
+            f"{expected / measured - 1:+.1%}" if measured else "not measured",
+        )
+        for name, expected, measured in (*seconds, ("a step", times.step_s, run.step_s))
+    ]
+    names = ("phase", "expected, PREDICTED", "measured", "off by")
+    return _table(title, names, [rows], plain, width)
 
 
 def _task_rows(stage: str, task: TaskTime) -> Iterator[TableRow]:
     costs = task.expected
     total, least = seconds_text(costs.total_s), seconds_text(task.at_least_s)
-    yield (stage, task.role, "", total, least, task.bound)
+    yield (stage, task.role, total, least, task.bound)
     for cause, seconds in costs.seconds.items():
         if abs(seconds) >= SMALLEST_SHARE * costs.total_s:
-            yield ("", "", cause, seconds_text(seconds), "", "")
+            yield ("", f"  {cause}", seconds_text(seconds), "", "")
     if costs.idle_s:
-        yield ("", "", "idle slots, part of these", seconds_text(costs.idle_s), "", "")
+        yield ("", "  idle slots, part of these", seconds_text(costs.idle_s), "", "")
 
 
 def seconds_text(seconds: float) -> str:
-    """Formats seconds, with three digits below 10."""
-    return f"{seconds:,.1f} s" if abs(seconds) >= 10 else f"{seconds:.3g} s"
+    """Formats seconds, with three digits below 10, and as ms or us below 1 s: "99 us"."""
+    size = abs(seconds)
+    if size >= 10 or not size:
+        return f"{seconds:,.1f} s" if size else "0 s"
+    unit, name = (1, "s") if size >= 1 else (1e-3, "ms") if size >= 1e-3 else (1e-6, "us")
+    return f"{seconds / unit:.3g} {name}"
 
 
 def verdict(plan: Plan, times: StepTimes) -> list[str]:
@@ -245,8 +260,8 @@ def _program(plan: Plan, program: CompiledProgram) -> TableRow:
         f"{program.flops / 1e15:,.1f} PFLOP",
         f"{program.total / _GB:,.2f} GB",
         *(f"{nbytes / _GB:.2f}" for nbytes in memory),
-        f"{seconds.total:,.1f} s",
-        *(f"{each:,.1f}" for each in times),
+        seconds_text(seconds.total),
+        *(seconds_text(each) for each in times),
         seconds.bound,
     )
 

@@ -179,6 +179,7 @@ def load_of(config: Config, lengths: StepLengths | None = None, system: System =
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
+        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         shares_prompts=config.train.shares_prompts,
         fill_minibatches=config.train.fill_minibatches,
         paged=rollout.cache == "paged",

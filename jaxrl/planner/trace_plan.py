@@ -29,7 +29,7 @@ from jaxrl.mesh.pools import Pool
 from jaxrl.planner.batch_flow import describe_flow
 from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.compiled.roofline import roofline
-from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
+from jaxrl.planner.compiled.trace import abstract_batch
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
 from jaxrl.planner.plan import Plan, planned_pools, positions_on, settings_of
@@ -125,10 +125,8 @@ class _Traced:
     @functools.cached_property
     def flops(self) -> float:
         """Operations of matmuls in a step, over the whole mesh."""
-        return sum(
-            piece.calls * piece.used * matmul_flops(jaxpr, open_loops=piece.open_loops)
-            for piece, jaxpr in zip(self.program.pieces, self.jaxprs, strict=True)
-        )
+        pairs = zip(self.program.pieces, self.jaxprs, strict=True)
+        return sum(piece.flops(jaxpr) for piece, jaxpr in pairs)
 
 
 def _traced(roles: PlannedRoles, load: StepLoad) -> Iterator[_Traced]:

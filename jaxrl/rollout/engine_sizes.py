@@ -50,15 +50,22 @@ def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineS
     longest = config.max_context_tokens + config.tokens_per_dispatch
     longest += -longest % cache.capacity_multiple
     prefixes = bucket_sizes(longest, _SHORTEST_CACHE)
-    # Only two: prefill is compiled for each pair of capacity and prompt size, and insert for each capacity.
-    prompts = max(1, config.prefill_prompts // shards)
+    batches, prompts = prefill_sizes(config, shards)
     return EngineSizes(
         slots=slot_sizes(config, shards, fixed=fixed),
-        batches=tuple(n * shards for n in sorted({-(-prompts // 4), prompts})),
-        prompts=bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT),
+        batches=batches,
+        prompts=prompts,
         prefixes=prefixes,
         caches=(longest,) if fixed else prefixes,
     )
+
+
+def prefill_sizes(config: EngineConfig, shards: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of sequences, and of tokens, that prefill programs are compiled for."""
+    # Only two: prefill is compiled for each pair of capacity and prompt size, and insert for each capacity.
+    prompts = max(1, config.prefill_prompts // shards)
+    batches = tuple(n * shards for n in sorted({-(-prompts // 4), prompts}))
+    return batches, bucket_sizes(config.chunk_tokens, _SHORTEST_PROMPT)
 
 
 def slot_sizes(config: EngineConfig, shards: int, *, fixed: bool) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import pytest
 
+from jaxrl.commands.run_commands import train_or_plan
 from jaxrl.config.schema import Config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner import cpu_devices
@@ -34,6 +35,12 @@ def two_cores(monkeypatch):
 def test_a_wide_model_takes_two_cores_for_two_devices(two_cores):
     mesh = with_cpu_devices(WIDE).mesh
     assert (mesh.simulated_devices, mesh.train) == (2, "1-1-2")
+
+
+def test_a_dry_run_plans_the_devices_that_the_run_takes(two_cores, capsys):
+    model = dataclasses.replace(WIDE.model, num_layers=1, vocab_size=128, d_ff=64)
+    train_or_plan(dataclasses.replace(WIDE, model=model), dry_run=True)
+    assert "2 devices, training 1-1-2" in capsys.readouterr().out
 
 
 def test_one_core_is_one_device(monkeypatch):

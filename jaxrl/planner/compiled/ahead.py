@@ -33,7 +33,6 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.planner.compiled.loops import runs_of
 from jaxrl.planner.compiled.programs import Piece, Program
-from jaxrl.planner.compiled.trace import matmul_flops
 from jaxrl.planner.compiled.traffic import Traffic, merged, traffic_of
 from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.memory import ResidentBuffers
@@ -141,9 +140,7 @@ def compile_program(
     compiled, flops, traffic = [], 0.0, []
     for number, piece in enumerate(program.pieces):
         traced = piece.function.trace(*piece.arguments, **piece.keywords)
-        flops += (
-            piece.calls * piece.used * matmul_flops(traced.jaxpr.jaxpr, open_loops=piece.open_loops)
-        )
+        flops += piece.flops(traced.jaxpr.jaxpr)
         target = save and save / f"{program.role}-{program.name}-{number}.executable"
         found = compile_piece(traced.lower(), topology, save=target)
         compiled.append(found)
@@ -204,7 +201,8 @@ def _traffic(
         found.text, open_loops=piece.open_loops, longest_branch=piece.longest_branch
     ).collectives(mesh.size)
     by_axes = traffic_of(moved, mesh, devices_per_host=topology.devices_per_host)
-    return [each.times(piece.calls * piece.used) for each in by_axes]
+    runs = piece.calls * piece.used
+    return [each.times(runs, share=piece.share) for each in by_axes]
 
 
 def compile_piece(

@@ -19,18 +19,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jax_core
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import replicated
-from jaxrl.planner.compiled.trace import abstract_batch, bytes_of, sampler_shapes
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.compiled.trace import abstract_batch, bytes_of, matmul_flops, sampler_shapes
+from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.score_learner import ScoreLearner
 from jaxrl.rollout.buckets import round_up
-from jaxrl.rollout.decode_state import Assignment
+from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, ValueBatch
@@ -54,6 +57,8 @@ class Piece:
       calls: number of calls in a step.
       open_loops: mean rounds of its outermost loop whose end depends on data.
       used: share of the rounds of its other loops that are not empty.
+      share: bytes that a step exchanges, relative to those of calls at the largest size.
+      step_flops: operations of a step over the whole mesh, if its calls are smaller than the traced one.
       longest_branch: whether conditionals take the branch with the most instructions; else with the fewest.
     """
 
@@ -63,7 +68,15 @@ class Piece:
     calls: float = 1.0
     open_loops: float = 1
     used: float = 1.0
+    share: float = 1.0
+    step_flops: float | None = None
     longest_branch: bool = True
+
+    def flops(self, jaxpr: jax_core.Jaxpr) -> float:
+        """Operations of its matmuls in a step, over the whole mesh, from the traced function."""
+        if self.step_flops is not None:
+            return self.step_flops
+        return self.calls * self.used * matmul_flops(jaxpr, open_loops=self.open_loops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +166,14 @@ def engine_programs(
 
     P = engine.batch_sizes[-1]
     T = round_up(engine.prompt_sizes, min(config.max_prompt_tokens, config.chunk_tokens))
+    # Compiled for the longest prompts; a step has programs for shorter ones.
+    calls = math.ceil(load.prompts / P)
+    share = load.prompts * load.prompt_tokens / (calls * P * T)
     prefill = Piece(
-        engine.prefill, (params, small(P, T), small(P)), calls=math.ceil(load.prompts / P)
+        *(engine.prefill, (params, small(P, T), small(P))),
+        calls=calls,
+        share=share,
+        step_flops=_prefill_flops(engine.model, load),
     )
     prefix = engine.abstract_prefix(jax.eval_shape(engine.prefill, *prefill.arguments))
     assignment: Any = [small(config.slots) for _ in dataclasses.fields(Assignment)]
@@ -172,17 +191,17 @@ def engine_programs(
         longest_branch=load.truncated,
     )
     weights = bytes_of(params)
-    cache = bytes_of(state.context)
     # A lower bound: no slot is idle, and each reads only the tokens that it holds.
-    step = weights + cache * min(1.0, load.live_tokens / state.capacity)
+    slots = _busy_slots(engine, load) / engine.shards
+    step = weights + slots * load.live_tokens * _token_bytes(engine, state)
     yield Program(
         *(role, "prefill", "sampling", (prefill,), frozenset({own})),
         prefill.calls * weights,
     )
-    insert = Piece(engine.insert, started, calls=prefill.calls)
+    insert = Piece(engine.insert, started, calls=calls, share=share)
     yield Program(
         *(role, "insert", "sampling", (insert,), frozenset({cached})),
-        insert.calls * bytes_of(prefix),
+        calls * share * bytes_of(prefix),
     )
     yield Program(
         *(role, "generate", "sampling", (generate,)),
@@ -194,7 +213,29 @@ def engine_programs(
 def _dispatches(engine: Engine, load: StepLoad) -> float:
     """Number of dispatches in a step, if no slot were ever idle."""
     tokens = load.prompts * load.samples * load.response_tokens
-    return max(1.0, tokens / (engine.config.slots * engine.config.tokens_per_dispatch))
+    return tokens / (_busy_slots(engine, load) * engine.config.tokens_per_dispatch)
+
+
+def _busy_slots(engine: Engine, load: StepLoad) -> int:
+    """The most slots of all replicas that can have a sample at the same time."""
+    return min(engine.config.slots, load.prompts * load.samples)
+
+
+def _token_bytes(engine: Engine, state: DecodeState) -> float:
+    """Bytes of a token in the cache of a device, in a slot or in a page."""
+    cache, tokens = state.context.cache, state.num_slots // engine.shards * state.capacity
+    if engine.pages is not None:
+        cache, tokens = cache.pool, engine.pages.num_pages * engine.pages.page_tokens
+    return bytes_of(cache) / tokens
+
+
+def _prefill_flops(model: ModelConfig, load: StepLoad) -> float:
+    """Operations of the prefills of a step, each prompt once and without padding."""
+    lengths, numbers = load.work.prompt_lengths, model_numbers(model)
+    # Only the last token of a prompt has logits.
+    head = 2.0 * numbers.vocabulary * numbers.width
+    each = lengths.mean * (numbers.token_flops - head) + head
+    return load.prompts * (each + mean_attention_flops(model, lengths.mean, lengths.mean_square))
 
 
 def policy_programs(

@@ -37,9 +37,10 @@ class Traffic:
     calls: float
     nbytes: float
 
-    def times(self, factor: float) -> Traffic:
-        """The traffic of `factor` repetitions."""
-        return dataclasses.replace(self, calls=self.calls * factor, nbytes=self.nbytes * factor)
+    def times(self, factor: float, *, share: float = 1.0) -> Traffic:
+        """The traffic of `factor` repetitions with this share of the bytes."""
+        nbytes = self.nbytes * factor * share
+        return dataclasses.replace(self, calls=self.calls * factor, nbytes=nbytes)
 
 
 def traffic_of(

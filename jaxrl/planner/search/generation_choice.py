@@ -91,7 +91,7 @@ class GenerationChoice:
         times = self._times_of(groups)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
-        fitting = simulator.fitting_slots(model, groups.p_g, groups.t_g, free)
+        fitting = simulator.fitting_slots(model, groups, free)
         # More slots than the samples of a replica are never used.
         usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
         numbers, place = np.unique(usable, return_inverse=True)

@@ -116,15 +116,14 @@ def with_mapping(config: Config, found: Mapping) -> Config:
     assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
     slots = actor.generation.slots * replicas
-    # The search considers neither expert nor sequence parallelism, and counts weights and moments as FSDP
-    # shards them: another strategy needs other memory, and its shards may not divide.
-    mesh = dataclasses.replace(
-        config.mesh, layout="as_given", expert=1, context=1, sharding="FSDP", **_settings_of(actor)
-    )
+    # The search counts weights and moments as FSDP shards them: another strategy needs other memory, and its
+    # shards may not divide.
+    whole = {"layout": "as_given", "sharding": "FSDP"} | _settings_of(actor)
     placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
         # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
+    mesh = dataclasses.replace(config.mesh, **whole)
     per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
         config.rollout,
@@ -170,6 +169,8 @@ def _settings_of(role: RoleMapping) -> dict[str, Any]:
         "train": f"{layout.p}-{layout.t}-{layout.d}",
         "generate": f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}",
         "fsdp": layout.fsdp,
+        "expert": layout.expert,
+        "context": layout.context,
     }
 
 

@@ -21,11 +21,13 @@ class SearchLimits:
     Attributes:
       max_tensor: maximum tensor parallelism t; it also never exceeds the devices joined by fast links.
       max_pipeline: maximum pipeline parallelism p.
+      max_context: maximum number of replicas that share a row, also inside fast links.
       fsdp: whether weights and optimiser states may be sharded over replicas.
     """
 
     max_tensor: Annotated[int, count(1)] = 8
     max_pipeline: Annotated[int, count(1)] = 64
+    max_context: Annotated[int, count(1)] = 8
     fsdp: bool = True
 
     def __post_init__(self):

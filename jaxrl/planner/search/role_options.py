@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -34,8 +35,9 @@ def strategies_of(
 ) -> Iterator[Strategy]:
     """All strategies on exactly `devices` devices that divide the model.
 
-    Heads, feed-forward width and vocabulary divide over t, layers over p, and width over FSDP. Key-value
-    heads that do not divide are replicated (mesh.rules).
+    Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, experts over the
+    expert axis, and the heads of a device over the context axis. Key-value heads that do not divide are
+    replicated (mesh.rules). Context groups stay inside fast links: they exchange whole activations.
     """
     for t in divisors(devices):
         if t > min(limits.max_tensor, domain) or any(
@@ -46,9 +48,23 @@ def strategies_of(
             if model.num_layers % p or p > limits.max_pipeline:
                 continue
             d = devices // t // p
-            for fsdp in divisors(d) if limits.fsdp else (1,):
-                if model.d_model % fsdp == 0:
-                    yield Strategy(p, t, d, fsdp)
+            for expert, context in itertools.product(divisors(d), divisors(d)):
+                if (
+                    d % (expert * context)
+                    or (model.num_experts or 1) % expert
+                    or context > min(limits.max_context, max(1, domain // t))
+                    or not _exchanges(model, t, context)
+                ):
+                    continue
+                for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):
+                    if model.d_model % fsdp == 0:
+                        yield Strategy(p, t, d, fsdp, expert, context)
+
+
+def _exchanges(model: ModelConfig, t: int, context: int) -> bool:
+    """Whether the heads of a device divide over the context axis (mesh.attention_parallel)."""
+    keys = max(1, model.num_kv_heads // t)
+    return (model.num_heads // t) % context == 0 and (keys % context == 0 or context % keys == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +117,14 @@ def _best_of_each_shape(
     costs: ChoiceCosts,
     unshard_s: Mapping[int, float],
 ) -> list[int]:
-    """An actor's Pareto-optimal choices among strategies with the same p and t.
+    """An actor's Pareto-optimal choices among strategies with the same p, t and expert size.
 
     Generation splits p and t further, and FSDP shards are gathered before it, in `unshard_s` seconds.
     """
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, int, int], list[int]] = {}
     for i in choices:
-        groups.setdefault((strategies[i].p, strategies[i].t), []).append(i)
+        shape = strategies[i].p, strategies[i].t, strategies[i].expert
+        groups.setdefault(shape, []).append(i)
     kept = []
     for group in groups.values():
         gathers = np.array([[unshard_s[i]] for i in group])

@@ -22,31 +22,58 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.rollout.buckets import coarse_bucket_sizes
+from jaxrl.rollout.buckets import coarse_bucket_sizes, round_up
 
 _MOST_STRETCHES = 512
 
 
+class PrefillSizes(NamedTuple):
+    """Numbers of sequences and of tokens that prefills are compiled for, each ascending."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+
+    def padded(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """(sequences, tokens of each) that a prefill of these lengths computes: long ones in chunks."""
+        chunks, rest = divmod(max(lengths), self.prompts[-1])
+        tokens = chunks * self.prompts[-1] + (round_up(self.prompts, rest) if rest else 0)
+        return round_up(self.batches, len(lengths)), tokens
+
+
 class PrefillWork(NamedTuple):
-    """Work of all prefills.
+    """Work of all prefills, padding included.
 
     Attributes:
       batches: number of prefills.
       sequences: number of prefilled sequences.
       tokens, squares: sums of their lengths, and of the squares of these.
+      inserts: number of times that a batch is inserted into slots.
+      inserted: sum of the tokens of the inserted batches.
     """
 
     batches: int
     sequences: float
     tokens: float
     squares: float
+    inserts: float
+    inserted: float
 
     @staticmethod
-    def of(prefills: Sequence[Sequence[int]]) -> PrefillWork:
-        """The work of prefills with sequences of these lengths."""
-        lengths = np.array([n for batch in prefills for n in batch], float)
+    def of(
+        prefills: Sequence[Sequence[int]], sizes: PrefillSizes, inserts: Sequence[int]
+    ) -> PrefillWork:
+        """The work of prefills.
+
+        Args:
+          prefills: lengths of the sequences of each prefill, at least one.
+          sizes: sizes that they are padded to.
+          inserts: index of the prefill of each insertion.
+        """
+        rows, tokens = np.array([sizes.padded(batch) for batch in prefills], float).T
         return PrefillWork(
-            len(prefills), len(lengths), float(lengths.sum()), float((lengths**2).sum())
+            *(len(prefills), float(rows.sum()), float((rows * tokens).sum())),
+            *(float((rows * tokens**2).sum()), len(inserts)),
+            float((rows * tokens)[list(inserts)].sum()),
         )
 
 
@@ -61,7 +88,7 @@ class DecodeTrace:
       samples: mean number of samples in flight on a replica.
       mean_cached: mean of `cached` over replicas and steps.
       dispatches: number of dispatches of the engine.
-      prefill: work of all prefills; None if each prompt is prefilled once.
+      prefill: work of all prefills; None if it is not part of the trace.
       preempted: number of times that a sample lost its pages and was prefilled again.
     """
 

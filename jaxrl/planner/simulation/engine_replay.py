@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.planner.simulation.decode_trace import DecodeTrace, PrefillWork
+from jaxrl.planner.simulation.decode_trace import DecodeTrace, PrefillSizes, PrefillWork
 from jaxrl.rollout.engine_sizes import PageSizes
 from jaxrl.rollout.scheduler import SampleRequest, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
@@ -76,6 +76,7 @@ class ReplayedCall:
       dispatches: all dispatches.
       preempted: number of times that a sample lost its pages and went back to the queue.
       prefills: lengths of the sequences of each prefill.
+      inserts: index of the prefill of each insertion into slots.
       finished: groups that were finished, in their order.
       dropped: number of groups that were dropped before, because their tokens were too old.
     """
@@ -83,11 +84,12 @@ class ReplayedCall:
     dispatches: list[Dispatch] = dataclasses.field(default_factory=list)
     preempted: int = 0
     prefills: list[list[int]] = dataclasses.field(default_factory=list)
+    inserts: list[int] = dataclasses.field(default_factory=list)
     finished: list[int] = dataclasses.field(default_factory=list)
     dropped: int = 0
 
-    def trace(self, replicas: int) -> DecodeTrace:
-        """The trace of the busiest replica."""
+    def trace(self, replicas: int, sizes: PrefillSizes | None = None) -> DecodeTrace:
+        """The trace of the busiest replica; with the work of prefills if their `sizes` are given."""
         steps, _, tokens, slots, reads, busiest = np.array(self.dispatches, float).T
         each_step = replicas * steps.sum()
         return DecodeTrace(
@@ -97,7 +99,7 @@ class ReplayedCall:
             tokens.sum() / each_step,
             (steps * reads).sum() / each_step,
             len(self.dispatches),
-            PrefillWork.of(self.prefills),
+            PrefillWork.of(self.prefills, sizes, self.inserts) if sizes else None,
             self.preempted,
         )
 
@@ -318,6 +320,7 @@ class _Loop:
             if admission.needs_prefill:
                 tokens = [self._samples.source_tokens(source) for source in admission.sources]
                 self.call.prefills.append(tokens)
+            self.call.inserts.append(len(self.call.prefills) - 1)
 
     def finish(self) -> list[int]:
         """Decodes until the host has to act; returns the samples that ended."""

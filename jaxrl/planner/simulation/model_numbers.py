@@ -17,7 +17,8 @@ class ModelNumbers:
 
     Attributes:
       layers: L.
-      stacked: parameters of all layers, split by pipeline and tensor parallelism.
+      dense: parameters of all layers without experts, split by pipeline and tensor parallelism.
+      experts: parameters of all experts, split in the same way and over the expert axis.
       outside: parameters of embedding and head, split by tensor parallelism only.
       token_flops: operations of a token's forward pass, without attention to other tokens.
       pair_flops: operations of attention between two tokens, all layers, without windows.
@@ -30,7 +31,8 @@ class ModelNumbers:
     """
 
     layers: int
-    stacked: float
+    dense: float
+    experts: float
     outside: float
     token_flops: float
     pair_flops: float
@@ -41,9 +43,14 @@ class ModelNumbers:
     cache_values: float
     kv_heads: int
 
-    def params_of_shard(self, p: int, t: int) -> float:
-        """Parameters per device with p stages and t tensor shards, without FSDP."""
-        return (self.stacked / p + self.outside) / t
+    @property
+    def stacked(self) -> float:
+        """Parameters of all layers."""
+        return self.dense + self.experts
+
+    def params_of_shard(self, p: int, t: int, expert: int = 1) -> float:
+        """Parameters per device with p stages, t tensor and some expert shards, without FSDP."""
+        return ((self.dense + self.experts / expert) / p + self.outside) / t
 
     def cache_values_of_shard(self, p: int, t: int) -> float:
         """Cached values per token and device; kv heads that t does not divide are replicated (mesh.rules)."""
@@ -56,11 +63,13 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     width, h = model.d_model, model.head_dim
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
-    experts = model.experts_per_token or 1
-    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * model.d_ff * experts
+    used = model.experts_per_token or 1
+    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * model.d_ff * used
+    experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
     return ModelNumbers(
         layers=model.num_layers,
-        stacked=float(model.num_params - outside - width),
+        dense=float(model.num_params - outside - width - experts),
+        experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
         pair_flops=4.0 * model.num_heads * h * model.num_layers,

@@ -11,10 +11,11 @@ decoding, concurrent grading.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
@@ -22,13 +23,14 @@ from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.decode_trace import (
     DecodeTrace,
+    PrefillSizes,
     PrefillWork,
     quick_trace,
 )
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
-from jaxrl.rollout.engine_sizes import page_sizes, slot_sizes
+from jaxrl.rollout.engine_sizes import page_sizes, prefill_sizes, slot_sizes
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
 
 # Steps of always full slots that are replayed; the last one counts. The first one begins without unfinished
@@ -57,6 +59,8 @@ class GenerationGroups(NamedTuple):
       devices: n, number of devices.
       p_g, t_g: sizes of generation.
       tensor, stages: links of the tensor groups and between the stages of generation.
+      copies: links between the replicas of generation.
+      experts: links of the replicas that split the experts of a mixture.
     """
 
     devices: int
@@ -64,6 +68,8 @@ class GenerationGroups(NamedTuple):
     t_g: int
     tensor: Ring
     stages: Ring
+    copies: Ring
+    experts: Ring
 
     @property
     def replicas(self) -> int:
@@ -143,12 +149,12 @@ class GenerationSimulator:
         busy_s = sum(self._decoding_s(model, groups, full).values())
         seconds = {
             "resharding": self.resharding_s(model, strategy, p_g, t_g),
-            "prefill": self._prefill_s(model, groups, trace.prefill),
+            **self._prefill_s(model, groups, trace),
             **decoding,
         }
         tokens = generation.cache_tokens or slots * self.workload.slot_tokens
         cache = tokens * self._token_bytes(model, p_g, t_g)
-        weights = self.weight_bytes(model, p_g, t_g)
+        weights = self.weight_bytes(model, p_g, t_g, strategy.expert)
         transient = {"weights of generation": weights, "cache": cache}
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
         use = None
@@ -162,7 +168,9 @@ class GenerationSimulator:
         layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
         ring = self._collectives.ring
         tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
-        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages)
+        copies = ring(layout, *GENERATE_RULES["batch"])
+        experts = ring(layout, "expert")
+        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages, copies, experts)
 
     def best_seconds(
         self,
@@ -184,7 +192,7 @@ class GenerationSimulator:
           The times; K is 0 if no slot fits.
         """
         samples = self._samples_per_replica(groups.replicas, greedy)
-        fitting = int(self.fitting_slots(model, groups.p_g, groups.t_g, np.array(budget)))
+        fitting = int(self.fitting_slots(model, groups, np.array(budget)))
         most = min(samples, self.workload.max_slots, fitting)
         are_equal = self.workload.response_lengths.is_constant
         slots = slot_counts(most, equal_samples=samples if are_equal else 0)
@@ -200,12 +208,18 @@ class GenerationSimulator:
         """Seconds without resharding, with exactly this many slots per replica."""
         trace = self._trace(groups.replicas, slots, greedy)
         decoding = self._decoding_s(model, groups, trace)
-        return self._prefill_s(model, groups) + sum(decoding.values())
+        prefill = self._prefill_s(model, groups, trace)
+        return sum(prefill.values()) + sum(decoding.values())
 
-    def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of the weights in the types of generation, in p_g stages and t_g tensor shards."""
+    def weight_bytes(self, model: ModelConfig, p_g: int, t_g: int, expert: int = 1) -> float:
+        """Bytes per device of the weights in the types of generation, in p_g stages and t_g tensor shards.
+
+        A decoding step reads all of them. In a mixture it does so if its tokens choose every expert: with 8
+        of 128 experts for each, 99% are chosen by 72 tokens.
+        """
         numbers, assume = model_numbers(model), self._assume
-        layers = numbers.stacked / p_g * (assume.sampled_bytes or assume.compute_bytes)
+        layers = (numbers.dense + numbers.experts / expert) / p_g
+        layers *= assume.sampled_bytes or assume.compute_bytes
         return (layers + numbers.outside * assume.compute_bytes) / t_g
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
@@ -213,10 +227,12 @@ class GenerationSimulator:
         return self.workload.slot_tokens * self._token_bytes(model, p_g, t_g)
 
     def fitting_slots(
-        self, model: ModelConfig, p_g: int, t_g: int, budget: np.ndarray
+        self, model: ModelConfig, groups: GenerationGroups, budget: np.ndarray
     ) -> np.ndarray:
         """The number of slots that fit beside the weights of generation into bytes per device, any shape."""
-        left = np.maximum(budget - self.weight_bytes(model, p_g, t_g), 0.0)
+        p_g, t_g = groups.p_g, groups.t_g
+        weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
+        left = np.maximum(budget - weights, 0.0)
         slots = left // self.slot_bytes(model, p_g, t_g)
         if not self.workload.paged:
             return slots
@@ -233,14 +249,14 @@ class GenerationSimulator:
         HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model, and gathers it inside
         its micro data-parallel group. With FSDP it first gathers its training shard inside its FSDP group.
         """
-        whole = self.weight_bytes(model, p_g, t_g)
+        whole = self.weight_bytes(model, p_g, t_g, strategy.expert)
         layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
         micro = self._collectives.ring(layout, "stage_micro", "tensor_micro")
         return self.unshard_s(model, strategy) + self._collectives.gather_s(whole, micro)
 
     def unshard_s(self, model: ModelConfig, strategy: Strategy) -> float:
         """Seconds in which each FSDP group gathers its training shards, the first part of resharding."""
-        shard = self.weight_bytes(model, strategy.p, strategy.t)
+        shard = self.weight_bytes(model, strategy.p, strategy.t, strategy.expert)
         return self._collectives.gather_s(
             shard, self._collectives.ring(layout_of(strategy), "fsdp")
         )
@@ -280,7 +296,7 @@ class GenerationSimulator:
         engine = self._engine(model, devices, generation)
         replay = EngineReplay(engine, prompts, lengths)
         if not work.always_full:
-            return replay.drained().trace(engine.replicas)
+            return replay.drained().trace(engine.replicas, self._prefill_sizes(engine.replicas))
         batch = len(prompts)
         steps = [
             replay.always_full(
@@ -288,7 +304,7 @@ class GenerationSimulator:
             )
             for _ in range(_STEPS)
         ]
-        return steps[-1].trace(engine.replicas)
+        return steps[-1].trace(engine.replicas, self._prefill_sizes(engine.replicas))
 
     def _engine(
         self, model: ModelConfig, devices: int, generation: GenerationStrategy
@@ -317,25 +333,59 @@ class GenerationSimulator:
             pages,
         )
 
-    def _prefill_s(
-        self, model: ModelConfig, groups: GenerationGroups, work: PrefillWork | None = None
-    ) -> float:
-        """Seconds of all prefills, spread over all devices, with a pipeline bubble.
+    def _prefill_sizes(self, replicas: int) -> PrefillSizes:
+        work = self.workload
+        config = EngineConfig(
+            prefill_prompts=work.prefill_prompts,
+            prefill_chunk_tokens=work.prefill_chunk_tokens,
+            max_prompt_tokens=work.prompt_lengths.longest,
+            max_response_tokens=work.response_lengths.longest,
+            stop_ids=(),
+        )
+        return PrefillSizes(*prefill_sizes(config, replicas))
 
-        Each prefill calls two programs: prefill, and the insertion into the slots. Without `work` each prompt
-        is prefilled once.
+    def _prefill_work(self, replicas: int, trace: DecodeTrace) -> PrefillWork:
+        """The work if each prompt is prefilled once, and each dispatch ends samples so that others start.
+
+        With slots that are always full, prompts are drawn at each dispatch, and samples that were unfinished
+        are prefilled again.
         """
-        lengths = self.workload.prompt_lengths
-        if work is None:
-            n = math.ceil(self.workload.prompts * self.workload.sampled_per_kept)
-            batches = math.ceil(n / self.workload.prefill_prompts)
-            work = PrefillWork(batches, n, n * lengths.mean, n * lengths.mean_square)
+        work, sizes = self.workload, self._prefill_sizes(replicas)
+        lengths, _ = work.lengths_of(math.ceil(work.prompts * work.sampled_per_kept), 1)
+        each = most = sizes.batches[-1]
+        again: list[int] = []
+        if work.always_full:
+            each = min(most, math.ceil(len(lengths) / trace.dispatches))
+            live = work.prompt_lengths.mean + work.response_lengths.mean_in_flight
+            again = [round(live)] * round(trace.samples * replicas)
+        prefills = [lengths[i : i + each].tolist() for i in range(0, len(lengths), each)]
+        prefills += [again[i : i + most] for i in range(0, len(again), most)]
+        once = PrefillWork.of(prefills, sizes, range(len(prefills)))
+        more = max(1.0, trace.dispatches / once.batches)
+        return once._replace(inserts=more * once.inserts, inserted=more * once.inserted)
+
+    def _prefill_s(
+        self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
+    ) -> dict[str, float]:
+        """Seconds of all prefills, spread over all devices, with a pipeline bubble; and of the insertions.
+
+        A device may insert any sequence of a batch into its slots, so all of them gather the batch.
+        """
+        work = trace.prefill or self._prefill_work(groups.replicas, trace)
         mean, square = work.tokens / work.sequences, work.squares / work.sequences
         attention = work.sequences * mean_attention_flops(model, mean, square)
         flops = work.tokens * model_numbers(model).token_flops + attention
-        calls = 2 * work.batches * self._assume.call_s
-        p_g = groups.p_g
-        return calls + flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
+        p_g, call_s = groups.p_g, self._assume.call_s
+        computed = flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
+        own = work.tokens / groups.replicas
+        computed += self._reduces_s(model, groups, own, work.batches)
+        computed += self._experts_s(model, groups, own, work.batches)
+        size = work.inserted * self._token_bytes(model, p_g, groups.t_g)
+        moved = self._collectives.gather_s(size, groups.copies, calls=work.inserts)
+        return {
+            "prefill": work.batches * call_s + computed,
+            "prompts to slots": work.inserts * call_s + moved,
+        }
 
     def _decoding_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
@@ -349,7 +399,8 @@ class GenerationSimulator:
         p_g, t_g = groups.p_g, groups.t_g
         ticks = 2 * p_g - 1
         slots, cached = trace.slots / p_g, trace.cached / p_g
-        weights_s = self.weight_bytes(model, p_g, t_g) / self._weights_rate
+        weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
+        weights_s = weights / self._weights_rate
         matmuls_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
         cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
         cache_s = cached * cache / self._cache_rate
@@ -366,13 +417,31 @@ class GenerationSimulator:
             "host between dispatches": self._host_s(trace, groups.replicas),
         }
         if t_g > 1:
-            size = slots * numbers.width * assume.compute_bytes
-            each = self._collectives.reduce_s(size, groups.tensor)
-            found["tensor all-reduces"] = 2 * numbers.layers / p_g * float((times * each).sum())
+            each = self._reduces_s(model, groups, slots, 1.0)
+            found["tensor all-reduces"] = float((times * each).sum())
+        if groups.experts.members > 1:
+            each = self._experts_s(model, groups, slots, 1.0)
+            found["tokens to experts"] = float((times * each).sum())
         if p_g > 1:
             hop = self._collectives.pass_on_s(0.0, groups.stages)
             found["between stages"] = float(times.sum()) * hop
         return found
+
+    def _reduces_s(
+        self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
+    ) -> Any:
+        """Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`."""
+        numbers, reduces = model_numbers(model), 2 * model.num_layers / groups.p_g
+        size = reduces * tokens * numbers.width * self._assume.compute_bytes
+        return self._collectives.reduce_s(size, groups.tensor, calls=reduces * calls)
+
+    def _experts_s(
+        self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
+    ) -> Any:
+        """Seconds in which a group gathers its tokens in each layer, and scatters the sums of its experts."""
+        layers = model.num_layers / groups.p_g
+        size = layers * groups.experts.members * tokens * model.d_model * self._assume.compute_bytes
+        return self._collectives.reduce_s(size, groups.experts, calls=layers * calls)
 
     def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
         """Seconds of the host in all dispatches: a program call each, and its work for every slot."""

@@ -6,8 +6,11 @@
     bytes     weights, moments | gradients, cast weights, kept layer inputs, and the larger of one layer's
               activations and the logits
 
-Groups have the devices of a run's mesh (`mesh.layout`). Not covered: expert and context parallelism,
-offloading, transfers between pools.
+Replicas of the context axis share rows: each has a part of a row's tokens, and of its heads in attention.
+Replicas of the expert axis exchange their tokens, and each computes its own experts: the same operations, as
+if all experts were chosen equally often.
+
+Groups have the devices of a run's mesh (`mesh.layout`). Not covered: offloading, transfers between pools.
 """
 
 from __future__ import annotations
@@ -45,12 +48,14 @@ class _Flushes:
     Attributes:
       count: number of flushes in a pass over the sequences, a mean.
       microbatches: m, number of microbatches per flush.
-      microbatch_tokens: tokens of a replica's rows in a microbatch.
+      microbatch_tokens: tokens of a replica's rows in a microbatch; of its part of them with a context axis.
+      rows: number of rows in these microbatches, of the replicas that share them.
     """
 
     count: float
     microbatches: int
     microbatch_tokens: float
+    rows: float
 
     @property
     def tokens(self) -> float:
@@ -77,8 +82,10 @@ class PassSimulator:
         return filled_rows(self._work)
 
     def divides(self, strategy: Strategy) -> bool:
-        """Whether the rows of a microbatch divide over the replicas and stages of a strategy."""
-        return self._work.microbatch_rows % strategy.row_parts == 0
+        """Whether rows divide over replicas and stages, and a row over the replicas that share it."""
+        work = self._work
+        divides = work.microbatch_rows % strategy.row_parts == 0
+        return divides and work.row_tokens % strategy.context == 0
 
     def share_of(self, role: RoleTasks) -> float:
         """Sequences in a role's forward pass, relative to the trained sequences."""
@@ -100,7 +107,7 @@ class PassSimulator:
         seconds = {
             "compute": compute,
             "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
-            **self._tensor_s(model, strategy, flushes, passes=1),
+            **self._exchanges_s(model, strategy, flushes, passes=1),
             **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
             "program call": self._assume.call_s + self._assume.pass_s,
         }
@@ -124,13 +131,13 @@ class PassSimulator:
         data = self._gathers_s(
             model, strategy, flushes, gathers=2, compute_s=busy / repeats, gradients=True
         )
-        tensor = self._tensor_s(model, strategy, flushes, passes=2 + again)
-        values = model_numbers(model).params_of_shard(strategy.p, strategy.t) / strategy.fsdp
+        exchanged = self._exchanges_s(model, strategy, flushes, passes=2 + again)
+        values = self._values(model, strategy) / strategy.fsdp
         seconds = {
             "compute": compute,
             "layers computed again": again * forward,
             "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
-            **{name: s * repeats for name, s in (tensor | data).items()},
+            **{name: s * repeats for name, s in (exchanged | data).items()},
             "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
             "program call": assume.call_s + work.updates * repeats * assume.pass_s,
         }
@@ -152,7 +159,7 @@ class PassSimulator:
 
     def _flush(self, strategy: Strategy, *, share: float = 1.0) -> _Flushes:
         """The flushes of a pass over `share` times the sequences of all minibatches."""
-        work, filled, d = self._work, self._filled, strategy.d
+        work, filled, d = self._work, self._filled, strategy.row_shards
         # With one microbatch a pipeline is no faster than one stage.
         wanted = (work.pipeline_microbatches or strategy.p) if strategy.p > 1 else 1
         if work.microbatch_rows:
@@ -163,8 +170,9 @@ class PassSimulator:
                 wanted = min(wanted, math.ceil(filled.most / d))
             rows = wanted * d
         micro = filled.microbatches(rows, fill_minibatches=work.fill_minibatches)
-        size = rows / d / wanted * work.row_tokens
-        return _Flushes(work.updates * micro * share, wanted, size)
+        each = rows / d / wanted
+        size = each * work.row_tokens / strategy.context
+        return _Flushes(work.updates * micro * share, wanted, size, each)
 
     def _forward_s(
         self,
@@ -182,15 +190,15 @@ class PassSimulator:
         numbers = model_numbers(model)
         flops = weights * flushes.tokens * numbers.token_flops
         flops += attention * self._attention_flops(model, strategy, flushes)
-        read = (
-            weights * numbers.params_of_shard(strategy.p, strategy.t) * self._assume.compute_bytes
-        )
+        read = weights * self._values(model, strategy) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read
         return max(flops / (strategy.p * strategy.t) / self._flops, reads)
 
     def _attention_flops(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
         """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
-        work, rows = self._work, flushes.tokens / self._work.row_tokens
+        work, rows = self._work, flushes.count * flushes.microbatches * flushes.rows
+        # Each replica of the context axis has a part of the heads.
+        rows /= strategy.context
         kernel = self._assume.attention
         if kernel == "cudnn":
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
@@ -198,13 +206,13 @@ class PassSimulator:
             return rows * mean_attention_flops(model, work.row_tokens, square, windows=windows)
         block = pick_block_tokens(self._cluster.accelerator.platform, tree=work.shares_prompts)
         parts = flushes.microbatches
-        of_replica = parts * max(1, round(flushes.microbatch_tokens / work.row_tokens))
+        of_replica = parts * max(1, round(flushes.rows))
 
         def pairs(reach: int | None) -> float:
             if kernel == "splash":
                 return pairs_of_one_text(work.row_tokens, block, reach)
-            rows_of_micro = of_replica * strategy.d
-            return pairs_of_a_row(work, rows_of_micro, strategy.d, block, reach, parts)
+            shards = strategy.row_shards
+            return pairs_of_a_row(work, of_replica * shards, shards, block, reach, parts)
 
         sliding = sum(model.sliding_layers) / model.num_layers
         seen = (1 - sliding) * pairs(None) + (
@@ -212,17 +220,32 @@ class PassSimulator:
         )
         return model_numbers(model).pair_flops * rows * seen
 
-    def _tensor_s(
+    def _exchanges_s(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int
     ) -> dict[str, float]:
-        """Seconds of two all-reduces per layer and pass, and of activations sent between stages."""
+        """Seconds of activations sent between devices.
+
+        Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts of
+        rows for heads and back. Per tick: from stage to stage.
+        """
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
-        reduces = 2 * passes * numbers.layers / strategy.p * microbatches
+        layers = passes * numbers.layers / strategy.p * microbatches
         layout, shared = layout_of(strategy), self._collectives
         one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
-        found = {"tensor all-reduces": reduces * one}
+        found = {"tensor all-reduces": 2 * layers * one}
+        if strategy.expert > 1:
+            # The tokens of a group are gathered, and the sums scattered (mesh.expert_parallel).
+            group = shared.ring(layout, "expert")
+            found["tokens to experts"] = layers * shared.reduce_s(strategy.expert * size, group)
+        if strategy.context > 1:
+            # Queries, keys, values and outputs, all but a device's own part (mesh.attention_parallel).
+            keys = max(numbers.kv_heads / strategy.t, strategy.context, 1)
+            heads = 2 * model.num_heads / strategy.t + 2 * keys
+            sent = flushes.microbatch_tokens * heads * model.head_dim * assume.compute_bytes
+            rows = shared.ring(layout, "context")
+            found["rows for heads"] = layers * shared.gather_s(sent, rows, calls=4)
         if strategy.p > 1:
             ticks = flushes.count * (flushes.microbatches + strategy.p - 1)
             hop = shared.pass_on_s(size, shared.ring(layout, "stage_gen", "stage_micro"))
@@ -240,29 +263,41 @@ class PassSimulator:
         gradients: bool = False,
     ) -> dict[str, float]:
         """Seconds of exchanges between replicas, and the part that compute hides (negative)."""
-        assume, shared = self._assume, self._collectives
-        values = model_numbers(model).params_of_shard(strategy.p, strategy.t)
+        assume, shared, numbers = self._assume, self._collectives, model_numbers(model)
+        values = self._values(model, strategy)
         layout = layout_of(strategy)
         shards = shared.ring(layout, "fsdp")
         # The weights of a layer are one gather, and their gradients one sum.
-        calls = model_numbers(model).layers / strategy.p + 1
+        calls = numbers.layers / strategy.p + 1
         gather = shared.gather_s(values * assume.compute_bytes, shards, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
             sums = flushes.count if assume.reduce_each_microbatch else self._work.updates
             size = values * assume.reduced_bytes
             scatter = shared.gather_s(size, shards, calls=calls)
-            replicas = shared.ring(layout, "data")
-            rest = shared.reduce_s(size / strategy.fsdp, replicas, calls=calls)
+            # Replicas of the expert axis share no experts.
+            own = numbers.experts / (strategy.p * strategy.t * strategy.expert)
+            rest = 0.0
+            for part, axes in (
+                (values - own, ("data", "expert", "context")),
+                (own, ("data", "context")),
+            ):
+                size = part * assume.reduced_bytes / strategy.fsdp
+                rest += (
+                    shared.reduce_s(size, shared.ring(layout, *axes), calls=calls) if part else 0.0
+                )
             found["gradients summed"] = flushes.count * scatter + sums * rest
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found
 
+    def _values(self, model: ModelConfig, strategy: Strategy) -> float:
+        """Parameters of a device before FSDP."""
+        return model_numbers(model).params_of_shard(strategy.p, strategy.t, strategy.expert)
+
     def _weights(
         self, model: ModelConfig, strategy: Strategy, *, trained: bool = False
     ) -> dict[str, float]:
-        values = model_numbers(model).params_of_shard(strategy.p, strategy.t) / strategy.fsdp
-        assume = self._assume
+        values, assume = self._values(model, strategy) / strategy.fsdp, self._assume
         if not trained:
             return {"frozen weights": assume.frozen_bytes * values}
         return {
@@ -288,12 +323,16 @@ class PassSimulator:
         numbers, assume = model_numbers(model), self._assume
         tokens = flushes.microbatch_tokens
         values = numbers.kept_values + numbers.split_values / strategy.t
-        layer = numbers.stacked / numbers.layers / strategy.t
+        stacked = numbers.dense + numbers.experts / strategy.expert
+        layer = stacked / numbers.layers / strategy.t
         embedding = numbers.vocabulary * numbers.width / strategy.t
         logits = min(assume.logits_tokens, tokens) * numbers.vocabulary / strategy.t
         passes = 2 if backward else 1
         of_layer = passes * tokens * values * assume.compute_bytes
         of_layer += 2 * layer * assume.compute_bytes
+        if strategy.expert > 1:
+            # The tokens of the whole group, and their sums.
+            of_layer += 2 * strategy.expert * tokens * numbers.width * assume.compute_bytes
         arrays = assume.logits_arrays if backward else 1
         of_logits = arrays * logits * 4
         of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
@@ -301,7 +340,7 @@ class PassSimulator:
         # GPU compilers cast the weights of one layer at a time.
         is_tpu = self._cluster.accelerator.arrangement == "torus"
         if is_tpu and assume.compute_bytes != assume.master_bytes:
-            shard = numbers.stacked / (strategy.p * strategy.t * strategy.fsdp)
+            shard = stacked / (strategy.p * strategy.t * strategy.fsdp)
             found["layers' weights in the type of the matmuls"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}

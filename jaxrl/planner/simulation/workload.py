@@ -172,6 +172,7 @@ class Workload:
         `microbatch_rows` each has one row of a replica, and fewer are used if they hold an update.
       tokens_per_dispatch: W, tokens that the engine decodes before the host checks the slots again.
       prefill_prompts: prompts of a prefill batch of the engine.
+      prefill_chunk_tokens: tokens of a prompt that are prefilled at a time; 0 for whole prompts.
       shares_prompts: whether a packed row holds a prompt once for all its answers there.
       fill_minibatches: whether minibatches exchange sequences to fill whole microbatches.
       max_slots: maximum number of slots per replica of the engine, even if more fit into memory.
@@ -193,6 +194,7 @@ class Workload:
     pipeline_microbatches: Annotated[int, count(0)] = 0
     tokens_per_dispatch: Annotated[int, token_count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 32
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
     shares_prompts: bool = False
     fill_minibatches: bool = False
     max_slots: Annotated[int, count(1)] = 1024
@@ -269,12 +271,16 @@ class Strategy:
     Attributes:
       p, t, d: pipeline, tensor and data parallel size (HybridFlow section 5.1).
       fsdp: number of replicas, of the d, that share one copy of weights and optimiser state.
+      expert: number of replicas that split the experts of a mixture.
+      context: number of replicas that split each row.
     """
 
     p: int
     t: int
     d: int
     fsdp: int = 1
+    expert: int = 1
+    context: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -282,14 +288,19 @@ class Strategy:
         return self.p * self.t * self.d
 
     @property
+    def row_shards(self) -> int:
+        """The number of replicas that have rows of their own."""
+        return self.d // self.context
+
+    @property
     def row_parts(self) -> int:
-        """The number that must divide the rows of a microbatch: replicas times stages."""
-        return self.p * self.d
+        """The number that must divide the rows of a microbatch: replicas with own rows, times stages."""
+        return self.p * self.row_shards
 
     @property
     def name(self) -> str:
         """Display name."""
-        return f"{self.p}-{self.t}-{self.d}" + (f" fsdp {self.fsdp}" if self.fsdp > 1 else "")
+        return train_name(layout_of(self))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -311,4 +322,13 @@ class GenerationStrategy:
 def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:
     """Both strategies as one layout of a mesh; without a generation strategy the training layout."""
     p_g, t_g = (generation.p_g, generation.t_g) if generation else (strategy.p, strategy.t)
-    return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, strategy.fsdp)
+    shares = (strategy.fsdp, strategy.expert, strategy.context)
+    return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, *shares)
+
+
+def train_name(layout: ParallelLayout) -> str:
+    """Sizes of the training layout, p-t-d and the axes that share d."""
+    shares = {"fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
+    return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
+        f" {name} {size}" for name, size in shares.items() if size > 1
+    )

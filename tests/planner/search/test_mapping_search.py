@@ -67,7 +67,12 @@ def test_it_is_as_good_as_brute_force(flow, memory, layers, updates, host_gbs, m
     dataflow, (per_host, shape, whole_hosts) = flow
     cluster = Cluster(toy(memory, per_host=per_host, host_gbs=host_gbs), shape, whole_hosts)
     models, work = toy_models(dataflow, *layers), toy_work(updates=updates)
-    limits = SearchLimits(max_tensor=max_tensor, max_pipeline=2 if dataflow != "ppo" else 1)
+    # The other axis would be too much for brute force over several roles.
+    limits = SearchLimits(
+        max_tensor=max_tensor,
+        max_pipeline=2 if dataflow != "ppo" else 1,
+        max_context=2 if dataflow == "dapo" else 1,
+    )
     expected = brute_force(tasks_of(dataflow, models), models, work, cluster, ASSUME, limits)
     if expected == float("inf"):
         with pytest.raises(UserError, match="does not hold actor"):
@@ -81,7 +86,10 @@ def test_it_is_as_good_as_brute_force(flow, memory, layers, updates, host_gbs, m
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [1.2, 4.0])
 def test_six_roles_are_as_good_as_brute_force(memory):
-    cluster, limits = Cluster(toy(memory), (2, 4)), SearchLimits(max_tensor=1, max_pipeline=1)
+    cluster, limits = (
+        Cluster(toy(memory), (2, 4)),
+        SearchLimits(max_tensor=1, max_pipeline=1, max_context=1),
+    )
     models, work = toy_models("safe_rlhf"), toy_work()
     expected = brute_force(tasks_of("safe_rlhf", models), models, work, cluster, ASSUME, limits)
     found = search_mapping("safe_rlhf", models, work, cluster, assumptions=ASSUME, limits=limits)
@@ -236,3 +244,35 @@ def test_a_model_that_fits_nowhere_says_so():
 def test_a_wrong_question_is_refused(dataflow, models, cluster, placements, message):
     with pytest.raises(UserError, match=message):
         search_mapping(dataflow, models, WORK, cluster, placements=placements)
+
+
+def mixture_model():
+    return dataclasses.replace(toy_model(2), num_experts=4, experts_per_token=2, d_ff=512)
+
+
+def test_experts_over_devices_are_as_good_as_brute_force_says():
+    """16 million parameters, of which 13 are experts: over two replicas of two tensor shards."""
+    cluster, limits = Cluster(toy(0.6, per_host=4), (1, 4)), SearchLimits(max_pipeline=1)
+    models, work = {"actor": mixture_model()}, toy_work()
+    expected = brute_force(tasks_of("dapo", models), models, work, cluster, ASSUME, limits)
+    found = search_mapping("dapo", models, work, cluster, assumptions=ASSUME, limits=limits)
+    assert found.seconds == pytest.approx(expected, rel=1e-9)
+    assert found.roles["actor"].strategy.expert == 2
+
+
+def test_rows_that_are_longer_than_a_device_holds_are_shared():
+    """Seven rows of 128,000 tokens on 8 H100: without a context axis the update of one row does not fit."""
+    work = Workload(
+        prompts=7,
+        prompt_lengths=LengthDistribution.exactly(8_000),
+        response_lengths=LengthDistribution.exactly(120_000),
+        microbatch_tokens=128_000,
+    )
+    models = {"actor": model_shapes("qwen2.5-7b")}
+    none = SearchLimits(max_tensor=1, max_pipeline=1, max_context=1)
+    with pytest.raises(UserError, match="does not hold actor"):
+        search_mapping("dapo", models, work, "h100:1x8", limits=none)
+    four = dataclasses.replace(none, max_context=8)
+    found = search_mapping("dapo", models, work, "h100:1x8", limits=four)
+    assert found.roles["actor"].strategy.context > 1
+    assert "context" in found.roles["actor"].strategy.name
