@@ -67,7 +67,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
     Where there is too little room, columns are left out and texts folded.
     """
     # CI systems set FORCE_COLOR, and rich would then take a log for a terminal.
-    console = console or Console(force_terminal=None if sys.stdout.isatty() else False)
+    if console is None:
+        console = Console(force_terminal=None if sys.stdout.isatty() else False)
     plain = not console.is_terminal
     if plain:
         whole = _PLAIN_WIDTH if plan.target is None else _WIDE
