@@ -14,6 +14,10 @@ import sys
 import tomllib
 
 import pytest
+from weights import closure, total
+
+from jaxrl.config.config_tree import leaf_types
+from jaxrl.config.schema import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -204,6 +208,53 @@ def test_no_two_files_have_one_name():
     names = collections.Counter(path.name for path in SOURCES if path.parts[0] == "jaxrl")
     names.pop("__init__.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+# Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
+
+BUDGETS = {
+    "lines of code": 45_200,
+    "lines of code of planner/": 7_320,
+    "lines of code of the largest other package": 4_540,
+    "files": 450,
+    "lines of code that trainer/ imports, itself included": 30_550,
+    "files that trainer/ imports, itself included": 306,
+    "settings": 236,
+    "functions per 1,000 lines of code": 93,
+    "lines of code of tests per 100 of the package": 90,
+}
+MIN_COMMENT_PERCENT = 1.6
+
+
+def test_the_house_keeps_its_budgets(capsys):
+    files = collections.defaultdict(list)
+    for path in MODULES.values():
+        if path.parts[0] == "jaxrl":
+            files[path.parts[1] if len(path.parts) > 2 else ""].append(ROOT / path)
+    whole = total([path for package in files.values() for path in package])
+    code = {package: total(paths).code for package, paths in files.items()}
+    training = closure(ROOT / "jaxrl" / "trainer", ROOT / "jaxrl")
+    figures = {
+        "lines of code": whole.code,
+        "lines of code of planner/": code.pop("planner"),
+        "lines of code of the largest other package": max(code.values()),
+        "files": sum(map(len, files.values())),
+        "lines of code that trainer/ imports, itself included": total(training).code,
+        "files that trainer/ imports, itself included": len(training),
+        "settings": len(leaf_types(Config)),
+        "functions per 1,000 lines of code": round(1000 * whole.functions / whole.code),
+        "lines of code of tests per 100 of the package": round(
+            100 * total(list((ROOT / "tests").rglob("*.py"))).code / whole.code
+        ),
+    }
+    comments = 100 * whole.comments / whole.lines
+    with capsys.disabled():
+        print()
+        for name, figure in figures.items():
+            print(f"{figure:8,} of {BUDGETS[name]:8,} {name}")
+        print(f"{comments:8.1f} of {MIN_COMMENT_PERCENT:8} percent of lines are comments, at least")
+    assert {name for name, figure in figures.items() if figure > BUDGETS[name]} == set()
+    assert comments >= MIN_COMMENT_PERCENT
 
 
 def test_every_late_import_of_the_list_is_there():
