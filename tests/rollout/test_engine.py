@@ -216,7 +216,7 @@ def pack(completions: Completions, shape: PackedShape):
     packing = plan_packing([len(s) for s in sequences], shape)
     batch = PackedBatch(
         tokens=packing.pack(sequences, np.int32),
-        loss_mask=np.zeros(packing.positions.shape, np.float32),
+        loss_mask=(packing.segment_ids > 0).astype(np.float32),
         **packing.fields(),
     )
     return packing, batch
