@@ -230,7 +230,8 @@ class Compute:
             return of_size(forward, count, x, weight)
 
         of_first.defvjp(
-            lambda x, weight, count: (of_first(x, weight, count), (count, x, weight)),
+            # Not `of_first` again: a derivative of this derivative cannot pass a `custom_vjp` forwards.
+            lambda x, weight, count: (of_size(forward, count, x, weight), (count, x, weight)),
             lambda kept, g: (*of_size(backward, *kept, g), None),
         )
         return checkpoint_name(of_first(x, weight, count), "logits")

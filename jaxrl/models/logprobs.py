@@ -185,15 +185,20 @@ def _ungrouped(x_GN: jax.Array, shape: tuple[int, ...], shards: tuple[int, ...])
     return x_GN.reshape(r, p, B // r, T // p).swapaxes(1, 2).reshape(B, T)
 
 
-@jax.custom_vjp
-def _permuted(x: jax.Array, order_GN: jax.Array, inverse_GN: jax.Array) -> jax.Array:
-    """`x` [G, N, ...] in another order. Its gradient is a gather too: XLA's scatter is serial on CPU."""
+def _gathered(x: jax.Array, order_GN: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, order_GN.reshape(*order_GN.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
+@jax.custom_vjp
+def _permuted(x: jax.Array, order_GN: jax.Array, inverse_GN: jax.Array) -> jax.Array:
+    """`x` [G, N, ...] in another order. Its gradient is a gather too: XLA's scatter is serial on CPU."""
+    del inverse_GN
+    return _gathered(x, order_GN)
+
+
 _permuted.defvjp(
-    lambda x, order_GN, inverse_GN: (_permuted(x, order_GN, inverse_GN), (order_GN, inverse_GN)),
-    lambda orders, g: (_permuted(g, orders[1], orders[0]), None, None),
+    lambda x, order_GN, inverse_GN: (_gathered(x, order_GN), inverse_GN),
+    lambda inverse_GN, g: (_gathered(g, inverse_GN), None, None),
 )
 
 

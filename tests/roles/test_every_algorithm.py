@@ -36,6 +36,7 @@ OPTIONS = {
     "dppo_tv": LIMITS,
     "dro": {"beta": 0.1},
     "kl_cov": {"kl_coef": 1.0, "fraction": 0.1},
+    "sequence_masked": {**CLIP, "dual_clip": 3.0, "threshold": 0.5},
     "trpo": {"kl_coef": 0.1},
 }
 
