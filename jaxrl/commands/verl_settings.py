@@ -642,6 +642,11 @@ def _loss(verl: _Verl, result: Import) -> None:
     if aggregation == "seq-mean-token-sum-norm":
         why = verl.origin("actor.loss_scale_factor", "data.max_response_length")
         result.set("algorithm.aggregation_options", {"scale": float(scale)}, why)
+    if verl.number("rollout.top_k", -1) > 0 or verl.number("rollout.top_p", 1.0) < 1:
+        result.remarks.append(
+            "top_k and top_p: verl trains on log-probabilities of the whole vocabulary; set "
+            "algorithm.truncated_logprobs = False for that."
+        )
 
 
 def _kl(verl: _Verl, result: Import) -> None:

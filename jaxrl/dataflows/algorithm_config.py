@@ -156,6 +156,8 @@ class AlgorithmConfig:
       entropy_coef: coefficient of the entropy bonus.
       entropy_target: entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
         coefficient constant.
+      top_entropy_quantile: share of a step's trained tokens that give a gradient: those at which the sampler
+        had the highest entropy (arXiv 2506.01939 uses .2). The others stay in the divisor of the loss.
       kl: KL penalty to the reference policy.
       trust_region: step of dataflow `trpo`, which has no optimiser.
       correction: correction for a sampler whose probabilities differ from the trainer's.
@@ -184,6 +186,7 @@ class AlgorithmConfig:
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     entropy_coef: Annotated[float, coefficient()] = 0.0
     entropy_target: Annotated[float, coefficient()] = 0.0
+    top_entropy_quantile: Annotated[float, between(0, 1, has_low=False)] = 1.0
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
@@ -195,8 +198,13 @@ class AlgorithmConfig:
     def __post_init__(self):
         check_fields(self)
 
-    def check_trust_region(self, *, pretrain_coef: float) -> None:
-        """Raises UserError if a setting contradicts one step per batch whose loss can be measured again."""
+    def check_trust_region(self, *, pretrain_coef: float, truncates: bool) -> None:
+        """Raises UserError if a setting contradicts one step per batch whose loss can be measured again.
+
+        Args:
+          pretrain_coef: coefficient of the auxiliary loss, `cost.pretrain_coef`.
+          truncates: whether log-probabilities are those of truncated sampling.
+        """
         clashes = {
             f"updates_per_step {self.updates_per_step}; set it to 1": self.updates_per_step > 1,
             f"epochs {self.epochs}; set it to 1": self.epochs > 1,
@@ -209,6 +217,12 @@ class AlgorithmConfig:
                     f"dataflow {self.dataflow!r} takes one step from the whole batch, and compares the loss "
                     f"before it with the loss after it, which excludes algorithm.{clash}"
                 )
+        if truncates:
+            raise UserError(
+                f"dataflow {self.dataflow!r} bounds the KL over the whole vocabulary, and with "
+                "algorithm.truncated_logprobs True its loss would be one of the tokens that the limits of "
+                "rollout keep; set it to False, or rollout.top_k to 0, top_p to 1 and min_p to 0"
+            )
         if pretrain_coef:
             raise UserError(
                 f"dataflow {self.dataflow!r} has one loss, without cost.pretrain_coef {pretrain_coef}; "

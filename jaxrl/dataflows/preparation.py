@@ -36,6 +36,7 @@ class Packer:
         fill_minibatches: bool = False,
         share_prompts: ShareOption = False,
         equal_last: bool = False,
+        top_entropy: float = 1.0,
         epochs: int = 1,
     ):
         """Args.
@@ -45,7 +46,7 @@ class Packer:
         max_prompt_tokens: limit of a prompt, for metrics.
         mask_truncated: whether truncated responses are left out of the loss (overlong filtering); they still
           count in the baseline of their group.
-        fill_minibatches, share_prompts: see `roles.batches.pack_completions`.
+        fill_minibatches, share_prompts, top_entropy: see `roles.batches.pack_completions`.
         equal_last: whether groups with equal rewards are packed into the last rows of their minibatch, where
           the update needs no backward pass for them (`Objective.needs_advantage`).
         epochs: number of passes of the actor, for metrics.
@@ -60,6 +61,7 @@ class Packer:
             "shards": shards_of("batch", TRAIN_RULES, actor.mesh),
             "fill_minibatches": fill_minibatches,
             "share_prompts": share_prompts,
+            "top_entropy": top_entropy,
         }
 
     def __call__(self, sampled: Sampled) -> Experience:

@@ -238,7 +238,7 @@ def correction_metrics(config: CorrectionConfig, moments_U: RunningMoments) -> d
 def corrected(
     config: CorrectionConfig, batch: TrainBatch
 ) -> tuple[TrainBatch, dict[str, jax.Array]]:
-    """Adds importance weights to a batch, removes rejected tokens from its mask, and measures the mismatch.
+    """Multiplies a batch's weights by importance weights, masks rejected tokens, and measures the mismatch.
 
     Args:
       config: the correction.
@@ -259,11 +259,11 @@ def _corrected(config: CorrectionConfig, batch: TrainBatch):
         for x in (batch.old_logprob, batch.rollout_logprob, batch.loss_mask, batch.segment_ids)
     )
     weight_BT, kept_BT, moments = correct(config, old_BT, rollout_BT, mask_BT, segment_ids_BT)
-    weight_BT = weight_BT / norm_factor(config, moments)
+    weight = batch.weight * (weight_BT / norm_factor(config, moments)).reshape(shape)
     metrics = correction_metrics(config, jax.tree.map(lambda x: x[None], moments))
     probabilities = algos.probability_metrics(old_BT, rollout_BT, mask_BT)
     metrics |= {f"training/{name}": x for name, x in probabilities.items()}
-    return weight_BT.reshape(shape), kept_BT.reshape(shape), metrics
+    return weight, kept_BT.reshape(shape), metrics
 
 
 def _bounded(config: CorrectionConfig, ratio_BT: jax.Array) -> jax.Array:

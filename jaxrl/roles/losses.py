@@ -238,7 +238,9 @@ def _inside_the_loss(correction: CorrectionConfig | None, *, truncated: bool) ->
         weight_RT, mask_RT, of_correction = correct(
             correction, outputs.logprob, micro.rollout_logprob, micro.loss_mask, micro.segment_ids
         )
-        return micro.replace(weight=weight_RT, loss_mask=mask_RT), moments | of_correction
+        return micro.replace(
+            weight=micro.weight * weight_RT, loss_mask=mask_RT
+        ), moments | of_correction
 
     def metrics(moments_U: RunningMoments) -> dict[str, jax.Array]:
         found = {} if correction is None else correction_metrics(correction, moments_U)

@@ -33,7 +33,7 @@ class InnerCorrection:
     """A correction inside the loss: changes to a microbatch that depend on the policy being trained.
 
     Attributes:
-      apply: (outputs, microbatch) -> (microbatch, moments). Sets importance weights, removes rejected tokens
+      apply: (outputs, microbatch) -> (microbatch, moments). Multiplies weights in, removes rejected tokens
         from the mask, and returns running statistics.
       norm_factor: (moments of a minibatch) -> a divisor of its gradient, besides the count.
       metrics: (moments of each minibatch, along the first axis) -> metrics of the step.

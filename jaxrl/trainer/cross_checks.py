@@ -192,7 +192,9 @@ def _loss(config: Config) -> None:
 
 def _trust_region(config: Config) -> None:
     if find_dataflow(config.algorithm.dataflow).trust_region:
-        config.algorithm.check_trust_region(pretrain_coef=config.cost.pretrain_coef)
+        config.algorithm.check_trust_region(
+            pretrain_coef=config.cost.pretrain_coef, truncates=config.truncates_logprobs
+        )
 
 
 RULES: tuple[Callable[[Config], Any], ...] = (

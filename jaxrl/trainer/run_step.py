@@ -125,6 +125,7 @@ class StepBuilder:
             fill_minibatches=config.train.fill_minibatches,
             share_prompts=config.train.share_prompts,
             equal_last=self._run.algorithm.objective.needs_advantage,
+            top_entropy=config.algorithm.top_entropy_quantile,
             epochs=config.algorithm.epochs,
         )
 

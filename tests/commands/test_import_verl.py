@@ -255,6 +255,26 @@ def test_what_is_read_and_not_imported_is_named(setting, value, remark):
     assert [text for text in said if remark in text]
 
 
+@pytest.mark.parametrize(
+    ("setting", "limits"),
+    [
+        ("top_p: 0.9", True),
+        ("top_k: 50", True),
+        ("top_k: -1", False),
+        ("val_kwargs: {top_p: 0.7}", False),
+    ],
+)
+def test_a_recipe_with_limits_of_sampling_says_what_verl_trains(tmp_path, setting, limits):
+    source = tmp_path / "run.yaml"
+    source.write_text(f"actor_rollout_ref: {{rollout: {{{setting}}}}}\n")
+    settings, text = imported(tmp_path, source)
+    text = text.replace("\n# ", " ")
+    told = "verl trains on log-probabilities of the whole vocabulary; set "
+    assert (f"{told}algorithm.truncated_logprobs = False for that." in text) == limits
+    # Our default stays: the policy that sampled is trained.
+    assert settings["algorithm.truncated_logprobs"]
+
+
 def test_megatron_settings_are_a_megatron_layout():
     name = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
     settings = {line.setting: line.value for line in convert_settings({name: 4}).lines}

@@ -467,6 +467,11 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
         ),
         ("trpo", TRPO | {"algorithm__updates_per_step": 2}, "updates_per_step 2; set it to 1"),
         ("trpo", TRPO | {"algorithm__correction__bypass": True}, "bypass True; set it to False"),
+        (
+            "trpo",
+            TRPO | {"rollout__top_p": 0.9},
+            "truncated_logprobs True its loss would be one of",
+        ),
         ("trpo", TRPO | {"algorithm__old_logprobs": "update"}, "searches along its step with them"),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],
@@ -476,6 +481,19 @@ def test_settings_that_contradict_each_other(recipe, changes, message, folder, t
         program.train(make_config(folder, tmp_path, recipe, **changes))
     assert message in str(error.value)
     assert not list(tmp_path.rglob("rl"))
+
+
+def test_a_run_trains_the_tokens_of_the_highest_entropy(folder, tmp_path):
+    first = {}
+    for share in (1.0, 0.2):
+        changes = {"algorithm__top_entropy_quantile": share, "name": f"share-{share}"}
+        config = make_config(folder, tmp_path, "grpo", **changes, run__num_steps=1)
+        assert program.train(config, devices=jax.devices()[:1]) == 0
+        (first[share],) = (row for row in curve(config) if row["step"] == 1)
+    # The same samples, and advantages; another gradient of them.
+    name = "actor/grad_norm"
+    assert first[1.0]["critic/advantages/max"] == first[0.2]["critic/advantages/max"] > 0
+    assert first[0.2][name] > 0 and abs(first[0.2][name] / first[1.0][name] - 1) > 0.05
 
 
 def test_a_language_model_is_no_judge(folder, tmp_path):
