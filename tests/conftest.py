@@ -31,6 +31,8 @@ _QUICK_TO_COMPILE = (
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
 # As jaxrl.rollout.jetstream.package has it, which some tests import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# pytest-xdist gives its workers a width of 80, and tables follow it.
+os.environ.pop("COLUMNS", None)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests build the same small programs again and again; each is compiled once, and kept for the next run.

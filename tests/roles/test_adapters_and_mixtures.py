@@ -181,6 +181,7 @@ def test_samples_have_the_trainers_logprobs(adapted, model):
         blank.tokens[0, 0, i, :n] = np.concatenate([prompts.tokens[i], tokens])
         blank.positions[0, 0, i, :n] = np.arange(n)
         blank.segment_ids[0, 0, i, :n] = 1
+        blank.loss_mask[0, 0, i, 3:n] = 1
     ours = actor.logprobs(actor.place(blank.replace(num_micro_U=np.ones(1, np.int32))))
     for i, logprob in enumerate(completions.rollout_logprob):
         assert_close(ours[0, 0, i, 3 : 3 + len(logprob)], logprob, scale=1)

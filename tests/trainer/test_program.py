@@ -202,7 +202,10 @@ def test_the_last_step_is_evaluated_once_whatever_the_interval(tmp_path, problem
     program.train(warm(config, whole), devices=one_device())
     key = "val-core/repeat/acc/mean@4"
     assert [row["step"] for row in curve(config) if key in row] == [0, 2, 3]
-    assert "evaluation accuracy after step 3 (± standard error)<" in config.run_folder.report.read_text()
+    assert (
+        "evaluation accuracy after step 3 (± standard error)<"
+        in config.run_folder.report.read_text()
+    )
 
 
 def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, capsys):

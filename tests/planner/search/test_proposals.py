@@ -6,7 +6,6 @@ import math
 import pytest
 from proposals import Pair, proposal, random_pair
 
-from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping_choice import propose, search_for
 
 # 131 has ZeRO-1, 148 stages of one layer, and 263 rows that are mostly empty.
@@ -68,10 +67,10 @@ def test_two_hundred_proposals_for_several_hosts_run(first, tmp_path):
 def test_a_run_has_the_rows_that_were_simulated():
     # The fastest mapping has different numbers of rows, so the search is repeated with common ones. It then
     # finds a mapping whose roles would do with fewer, and which is slower with these.
-    pair = Pair("safe_rlhf_tiny", {"train.rows": "1", "train.row_tokens": "80"}, "v4:2x4x4")
-    found = search_for(pair.config, Cluster.parse(pair.topology))
+    pair = random_pair(8)
+    found = search_for(pair.config, pair.cluster)
     parts = {role.strategy.row_parts for role in found.roles.values()}
     assert found.common_rows > math.lcm(*parts)
-    _, proposed = propose(pair.config, Cluster.parse(pair.topology))
+    _, proposed = propose(pair.config, pair.cluster)
     assert proposed.train.rows == found.common_rows
     assert all(proposed.train.rows % part == 0 for part in parts)
