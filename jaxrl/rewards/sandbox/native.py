@@ -183,7 +183,8 @@ def _followed(
             states = _thread_states(process.pid)
             looked, before = time.monotonic(), looked
             if not events and not {"R", "D"}.intersection(states):
-                asleep_s += looked - before
+                # This process may itself have waited for a core meanwhile.
+                asleep_s += min(looked - before, 2 * _LOOK_EVERY_S)
             if (
                 looked > until
                 or asleep_s > seconds
