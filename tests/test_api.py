@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from extras import import_extra
 
 import jaxrl
 from jaxrl.api import build_config
@@ -160,7 +161,7 @@ def test_several_rewards_and_a_frame(here):
 
 
 def test_pandas_itself(here):
-    pandas = pytest.importorskip("pandas")
+    pandas = import_extra("dev", "pandas")
     config = build_config("grpo_tiny", data=pandas.DataFrame(ROWS))
     lines = pathlib.Path(config.data.train.path).read_text().splitlines()
     assert [json.loads(line) for line in lines] == ROWS
