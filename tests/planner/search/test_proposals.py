@@ -5,6 +5,7 @@ import math
 
 import pytest
 from proposals import Pair, proposal, random_pair
+from slow_values import mostly_slow
 
 from jaxrl.planner.search.mapping_choice import propose, search_for
 
@@ -21,7 +22,7 @@ def test_a_proposal_runs(seed, tmp_path):
 APART = (8, 32)
 
 
-@pytest.mark.parametrize("seed", APART)
+@pytest.mark.parametrize("seed", mostly_slow(APART, fast=(32,)))
 def test_a_proposal_runs_with_pools_on_every_host(seed, tmp_path):
     pair = random_pair(seed)
     assert pair.cluster.num_hosts > 1
@@ -34,7 +35,7 @@ def with_pages(pair: Pair) -> Pair:
     return dataclasses.replace(pair, overrides=pair.overrides | {"rollout.cache": "paged"})
 
 
-@pytest.mark.parametrize("seed", FAST)
+@pytest.mark.parametrize("seed", mostly_slow(FAST, fast=(131,)))
 def test_a_proposal_with_pages_runs(seed, tmp_path):
     assert proposal(with_pages(random_pair(seed)), tmp_path) == ""
 
