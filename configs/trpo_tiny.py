@@ -2,7 +2,7 @@
 
     python launch/train.py --config configs/trpo_tiny.py
 
-Hardware: any two cores; an update takes about twenty times that of vpg_tiny.py. Scores: docs/algorithms.md.
+Hardware: any two cores; an update has about twenty times the operations of vpg_tiny.py's. Scores: docs/algorithms.md.
 """
 
 import pathlib
