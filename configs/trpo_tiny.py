@@ -2,7 +2,8 @@
 
     python launch/train.py --config configs/trpo_tiny.py
 
-Hardware: any two cores; an update has about twenty times the operations of vpg_tiny.py's. Scores: docs/algorithms.md.
+Hardware: any two cores; an update has about twenty times the operations of vpg_tiny.py's.
+Scores: docs/algorithms.md.
 """
 
 import pathlib
