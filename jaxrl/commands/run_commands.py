@@ -9,7 +9,7 @@ import jax
 from jaxrl.config.schema import Config
 from jaxrl.mesh import hosts
 from jaxrl.models.huggingface.packaged import fetch_if_packaged
-from jaxrl.planner import plan_tables, profiling
+from jaxrl.planner import plan_output
 from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
@@ -22,7 +22,7 @@ from jaxrl.trainer.hub_files import with_hub_files
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     if dry_run:
-        plan_tables.show(trace_plan(with_cpu_devices(config)))
+        plan_output.show(trace_plan(with_cpu_devices(config)))
         check_for_plan(config)
         return 0
     return _start(config, _train, REINFORCEMENT)
@@ -33,11 +33,6 @@ def _train(config: Config) -> int:
     if not status and hosts.is_first():
         print(peak_memory_line(config))
     return status
-
-
-def profile(config: Config) -> int:
-    """Traces one step of a recipe and prints where its time goes."""
-    return _start(config, profiling.profile, REINFORCEMENT)
 
 
 def fine_tune(config: Config) -> int:

@@ -3,8 +3,12 @@
     v5p:4x4x8     a TPU slice, by generation and shape; the package libtpu compiles for it
     h100:16x8     16 hosts of 8 GPUs; JAX's CUDA plugin compiles for it, without a GPU or a driver
 
-Neither opens a device. Figures of a kind of device come from `mesh.hardware`, or from a JSON file whose path
-takes the place of the kind (`hardware_files.py`). One cannot compile for a kind from a file.
+Neither opens a device. One cannot compile for a kind of device from a file.
+
+For a GPU that is not present XLA needs its GpuTargetConfig. The figures are from NVIDIA's data sheets and
+white papers of A100, H100, H200 and B200 (multiprocessors, clocks, caches, bandwidth), and from the table of
+features by compute capability in the CUDA programming guide (shared memory, registers, threads). Not covered:
+autotuning, which needs a device; XLA uses its defaults.
 """
 
 from __future__ import annotations
@@ -20,9 +24,82 @@ import jax
 from jax.experimental import topologies
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import Accelerator
-from jaxrl.planner.hardware.gpu_targets import GPU_TARGETS
-from jaxrl.planner.hardware.hardware_files import find_accelerator
+from jaxrl.planner.hardware.accelerators import Accelerator, accelerator
+
+# The oldest cuDNN version that current JAX plugins accept.
+_CUDNN = (9, 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuTarget:
+    """One kind of GPU.
+
+    Attributes:
+      description: the driver's name of it.
+      capability: CUDA compute capability, major and minor.
+      cores: number of streaming multiprocessors.
+      fpus_per_core: number of float32 units of a multiprocessor.
+      clock_ghz: maximum clock rate.
+      memory_bytes: bytes of memory that the driver reports.
+      bandwidth: memory bandwidth in bytes/s.
+      l2_bytes: bytes of the L2 cache.
+      shared_bytes: bytes of shared memory of a multiprocessor; a block may use 1 KiB less.
+    """
+
+    description: str
+    capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    memory_bytes: int
+    bandwidth: int
+    l2_bytes: int
+    shared_bytes: int
+
+    def text(self) -> str:
+        """The GpuTargetConfig in protobuf text format."""
+        major, minor = self.capability
+        return f"""gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+          shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_bytes}
+          shared_memory_per_block_optin: {self.shared_bytes - 1024}
+          core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          memory_bandwidth: {self.bandwidth} l2_cache_size: {self.l2_bytes}
+          clock_rate_ghz: {self.clock_ghz} device_memory_size: {self.memory_bytes}
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
+        device_description_str: "{self.description}\""""
+
+
+_MIB = 2**20
+_AMPERE = ((8, 0), 108, 64, 1.41)
+_HOPPER = ((9, 0), 132, 128, 1.98)
+
+GPU_TARGETS = {
+    "a100-40": GpuTarget(
+        *("NVIDIA A100-SXM4-40GB", *_AMPERE),
+        *(40_960 * _MIB, 1_555_000_000_000, 40 * _MIB, 167_936),
+    ),
+    "a100": GpuTarget(
+        *("NVIDIA A100-SXM4-80GB", *_AMPERE),
+        *(81_920 * _MIB, 2_039_000_000_000, 40 * _MIB, 167_936),
+    ),
+    "h100": GpuTarget(
+        *("NVIDIA H100 80GB HBM3", *_HOPPER),
+        *(84_929_347_584, 3_352_320_000_000, 50 * _MIB, 233_472),
+    ),
+    "h200": GpuTarget(
+        *("NVIDIA H200", *_HOPPER),
+        *(143_771 * _MIB, 4_800_000_000_000, 50 * _MIB, 233_472),
+    ),
+    "b200": GpuTarget(
+        *("NVIDIA B200", (10, 0), 148, 128, 1.965),
+        *(183_359 * _MIB, 8_000_000_000_000, 126 * _MIB, 233_472),
+    ),
+}
 
 # Names of generations that differ in libtpu.
 _LIBTPU_NAMES = {"7x": "tpu7x"}
@@ -74,7 +151,7 @@ def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
             f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
             "v5p:4x4x8 (sides of the slice in chips)"
         )
-    found, shape = find_accelerator(kind), tuple(map(int, parts))
+    found, shape = accelerator(kind), tuple(map(int, parts))
     check_shape(found, shape)
     return found, shape
 

@@ -20,7 +20,6 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.decode_trace import (
     DecodeTrace,
     PrefillSizes,
@@ -29,6 +28,7 @@ from jaxrl.planner.simulation.decode_trace import (
 )
 from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
+from jaxrl.planner.simulation.step_costs import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
 from jaxrl.rollout.engine_sizes import page_sizes, prefill_sizes, slot_sizes
 from jaxrl.rollout.settings import EngineConfig, fewest_slots

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import accelerator
 from jaxrl.planner.hardware import topologies
+from jaxrl.planner.hardware.accelerators import accelerator
 from jaxrl.planner.hardware.topologies import check_topology, read_topology
 
 

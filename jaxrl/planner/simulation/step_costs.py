@@ -1,15 +1,13 @@
-"""The breakdown of a predicted cost: seconds by cause, resident bytes, transient bytes."""
+"""The predicted costs of a step: seconds by cause and bytes, of each role in each of HybridFlow's stages."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
-
-_NOTHING: Mapping[str, float] = {}
 
 
-class SlotUse(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SlotUse:
     """Use of the slots of all replicas, from a replay of the engine's scheduler.
 
     Attributes:
@@ -47,8 +45,8 @@ class CostBreakdown:
     """
 
     seconds: Mapping[str, float]
-    resident: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
-    transient: Mapping[str, float] = dataclasses.field(default_factory=lambda: _NOTHING)
+    resident: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    transient: Mapping[str, float] = dataclasses.field(default_factory=dict)
     idle_s: float = 0.0
     slot_use: SlotUse | None = None
 
@@ -67,19 +65,46 @@ class CostBreakdown:
         """Additional bytes per device while the task runs."""
         return sum(self.transient.values())
 
-    def times(self, factor: float) -> CostBreakdown:
-        """The cost of `factor` repetitions: seconds are multiplied, bytes are not."""
-        seconds = {cause: factor * s for cause, s in self.seconds.items()}
-        use = self.slot_use
-        if use is not None:
-            use = use._replace(dispatches=factor * use.dispatches, preempted=factor * use.preempted)
-        return dataclasses.replace(self, seconds=seconds, idle_s=factor * self.idle_s, slot_use=use)
 
-    def lines(self) -> list[str]:
-        """One line per cause, and the sums."""
-        seconds = [f"{s:10.2f} s   {name}" for name, s in self.seconds.items() if s]
-        if self.idle_s:
-            seconds.append(f"{self.idle_s:10.2f} s   of these for idle slots and unequal replicas")
-        kept = [f"{b / 1e9:10.2f} GB  {name}, stays" for name, b in self.resident.items() if b]
-        brief = [f"{b / 1e9:10.2f} GB  {name}" for name, b in self.transient.items() if b]
-        return [*seconds, f"{self.total_s:10.2f} s   predicted in all", *kept, *brief]
+@dataclasses.dataclass(frozen=True)
+class TaskCosts:
+    """The costs of a role in a stage.
+
+    Attributes:
+      stage, role: names of both.
+      pool: index of its pool.
+      costs: expected seconds and bytes.
+      at_least_s: lower bound of the seconds; 0 in a search, which has no programs.
+      bound: what the slowest program of the task is bound by; "" without programs.
+    """
+
+    stage: str
+    role: str
+    pool: int
+    costs: CostBreakdown
+    at_least_s: float = 0.0
+    bound: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """The costs of a step: its stages run one after the other, and the pools of a stage at the same time."""
+
+    tasks: tuple[TaskCosts, ...]
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages, in order."""
+        return tuple(dict.fromkeys(task.stage for task in self.tasks))
+
+    def of_stage(self, stage: str) -> tuple[TaskCosts, ...]:
+        """The tasks of a stage."""
+        return tuple(task for task in self.tasks if task.stage == stage)
+
+    def stage_s(self, stage: str, *, at_least: bool = False) -> float:
+        """Expected seconds of the slowest pool of a stage, or their lower bound: its tasks take turns."""
+        pools: dict[int, float] = {}
+        for task in self.of_stage(stage):
+            seconds = task.at_least_s if at_least else task.costs.total_s
+            pools[task.pool] = pools.get(task.pool, 0.0) + seconds
+        return max(pools.values(), default=0.0)
