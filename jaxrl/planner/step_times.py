@@ -1,6 +1,6 @@
 """Predicted seconds of a run's step by phase: the expectation, and a lower bound of it.
 
-expectation   the step simulated for its layouts, pools and slots, with the engine's scheduler
+expectation   the step simulated for its layouts, pools and slots
 at least      the roofline of every program of the phase, at the vendors' rates (compiled/ahead.py)
 
 The search prints the same expectation for the mapping that it proposes. Not covered: offloading, transfers
@@ -104,7 +104,7 @@ def _floor_of(stage: str, role: str) -> str:
 
 
 def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> StepCosts:
-    """Simulates each stage of a step, with the engine's own scheduler and pages.
+    """Simulates each stage of a step, as the search does.
 
     Args:
       planned: roles of the run.
@@ -143,16 +143,14 @@ def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> St
         roles["actor"] = dataclasses.replace(roles["actor"], generation=generation("actor"))
     assumptions = assumptions_of(planned.config, cluster.accelerator)
     simulator = StepSimulator(cluster, load.work, assumptions)
-    step = simulator.step(
-        tasks_of_run(planned.algorithm, planned.config), models, roles, replay=True
-    )
+    step = simulator.step(tasks_of_run(planned.algorithm, planned.config), models, roles)
     if planned.judge is None:
         return step
     role = sampler("judge")
     assert role.generation is not None, "a judge samples"
     verdicts = load.of_verdicts(planned.config.reward.judge.max_verdict_tokens).work
     costs = GenerationSimulator(cluster, verdicts, assumptions).generation(
-        models["judge"], role.strategy, role.generation, replay=True
+        models["judge"], role.strategy, role.generation
     )
     judged = TaskCosts("preparation", "judge", role.pool, costs)
     # After the tasks of preparation.

@@ -27,7 +27,7 @@ from jaxrl.planner.batch_flow import describe_flow
 from jaxrl.planner.compiled.ahead import roofline
 from jaxrl.planner.compiled.trace import abstract_batch
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.memory import ResidentBuffers, activation_memory, update_memory
+from jaxrl.planner.memory import ResidentBuffers, update_memory
 from jaxrl.planner.plan import Plan, check_positions, planned_pool, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
@@ -125,9 +125,8 @@ def _in_updates(
     for name, role in roles.roles.learners.items():
         if name in pool.roles:
             batch = abstract_batch(role, shape, TrainBatch if name == "actor" else ValueBatch)
-            yield from update_memory(name, role, shape, batch)
             layout = pool.layout_of(name)
-            yield from activation_memory(name, role, layout, shape.rows, updates[name])
+            yield from update_memory(name, role, layout, shape, batch, updates[name])
 
 
 def _notes(roles: PlannedRoles, slots_are_chosen: bool, memory: int) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ hash of its inputs. Nothing here runs a program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -32,6 +33,7 @@ from jaxrl.planner.compiled.traffic import Traffic, counted_collectives, merged,
 from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.hardware.topologies import Topology
 from jaxrl.planner.memory import ResidentBuffers
+from jaxrl.tracking.durable import write_atomically
 
 # Environment variables and packages that change the result of a compilation: part of the cache key.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -275,10 +277,19 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
       lowered: function, lowered for devices of the topology.
       topology: the topology.
     """
+    inputs = [topology.name, *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS)]
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    inputs += [f"{name} {installed.get(name, 'none')}" for name in _COMPILERS]
+    # Options of `jax.jit` are neither in the program's text nor in a public attribute.
+    inputs += [f"{name}={value}" for name, value in lowered._lowering._compiler_options_kvs]
+    key = hashlib.sha256("\n".join([*inputs, lowered.as_text()]).encode()).hexdigest()
     folder = cache_folder().parent.parent / "ahead"
-    key = _key(lowered, topology)
-    if kept := _read(folder, key):
-        return kept
+    figures, text_file = folder / f"{key}.json", folder / f"{key}.hlo.gz"
+    try:
+        text = gzip.decompress(text_file.read_bytes()).decode()
+        return CompiledPiece(**json.loads(figures.read_text()), text=text, cached=True)
+    except (OSError, EOFError, ValueError, TypeError):
+        pass  # absent or damaged
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as dump:
         options = {"xla_dump_to": dump} if topology.platform == "tpu" else None
@@ -292,20 +303,14 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
             texts = sorted(pathlib.Path(dump).glob(_TEXTS))
             text = texts[-1].read_text() if texts else compiled.as_text()
             found = _described(compiled, text, seconds)
-    _keep(folder, key, found)
+    stored = dataclasses.asdict(found)
+    del stored["text"], stored["cached"]
+    # If the folder cannot be written, the next plan compiles again.
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(text_file, gzip.compress(found.text.encode()))
+        write_atomically(figures, json.dumps(stored).encode())
     return found
-
-
-def _key(lowered: Any, topology: Topology) -> str:
-    parts = [topology.name, *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS)]
-    for name in _COMPILERS:
-        try:
-            parts.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            parts.append(f"{name} none")
-    # Options of `jax.jit` are neither in the program's text nor in a public attribute.
-    parts += [f"{name}={value}" for name, value in lowered._lowering._compiler_options_kvs]
-    return hashlib.sha256("\n".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 
 def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
@@ -323,34 +328,3 @@ def _too_large(error: Exception, seconds: float) -> CompiledPiece:
         raise error
     used = int(float(match[1]) * _SUFFIX[match[2]])
     return CompiledPiece(0, used, used, False, "", seconds)
-
-
-def _read(folder: pathlib.Path, key: str) -> CompiledPiece | None:
-    try:
-        stored = json.loads((folder / f"{key}.json").read_text())
-        text = gzip.decompress((folder / f"{key}.hlo.gz").read_bytes()).decode()
-        return CompiledPiece(**stored, text=text, cached=True)
-    except (OSError, EOFError, ValueError, TypeError, gzip.BadGzipFile):
-        return None
-
-
-def _keep(folder: pathlib.Path, key: str, found: CompiledPiece) -> None:
-    """Writes a cache entry. If the folder cannot be written, the next plan compiles again."""
-    stored = {
-        field.name: getattr(found, field.name)
-        for field in dataclasses.fields(found)
-        if field.name not in ("text", "cached")
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{key}.hlo.gz", gzip.compress(found.text.encode()))
-        _write(folder / f"{key}.json", json.dumps(stored).encode())
-    except OSError:
-        pass
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file atomically: two plans may write the same entry."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)

@@ -88,7 +88,7 @@ def propose(
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
-    The cost breakdown of the mapping is that of the config's plan, which replays the engine's scheduler.
+    The cost breakdown of the mapping is that of the config's plan.
 
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.

@@ -8,26 +8,24 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class SlotUse:
-    """Use of the slots of all replicas, from a replay of the engine's scheduler.
+    """Predicted use of the slots of all replicas.
 
     Attributes:
       busy: mean number of slots with a sample, over all decoding steps.
       slots: number of slots.
       dispatches: number of dispatches of a step of training.
-      preempted: number of times that a sample lost its pages and was prefilled again.
     """
 
     busy: float
     slots: int
     dispatches: float
-    preempted: float
 
     @property
     def text(self) -> str:
         """One line of all figures."""
         return (
             f"{self.busy:,.0f} of {self.slots:,} slots busy on average ({self.busy / self.slots:.0%}), "
-            f"{self.dispatches:,.0f} dispatches, {self.preempted:,.0f} preemptions"
+            f"{self.dispatches:,.0f} dispatches"
         )
 
 
@@ -41,7 +39,7 @@ class CostBreakdown:
       transient: additional bytes while the task runs.
       idle_s: seconds, contained in `seconds`, that generation would save if no slot were ever idle and all
         replicas had the same load.
-      slot_use: use of the slots; None if nothing is sampled or the scheduler was not replayed.
+      slot_use: use of the slots; None if nothing is sampled.
     """
 
     seconds: Mapping[str, float]

@@ -1,7 +1,6 @@
 """Simulates a whole step: the seconds and bytes of each role's tasks in each stage, for a given mapping.
 
-Plans and the search take their expectation of a step from here. A plan replays the engine's scheduler; the
-search ranks thousands of mappings by the quick trace (`decode_trace.py`).
+Plans and the search take their expectation of a step from here.
 """
 
 from __future__ import annotations
@@ -60,8 +59,6 @@ class StepSimulator:
         tasks: Sequence[RoleTasks],
         models: Mapping[str, ModelConfig],
         roles: Mapping[str, RoleMapping],
-        *,
-        replay: bool = False,
     ) -> StepCosts:
         """The costs of each stage of a step.
 
@@ -70,7 +67,6 @@ class StepSimulator:
           models: model of each role.
           roles: mapping of each role. The one that generates has a generation strategy, or else the role
             "rollout" samples for it, on devices of its own.
-          replay: whether to replay the engine's scheduler, which takes a second for a large batch.
         """
         generation, preparation, training = [], [], []
         for task in tasks:
@@ -79,9 +75,7 @@ class StepSimulator:
                 sampler = roles.get("rollout", role)
                 assert sampler.generation is not None, "the sampler has a generation strategy"
                 costs = self.generating.generation(
-                    *(model, sampler.strategy, sampler.generation),
-                    greedy=task.greedy,
-                    replay=replay,
+                    model, sampler.strategy, sampler.generation, greedy=task.greedy
                 )
                 generation.append(TaskCosts("generation", sampler.name, sampler.pool, costs))
             if task.forwards:
