@@ -10,10 +10,10 @@ from jaxrl.config.schema import Config
 from jaxrl.mesh import hosts
 from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_output
-from jaxrl.planner.cpu_devices import with_cpu_devices
+from jaxrl.planner.resolve import with_cpu_devices
 from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.trainer import program
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, check_for_plan, fine_tuning
 from jaxrl.trainer.hub_files import with_hub_files
