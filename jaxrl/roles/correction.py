@@ -19,7 +19,7 @@ from jaxrl.algos import rollout_correction as algos
 from jaxrl.algos.moments import RunningMoments, merge_moments
 from jaxrl.algos.rollout_correction import WEIGHTINGS, Rejection
 from jaxrl.algos.segments import masked
-from jaxrl.checks import between, check_fields, check_value, coefficient, positive_coefficient
+from jaxrl.checks import between, check_value, coefficient, positive_coefficient, settings
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
@@ -78,7 +78,7 @@ def _rejection(name: str, limit: Limit) -> Rejection:
     return Rejection(name, over, by, -math.inf, limit)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class CorrectionConfig:
     """Correction for tokens whose probability differs between sampler and trainer.
 
@@ -141,7 +141,6 @@ class CorrectionConfig:
             )
 
     def __post_init__(self):
-        check_fields(self)
         _check_rejections(self.reject)
         if not 0 <= self.lowest < self.highest:
             raise ValueError(

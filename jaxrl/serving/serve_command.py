@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.compile_messages import announce_compilations
 from jaxrl.serving.serve_config import ServeConfig
 from jaxrl.serving.server import serve
 
@@ -29,7 +28,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     keep_compiled_programs()
-    announce_compilations()
     return serve(config)
 
 

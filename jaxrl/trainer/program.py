@@ -14,7 +14,6 @@ from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.compile_messages import announce_compilations
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.tracking.durable import disk_errors, ensure_writable
@@ -42,7 +41,6 @@ def start(config: Config) -> None:
         simulate(simulated, processes=config.hosts.num_processes)
     hosts.start(config.hosts)
     keep_compiled_programs()
-    announce_compilations()
 
 
 def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
