@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxrl.commands.run_commands import check_for_plan
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import flatten_config, group_class, leaf_types
 from jaxrl.config.schema import Config
@@ -14,7 +15,6 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.rewards import check_grader
-from jaxrl.trainer.findings import check_for_plan
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
 
+from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
 
@@ -195,6 +196,7 @@ def load_recipe(
       UserError: the file does not exist, or it failed; the message has file and line.
     """
     path, _, argument = str(recipe).partition(":")
+    check_path("--config", path)
     path = recipe_path(path)
     try:
         get_config = _execute(path).get("get_config")

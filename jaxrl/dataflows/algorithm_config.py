@@ -21,7 +21,7 @@ from jaxrl.checks import (
     steps,
 )
 from jaxrl.errors import UserError
-from jaxrl.roles.correction import CorrectionConfig
+from jaxrl.roles.losses import CorrectionConfig
 from jaxrl.roles.optim_config import OptimConfig
 
 

@@ -14,7 +14,7 @@ from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
-from jaxrl.trainer.cross_checks import check_algorithm
+from jaxrl.trainer.algorithm import algorithm_of
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ from jaxrl.trainer.cross_checks import check_algorithm
 def test_refused(setting, value, message):
     also = {"rollout.max_generation_batches": "0"} if setting == "rollout.on_shortage" else {}
     with pytest.raises(UserError) as error:
-        check_algorithm(load_config(Config, "configs/dapo_tiny.py", {setting: value, **also}))
+        algorithm_of(load_config(Config, "configs/dapo_tiny.py", {setting: value, **also}))
     assert message in str(error.value)
 
 

@@ -43,8 +43,8 @@ from jaxrl.planner.memory_check import check_memory, check_memory_here
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.serve_config import ServeConfig
+from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import check_evaluation_fits
-from jaxrl.trainer.cross_checks import check_algorithm
 
 STAGES = ("", "sft.")
 
@@ -344,7 +344,7 @@ def same_machine_everywhere(monkeypatch):
 def checked(tree: ml_config_dict.ConfigDict) -> None:
     """What a command does with a recipe before it asks for devices."""
     config = from_config_dict(Config, tree)
-    check_algorithm(config)
+    algorithm_of(config)
     check_memory(config, config.model, num_devices=1)
     check_memory(config, config.model, **MACHINE)
     check_evaluation_fits(config, DEMO_PROBLEMS)
@@ -396,7 +396,8 @@ def is_meant(setting: str, hostile: str) -> bool:
         return kind is not Any and accepts_none(kind)
     if isinstance(value, bool):
         is_switch = bool in (kind, *typing.get_args(kind)) or isinstance(value_of(setting), bool)
-        return is_switch
+        # Inside of a free-form table ml_collections makes 1.0 of True where a number was.
+        return is_switch or setting == "reward.functions.brevity.weight"
     if isinstance(value, str):
         allowed = {"empty": NONE_BY_EMPTY | PATHS | NAMES | PROSE, "text": NAMES | PATHS | PROSE}
         allowed |= {"digit": NAMES | PATHS | PROSE, "NUL": set(), "long": PROSE}
