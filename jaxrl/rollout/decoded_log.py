@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,12 +27,8 @@ from jaxrl.rollout.decode_state import DecodedTokens
 _COLUMNS = 256
 
 
-class Stretch(NamedTuple):
-    """Tokens of one sample: int32 ids, float32 log-probabilities and entropies, [R] each."""
-
-    token: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
+# Tokens of one sample: int32 ids, float32 log-probabilities and entropies, [R] each.
+Stretch: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass
@@ -151,7 +147,7 @@ class DecodedLog:
 
     def _stretch(self, slot: int, begin: int, end: int) -> Stretch:
         words = self._words_of(slot, begin, end, 3)
-        return Stretch(words[0], words[1].view(np.float32), words[2].view(np.float32))
+        return words[0], words[1].view(np.float32), words[2].view(np.float32)
 
     def _words_of(self, slot: int, begin: int, end: int, kinds: int) -> np.ndarray:
         """Columns of a slot, int32 [kinds, columns]: ids, bits of log-probabilities, of entropies."""
@@ -168,7 +164,7 @@ class DecodedLog:
         return np.concatenate(parts[::-1], axis=1)
 
     def _room_for(self, steps: int) -> _Block:
-        """The block for the next columns. First drops those that nobody needs any more."""
+        """The block for the next columns. Frees blocks whose tokens have all been read."""
         block = self._blocks[-1] if self._blocks else None
         if block is not None and block.used + steps <= block.words.shape[2]:
             return block

@@ -1,8 +1,8 @@
 """The offline backend: samples batches of prompts, for training and evaluation.
 
-It turns prompts into tasks of a `DecodeLoop`. `generate` samples one batch to its end, those with the longest
-expected responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
-`continuous` does so without an end, over changes of the weights. After each dispatch the groups that have
+It feeds prompts to a `DecodeLoop`. `generate` samples one batch to its end, those with the longest expected
+responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
+`continuous` keeps sampling while the weights are updated. After each dispatch the groups that have
 just finished are handed out.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
@@ -205,7 +205,7 @@ class OfflineBackend(EngineBackend):
             finished = running.finish()
         running.loop.give_tokens()
         groups.hand_out(finished, on_group)
-        if self.engine.config.speculate:
+        if self.engine.num_drafted:
             self._metrics = running.loop.metrics()
 
 

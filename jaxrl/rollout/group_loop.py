@@ -7,7 +7,7 @@ N prompts   G samples of each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -21,9 +21,7 @@ from jaxrl.rollout.backend import (
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
-from jaxrl.rollout.sample_task import SampleTask, StartSequence
-from jaxrl.rollout.samples import Sample
-from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.samples import Sample, Start
 from jaxrl.types import Prompts
 
 
@@ -51,7 +49,7 @@ class GroupLoop:
         self._options = options
         self._longest_prompt = engine.max_prefill_length
         self._max_tokens = engine.config.max_response_tokens
-        self._tasks: dict[int, list[SampleTask]] = {}
+        self._started: dict[int, list[Sample]] = {}
 
     def go_on(self) -> None:
         """Starts the unfinished samples of all groups: those of the group with the oldest tokens first.
@@ -78,7 +76,7 @@ class GroupLoop:
 
     def finish(self) -> list[int]:
         """Waits for the dispatch in progress; returns the groups that it has finished."""
-        ended = [s for result in self.loop.finish() if (s := result.task.sample).finished]
+        ended = [s for result in self.loop.finish() if (s := result.sample).finished]
         numbers = dict.fromkeys(sample.prompt for sample in ended)
         return [n for n in numbers if self.groups.finished(n)]
 
@@ -89,31 +87,24 @@ class GroupLoop:
 
     def remove(self, n: int) -> None:
         """Forgets a group. Its unfinished samples leave their slots."""
-        self.loop.drop([task for task in self._tasks.pop(n, []) if not task.sample.finished])
+        self.loop.drop([s for s in self._started.pop(n, []) if not s.finished])
         self.groups.remove(n)
 
     def _start(self, samples: Iterable[Sample]) -> None:
-        tasks = list(self._tasks_of(samples))
-        for task in tasks:
-            self._tasks.setdefault(task.sample.prompt, []).append(task)
-        self.loop.add(tasks)
-
-    def _tasks_of(self, samples: Iterable[Sample]) -> Iterator[SampleTask]:
-        options = self._options
+        asked = self._options
         # Samples without tokens of their own share the prefill of their prompt.
-        starts: dict[int, StartSequence] = {}
+        starts: dict[int, Start] = {}
+        options: dict[int, SamplingOptions] = {}
+        requested = []
         for sample in samples:
             prompt = self.groups.prompt(sample.prompt)
-            start = starts.setdefault(sample.prompt, StartSequence(prompt.tokens[0]))
+            start = starts.setdefault(sample.prompt, Start(prompt.tokens[0]))
             if len(sample):
-                start = StartSequence(np.concatenate([start.tokens, sample.tokens]))
-            yield SampleTask(
-                sample,
-                start,
-                int(prompt.ids_N[0]),
-                DrawSettings(options.seed, sample.step, options.temperature, options.truncation),
-                self._max_tokens,
-                budget_tokens=options.budget_tokens,
-                stop_strings=options.stop_strings,
-                environment=options.environment,
+                start = Start(np.concatenate([start.tokens, sample.tokens]))
+            if sample.step not in options:
+                options[sample.step] = asked.replace(step=sample.step)
+            requested.append(
+                sample.request(start, int(prompt.ids_N[0]), options[sample.step], self._max_tokens)
             )
+            self._started.setdefault(sample.prompt, []).append(sample)
+        self.loop.add(requested)

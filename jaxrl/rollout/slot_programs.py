@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.cache import slot_moves
 from jaxrl.models.cache.interface import Cache, CacheKind
+from jaxrl.models.cache.kv_cache import copy_slots, take_slots, with_capacity, write_slots
 from jaxrl.models.cache.paged_cache import PagedCache
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import Truncation, sample_keys, untruncated
@@ -182,9 +182,7 @@ class SlotPrograms:
 
         def append(context: Prefix, new: NewTokens, live_n):
             start_n = context.length
-            history = slot_moves.written(
-                context.history, PREFIX_AXES.history, new.tokens, start_n, live_n
-            )
+            history = write_slots(context.history, PREFIX_AXES.history, new.tokens, start_n, live_n)
             cache = self.cache.write(context.cache, new.cache, start_n, live_n)
             return dataclasses.replace(context, cache=cache, history=history)
 
@@ -192,7 +190,7 @@ class SlotPrograms:
 
     def with_capacity(self, prefix: Prefix, capacity: int) -> Prefix:
         """The prefix with a capacity of `capacity` tokens, larger or smaller than before."""
-        history = slot_moves.with_capacity(prefix.history, PREFIX_AXES.history, capacity)
+        history = with_capacity(prefix.history, PREFIX_AXES.history, capacity)
         cache = self.cache.resize(prefix.cache, capacity)
         return dataclasses.replace(prefix, cache=cache, history=history)
 
@@ -206,9 +204,9 @@ class SlotPrograms:
         def take(tree: Any, slot_m):
             if isinstance(tree, DecodeState):
                 rest = tree.replace(context=None)
-                taken = slot_moves.taken(rest, slots_first(rest), slot_m)
+                taken = take_slots(rest, slots_first(rest), slot_m)
                 return taken.replace(context=take(tree.context, slot_m))
-            taken = slot_moves.taken(_without_cache(tree), PREFIX_AXES, slot_m)
+            taken = take_slots(_without_cache(tree), PREFIX_AXES, slot_m)
             return dataclasses.replace(taken, cache=self.cache.take(tree.cache, slot_m))
 
         # The sequences of a paged cache come out contiguous, so they differ from the state in structure.
@@ -219,10 +217,10 @@ class SlotPrograms:
         """A copy in which slot i is slot source_n[i] of `other`, or unchanged if source_n[i] is negative."""
         if isinstance(tree, DecodeState):
             rest, others = tree.replace(context=None), other.replace(context=None)
-            copied = slot_moves.copied(rest, slots_first(rest), others, source_n)
+            copied = copy_slots(rest, slots_first(rest), others, source_n)
             return copied.replace(context=self._copied(tree.context, source_n, other.context))
         rest, others = _without_cache(tree), _without_cache(other)
-        copied = slot_moves.copied(rest, PREFIX_AXES, others, source_n)
+        copied = copy_slots(rest, PREFIX_AXES, others, source_n)
         cache = self.cache.copy(tree.cache, other.cache, source_n)
         return dataclasses.replace(copied, cache=cache)
 
