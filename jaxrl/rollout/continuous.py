@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import More, SamplingOptions
-from jaxrl.rollout.group_loop import GroupLoop
-from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import UnfinishedGroups, oldest_version
 from jaxrl.types import Completions
 

@@ -31,8 +31,7 @@ from jaxrl.rollout.backend import (
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.group_loop import GroupLoop
-from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch

@@ -3,8 +3,8 @@
 The methods follow JetStream's `engine_api.Engine`, but this module does not import JetStream. One state holds
 n slots of capacity C. The programs:
 
-    prefill    prompts -> Prefix                   once per prompt               prefill_programs.py
-    extend     Prefix + tokens -> Prefix           long prompts, environments    prefill_programs.py
+    prefill    prompts -> Prefix                   once per prompt               generate_program.py
+    extend     Prefix + tokens -> Prefix           long prompts, environments    generate_program.py
     insert     Prefix -> slots of a state          once per sample               slot_programs.py
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
     speculate  the same, of a few slots            instead of generate           speculate_program.py
@@ -64,11 +64,9 @@ from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
-from jaxrl.rollout.generate_program import GenerateProgram
-from jaxrl.rollout.prefill_programs import PrefillPrograms
+from jaxrl.rollout.generate_program import GenerateProgram, PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.rollout.slot_layout import SlotLayout
-from jaxrl.rollout.slot_programs import SlotPrograms
+from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
 from jaxrl.rollout.speculate_program import SpeculateProgram
 from jaxrl.rollout.speculation import num_drafted
 

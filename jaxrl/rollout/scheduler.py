@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.buckets import next_below, round_up
+from jaxrl.rollout.engine_sizes import next_below, round_up
 
 # Preferred shards may have this part of their slots more in use than others: a quarter.
 _UNEVEN = 4

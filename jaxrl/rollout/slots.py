@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
+from jaxrl.rollout.engine_sizes import round_up
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.speculation import Rows

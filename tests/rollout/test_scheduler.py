@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.rollout.buckets import bucket_sizes, coarse_bucket_sizes, next_below, round_up
+from jaxrl.rollout.engine_sizes import bucket_sizes, coarse_bucket_sizes, next_below, round_up
 from jaxrl.rollout.scheduler import Admission, Scheduler
 
 

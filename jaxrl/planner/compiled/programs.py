@@ -32,9 +32,9 @@ from jaxrl.roles.objective import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.reward_model import RewardModel
 from jaxrl.roles.score_learner import ScoreLearner
-from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.engine_sizes import round_up
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, ValueBatch
 
