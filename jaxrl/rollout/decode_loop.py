@@ -489,12 +489,12 @@ class DecodeLoop:
         return None
 
 
-def _holders(pages: SlotPages | None, sample: Sample) -> Collection[int]:
-    """The shards that hold most of the beginning of a sample's sequence in known pages."""
-    return () if pages is None else pages.pool.holders(sample.start.tokens[:-1])[0]
-
-
 def _take(pages: SlotPages | None, slot: int, sample: Sample) -> bool:
     """Takes pages for a sample; False if there are too few. A contiguous cache has memory in every slot."""
     most = sample.prompt_tokens + sample.limit
     return pages is None or pages.take(slot, sample.start.tokens, most, len(sample))
+
+
+def _holders(pages: SlotPages | None, sample: Sample) -> Collection[int]:
+    """The shards that hold most of the beginning of a sample's sequence in known pages."""
+    return () if pages is None else pages.pool.holders(sample.start.tokens[:-1])[0]

@@ -90,7 +90,8 @@ class DecodedLog:
         if steps > self._last.shape[2]:
             self._last = np.empty((3, *decoded.token.shape), np.int32)
         # A copy: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
-        for last, new in zip(self._last, _words(decoded), strict=True):
+        words = decoded.token, decoded.logprob.view(np.int32), decoded.entropy.view(np.int32)
+        for last, new in zip(self._last, words, strict=True):
             last[:, :steps] = new[:, :steps]
         self._end += steps
         self._missing_n = steps - decoded.count
@@ -175,8 +176,3 @@ class DecodedLog:
         words = self._spare.pop() if self._spare else np.empty(shape, np.int32)
         self._blocks.append(_Block(self._settled, words))
         return self._blocks[-1]
-
-
-def _words(decoded: DecodedTokens) -> tuple[np.ndarray, ...]:
-    """Ids, and the bits of log-probabilities and entropies, int32 [n, W] each."""
-    return decoded.token, decoded.logprob.view(np.int32), decoded.entropy.view(np.int32)

@@ -13,21 +13,13 @@ N prompts   G samples of each   B = N * G
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.backend import (
-    DecodeTexts,
-    More,
-    OnGroup,
-    SamplingOptions,
-)
+from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
@@ -39,36 +31,23 @@ from jaxrl.types import Completions, Prompts
 
 
 class EngineBackend:
-    """An engine with its weights. Base class of all backends that use our engine."""
+    """An engine with its weights. Base class of all backends that use our engine.
+
+    Attributes:
+      mesh, dtype, weights_dtype, metrics: see `RolloutBackend`.
+    """
 
     def __init__(self, engine: Engine, decode_texts: DecodeTexts):
         """Args: the compiled programs; a function from token ids to texts. `load` brings the weights."""
         self.engine = engine
+        self.mesh, self.dtype = engine.mesh, jnp.dtype(engine.config.dtype)
+        self.weights_dtype = engine.config.weights_dtype
+        self.metrics: Mapping[str, float] = {}
         self._decode_texts = decode_texts
         # A function and no method, which would keep the weights until Python's cycle collection.
-        self._decode_text = functools.partial(_decode_text, decode_texts)
+        self._decode_text = lambda tokens: "".join(decode_texts([tokens]))
         self._stops = StopSearch(self._decode_text)
         self._params: Params | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices of the engine."""
-        return self.engine.mesh
-
-    @property
-    def dtype(self) -> Any:
-        """The data type of weights and activations."""
-        return jnp.dtype(self.engine.config.dtype)
-
-    @property
-    def weights_dtype(self) -> str:
-        """The 8-bit type of the weights of projections; "" if it is `dtype`."""
-        return self.engine.config.weights_dtype
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last call; none by default."""
-        return {}
 
     @property
     def params(self) -> Params:
@@ -93,20 +72,17 @@ class EngineBackend:
 
 
 class OfflineBackend(EngineBackend):
-    """Samples with our engine; `backend.RolloutBackend` documents the methods."""
+    """Samples with our engine; `backend.RolloutBackend` documents the methods.
+
+    With `speculate` its metrics are the tokens that a round keeps, and the fraction decoded in rounds.
+    """
 
     def __init__(self, engine: Engine, decode_texts: DecodeTexts):
         """Args: as for `EngineBackend`."""
         super().__init__(engine, decode_texts)
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
-        self._metrics: dict[str, float] = {}
         self._continuous: ContinuousRollout | None = None
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """With `speculate`: tokens that a round keeps, and the fraction of tokens decoded in rounds."""
-        return self._metrics
 
     def generate(
         self,
@@ -205,9 +181,4 @@ class OfflineBackend(EngineBackend):
         running.loop.give_tokens()
         groups.hand_out(finished, on_group)
         if self.engine.num_drafted:
-            self._metrics = running.loop.metrics()
-
-
-def _decode_text(decode_texts: DecodeTexts, tokens: np.ndarray) -> str:
-    (text,) = decode_texts([tokens])
-    return text
+            self.metrics = running.loop.metrics()

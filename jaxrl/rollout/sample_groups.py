@@ -64,7 +64,12 @@ class SampleGroups:
         # For both `hand_out` and the result, which then share their texts.
         self._completions: dict[int, Completions] = {}
         if unfinished is not None:
-            _check_size(unfinished, self._num_samples)
+            if unfinished.num_samples != options.num_samples:
+                raise UserError(
+                    f"{len(unfinished.prompts)} unfinished groups have {unfinished.num_samples} samples each "
+                    f"and would go on with num_samples {options.num_samples}; a run keeps one number: finish "
+                    f"them first, or set it to {unfinished.num_samples}"
+                )
             for n in range(len(unfinished.prompts)):
                 self._add(unfinished.prompts.take([n]), [s.at(n) for s in unfinished.group(n)])
 
@@ -92,10 +97,6 @@ class SampleGroups:
     def __iter__(self) -> Iterator[int]:
         """The numbers of the groups, in the order in which they were added."""
         return iter(list(self._prompts))
-
-    def oldest_version(self, n: int) -> int:
-        """The policy version of the oldest token of group n; see `samples.oldest_version`."""
-        return oldest_version(self.group(n))
 
     def prompt(self, n: int) -> Prompts:
         """The prompt of group n."""
@@ -155,15 +156,6 @@ class SampleGroups:
         self._completions.pop(n, None)
 
 
-def _check_size(unfinished: UnfinishedGroups, num_samples: int) -> None:
-    if unfinished.num_samples != num_samples:
-        raise UserError(
-            f"{len(unfinished.prompts)} unfinished groups have {unfinished.num_samples} samples each and "
-            f"would go on with num_samples {num_samples}; a run keeps one number: finish them first, or set "
-            f"it to {unfinished.num_samples}"
-        )
-
-
 class GroupLoop:
     """The groups of a decode loop.
 
@@ -195,7 +187,7 @@ class GroupLoop:
 
         Of equally old ones the longest start first, so that the sequences of a prefill have similar lengths.
         """
-        oldest = {n: self.groups.oldest_version(n) for n in self.groups}
+        oldest = {n: oldest_version(self.groups.group(n)) for n in self.groups}
         samples = [sample for n in oldest for sample in self.groups.group(n) if not sample.finished]
         self._start(sorted(samples, key=lambda s: (oldest[s.prompt], -len(s))))
 

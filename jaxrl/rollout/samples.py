@@ -325,9 +325,9 @@ def completions_of(
         rollout_logprob=tuple(sample.logprob for sample in samples),
         entropy=tuple(sample.entropy for sample in samples),
         truncated_B=np.array([sample.truncated for sample in samples], bool),
-        texts=LazyRows([functools.partial(made.text, b) for b in rows]),
+        texts=LazyRows([functools.partial(made.get, 0, b) for b in rows]),
         mask=mask,
-        turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
+        turns=LazyRows([functools.partial(made.get, 1, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
     )
 
@@ -349,19 +349,12 @@ class _Texts:
         self._lock = threading.Lock()
         self._made: tuple[list[str], list[tuple[TurnText, ...]]] | None = None
 
-    def text(self, b: int) -> str:
-        """The text of sample b."""
-        return self._all()[0][b]
-
-    def turns(self, b: int) -> tuple[TurnText, ...]:
-        """The turns of sample b."""
-        return self._all()[1][b]
-
-    def _all(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
+    def get(self, kind: int, b: int) -> Any:
+        """The text of sample b (kind 0) or its turns (kind 1)."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
-            return self._made
+            return self._made[kind][b]
 
     def _make(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
         starts = [np.flatnonzero(np.diff(mask)) + 1 for mask in self._mask]
