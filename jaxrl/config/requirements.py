@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from jaxrl.data.model_directory import GGUF_REMEDY
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
 from jaxrl.mesh.pools import Pool, takes_all
@@ -85,8 +84,6 @@ class Finder:
 
 
 def _missing_weights(folder: pathlib.Path) -> list[str]:
-    if folder.suffix == ".gguf":
-        return [f"weights: {folder}: {GGUF_REMEDY}"]
     absent = [] if (folder / "config.json").is_file() else ["config.json"]
     index = _read_json(folder / _INDEX)
     if index is not None:

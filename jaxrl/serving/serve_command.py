@@ -2,7 +2,7 @@
 
     python launch/serve.py --model DIR [--http_port 8000] [--grpc_port 9000 | --http_only]
 
-DIR is a Hugging Face directory. launch/convert.py --from run makes one from the result of a run. The server
+DIR is a Hugging Face directory. launch/convert.py makes one from the result of a run. The server
 listens only on this machine unless --host is given, which needs a key. After SIGTERM or Ctrl-C it finishes
 open requests.
 """
