@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.models.decoder import Params
-from jaxrl.models.heads import last_scores
+from jaxrl.models.logprobs import last_scores
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.frozen import Frozen

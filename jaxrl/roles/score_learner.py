@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.models.decoder import Params
-from jaxrl.models.heads import score_config, score_params
+from jaxrl.models.decoder import Params, score_config, score_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.packed_model import each_micro

@@ -8,7 +8,7 @@ import jax
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.models.decoder import Params
-from jaxrl.models.heads import values_before
+from jaxrl.models.logprobs import values_before
 from jaxrl.models.mixture import Routing
 from jaxrl.roles.objective import Stats
 from jaxrl.roles.score_learner import ScoreLearner

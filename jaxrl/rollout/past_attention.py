@@ -12,8 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.manual import per_device
-from jaxrl.mesh.rules import Rules, axes_of, partition_spec
+from jaxrl.mesh.rules import Rules, axes_of, partition_spec, per_device
 from jaxrl.models.cache import page_moves
 from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.interface import Cache

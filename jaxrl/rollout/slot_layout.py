@@ -13,8 +13,14 @@ from typing import Any, NamedTuple, cast
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.mesh.manual import per_device
-from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardings, with_shardings
+from jaxrl.mesh.rules import (
+    GENERATE_RULES,
+    constraint,
+    partition_spec,
+    per_device,
+    shardings,
+    with_shardings,
+)
 from jaxrl.models.cache.interface import Cache, CacheKind
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 

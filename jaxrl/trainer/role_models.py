@@ -18,7 +18,7 @@ from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models import lora
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import score_config
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer.role_table import ROLES
