@@ -51,8 +51,7 @@ from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.slot_choice import with_compiled_slots, with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import step_times
-from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.cross_checks import pools_of
+from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.roles import check_role_batches
 from jaxrl.types import TrainBatch, ValueBatch
 

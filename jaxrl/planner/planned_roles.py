@@ -38,12 +38,11 @@ from jaxrl.planner.memory import (
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Reference
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import RewardModel
 from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.trainer.algorithm import Algorithm
+from jaxrl.trainer.algorithm import Algorithm, compared_role, pools_of
 from jaxrl.trainer.context import meshes_of
-from jaxrl.trainer.cross_checks import compared_role, pools_of
 from jaxrl.trainer.role_models import RoleModels, role_models
 from jaxrl.trainer.roles import Roles, build_roles
 

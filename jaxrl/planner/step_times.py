@@ -22,8 +22,7 @@ from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 from jaxrl.planner.simulation.step_tasks import STAGES, RoleTasks, role_tasks
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.step_load import StepLoad, assumptions_of
-from jaxrl.trainer.algorithm import Algorithm
-from jaxrl.trainer.cross_checks import runs_free
+from jaxrl.trainer.algorithm import Algorithm, runs_free
 
 # Roles that sample with an engine; their work is no pass over packed rows.
 _SAMPLERS = ("rollout", "judge")

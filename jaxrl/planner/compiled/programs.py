@@ -36,14 +36,13 @@ from jaxrl.models.experts import EXPERT_TILES
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_load import StepLoad
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import Objective
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.roles.reward_model import RewardModel
-from jaxrl.roles.score_learner import ScoreLearner
-from jaxrl.rollout.buckets import round_up
+from jaxrl.roles.scores import RewardModel, ScoreLearner
 from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.engine_sizes import round_up
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, TrainBatch, ValueBatch
 

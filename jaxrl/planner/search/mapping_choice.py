@@ -27,8 +27,7 @@ from jaxrl.planner.simulation.step_tasks import TASKS
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_times import expected_step, tasks_of_run
-from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.algorithm import algorithm_of, roles_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
 

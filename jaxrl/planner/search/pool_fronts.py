@@ -76,7 +76,7 @@ def strategies_of(
                 continue
             d = devices // t // p
             for expert, context in itertools.product(divisors(d), divisors(d)):
-                # The heads of a device divide over the context axis (mesh.attention_parallel).
+                # The heads of a device divide over the context axis (mesh.parallel_layers).
                 keys = max(1, model.num_kv_heads // t)
                 exchanges = keys % context == 0 or context % keys == 0
                 if (

@@ -16,7 +16,7 @@ import statistics
 import numpy as np
 
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.rollout.buckets import coarse_bucket_sizes
+from jaxrl.rollout.engine_sizes import coarse_bucket_sizes
 
 # With thousands of samples, fewer stretches hardly change a result.
 _MOST_STRETCHES = 512

@@ -24,8 +24,7 @@ from jaxrl.planner.simulation.decode_trace import DecodeTrace, trace_decoding
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_costs import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
-from jaxrl.rollout.buckets import round_up
-from jaxrl.rollout.engine_sizes import prefill_sizes
+from jaxrl.rollout.engine_sizes import prefill_sizes, round_up
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
 
 

@@ -31,7 +31,7 @@ from jaxrl.planner.simulation.step_costs import StepCosts
 from jaxrl.planner.simulation.step_simulator import RoleMapping
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.step_load import assumptions_of, load_of
-from jaxrl.trainer.cross_checks import pools_of, roles_of
+from jaxrl.trainer.algorithm import pools_of, roles_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
 
