@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.pools import Pool
 from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program, roofline
 from jaxrl.planner.compiled.programs import Program, abstract_batch
@@ -48,7 +49,7 @@ from jaxrl.planner.planned_roles import (
     planned_roles,
 )
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.planner.slot_choice import with_compiled_slots, with_counted_slots
+from jaxrl.planner.slot_choice import with_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import step_times
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
@@ -83,7 +84,7 @@ def trace_plan(
     algorithm, meshes = algorithm_of(config), abstract_meshes(config)
     slots_are_chosen = config.rollout.slots == "auto"
     memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
-    config = with_counted_slots(config, algorithm, meshes, memory)
+    config = with_slots(config, algorithm, meshes, memory)
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
     if cluster is not None:
@@ -229,7 +230,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
         return found.total
 
     memory = topology.memory_bytes
-    config = with_compiled_slots(config, algorithm, meshes, memory, compile_and_watch)
+    config = with_slots(config, algorithm, meshes, memory, compile_and_watch)
     roles = planned_roles(config, algorithm, meshes)
     check_role_batches(config, meshes)
     return roles
@@ -284,3 +285,34 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
         yield "cost.pretrain_coef", "the loss of written solutions is not in the compiled update"
     if config.sft.num_steps:
         yield "SFT", "not planned: the same weights, batches of its own"
+
+
+def peak_memory_line(config: Config) -> str:
+    """Describes the peak memory of this process, or on accelerators of its fullest device.
+
+    Args:
+      config: config of the run, without open settings.
+    """
+    measured, on_device = peak_memory()
+    where = (
+        "on the fullest device" if on_device else "in this process, programs and libraries included"
+    )
+    told = f"memory: at most {measured / 1e9:.2f} GB {where}"
+    try:
+        planned = planned_bytes(trace_plan(config), per_device=on_device)
+    except UserError as error:  # a run that has succeeded must not fail here
+        return f"{told} (no plan to compare with: {error})"
+    return f"{told}; --dry_run counts {planned / 1e9:.2f} GB of arrays"
+
+
+def planned_bytes(plan: Plan, *, per_device: bool) -> int:
+    """Bytes that a traced plan counts, in its larger phase.
+
+    Args:
+      plan: the plan.
+      per_device: of the fullest device; otherwise of all devices of one process.
+    """
+    pools = [(pool, max(pool.bytes_in(phase) for phase in PHASES)) for pool in plan.pools]
+    if per_device:
+        return max(nbytes for _, nbytes in pools)
+    return sum(pool.num_devices * nbytes for pool, nbytes in pools) // jax.process_count()

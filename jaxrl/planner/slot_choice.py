@@ -44,14 +44,22 @@ _TRIES = 6
 Compile = Callable[[Program, Any, Sequence[ResidentBuffers]], int]
 
 
-def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, memory: int) -> Config:
-    """Returns the config with the number of slots that fit, estimated from shapes; unchanged if it has one.
+def with_slots(
+    config: Config,
+    algorithm: Algorithm,
+    meshes: Meshes,
+    memory: int,
+    compile: Compile | None = None,
+) -> Config:
+    """Returns the config with the number of slots that fit; unchanged if it has one.
 
     Args:
       config: config of the run.
       algorithm: algorithm of the config.
-      meshes: mesh of each role.
+      meshes: mesh of each role; with `compile` on devices that can be compiled for.
       memory: bytes of a device.
+      compile: function that compiles the sampling programs, called for several numbers of slots; None
+        estimates them from shapes.
 
     Raises:
       UserError: not even one slot fits, or a mesh does not divide a batch.
@@ -59,26 +67,7 @@ def with_counted_slots(config: Config, algorithm: Algorithm, meshes: Meshes, mem
     if config.rollout.slots != "auto":
         return config
     choice = _Choice(config, algorithm, meshes, memory)
-    return choice.config(choice.counted())
-
-
-def with_compiled_slots(
-    config: Config, algorithm: Algorithm, meshes: Meshes, memory: int, compile: Compile
-) -> Config:
-    """Like `with_counted_slots`, refined by the compiler's figures.
-
-    Args:
-      config, algorithm, memory: as in `with_counted_slots`.
-      meshes: mesh of each role, on devices that can be compiled for.
-      compile: function that compiles the sampling programs; called for several numbers of slots.
-
-    Raises:
-      UserError: not even one slot fits, or a mesh does not divide a batch.
-    """
-    if config.rollout.slots != "auto":
-        return config
-    choice = _Choice(config, algorithm, meshes, memory)
-    return choice.config(choice.compiled(compile))
+    return choice.config(choice.counted() if compile is None else choice.compiled(compile))
 
 
 def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
@@ -93,7 +82,7 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
         peak = peak_here(program)
         return hosts.on_first(lambda: peak) + co_resident_bytes(program, buffers)
 
-    config = with_compiled_slots(config, algorithm, meshes, memory, compile_here)
+    config = with_slots(config, algorithm, meshes, memory, compile_here)
     if hosts.is_first():
         share = f"{config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
         print(

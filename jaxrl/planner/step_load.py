@@ -54,24 +54,9 @@ class StepLoad:
         return self.work.samples + self.greedy
 
     @property
-    def kept(self) -> int:
-        """Number of sequences in the update."""
-        return self.work.sequences
-
-    @property
-    def prompt_tokens(self) -> float:
-        """Mean tokens of a prompt."""
-        return self.work.prompt_lengths.mean
-
-    @property
-    def response_tokens(self) -> float:
-        """Mean tokens of an answer."""
-        return self.work.response_lengths.mean
-
-    @property
     def live_tokens(self) -> float:
         """Mean tokens that a sample in flight has in the cache."""
-        return self.prompt_tokens + self.work.response_lengths.mean_in_flight
+        return self.work.prompt_lengths.mean + self.work.response_lengths.mean_in_flight
 
     @property
     def lengths_text(self) -> str:
@@ -87,7 +72,7 @@ class StepLoad:
         """Describes what a step samples and what it keeps."""
         return (
             f"{self.prompts:,} prompts x {self.samples} answers = {self.prompts * self.samples:,} are "
-            f"sampled, {self.kept:,} are kept and trained on"
+            f"sampled, {self.work.sequences:,} are kept and trained on"
         )
 
     def microbatches(self, shape: PackedShape) -> float:

@@ -19,7 +19,6 @@ from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping_choice import propose
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import StepTimes, expected_step, tasks_of_run
 from jaxrl.trainer.algorithm import algorithm_of
@@ -40,11 +39,6 @@ def recipe(name: str, **changes: str) -> Config:
 
 def planned_of(config: Config):
     return planned_roles(config, algorithm_of(config), abstract_meshes(config))
-
-
-def with_slots(config: Config, cluster: Cluster) -> Config:
-    memory = int(cluster.accelerator.memory_gb * 1e9)
-    return with_counted_slots(config, algorithm_of(config), abstract_meshes(config), memory)
 
 
 def times_of(config: Config, cluster: Cluster) -> StepTimes:

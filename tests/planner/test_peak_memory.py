@@ -10,7 +10,7 @@ import pytest
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh import devices
-from jaxrl.planner import peak_memory
+from jaxrl.planner.make_plan import peak_memory_line, planned_bytes
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan, PlannedPool
 
@@ -34,8 +34,8 @@ def test_the_larger_phase_of_every_pool_counts():
             pool("critic", 2, sampling=5 * GB, learning=GB),
         ),
     )
-    assert peak_memory.planned_bytes(plan, per_device=True) == 5 * GB
-    assert peak_memory.planned_bytes(plan, per_device=False) == (4 * 3 + 2 * 5) * GB
+    assert planned_bytes(plan, per_device=True) == 5 * GB
+    assert planned_bytes(plan, per_device=False) == (4 * 3 + 2 * 5) * GB
 
 
 # More than whatever the process has had before, in a process of its own.
@@ -60,7 +60,7 @@ def test_the_peak_of_a_process_stays():
 
 
 def test_a_run_tells_its_memory_beside_the_plan():
-    line = peak_memory.peak_memory_line(load_config(Config, RECIPE, {}))
+    line = peak_memory_line(load_config(Config, RECIPE, {}))
     measured, planned = map(float, re.findall(r"([\d.]+) GB", line))
     assert "in this process" in line and "--dry_run counts" in line
     assert measured == pytest.approx(devices.peak_process_bytes() / GB, abs=0.06)
@@ -69,5 +69,5 @@ def test_a_run_tells_its_memory_beside_the_plan():
 
 def test_a_recipe_that_cannot_be_traced_is_no_error_after_the_run():
     config = load_config(Config, RECIPE, {"mesh.layout": "auto"})
-    line = peak_memory.peak_memory_line(config)
+    line = peak_memory_line(config)
     assert "(no plan to compare with: mesh.layout" in line

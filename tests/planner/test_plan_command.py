@@ -145,9 +145,10 @@ def test_the_load_is_what_the_dataflow_samples():
         load_config(Config, str(CONFIGS / f"{n}.py"), {}) for n in ("dapo_qwen32b", "ppo_tiny")
     )
     assert load_of(dapo).prompts == dapo.rollout.generation_prompts
-    assert load_of(dapo).kept == 512 * 16 and load_of(dapo).response_tokens == 4096
+    assert load_of(dapo).work.sequences == 512 * 16
+    assert load_of(dapo).work.response_lengths.mean == 4096
     given = load_of(ppo, response_lengths(ppo, 7.0))
-    assert given.prompts == ppo.rollout.num_prompts and given.response_tokens == 7
+    assert given.prompts == ppo.rollout.num_prompts and given.work.response_lengths.mean == 7
 
 
 @pytest.mark.tpu

@@ -12,7 +12,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.planned_roles import abstract_meshes, meshes_on
-from jaxrl.planner.slot_choice import most_that_fit, with_compiled_slots, with_counted_slots
+from jaxrl.planner.slot_choice import most_that_fit, with_slots
 from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -36,7 +36,7 @@ def counted(memory: float, fraction: float = 0.9) -> int:
     config = config_of(
         "dapo_qwen32b.py", rollout__memory_fraction=fraction, rollout__cache="contiguous"
     )
-    return with_counted_slots(*on_shapes(config), int(memory)).rollout.slots
+    return with_slots(*on_shapes(config), int(memory)).rollout.slots
 
 
 def test_by_shapes_they_are_as_many_as_fit():
@@ -52,20 +52,20 @@ def test_a_paged_cache_has_more_slots_in_the_same_memory():
     """Prompts of 2,048 and responses of 20,480: a slot of full length is shared by three."""
     slots = counted(95e9)
     config = config_of("dapo_qwen32b.py")
-    paged = with_counted_slots(*on_shapes(config), int(95e9)).rollout
+    paged = with_slots(*on_shapes(config), int(95e9)).rollout
     longest = paged.cache_tokens / (paged.slots / 3)
     assert 0 <= longest - (2048 + 20_480 + paged.tokens_per_dispatch) < 512
     # What else a slot takes is little.
     assert 2.7 * slots < paged.slots <= 3 * slots
     given = config_of("dapo_qwen32b.py", rollout__cache_tokens=10**6)
     with pytest.raises(UserError, match=r"rollout\.cache_tokens is 1,000,000; set it to 0"):
-        with_counted_slots(*on_shapes(given), int(95e9))
+        with_slots(*on_shapes(given), int(95e9))
 
 
 def test_a_number_that_is_given_stays():
     config = config_of("dapo_qwen32b.py", rollout__slots=320)
-    assert with_counted_slots(*on_shapes(config), 1) is config
-    assert with_compiled_slots(*on_shapes(config), 1, lambda *_: 0) is config
+    assert with_slots(*on_shapes(config), 1) is config
+    assert with_slots(*on_shapes(config), 1, lambda *_: 0) is config
 
 
 @hypothesis.given(
@@ -118,13 +118,13 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_compiled(
     config = config_of("dapo_qwen32b.py", **{setting: value})
     name = setting.replace("__", ".")
     with pytest.raises(UserError, match=rf"{name}={value} does not divide over .*{remedy}"):
-        with_compiled_slots(*on_shapes(config), int(95e9), never)
+        with_slots(*on_shapes(config), int(95e9), never)
 
 
 def test_a_compiler_that_fits_none_is_an_error():
     with pytest.raises(UserError, match="none does"):
         config = config_of("dapo_qwen32b.py")
-        with_compiled_slots(*on_shapes(config), int(95e9), lambda *_: int(1e15))
+        with_slots(*on_shapes(config), int(95e9), lambda *_: int(1e15))
 
 
 def cache_of(buffers):
@@ -146,8 +146,6 @@ def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
         return seen[slots]
 
     meshes = meshes_on(config, jax.devices()[:1])
-    found = with_compiled_slots(
-        config, algorithm_of(config), meshes, MEMORY, compiler
-    ).rollout.slots
+    found = with_slots(config, algorithm_of(config), meshes, MEMORY, compiler).rollout.slots
     assert 1 < found < 64 * config.rollout.num_samples
     assert 0 <= 0.9 * MEMORY - seen[found] < 2 * max(sizes)

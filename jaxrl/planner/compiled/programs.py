@@ -388,7 +388,7 @@ def engine_programs(
     T = round_up(engine.prompt_sizes, min(config.max_prompt_tokens, config.chunk_tokens))
     # Compiled for the longest prompts; a step has programs for shorter ones.
     calls = math.ceil(load.prompts / P)
-    share = load.prompts * load.prompt_tokens / (calls * P * T)
+    share = load.prompts * load.work.prompt_lengths.mean / (calls * P * T)
     prefill = Piece(
         *(engine.prefill, (params, small(P, T), small(P))),
         calls=calls,
@@ -432,7 +432,7 @@ def engine_programs(
 
 def _dispatches(engine: Engine, load: StepLoad) -> float:
     """Number of dispatches in a step, if no slot were ever idle."""
-    tokens = load.prompts * load.samples * load.response_tokens
+    tokens = load.prompts * load.samples * load.work.response_lengths.mean
     return tokens / (_busy_slots(engine, load) * engine.config.tokens_per_dispatch)
 
 

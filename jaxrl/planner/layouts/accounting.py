@@ -184,10 +184,3 @@ def _received(found: list[tuple[int, Collective]], weights: list[Weight]) -> int
 
 def _num_devices(weights: list[Weight]) -> int:
     return weights[0].train.mesh.size
-
-
-def state_bytes(shapes: Any, shardings: Any, bytes_per_value: int) -> int:
-    """Bytes per device of one part of a training state: weights, gradients or moments."""
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    values = sum(int(np.prod(s.shard_shape(leaf.shape), dtype=np.int64)) for leaf, s in pairs)
-    return values * bytes_per_value

@@ -45,7 +45,6 @@ from jaxrl.mesh.sharding_strategies import (
     GATHER_ALL,
     HYBRID,
     STRATEGIES,
-    ZERO,
     ShardingStrategy,
 )
 from jaxrl.models.decoder import decoder_graph
@@ -60,7 +59,6 @@ from jaxrl.planner.layouts.accounting import (
     from_shardings,
     of_gather_and_keep,
     of_resharding,
-    state_bytes,
     table_2,
 )
 
@@ -120,7 +118,6 @@ def main(argv: Sequence[str]) -> int:
             console.print(line, markup=False, soft_wrap=True)
         console.print()
     console.print(_costs_table(cases, model.num_params * 2))
-    console.print(_state_table(model, layout, cases[-1].mesh))
     return 0
 
 
@@ -298,24 +295,6 @@ def _costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
                 shown.append("does not fit" if costs is None else share)
             table.add_row("" if number else field.name, source, *shown)
         table.add_section()
-    return table
-
-
-def _state_table(model: ModelConfig, layout: ParallelLayout, mesh: Mesh) -> Table:
-    """A table of the training state's bytes per device, by sharding of weights, gradients and moments."""
-    _, shapes, axes = decoder_graph(model)
-    title = "Training state of a device, float32 with Adam"
-    table = Table(title=title, title_justify="left", box=box.ASCII2)
-    for column in ("", "weights", "gradients", "moments", "sum"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, tables in ZERO.items():
-        parts = ((tables.weights, 4), (tables.gradients, 4), (tables.optimizer, 8))
-        sizes = [
-            state_bytes(shapes, shardings(axes, shapes, rules, mesh), nbytes)
-            for rules, nbytes in parts
-        ]
-        name = f"{name} over {layout.fsdp}" if name == "FSDP" else name
-        table.add_row(name, *map(_size, sizes), _size(sum(sizes)))
     return table
 
 

@@ -10,6 +10,7 @@ decoding, concurrent grading.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -244,13 +245,10 @@ class GenerationSimulator:
             shard, self._collectives.ring(layout_of(strategy), "fsdp")
         )
 
-    def _samples(self, greedy: bool) -> int:
+    def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
         work = self.workload
         prompts = math.ceil(work.prompts * work.sampled_per_kept)
-        return prompts * (work.samples + greedy)
-
-    def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
-        return math.ceil(self._samples(greedy) / replicas)
+        return math.ceil(prompts * (work.samples + greedy) / replicas)
 
     def _trace(self, replicas: int, slots: int, greedy: bool) -> DecodeTrace:
         work = self.workload
@@ -269,50 +267,6 @@ class GenerationSimulator:
             return trace
         return trace.without_idle_slots(min(slots, samples), work.tokens_per_dispatch)
 
-    def _prefill_work(
-        self, replicas: int, trace: DecodeTrace
-    ) -> tuple[int, float, float, float, float, float]:
-        """The work of all prefills, padding included: each prompt is prefilled once.
-
-        Each dispatch ends samples so that others start, and a batch is inserted in it. With slots that are
-        always full, prompts are drawn at each dispatch, and samples that were unfinished are prefilled again.
-
-        Returns:
-          Number of prefills, and of their sequences; sums of the tokens of these, and of their squares;
-          number of insertions of a batch into slots, and sum of the tokens of these batches.
-        """
-        work = self.workload
-        config = EngineConfig(
-            prefill_prompts=work.prefill_prompts,
-            prefill_chunk_tokens=work.prefill_chunk_tokens,
-            max_prompt_tokens=work.prompt_lengths.longest,
-            max_response_tokens=work.response_lengths.longest,
-            stop_ids=(),
-        )
-        batch_sizes, prompt_sizes = prefill_sizes(config, replicas)
-        lengths, _ = work.lengths_of(math.ceil(work.prompts * work.sampled_per_kept), 1)
-        each = most = batch_sizes[-1]
-        again: list[int] = []
-        if work.always_full:
-            each = min(most, math.ceil(len(lengths) / trace.dispatches))
-            live = work.prompt_lengths.mean + work.response_lengths.mean_in_flight
-            again = [round(live)] * round(trace.samples * replicas)
-        prefills = [lengths[i : i + each].tolist() for i in range(0, len(lengths), each)]
-        prefills += [again[i : i + most] for i in range(0, len(again), most)]
-        padded = []
-        for prefill in prefills:
-            # Long prompts are prefilled in chunks.
-            chunks, rest = divmod(max(prefill), prompt_sizes[-1])
-            tokens = chunks * prompt_sizes[-1] + (round_up(prompt_sizes, rest) if rest else 0)
-            padded.append((round_up(batch_sizes, len(prefill)), tokens))
-        rows, tokens = np.array(padded, float).T
-        inserts = max(float(len(prefills)), trace.dispatches)
-        total = float((rows * tokens).sum())
-        return (
-            *(len(prefills), float(rows.sum()), total, float((rows * tokens**2).sum())),
-            *(inserts, inserts / len(prefills) * total),
-        )
-
     def _prefill_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
     ) -> dict[str, float]:
@@ -320,8 +274,8 @@ class GenerationSimulator:
 
         A device may insert any sequence of a batch into its slots, so all of them gather the batch.
         """
-        batches, rows, tokens, squares, inserts, inserted = self._prefill_work(
-            groups.replicas, trace
+        batches, rows, tokens, squares, inserts, inserted = _prefill_work(
+            self.workload, groups.replicas, trace.dispatches, trace.samples
         )
         attention = rows * mean_attention_flops(model, tokens / rows, squares / rows)
         flops = tokens * model_numbers(model).token_flops + attention
@@ -399,3 +353,53 @@ class GenerationSimulator:
         visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
         each_slot = assume.slot_host_s + replicas * assume.host_s
         return trace.dispatches * assume.call_s + visits * each_slot
+
+
+@functools.lru_cache(maxsize=4096)
+def _prefill_work(
+    work: Workload, replicas: int, dispatches: float, samples: float
+) -> tuple[int, float, float, float, float, float]:
+    """The work of all prefills, padding included: each prompt is prefilled once.
+
+    Each dispatch ends samples so that others start, and a batch is inserted in it. With slots that are always
+    full, prompts are drawn at each dispatch, and samples that were unfinished are prefilled again.
+
+    Args:
+      work: work of a step.
+      replicas: number of replicas.
+      dispatches, samples: number of dispatches, and mean number of samples in flight on a replica.
+
+    Returns:
+      Number of prefills, and of their sequences; sums of the tokens of these, and of their squares; number of
+      insertions of a batch into slots, and sum of the tokens of these batches.
+    """
+    config = EngineConfig(
+        prefill_prompts=work.prefill_prompts,
+        prefill_chunk_tokens=work.prefill_chunk_tokens,
+        max_prompt_tokens=work.prompt_lengths.longest,
+        max_response_tokens=work.response_lengths.longest,
+        stop_ids=(),
+    )
+    batch_sizes, prompt_sizes = prefill_sizes(config, replicas)
+    lengths, _ = work.lengths_of(math.ceil(work.prompts * work.sampled_per_kept), 1)
+    each = most = batch_sizes[-1]
+    again: list[int] = []
+    if work.always_full:
+        each = min(most, math.ceil(len(lengths) / dispatches))
+        live = work.prompt_lengths.mean + work.response_lengths.mean_in_flight
+        again = [round(live)] * round(samples * replicas)
+    prefills = [lengths[i : i + each].tolist() for i in range(0, len(lengths), each)]
+    prefills += [again[i : i + most] for i in range(0, len(again), most)]
+    padded = []
+    for prefill in prefills:
+        # Long prompts are prefilled in chunks.
+        chunks, rest = divmod(max(prefill), prompt_sizes[-1])
+        tokens = chunks * prompt_sizes[-1] + (round_up(prompt_sizes, rest) if rest else 0)
+        padded.append((round_up(batch_sizes, len(prefill)), tokens))
+    rows, tokens = np.array(padded, float).T
+    inserts = max(float(len(prefills)), dispatches)
+    total = float((rows * tokens).sum())
+    return (
+        *(len(prefills), float(rows.sum()), total, float((rows * tokens**2).sum())),
+        *(inserts, inserts / len(prefills) * total),
+    )

@@ -133,29 +133,33 @@ class PassSimulator:
         )
         exchanged = self._exchanges_s(model, strategy, flushes, passes=2 + again)
         values = self._values(model, strategy) / strategy.fsdp
+        # Weights and moments are read and written, gradients read.
+        read = 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
         seconds = {
             "compute": compute,
             "layers computed again": again * forward,
             "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (exchanged | data).items()},
-            "optimiser": work.updates * repeats * values * self._optimizer_bytes / self._read,
+            "optimiser": work.updates * repeats * values * read / self._read,
             "program call": assume.call_s + work.updates * repeats * assume.pass_s,
         }
         resident = self._weights(model, strategy, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
         sums = 1 + (strategy.p > 1) + (strategy.d > strategy.fsdp)
+        # Kept for the backward pass: inputs of all ticks of a flush, plus two copies for the recomputed tick,
+        # which pass from one loop to another.
+        numbers, ticks = model_numbers(model), flushes.microbatches + strategy.p - 1
+        tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
+        kept = numbers.width
+        if assume.remat == "none":
+            kept = numbers.kept_values + numbers.split_values / strategy.t
+        kept *= tokens * assume.compute_bytes * numbers.layers / strategy.p
         transient = {
             "gradients": sums * assume.gradient_bytes * values,
-            "kept of the layers": self._kept(model, strategy, flushes),
+            "kept of the layers": kept,
             **self._at_work(model, strategy, flushes, backward=True),
         }
         return CostBreakdown(seconds, resident, transient)
-
-    @property
-    def _optimizer_bytes(self) -> float:
-        """Bytes of optimiser traffic per value: weights and moments are read and written, gradients read."""
-        assume = self._assume
-        return 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
 
     def _flush(self, strategy: Strategy, *, share: float = 1.0) -> _Flushes:
         """The flushes of a pass over `share` times the sequences of all minibatches."""
@@ -304,17 +308,6 @@ class PassSimulator:
             "master weights": assume.master_bytes * values,
             "optimiser state": assume.moments_bytes * values,
         }
-
-    def _kept(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
-        """Bytes that the forward pass keeps for the backward pass, in all ticks of a flush."""
-        numbers, assume = model_numbers(model), self._assume
-        # Inputs of all ticks, plus two copies for the recomputed tick, which pass from one loop to another.
-        ticks = flushes.microbatches + strategy.p - 1
-        tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
-        values = numbers.width
-        if assume.remat == "none":
-            values = numbers.kept_values + numbers.split_values / strategy.t
-        return tokens * values * assume.compute_bytes * numbers.layers / strategy.p
 
     def _at_work(
         self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, backward: bool = False

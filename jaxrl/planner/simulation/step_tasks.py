@@ -98,19 +98,11 @@ def tasks_of(
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"dataflow {dataflow!r} is not one of {', '.join(TASKS)}{hint}")
     roles = tuple(TASKS[dataflow] if tasks is None else tasks)
-    generating = sum(role.generates for role in roles)
-    if generating != 1:
-        raise UserError(f"{generating} roles of {dataflow} generate; exactly one does, the actor")
+    assert sum(role.generates for role in roles) == 1, "the actor generates, and no other role"
     names = [role.name for role in roles]
-    unknown = [name for name in models if name not in names]
-    if unknown:
-        raise UserError(
-            f"role {unknown[0]!r} is not one of {dataflow}'s, {', '.join(names)}; leave its model out"
-        )
-    missing = [r.name for r in roles if r.name not in models and not r.optional]
-    if missing:
-        raise UserError(
-            f"{dataflow} has no model for {', '.join(missing)}; name one, for example "
-            f'{{"{missing[0]}": model_shapes("qwen2.5-7b")}}'
-        )
+    wrong = [name for name in models if name not in names]
+    wrong += [r.name for r in roles if r.name not in models and not r.optional]
+    if wrong:
+        has = "a model that it does not use" if wrong[0] in models else "no model"
+        raise UserError(f"role {wrong[0]!r} of {dataflow} has {has}; it has {', '.join(names)}")
     return tuple(role for role in roles if role.name in models)

@@ -228,8 +228,8 @@ def test_a_model_that_fits_nowhere_says_so():
     ("dataflow", "models", "cluster", "message"),
     [
         ("pppo", {}, "h100:1x8", "'pppo' is not one of dapo.*did you mean ppo"),
-        ("dapo", {"critic": toy_model()}, "h100:1x8", "'critic' is not one of dapo's"),
-        ("ppo", {"actor": toy_model()}, "h100:1x8", "ppo has no model for critic; name one"),
+        ("dapo", {"critic": toy_model()}, "h100:1x8", "role 'critic' of dapo has a model that it"),
+        ("ppo", {"actor": toy_model()}, "h100:1x8", "role 'critic' of ppo has no model"),
         ("dapo", {"actor": toy_model()}, "h1000:1x8", "'h1000' is not one of"),
         ("dapo", {"actor": toy_model()}, "h100:1x7", "h100:1x7 is no topology that exists"),
         ("dapo", {"actor": toy_model()}, "v5p:4x4x5", "4x4x4.*multiples of 4"),
