@@ -67,13 +67,16 @@ def test_the_trace_is_close_to_what_the_driver_does(case):
     )
     assert done.lengths_B.sum() == lengths_NG.sum()
     samples, slots = case.prompts * G // case.replicas, case.slots // case.replicas
-    trace = trace_decoding(30.0, case.responses, samples, slots, case.W, case.replicas, 8)
+    fewest = engine.slot_sizes[0] // case.replicas
+    trace = trace_decoding(30.0, case.responses, samples, slots, case.W, case.replicas, fewest)
     steps = sum(call.steps for call in engine.calls)
     assert trace.steps.sum() == pytest.approx(steps, rel=0.1)
     busy = sum(call.tokens for call in engine.calls) / steps
     assert trace.samples * case.replicas == pytest.approx(busy, rel=0.1)
     decoded = sum(call.steps * call.slots for call in engine.calls) / case.replicas
-    assert (trace.steps * trace.slots).sum() == pytest.approx(decoded, rel=0.15)
+    # The engine gives up slots only between dispatches, and the trace at once.
+    rel = 0.1 + case.W / 400
+    assert (trace.steps * trace.slots).sum() == pytest.approx(decoded, rel=rel)
 
 
 def lockstep(lengths, *, replicas: int, slots: int, prompt_tokens: int) -> tuple[int, float]:

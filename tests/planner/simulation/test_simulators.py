@@ -575,7 +575,7 @@ def test_slots_that_stay_full_take_less_time_and_prefill_again():
     # Prompts are drawn a few at a time, and their prefills padded: much of this small model's time.
     decoding = [found.total_s - found.seconds["prefill"] for found in (again, once)]
     assert decoding[0] < 0.85 * decoding[1]
-    assert again.idle_s < 0.2 * again.total_s < once.idle_s
+    assert again.idle_s < 1e-9 < once.idle_s
     assert again.seconds["prefill"] > once.seconds["prefill"]
 
 
