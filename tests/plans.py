@@ -8,6 +8,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
@@ -61,6 +62,12 @@ def plan_tiny(model: ModelConfig = TINY, **changes) -> Plan:
 @functools.cache
 def plan_32b() -> Plan:
     return trace_plan(load_config(Config, str(RECIPE), {}))
+
+
+@functools.cache
+def pod_plan() -> Plan:
+    """The recipe traced on 128 H100, with predicted seconds."""
+    return trace_plan(load_config(Config, f"{RECIPE}:h100-128", {}), Cluster.parse("h100:16x8"))
 
 
 def buffers_named(plan: Plan, name: str) -> ResidentBuffers:

@@ -1,8 +1,11 @@
 """The lines about a step have every number of it."""
 
-from plans import plan_32b, plan_tiny
+from plans import plan_32b, plan_tiny, tiny_config
 
 from jaxrl.mesh.layout import LayoutConfig
+from jaxrl.planner.plan import describe_flow
+from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
+from jaxrl.trainer.algorithm import algorithm_of
 
 
 def test_the_flow_tells_every_number_of_a_step():
@@ -18,7 +21,9 @@ def test_the_flow_tells_every_number_of_a_step():
 
 def test_a_pipeline_tells_how_long_it_is_idle():
     layout = LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2)
-    flow = dict(plan_tiny(mesh=layout).notes)
+    config = tiny_config(mesh=layout)
+    planned = planned_roles(config, algorithm_of(config), abstract_meshes(config))
+    flow = dict(describe_flow(planned))
     assert flow["pipeline, learning"] == (
         "2 stages x 2 microbatches of 2 rows: idle for 33% of the time"
     )

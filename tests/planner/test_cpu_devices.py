@@ -37,6 +37,7 @@ def test_a_wide_model_takes_two_cores_for_two_devices(two_cores):
     assert (mesh.simulated_devices, mesh.train) == (2, "1-1-2")
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans_the_devices_that_the_run_takes(two_cores, capsys):
     model = dataclasses.replace(WIDE.model, num_layers=1, vocab_size=128, d_ff=64)
     train_or_plan(dataclasses.replace(WIDE, model=model), dry_run=True)

@@ -67,19 +67,23 @@ def test_a_topology_that_is_too_small_is_refused_with_those_that_exist():
         compile_plan(config, slice_of_8)
 
 
-def test_a_recipe_alone_is_traced(capsys):
+def test_a_dry_run_prints_the_plan_and_what_the_run_lacks(capsys):
+    arguments = ["--config", str(CONFIGS / "grpo_tiny.py"), "--dry_run"]
+    fault = "--config.rollout.environment=absent.py:f"
+    assert cli.run("train", ["train", *arguments, fault]) == 2
+    out, error = capsys.readouterr()
+    assert "learning, before temporaries" in out and "actor update, traced" in out
+    assert error.count("\n") == 1
+    assert "this run lacks one thing: (1) rollout.environment: " in error
+
+
+@pytest.mark.slow
+def test_a_recipe_alone_is_traced_as_by_a_dry_run(capsys):
     arguments = ["--config", str(CONFIGS / "grpo_tiny.py")]
     assert cli.run("plan", ["plan", *arguments]) == 0
     traced = capsys.readouterr().out
-    assert "learning, before temporaries" in traced and "actor update, traced" in traced
     assert cli.run("train", ["train", *arguments, "--dry_run"]) == 0
     assert capsys.readouterr().out == traced
-    # The plan is there all the same.
-    fault = "--config.rollout.environment=absent.py:f"
-    assert cli.run("train", ["train", *arguments, "--dry_run", fault]) == 2
-    out, error = capsys.readouterr()
-    assert "actor update, traced" in out and error.count("\n") == 1
-    assert "this run lacks one thing: (1) rollout.environment: " in error
     assert cli.run("plan", ["plan", *arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["pools"][0]["bytes"]["learning"] > 0

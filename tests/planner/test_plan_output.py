@@ -8,12 +8,11 @@ import pathlib
 
 import jax
 import pytest
-from plans import RECIPE, buffers_named, plan_32b
+from plans import buffers_named, plan_32b, pod_plan, tiny_config
 from rich.console import Console
+from toy_clusters import toy
 
 from jaxrl import cli
-from jaxrl.config.command_line import load_config
-from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.planner import plan_output
 from jaxrl.planner.compiled.ahead import CompiledProgram, Seconds
@@ -60,20 +59,23 @@ def test_a_terminal_gets_the_table_in_its_own_width():
 
 
 @pytest.mark.parametrize(
-    ("slots", "phrase"),
-    [(16 * 12, "too much for v5e; leaves"), (16 * 400, "too much for b200 or less")],
+    ("share", "phrase"), [(0.4, "too much for v5e; leaves"), (9.0, "too much for b200 or less")]
 )
-def test_says_which_devices_are_too_small(slots, phrase):
-    config = load_config(Config, str(RECIPE), {"rollout.slots": str(slots)})
-    assert phrase in text_of(trace_plan(config))
+def test_says_which_devices_are_too_small(share, phrase):
+    plan = plan_32b()
+    held = tuple(
+        dataclasses.replace(h, bytes_per_device=int(share * h.bytes_per_device))
+        for h in plan.pools[0].resident_buffers
+    )
+    pool = dataclasses.replace(plan.pools[0], resident_buffers=held)
+    assert phrase in text_of(dataclasses.replace(plan, pools=(pool,)))
 
 
 @functools.cache
 def compiled_32b() -> Plan:
     """The recipe on its devices, with a program that a compiler described."""
     topology = Topology("h100:16x8", accelerator("h100"), tuple(jax.devices()), 8)
-    config = load_config(Config, f"{RECIPE}:h100-128", {})
-    plan = trace_plan(config, Cluster.parse(topology.name))
+    plan = pod_plan()
     gb = 10**9
     traffic = Traffic("reduce-scatter", ("fsdp", "tensor_gen"), True, 14_241.0, 1_162.84e9)
     update = CompiledProgram(
@@ -111,11 +113,6 @@ def test_a_wide_table_has_every_column():
 )
 def test_seconds_have_a_unit_of_their_size(seconds, text):
     assert seconds_text(seconds) == text
-
-
-@functools.cache
-def pod_plan(topology: str = "h100:16x8", layout: str = "h100-128") -> Plan:
-    return trace_plan(load_config(Config, f"{RECIPE}:{layout}", {}), Cluster.parse(topology))
 
 
 def test_the_verdict_says_what_is_rented_for_how_long_and_for_how_much():
@@ -166,7 +163,8 @@ def saved(folder: pathlib.Path, name: str, plan: Plan) -> pathlib.Path:
 def test_two_plans_side_by_side(tmp_path, capsys):
     priced = dataclasses.replace(pod_plan(), price_per_hour=2.0)
     first = saved(tmp_path, "a.json", priced)
-    second = saved(tmp_path, "b.json", pod_plan("v5p:4x4x8", "v5p-128"))
+    cluster = Cluster(toy(per_host=8), (1, 8))
+    second = saved(tmp_path, "b.json", trace_plan(tiny_config(), cluster))
     page = tmp_path / "page.html"
     assert cli.run("plan", ["plan", "--compare", str(first), str(second), "--html", str(page)]) == 0
     rows = {}
@@ -176,13 +174,13 @@ def test_two_plans_side_by_side(tmp_path, capsys):
     times = priced.times
     assert times is not None
     price = times.chip_hours(times.step_s) * 2
-    assert rows["topology"] == ["h100:16x8", "v5p:4x4x8"]
+    assert rows["topology"] == ["h100:16x8", "toy:1x8"]
     assert rows["a step"][0] == f"{times.step_s:,.1f} s"
     assert rows["price"] == [f"{price:,.0f}, at 2 for a device and hour", ""]
-    assert rows["rollout.slots"] == ["3600", "4464"]
+    assert rows["rollout.slots"] == ["3600", "8"]
     assert rows["memory, sampling"][0].endswith("GB")
-    assert "mesh.train" not in rows, "equal in both"
-    assert "4464" in page.read_text()
+    assert "rollout.top_k" not in rows, "equal in both"
+    assert "3600" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def test_the_32b_recipe_by_hand():
     ("optim", "shown"),
     [
         (OptimConfig(), "float32"),
-        (OptimConfig(moments="int8"), "8 bits"),
-        (OptimConfig(kind="muon", moments="bfloat16"), "bfloat16"),
+        pytest.param(OptimConfig(moments="int8"), "8 bits", marks=pytest.mark.slow),
+        pytest.param(
+            *(OptimConfig(kind="muon", moments="bfloat16"), "bfloat16"), marks=pytest.mark.slow
+        ),
     ],
     ids=["adamw", "8 bits", "muon"],
 )

@@ -42,7 +42,7 @@ def test_what_is_missing_is_told_before_anything_is_compiled(tmp_path, monkeypat
 
     monkeypatch.setattr(resolve, "with_chosen_slots", never)
     config = tiny(tmp_path, rollout__slots="auto", weights="nowhere", reward__model="gone")
-    with pytest.raises(UserError, match=r"this run lacks 2 things: .*nowhere/.*gone/config.json"):
+    with pytest.raises(UserError, match=r"this run lacks 2 things: .*nowhere.*gone/config.json"):
         resolved(config, jax.devices()[:1], kind=REINFORCEMENT)
 
 

@@ -133,6 +133,7 @@ def cache_of(buffers):
     return int(cache.layout.split(" slots")[0].replace(",", "")), cache.bytes_per_device
 
 
+@pytest.mark.slow
 def test_programs_compiled_here_fit_and_leave_less_than_two_slots():
     config = config_of("dapo_tiny.py", rollout__generation_prompts=64)
     seen, sizes = {}, set()

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import pytest
@@ -18,7 +19,9 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner import plan_output
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan
+from jaxrl.planner.plan import Plan, describe_flow
+from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
+from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = {
@@ -41,32 +44,37 @@ def plan_of(recipe: str, **changes) -> Plan:
     return trace_plan(config_of(recipe, **changes))
 
 
-def sizes(found: Plan) -> dict[str, int]:
+def sizes(found: Plan | PlannedRoles) -> dict[str, int]:
     return {h.name: h.num_values for h in buffers(found)}
 
 
-def buffers(found: Plan) -> tuple[ResidentBuffers, ...]:
-    """Of a plan with one pool."""
+def buffers(found: Plan | PlannedRoles) -> Sequence[ResidentBuffers]:
+    """Of one pool; roles have no temporaries of updates."""
+    if isinstance(found, PlannedRoles):
+        (placed,) = found.pools.values()
+        return found.resident_buffers(placed)
     (pool,) = found.pools
     return pool.resident_buffers
 
 
-def origin_of(found: Plan) -> str:
-    return dict(found.notes)["shape of the model"]
+def planned(config: Config) -> PlannedRoles:
+    """The roles of a plan, without the seconds of tracing their programs."""
+    return planned_roles(config, algorithm_of(config), abstract_meshes(config))
 
 
 def test_dapo_alone_keeps_mixed_groups():
-    flow = dict(plan_of("dapo_tiny").notes)
+    flow = dict(describe_flow(planned(config_of("dapo_tiny"))))
     assert "with right and wrong answers" in flow["groups kept"]
     assert "at most 20 batches a step" in flow["generation batch"]
     for recipe in ("ppo_tiny", "remax_tiny"):
-        flow = dict(plan_of(recipe).notes)
+        flow = dict(describe_flow(planned(config_of(recipe))))
         assert "all of them" in flow["groups kept"], recipe
         assert "batches a step" not in flow["generation batch"], recipe
     assert flow["generation batch"].startswith("192 prompts x 1 samples = 192 responses")
     assert flow["generation batch"].endswith("and 192 greedy ones")
 
 
+@pytest.mark.slow
 def test_programs_with_options_of_the_compiler_are_traced():
     """Deterministic sampling compiles with options of its own, which change no operation."""
     plain, deterministic = (
@@ -89,12 +97,13 @@ def test_roles_on_the_same_devices_are_counted():
     assert turns == {"", "actor", "critic"}
     assert found["critic, gradients"] == found["critic in training"]
     assert not plan_of("ppo_tiny").left_out
-    alone = sizes(plan_of("dapo_tiny"))
+    alone = sizes(planned(config_of("dapo_tiny")))
     assert not any("critic" in name or "reference" in name for name in alone)
 
 
 def test_adapters_are_named_and_alone_have_an_optimiser():
-    plan = plan_of("grpo_tiny", model__lora__rank="4", algorithm__kl__loss_coef="0.01")
+    changes = {"model__lora__rank": "4", "algorithm__kl__loss_coef": "0.01"}
+    plan = planned(config_of("grpo_tiny", **changes))
     found = sizes(plan)
     adapters = found["actor in training"] - config_of("grpo_tiny").model.num_params
     assert adapters > 0 and found["optimiser state"] == 2 * adapters + 1
@@ -121,8 +130,6 @@ def test_every_role_is_counted_and_what_is_assumed_is_said():
     plan_output.show(found, Console(file=out))
     assert [name for name, _ in found.left_out] == ["cost.pretrain_coef"]
     assert "not counted: cost.pretrain_coef" in out.getvalue() and "may fit" not in out.getvalue()
-    partial = plan_of("dapo_tiny", rollout__partial="True", sft__num_steps="0")
-    assert not partial.left_out and "rollout.partial" in dict(partial.notes)
 
 
 def test_roles_that_take_turns_do_not_add_up():
@@ -154,7 +161,10 @@ def test_pools_of_a_placement_are_counted_each():
 
 
 def test_what_waits_in_host_memory_is_not_counted_while_sampling():
-    here, offloaded = plan_of("ppo_tiny"), plan_of("ppo_tiny", mesh__offload_training_state="True")
+    here, offloaded = (
+        planned(config_of("ppo_tiny", mesh__offload_training_state=str(offload)))
+        for offload in (False, True)
+    )
 
     def spared(phase: str) -> set[str]:
         each = [
@@ -169,16 +179,15 @@ def test_what_waits_in_host_memory_is_not_counted_while_sampling():
 def test_the_shape_is_that_of_the_weights_if_they_are_here(tmp_path):
     weights = tmp_path / "weights"
     config = config_of("dapo_tiny", weights=str(weights))
-    assert (
-        origin_of(trace_plan(config)) == f"config.model; {weights} is not here to compare it with"
-    )
+    origin = planned(config).models.origin
+    assert origin == f"config.model; {weights} is not here to compare it with"
     params = init_params(config.model, jax.random.key(0))
     save_checkpoint(params, config.model, weights, dtype="float32")
-    assert origin_of(trace_plan(config)) == str(weights)
+    assert planned(config).models.origin == str(weights)
     stored = json.loads((weights / "config.json").read_text())
     (weights / "config.json").write_text(json.dumps(stored | {"intermediate_size": 56}))
     with pytest.raises(UserError, match=r"model.d_ff = 48, but 56 in the checkpoint"):
-        trace_plan(config)
+        planned(config)
 
 
 def test_a_reward_model_that_is_here_is_counted(tmp_path):
@@ -186,4 +195,4 @@ def test_a_reward_model_that_is_here_is_counted(tmp_path):
     model = dataclasses.replace(config.model, num_scores=1)
     params = init_params(model, jax.random.key(0))
     save_checkpoint(params, model, tmp_path / "reward", dtype="float32")
-    assert sizes(trace_plan(config))["reward, frozen"] == model.num_params
+    assert sizes(planned(config))["reward, frozen"] == model.num_params
