@@ -101,14 +101,13 @@ def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tup
     if not num_ticks:
         layers = _forward_scan(update, num_layers)
         # A single layer is in no scan, and what it keeps cannot be told from other values.
-        return (
-            ([], _largest_in(update)) if layers is None else (_stacked(layers), _inside_of(layers))
-        )
+        kept = [] if layers is None else _stacked(layers)
+        return kept, _largest_in(update if layers is None else layers.params["jaxpr"].jaxpr)
     ticks = _forward_scan(update, num_ticks)
     assert ticks is not None, "the ticks of a pipeline are a scan, of at least two rounds"
     # The tick of a stage with a single layer has no scan inside.
     layers = _forward_scan(ticks.params["jaxpr"].jaxpr, num_layers) or ticks
-    return _stacked(ticks), _inside_of(layers)
+    return _stacked(ticks), _largest_in(layers.params["jaxpr"].jaxpr)
 
 
 def _forward_scan(program: jax_core.Jaxpr, length: int) -> jax_core.JaxprEqn | None:
@@ -125,11 +124,6 @@ def _forward_scan(program: jax_core.Jaxpr, length: int) -> jax_core.JaxprEqn | N
         key=lambda eqn: sum(map(nbytes_of, _stacked(eqn))),
         default=None,
     )
-
-
-def _inside_of(scan: jax_core.JaxprEqn) -> Any:
-    """The largest value inside a scan."""
-    return _largest_in(scan.params["jaxpr"].jaxpr)
 
 
 def _largest_in(program: jax_core.Jaxpr) -> Any:
@@ -402,18 +396,20 @@ def engine_programs(
         *(prefix, state, Assignment(*assignment)),
         *(small(dtype=jnp.uint32), small(), small(dtype=jnp.float32), truncation),
     )
+    # No slot is ever idle, and each reads only the tokens that it holds: a lower bound.
+    samples = load.prompts * load.samples
+    busy = min(config.slots, samples)
+    tokens = samples * load.work.response_lengths.mean
     generate = Piece(
         engine.generate,
         (params, state, small()),
-        calls=_dispatches(engine, load),
+        calls=tokens / (busy * config.tokens_per_dispatch),
         open_loops=config.tokens_per_dispatch,
         # Its conditionals are about truncated sampling, which is the long branch.
         longest_branch=load.truncated,
     )
     weights = bytes_of(params)
-    # A lower bound: no slot is idle, and each reads only the tokens that it holds.
-    slots = _busy_slots(engine, load) / engine.shards
-    step = weights + slots * load.live_tokens * _token_bytes(engine, state)
+    step = weights + busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
     yield Program(
         *(role, "prefill", "sampling", (prefill,), frozenset({own})),
         prefill.calls * weights,
@@ -428,17 +424,6 @@ def engine_programs(
         frozenset({own, cached}),
         generate.calls * config.tokens_per_dispatch * step,
     )
-
-
-def _dispatches(engine: Engine, load: StepLoad) -> float:
-    """Number of dispatches in a step, if no slot were ever idle."""
-    tokens = load.prompts * load.samples * load.work.response_lengths.mean
-    return tokens / (_busy_slots(engine, load) * engine.config.tokens_per_dispatch)
-
-
-def _busy_slots(engine: Engine, load: StepLoad) -> int:
-    """The most slots of all replicas that can have a sample at the same time."""
-    return min(engine.config.slots, load.prompts * load.samples)
 
 
 def _token_bytes(engine: Engine, state: DecodeState) -> float:

@@ -44,11 +44,10 @@ from jaxrl.planner.search.mapping import MappingProblem, SearchLimits
 from jaxrl.planner.simulation.simulate_generation import (
     GenerationGroups,
     GenerationSimulator,
-    SlotTimes,
 )
 from jaxrl.planner.simulation.step_simulator import StepSimulator
 from jaxrl.planner.simulation.step_tasks import RoleTasks
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 
 
 @functools.cache
@@ -152,26 +151,6 @@ def role_options(
     return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))
 
 
-@dataclasses.dataclass(frozen=True)
-class BestGeneration:
-    """The best generation for K training options of the actor and J combinations of other roles.
-
-    Attributes:
-      seconds: float64 [K, J], seconds with resharding; infinite if no slot fits.
-      chosen: int64 [K, J, 3], p_g, t_g and slots.
-      workload: work of a step, which says how much cache as many slots have.
-    """
-
-    seconds: np.ndarray
-    chosen: np.ndarray
-    workload: Workload
-
-    def strategy(self, option: int, others: int) -> GenerationStrategy:
-        """The choice for a training option and a combination of other roles."""
-        p_g, t_g, slots = self.chosen[option, others].tolist()
-        return GenerationStrategy(p_g, t_g, slots, self.workload.cache_tokens(slots))
-
-
 class GenerationChoice:
     """Chooses generation for an actor; simulates each number of devices only once."""
 
@@ -181,85 +160,68 @@ class GenerationChoice:
         """Args are the simulator, the model, available bytes per device, and whether it adds greedy ones."""
         self._simulator = simulator
         self._model = model
-        self._budget = budget
-        self._greedy = greedy
-        self._times: dict[GenerationGroups, SlotTimes] = {}
-        self._exact: dict[tuple[GenerationGroups, int], float] = {}
-        self._resharding: dict[tuple[Strategy, int, int], float] = {}
+        cache = functools.cache
+        self._times = cache(
+            lambda groups: simulator.best_seconds(model, groups, budget=budget, greedy=greedy)
+        )
+        self._exact = cache(functools.partial(simulator.seconds_of, model, greedy=greedy))
+        self._resharding = cache(functools.partial(simulator.resharding_s, model))
 
-    def best(self, options: RoleOptions, free: np.ndarray) -> BestGeneration:
+    def best(self, options: RoleOptions, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The fastest p_g, t_g and slots of each pair.
 
         Args:
           options: K training options of the actor on n devices.
-          free: float64 [K, J], bytes per device besides resident buffers.
+          free: float64 [K, J], bytes per device besides resident buffers, for J combinations of other roles.
+
+        Returns:
+          Seconds with resharding, float64 [K, J], infinite if no slot fits; and p_g, t_g and slots, int64
+          [K, J, 3].
         """
         seconds = np.full(free.shape, np.inf)
         chosen = np.zeros((*free.shape, 3), np.int64)
-        for groups, rows in self._groups_of(options).items():
+        # Options of the same groups share their times.
+        by_groups: dict[GenerationGroups, list[int]] = {}
+        for i, strategy in enumerate(options.strategies):
+            for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
+                groups = self._simulator.groups(strategy, p_g, t_g)
+                by_groups.setdefault(groups, []).append(i)
+        for groups, rows in sorted(by_groups.items()):
             found, slots = self._with_groups(options, groups, rows, free[rows])
             better = found < seconds[rows]
             seconds[rows] = np.where(better, found, seconds[rows])
             sizes = np.full(better.shape, groups.p_g), np.full(better.shape, groups.t_g)
             picked = np.stack([*sizes, slots], axis=-1)
             chosen[rows] = np.where(better[..., None], picked, chosen[rows])
-        return BestGeneration(seconds, chosen, self._simulator.workload)
-
-    def _groups_of(self, options: RoleOptions) -> dict[GenerationGroups, list[int]]:
-        """The options of the same groups, for each p_g and t_g that divide p and t of an option."""
-        found: dict[GenerationGroups, list[int]] = {}
-        for i, strategy in enumerate(options.strategies):
-            for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
-                groups = self._simulator.groups(strategy, p_g, t_g)
-                found.setdefault(groups, []).append(i)
-        return dict(sorted(found.items()))
+        return seconds, chosen
 
     def _with_groups(
         self, options: RoleOptions, groups: GenerationGroups, rows: list[int], free: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits."""
-        simulator, model = self._simulator, self._model
-        times = self._times_of(groups)
+        times = self._times(groups)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
-        fitting = simulator.fitting_slots(model, groups, free)
+
+        def best_within(most: int) -> tuple[float, int]:
+            """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
+            if most < 1:
+                return np.inf, 0
+            place = np.searchsorted(times.room, most, side="right") - 1
+            known = float(times.seconds[place]), int(times.slots[place])
+            if times.room[place] == most:
+                return known
+            return min(known, (self._exact(groups, most), most))
+
+        fitting = self._simulator.fitting_slots(self._model, groups, free)
         # More slots than the samples of a replica are never used.
         usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
         numbers, place = np.unique(usable, return_inverse=True)
-        best = [self._best_within(times, groups, n) for n in numbers.tolist()]
+        best = [best_within(n) for n in numbers.tolist()]
         # No numbers if there is no combination of other roles.
         pairs = np.array(best).reshape(-1, 2)[place].reshape(*free.shape, 2)
-        best_s, slots = pairs[..., 0], pairs[..., 1].astype(np.int64)
-        moved = [self._resharding_s(options.strategies[i], groups) for i in rows]
-        return best_s + np.array(moved)[:, None], slots
-
-    def _best_within(
-        self, times: SlotTimes, groups: GenerationGroups, most: int
-    ) -> tuple[float, int]:
-        """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
-        if most < 1:
-            return np.inf, 0
-        place = np.searchsorted(times.room, most, side="right") - 1
-        known = float(times.seconds[place]), int(times.slots[place])
-        if times.room[place] == most:
-            return known
-        key = (groups, most)
-        if key not in self._exact:
-            self._exact[key] = self._simulator.seconds_of(self._model, *key, greedy=self._greedy)
-        return min(known, (self._exact[key], most))
-
-    def _times_of(self, groups: GenerationGroups) -> SlotTimes:
-        if groups not in self._times:
-            self._times[groups] = self._simulator.best_seconds(
-                self._model, groups, budget=self._budget, greedy=self._greedy
-            )
-        return self._times[groups]
-
-    def _resharding_s(self, strategy: Strategy, groups: GenerationGroups) -> float:
-        key = (strategy, groups.p_g, groups.t_g)
-        if key not in self._resharding:
-            self._resharding[key] = self._simulator.resharding_s(self._model, *key)
-        return self._resharding[key]
+        moved = [self._resharding(options.strategies[i], groups.p_g, groups.t_g) for i in rows]
+        return pairs[..., 0] + np.array(moved)[:, None], pairs[..., 1].astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,20 +323,16 @@ class PoolSolver:
         pairs = own.costs.in_turn(turns.costs)
         # Negative if the pair does not fit, so that no slot fits either.
         free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
-        generation = self._generation.best(own, free)
-        i, j = np.nonzero(np.isfinite(generation.seconds))
-        seconds = np.column_stack([generation.seconds[i, j], pairs.rows[i, j, 2:]])
-        kept = pareto_front(seconds)
-        choices = (
-            PoolChoice(
-                {
-                    self._actor: own.strategies[a],
-                    **self._strategies(others, turns, b, devices),
-                },
-                generation.strategy(a, b),
-            )
-            for a, b in zip(i[kept].tolist(), j[kept].tolist(), strict=True)
-        )
+        generation_s, chosen = self._generation.best(own, free)
+        i, j = np.nonzero(np.isfinite(generation_s))
+        seconds = np.column_stack([generation_s[i, j], pairs.rows[i, j, 2:]])
+        kept, choices = pareto_front(seconds), []
+        for a, b in zip(i[kept].tolist(), j[kept].tolist(), strict=True):
+            of_others = self._strategies(others, turns, b, devices)
+            p_g, t_g, slots = chosen[a, b].tolist()
+            tokens = self._problem.workload.cache_tokens(slots)
+            generation = GenerationStrategy(p_g, t_g, slots, tokens)
+            choices.append(PoolChoice({self._actor: own.strategies[a], **of_others}, generation))
         return PoolFront(seconds[kept], tuple(choices))
 
     def _strategies(
