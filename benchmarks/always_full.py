@@ -31,7 +31,7 @@ from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling, PromptSource, Sampling
-from jaxrl.dataflows.sampling_schedule import SamplingSchedule
+from jaxrl.dataflows.free_running import SamplingSchedule
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
