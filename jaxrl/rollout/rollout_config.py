@@ -18,6 +18,7 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.environment import TokenizerLike, environment_of
 from jaxrl.rollout.sampling import (
     MIN_P,
     REPETITION_PENALTY,
@@ -28,7 +29,6 @@ from jaxrl.rollout.sampling import (
     truncation_of,
 )
 from jaxrl.rollout.settings import EngineSettings
-from jaxrl.rollout.user_environment import TokenizerLike, environment_of
 
 
 @settings

@@ -31,9 +31,9 @@ from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import Objective
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import RewardModel, ScoreLearner
-from jaxrl.rollout.buckets import round_up
 from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.engine_sizes import round_up
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, ValueBatch
 
