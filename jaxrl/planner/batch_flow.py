@@ -9,23 +9,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxrl.config.batch_shapes import step_shape
-from jaxrl.config.schema import Config
-from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.planner.planned_roles import PlannedRoles
 
 
-def describe_flow(roles: PlannedRoles) -> tuple[tuple[str, str], ...]:
+def describe_flow(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
     """(stage, numbers) pairs of a step, in order."""
-    return (
-        *_describe_sampling(roles),
-        *_describe_learning(roles.config, roles.algorithm.dataflow),
-        *_describe_pipelines(roles),
-    )
-
-
-def _describe_sampling(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
     rollout, engine = roles.config.rollout, roles.engine.config
     dataflow, replicas = roles.algorithm.dataflow, roles.engine.shards
     dynamic = dataflow.dynamic_sampling
@@ -52,27 +42,19 @@ def _describe_sampling(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
         f"{engine.prefill_prompts} prompts x {engine.max_prompt_tokens:,} tokens, "
         f"{engine.prefill_prompts // replicas} on each replica",
     )
-
-
-def _describe_learning(config: Config, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    config, train, actor = roles.config, roles.config.train, roles.roles.actor
     U, M, R, T = dataclasses.astuple(step_shape(config))
-    sequences = config.rollout.num_prompts * config.rollout.num_samples
-    which = "with right and wrong answers" if dataflow.dynamic_sampling else "all of them"
-    yield "groups kept", f"{config.rollout.num_prompts:,}, {which} = {sequences:,} sequences"
+    sequences = rollout.num_prompts * rollout.num_samples
+    which = "with right and wrong answers" if dynamic else "all of them"
+    yield "groups kept", f"{rollout.num_prompts:,}, {which} = {sequences:,} sequences"
     yield (
         "learning",
         f"{U} updates x {sequences // U:,} sequences, each in at most {M} microbatches of {R} rows x "
         f"{T:,} tokens",
     )
-
-
-def _describe_pipelines(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
-    """Yields a line for each program that has pipeline stages."""
-    engine, train = roles.engine, roles.config.train
-    actor = roles.roles.actor
     for program, rules, mesh, rows, requested in (
-        ("prefill", GENERATE_RULES, engine.mesh, engine.config.prefill_prompts, 0),
-        ("decoding", GENERATE_RULES, engine.mesh, engine.config.slots, 0),
+        ("prefill", GENERATE_RULES, roles.engine.mesh, engine.prefill_prompts, 0),
+        ("decoding", GENERATE_RULES, roles.engine.mesh, engine.slots, 0),
         ("learning", TRAIN_RULES, actor.mesh, train.rows, train.pipeline_microbatches),
     ):
         stages = shards_of("layers", rules, mesh)

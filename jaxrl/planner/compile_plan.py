@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +16,16 @@ from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan, Target, planned_pools, positions_on, settings_of
+from jaxrl.planner.plan import PHASES, Plan, check_positions, planned_pool, settings_of
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     check_num_devices,
     meshes_on,
     planned_roles,
 )
-from jaxrl.planner.simulation.systems import OURS, System
+from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.slot_choice import with_compiled_slots
-from jaxrl.planner.step_load import StepLengths, StepLoad, load_of
-from jaxrl.planner.step_programs import programs_of
+from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import step_times
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.roles import check_role_batches
@@ -40,9 +37,7 @@ def compile_plan(
     config: Config,
     topology: Topology,
     *,
-    lengths: StepLengths | None = None,
-    system: System = OURS,
-    save: pathlib.Path | None = None,
+    responses: LengthDistribution | None = None,
     watch: Watch = lambda _: None,
 ) -> Plan:
     """Compiles every program of a run's roles.
@@ -50,34 +45,38 @@ def compile_plan(
     Args:
       config: config of the run.
       topology: devices to compile for.
-      lengths: lengths of texts; None assumes them.
-      system: the system whose fixed costs a step has.
-      save: folder for the executables; None does not save them.
+      responses: lengths of answers; None assumes them.
       watch: function called with each program after its compilation.
 
     Raises:
       UserError: settings contradict each other, do not divide, or need more memory than there is.
     """
     roles = roles_on(config, topology, watch=watch)
-    buffers = {name: roles.resident_buffers(pool) for name, pool in roles.pools.items()}
-    for name, pool in roles.pools.items():
-        _check_buffers(pool, buffers[name], topology)
-    load = load_of(config, lengths, system)
-    programs = {
-        name: _compiled(roles, pool, buffers[name], topology, load, save=save, watch=watch)
-        for name, pool in roles.pools.items()
-    }
     cluster, pools = Cluster.parse(topology.name), tuple(roles.pools.values())
-    plan = Plan(
+    check_positions(pools, cluster)
+    buffers = {pool.name: roles.resident_buffers(pool) for pool in pools}
+    for pool in pools:
+        _check_buffers(pool, buffers[pool.name], topology)
+    load, compiled = load_of(config, responses), {pool.name: [] for pool in pools}
+    for role, program, mesh in roles.programs(load):
+        name = roles.pool_of(role).name
+        found = compile_program(
+            *(program, topology, buffers[name]), mesh=mesh, dtype=config.train.dtype
+        )
+        compiled[name].append(found)
+        watch(found)
+        # Frees the traced program, which is large for large models and not needed again.
+        jax.clear_caches()
+    planned = tuple(planned_pool(p, buffers[p.name], compiled[p.name]) for p in pools)
+    seconds = [(p.role, p.name, p.phase, p.seconds) for pool in planned for p in pool.programs]
+    return Plan(
         title=f"{config.name}, {roles.algorithm.dataflow.title}",
-        pools=planned_pools(pools, positions_on(pools, cluster), buffers, programs),
+        pools=planned,
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
-        target=Target(topology, config.train.dtype),
+        target=topology,
+        times=step_times(roles, cluster, load, seconds),
         settings=settings_of(roles.config),
     )
-    seconds = [(p.role, p.name, p.phase, plan.seconds(p)) for p in plan.programs]
-    times = step_times(roles, cluster, load, seconds)
-    return dataclasses.replace(plan, times=times)
 
 
 def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: None) -> PlannedRoles:
@@ -94,7 +93,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     meshes = meshes_on(config, topology.devices)
 
     def compile_and_watch(program: Program, mesh: Mesh, buffers: Sequence[ResidentBuffers]) -> int:
-        found = compile_program(program, topology, buffers, mesh=mesh)
+        found = compile_program(*(program, topology, buffers), mesh=mesh, dtype=config.train.dtype)
         watch(found)
         return found.total
 
@@ -105,29 +104,9 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
     return roles
 
 
-def _compiled(
-    roles: PlannedRoles,
-    pool: Pool,
-    buffers: Sequence[ResidentBuffers],
-    topology: Topology,
-    load: StepLoad,
-    *,
-    save: pathlib.Path | None,
-    watch: Watch,
-) -> list[CompiledProgram]:
-    compiled = []
-    for role, program, mesh in programs_of(roles, load):
-        if roles.pool_of(role) == pool:
-            compiled.append(compile_program(program, topology, buffers, mesh=mesh, save=save))
-            watch(compiled[-1])
-            # Frees the traced program, which is large for large models and not needed again.
-            jax.clear_caches()
-    return compiled
-
-
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
     """Raises UserError if weights, optimiser state and cache alone exceed the memory of a device."""
-    for phase in ("sampling", "learning"):
+    for phase in PHASES:
         present = [held for held in buffers if getattr(held, phase)]
         needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes
         if needed <= there:

@@ -15,7 +15,6 @@ from typing import Any
 
 from jaxrl.config.schema import Config
 from jaxrl.mesh.interrupt import StopSignal
-from jaxrl.planner.memory_check import check_memory_here
 from jaxrl.planner.search.mapping_choice import with_searched_layout
 from jaxrl.planner.slot_choice import with_chosen_slots
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
@@ -37,7 +36,6 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
       UserError: one group of arrays exceeds the memory of all devices, the run lacks something, its folder is
         in use, the search does not cover the recipe, or nothing fits.
     """
-    check_memory_here(config, devices)
     if is_settled(config):
         return config
     with (

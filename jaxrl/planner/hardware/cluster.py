@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.mesh.hardware import Accelerator
+from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.hardware.topologies import check_shape, check_topology, shape_text
 
 _TPU_HOST_CHIPS = 4

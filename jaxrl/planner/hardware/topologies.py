@@ -3,8 +3,12 @@
     v5p:4x4x8     a TPU slice, by generation and shape; the package libtpu compiles for it
     h100:16x8     16 hosts of 8 GPUs; JAX's CUDA plugin compiles for it, without a GPU or a driver
 
-Neither opens a device. Figures of a kind of device come from `mesh.hardware`, or from a JSON file whose path
-takes the place of the kind (`hardware_files.py`). One cannot compile for a kind from a file.
+Neither opens a device. One cannot compile for a kind of device from a file.
+
+For a GPU that is not present XLA needs its GpuTargetConfig. The figures are from NVIDIA's data sheets and
+white papers of A100, H100, H200 and B200 (multiprocessors, clocks, caches, bandwidth), and from the table of
+features by compute capability in the CUDA programming guide (shared memory, registers, threads). Not covered:
+autotuning, which needs a device; XLA uses its defaults.
 """
 
 from __future__ import annotations
@@ -14,15 +18,68 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import Accelerator
-from jaxrl.planner.hardware.gpu_targets import GPU_TARGETS
-from jaxrl.planner.hardware.hardware_files import find_accelerator
+from jaxrl.planner.hardware.accelerators import Accelerator, accelerator
+
+# The oldest cuDNN version that current JAX plugins accept.
+_CUDNN = (9, 12)
+_MIB = 2**20
+
+
+class GpuTarget(NamedTuple):
+    """One kind of GPU: bytes of memory that the driver reports, and the GpuTargetConfig in protobuf text format."""
+
+    memory_bytes: int
+    text: str
+
+
+def _target(
+    description: str,
+    capability: tuple[int, int],
+    cores: int,
+    fpus_per_core: int,
+    clock_ghz: float,
+    memory_bytes: int,
+    bandwidth: int,
+    l2_bytes: int,
+    shared_bytes: int,
+) -> GpuTarget:
+    """A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors."""
+    # A block may use 1 KiB less of the shared memory than its multiprocessor has.
+    text = f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+      shared_memory_per_block: 49152 shared_memory_per_core: {shared_bytes}
+      shared_memory_per_block_optin: {shared_bytes - 1024}
+      core_count: {cores} fpus_per_core: {fpus_per_core}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {bandwidth} l2_cache_size: {l2_bytes}
+      clock_rate_ghz: {clock_ghz} device_memory_size: {memory_bytes}
+      cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+    platform_name: "CUDA"
+    dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
+    device_description_str: "{description}\""""
+    return GpuTarget(memory_bytes, text)
+
+
+_AMPERE, _HOPPER = ((8, 0), 108, 64, 1.41), ((9, 0), 132, 128, 1.98)
+_BLACKWELL = ((10, 0), 148, 128, 1.965)
+_A100 = (40 * _MIB, 167_936)
+_H100 = (50 * _MIB, 233_472)
+GPU_TARGETS = {
+    "a100-40": _target("NVIDIA A100-SXM4-40GB", *_AMPERE, 40_960 * _MIB, 1_555_000_000_000, *_A100),
+    "a100": _target("NVIDIA A100-SXM4-80GB", *_AMPERE, 81_920 * _MIB, 2_039_000_000_000, *_A100),
+    "h100": _target("NVIDIA H100 80GB HBM3", *_HOPPER, 84_929_347_584, 3_352_320_000_000, *_H100),
+    "h200": _target("NVIDIA H200", *_HOPPER, 143_771 * _MIB, 4_800_000_000_000, *_H100),
+    "b200": _target(
+        *("NVIDIA B200", *_BLACKWELL, 183_359 * _MIB, 8_000_000_000_000, 126 * _MIB, 233_472)
+    ),
+}
 
 # Names of generations that differ in libtpu.
 _LIBTPU_NAMES = {"7x": "tpu7x"}
@@ -74,17 +131,29 @@ def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
             f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
             "v5p:4x4x8 (sides of the slice in chips)"
         )
-    found, shape = find_accelerator(kind), tuple(map(int, parts))
+    found, shape = accelerator(kind), tuple(map(int, parts))
     check_shape(found, shape)
     return found, shape
 
 
 def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
     """Raises UserError, with the existing shapes, if devices of a kind do not come in `shape`."""
-    if not kind.exists(shape):
-        raise UserError(
-            f"{kind.name}:{shape_text(shape)} is no topology that exists; {_existing(kind, shape)}"
+    if kind.exists(shape):
+        return
+    if kind.arrangement == "hosts":
+        there = f"HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, up to"
+        hint = ""
+    else:
+        enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
+        many = (
+            f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
         )
+        there = f"{', '.join(map(shape_text, kind.shapes))}{many}, up to"
+        hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
+    raise UserError(
+        f"{kind.name}:{shape_text(shape)} is no topology that exists; {kind.name} comes as {there} "
+        f"{kind.largest:,} devices{hint}"
+    )
 
 
 def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
@@ -99,19 +168,6 @@ def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """The shape in the format of a topology's name, such as "4x4x8"."""
     return "x".join(map(str, shape))
-
-
-def _existing(kind: Accelerator, shape: tuple[int, ...]) -> str:
-    if kind.arrangement == "hosts":
-        return (
-            f"{kind.name} comes as HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, "
-            f"up to {kind.largest:,} devices"
-        )
-    names = [shape_text(s) for s in kind.shapes]
-    enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
-    more = f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
-    hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
-    return f"{kind.name} comes as {', '.join(names)}{more}, up to {kind.largest:,} devices{hint}"
 
 
 def read_topology(name: str) -> Topology:
@@ -166,7 +222,7 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
         )
     hosts, per_host = shape
     return topologies.get_topology_desc(
-        platform="cuda", target_config=GPU_TARGETS[chip].text(), topology=f"1x{hosts}x{per_host}"
+        platform="cuda", target_config=GPU_TARGETS[chip].text, topology=f"1x{hosts}x{per_host}"
     ).devices
 
 

@@ -28,11 +28,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxrl.planner.search.choice_costs import Turns, pareto_front
 from jaxrl.planner.search.generation_choice import GenerationChoice
-from jaxrl.planner.search.mapping_problem import MappingProblem
-from jaxrl.planner.search.pareto import pareto_front
+from jaxrl.planner.search.mapping import MappingProblem
 from jaxrl.planner.search.role_options import RoleOptions, role_options
-from jaxrl.planner.search.turns import Turns, quick_turns
 from jaxrl.planner.simulation.step_simulator import StepSimulator
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 
@@ -108,7 +107,7 @@ class PoolSolver:
         """Seconds of a good mapping of a pool with the actor, not always the best; infinite if none."""
         others = [name for name in names if name != self._actor]
         costs = [self._options_of(name, devices).costs for name in others]
-        turns = quick_turns(costs, self._problem.budget_bytes)
+        turns = Turns.quick(costs, self._problem.budget_bytes)
         found = self._with_actor(others, turns, devices)
         return float(found.seconds.sum(axis=1).min(initial=np.inf))
 
@@ -123,8 +122,7 @@ class PoolSolver:
         return found
 
     def _without_actor(self, names: Sequence[str], turns: Turns, devices: int) -> PoolFront:
-        seconds = np.zeros((len(turns.costs), 3))
-        seconds[:, 1], seconds[:, 2] = turns.costs.preparation_s, turns.costs.training_s
+        seconds = np.pad(turns.costs.rows[:, 2:], ((0, 0), (1, 0)))
         kept = pareto_front(seconds)
         choices = (
             PoolChoice(self._strategies(names, turns, i, devices), None) for i in kept.tolist()
@@ -139,10 +137,7 @@ class PoolSolver:
         free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
         generation = self._generation.best(own, free)
         i, j = np.nonzero(np.isfinite(generation.seconds))
-        together = pairs[i, j]
-        seconds = np.stack(
-            [generation.seconds[i, j], together.preparation_s, together.training_s], axis=1
-        )
+        seconds = np.column_stack([generation.seconds[i, j], pairs.rows[i, j, 2:]])
         kept = pareto_front(seconds)
         choices = (
             PoolChoice(

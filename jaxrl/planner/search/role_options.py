@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.search.choice_costs import ChoiceCosts
-from jaxrl.planner.search.mapping_problem import SearchLimits
-from jaxrl.planner.search.pareto import pareto_front
-from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.search.choice_costs import ChoiceCosts, pareto_front
+from jaxrl.planner.search.mapping import SearchLimits
 from jaxrl.planner.simulation.step_simulator import StepSimulator
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy
@@ -49,22 +47,20 @@ def strategies_of(
                 continue
             d = devices // t // p
             for expert, context in itertools.product(divisors(d), divisors(d)):
+                # The heads of a device divide over the context axis (mesh.attention_parallel).
+                keys = max(1, model.num_kv_heads // t)
+                exchanges = keys % context == 0 or context % keys == 0
                 if (
                     d % (expert * context)
                     or (model.num_experts or 1) % expert
                     or context > min(limits.max_context, max(1, domain // t))
-                    or not _exchanges(model, t, context)
+                    or (model.num_heads // t) % context
+                    or not exchanges
                 ):
                     continue
                 for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):
                     if model.d_model % fsdp == 0:
                         yield Strategy(p, t, d, fsdp, expert, context)
-
-
-def _exchanges(model: ModelConfig, t: int, context: int) -> bool:
-    """Whether the heads of a device divide over the context axis (mesh.parallel_layers)."""
-    keys = max(1, model.num_kv_heads // t)
-    return (model.num_heads // t) % context == 0 and (keys % context == 0 or context % keys == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,51 +96,28 @@ def role_options(
     """
     passes = simulator.passes
     strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
-    rows = [_costs(role, model, strategy, passes) for strategy in strategies]
-    costs = ChoiceCosts.from_rows(np.array(rows).reshape(-1, 4))
-    fitting = np.flatnonzero(costs.fits(budget)).tolist()
-    if role.generates:
-        unshard_s = {i: simulator.generating.unshard_s(model, strategies[i]) for i in fitting}
-        kept = _best_of_each_shape(fitting, strategies, costs, unshard_s)
-    else:
-        kept = [fitting[i] for i in pareto_front(costs[fitting].rows())]
-    return RoleOptions(tuple(strategies[i] for i in kept), costs[kept])
-
-
-def _best_of_each_shape(
-    choices: list[int],
-    strategies: list[Strategy],
-    costs: ChoiceCosts,
-    unshard_s: Mapping[int, float],
-) -> list[int]:
-    """An actor's Pareto-optimal choices among strategies with the same p, t and expert size.
-
-    Generation splits p and t further, and FSDP shards are gathered before it, in `unshard_s` seconds.
-    """
+    costs = np.zeros((len(strategies), 4))
+    for row, strategy in zip(costs, strategies, strict=True):
+        if role.forwards:
+            forward = passes.inference(model, strategy, share=passes.share_of(role))
+            row[:3] = forward.resident_bytes, forward.transient_bytes, forward.total_s
+            row[2] *= role.forwards
+        if role.trains:
+            update = passes.training(model, strategy)
+            row[0], row[3] = update.resident_bytes, update.total_s
+            row[1] = max(row[1], update.transient_bytes)
+    fitting = np.flatnonzero(ChoiceCosts(costs).fits(budget)).tolist()
+    if not role.generates:
+        kept = [fitting[i] for i in pareto_front(costs[fitting])]
+        return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))
+    # Generation splits p and t further, and FSDP shards are gathered before it: an actor's options compete
+    # with those of the same p, t and expert size only, and in the seconds of this gather too.
     groups: dict[tuple[int, int, int], list[int]] = {}
-    for i in choices:
+    for i in fitting:
         shape = strategies[i].p, strategies[i].t, strategies[i].expert
         groups.setdefault(shape, []).append(i)
     kept = []
     for group in groups.values():
-        gathers = np.array([[unshard_s[i]] for i in group])
-        compared = np.concatenate([costs[group].rows(), gathers], axis=1)
-        kept += [group[i] for i in pareto_front(compared)]
-    return kept
-
-
-def _costs(
-    role: RoleTasks, model: ModelConfig, strategy: Strategy, passes: PassSimulator
-) -> tuple[float, float, float, float]:
-    """Resident bytes, transient bytes, seconds of preparation, seconds of training."""
-    preparation, transient, resident = 0.0, 0.0, 0.0
-    if role.forwards:
-        forward = passes.inference(model, strategy, share=passes.share_of(role))
-        preparation = role.forwards * forward.total_s
-        resident, transient = forward.resident_bytes, forward.transient_bytes
-    training = 0.0
-    if role.trains:
-        update = passes.training(model, strategy)
-        training, resident = update.total_s, update.resident_bytes
-        transient = max(transient, update.transient_bytes)
-    return resident, transient, preparation, training
+        gathers = [[simulator.generating.unshard_s(model, strategies[i])] for i in group]
+        kept += [group[i] for i in pareto_front(np.concatenate([costs[group], gathers], axis=1))]
+    return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))

@@ -9,10 +9,10 @@ from slow_values import mostly_slow
 from toy_clusters import ASSUME, brute_force, toy, toy_model, toy_work
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.hardware.accelerators import accelerator
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping_problem import SearchLimits
+from jaxrl.planner.search.mapping import SearchLimits
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.step_tasks import TASKS, tasks_of
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
@@ -137,17 +137,17 @@ def test_no_device_holds_more_than_it_has(name, dataflow, response):
 def test_the_breakdown_adds_up_to_what_was_searched_for():
     found = search_mapping("ppo", ppo_8b(), WORK, "h100:12x8")
     assert found.placements[0].seconds == pytest.approx(found.seconds, rel=1e-9)
-    assert [stage.name for stage in found.breakdown] == ["generation", "preparation", "training"]
+    assert found.breakdown.stages == ("generation", "preparation", "training")
     text = "\n".join(found.lines())
     assert "predicted" in text and "cache read" in text and "master weights, stays" in text
 
 
 @pytest.mark.parametrize("whole_hosts", [False, True])
 def test_pools_lie_side_by_side(whole_hosts):
-    placement = (("actor",), ("critic",), ("reference",), ("reward",))
-    cluster = Cluster(accelerator("h100"), (4, 8), whole_hosts)
-    found = search_mapping("ppo", ppo_8b(), WORK, cluster, placements=[placement])
-    assert sorted(p.roles for p in found.pools) == sorted(placement)
+    cluster = Cluster(accelerator("h100"), (16, 8), whole_hosts)
+    small = model_shapes("qwen2.5-0.5b")
+    found = search_mapping("ppo", ppo_8b(critic=small, reward=small), WORK, cluster)
+    assert len(found.pools) > 1
     end = 0
     for pool in found.pools:
         assert pool.first == end
@@ -156,7 +156,7 @@ def test_pools_lie_side_by_side(whole_hosts):
         if whole_hosts:
             assert first_host == last_host or (pool.first % 8, end % 8) == (0, 0)
         else:
-            assert pool.devices % 4 == 0
+            assert pool.devices % 16 == 0
 
 
 @pytest.mark.parametrize("dataflow", ["ppo", "dapo"])
@@ -187,15 +187,10 @@ def test_more_of_anything_is_never_slower(dataflow):
     )
 
 
-def test_a_placement_can_be_asked_for_and_all_of_them_compared():
-    split = (("reference", "actor"), ("reward", "critic"))
-    found = search_mapping("ppo", ppo_8b(), WORK, "a100:4x8", placements=[split])
-    assert set(found.placement) == {("actor", "reference"), ("critic", "reward")}
+def test_all_placements_can_be_compared():
     every = search_mapping("ppo", ppo_8b(), WORK, "a100:4x8", every_placement=True)
     assert len(every.placements) == 15
-    by_name = {frozenset(r.placement): r.seconds for r in every.placements}
-    assert by_name[frozenset(found.placement)] == pytest.approx(found.seconds)
-    assert every.seconds <= found.seconds
+    assert all(every.seconds <= r.seconds < float("inf") for r in every.placements)
     bounded = search_mapping("ppo", ppo_8b(), WORK, "a100:4x8")
     assert bounded.seconds == every.seconds
 
@@ -222,28 +217,21 @@ def test_a_model_that_fits_nowhere_says_so():
 
 
 @pytest.mark.parametrize(
-    ("dataflow", "models", "cluster", "placements", "message"),
+    ("dataflow", "models", "cluster", "message"),
     [
-        ("pppo", {}, "h100:1x8", None, "'pppo' is not one of dapo.*did you mean ppo"),
-        ("dapo", {"critic": toy_model()}, "h100:1x8", None, "'critic' is not one of dapo's"),
-        ("ppo", {"actor": toy_model()}, "h100:1x8", None, "ppo has no model for critic; name one"),
-        ("dapo", {"actor": toy_model()}, "h1000:1x8", None, "'h1000' is not one of"),
-        ("dapo", {"actor": toy_model()}, "h100:1x7", None, "h100:1x7 is no topology that exists"),
-        ("dapo", {"actor": toy_model()}, "v5p:4x4x5", None, "4x4x4.*multiples of 4"),
-        ("dapo", {"actor": toy_model()}, "h100", None, "'h100' is not KIND:AxB"),
-        ("dapo", {"actor": toy_model()}, "h100:0x8", None, "'h100:0x8' is not KIND:AxB"),
-        (
-            "grpo",
-            {"actor": toy_model(), "reference": toy_model()},
-            "h100:1x8",
-            [(("actor",),)],
-            "placement actor has not each of the roles actor, reference",
-        ),
+        ("pppo", {}, "h100:1x8", "'pppo' is not one of dapo.*did you mean ppo"),
+        ("dapo", {"critic": toy_model()}, "h100:1x8", "'critic' is not one of dapo's"),
+        ("ppo", {"actor": toy_model()}, "h100:1x8", "ppo has no model for critic; name one"),
+        ("dapo", {"actor": toy_model()}, "h1000:1x8", "'h1000' is not one of"),
+        ("dapo", {"actor": toy_model()}, "h100:1x7", "h100:1x7 is no topology that exists"),
+        ("dapo", {"actor": toy_model()}, "v5p:4x4x5", "4x4x4.*multiples of 4"),
+        ("dapo", {"actor": toy_model()}, "h100", "'h100' is not KIND:AxB"),
+        ("dapo", {"actor": toy_model()}, "h100:0x8", "'h100:0x8' is not KIND:AxB"),
     ],
 )
-def test_a_wrong_question_is_refused(dataflow, models, cluster, placements, message):
+def test_a_wrong_question_is_refused(dataflow, models, cluster, message):
     with pytest.raises(UserError, match=message):
-        search_mapping(dataflow, models, WORK, cluster, placements=placements)
+        search_mapping(dataflow, models, WORK, cluster)
 
 
 def mixture_model():
