@@ -27,8 +27,8 @@ from jaxrl.models.decoder import Params
 from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.quantized import Quantized
-from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
+from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 

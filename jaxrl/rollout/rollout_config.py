@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 from jaxrl.checks import (
@@ -14,6 +13,7 @@ from jaxrl.checks import (
     coefficient,
     count,
     positive,
+    settings,
     token_count,
 )
 from jaxrl.errors import UserError
@@ -31,7 +31,7 @@ from jaxrl.rollout.sampling import (
 from jaxrl.rollout.settings import EngineSettings
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RolloutConfig(EngineSettings):
     """Sampling of training data.
 

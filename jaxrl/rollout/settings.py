@@ -12,8 +12,8 @@ from jaxrl.checks import (
     MAX_VOCABULARY,
     at_least,
     between,
-    check_fields,
     count,
+    settings,
     token_count,
 )
 
@@ -23,7 +23,7 @@ _SHORT_RESPONSE = 64
 _SMALLEST_BUCKET = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class EngineSettings:
     """Settings of an engine that a user chooses. Configs with an engine inherit them.
 
@@ -64,7 +64,6 @@ class EngineSettings:
     speculate: Annotated[int, between(0, 64)] = 0
 
     def __post_init__(self):
-        check_fields(self)
         if self.speculate >= self.tokens_per_dispatch:
             raise ValueError(
                 f"speculate {self.speculate} decodes up to {self.speculate + 1} tokens in a round, and "
@@ -94,7 +93,7 @@ def fewest_slots(slots: int, max_response_tokens: int) -> int:
     return slots if max_response_tokens <= _SHORT_RESPONSE else min(slots, _SMALLEST_BUCKET)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class EngineConfig(EngineSettings):
     """All settings that the compiled programs depend on, besides the model and its mesh.
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import pathlib
 import socket
 from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, at_least, between, count, token_count
+from jaxrl.checks import NAME, PATH, at_least, between, count, settings, token_count
 from jaxrl.errors import UserError
 from jaxrl.rollout.settings import EngineSettings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class ServeConfig(EngineSettings):
     """Settings of a server and its engine; `EngineSettings` documents the inherited ones.
 
