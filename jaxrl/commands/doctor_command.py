@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxrl.config.recipes import bundled_recipes
+from jaxrl.config.command_line import bundled_recipes
 from jaxrl.flags import command_parser
 from jaxrl.mesh.compilation_cache import cache_folder
 

@@ -29,7 +29,7 @@ from jaxrl.rewards.score import AskedVerdicts, Term, grader_term, score_completi
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import RewardModel
 from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 
 
