@@ -48,10 +48,9 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.planner.compile_plan import roles_on
 from jaxrl.planner.compiled.ahead import compile_program
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import Topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, Topology, read_topology
+from jaxrl.planner.make_plan import roles_on
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator

@@ -291,12 +291,12 @@ def test_an_installed_package_has_every_file():
         ("jaxrl.types", "from jaxrl.errors import UserError"),
         ("jaxrl.roles.policy", "def f():\n    from jaxrl import trainer"),
         ("jaxrl.data.stream", "if TYPE_CHECKING:\n    from jaxrl.roles.policy import Actor"),
-        ("jaxrl.planner.trace_plan", "from configs.dapo_tiny import get_config"),
+        ("jaxrl.planner.make_plan", "from configs.dapo_tiny import get_config"),
         ("jaxrl", "from jaxrl.errors import UserError"),
         ("jaxrl.mesh.rules", "import jaxrl"),
         ("jaxrl.trainer.program", "from jaxrl import cli"),
         ("jaxrl.trainer.program", "from jaxrl.planner.resolve import resolved"),
-        ("jaxrl.mesh.devices", "from jaxrl.planner.hardware.topologies import read_topology"),
+        ("jaxrl.mesh.devices", "from jaxrl.planner.hardware.cluster import read_topology"),
     ],
 )
 def test_a_wrong_arrow_is_seen(importer, source):

@@ -17,10 +17,9 @@ from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
 from jaxrl.planner import plan_output
-from jaxrl.planner.cpu_devices import with_cpu_devices
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.peak_memory import peak_memory_line
-from jaxrl.planner.resolve import resolved
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_report import write_run_report
