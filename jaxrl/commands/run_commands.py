@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
+from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
+from jaxrl.algos.registry import array_names
 from jaxrl.config.schema import Config
+from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
@@ -14,45 +18,64 @@ from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer import program
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, check_for_plan, fine_tuning
 from jaxrl.trainer.hub_files import with_hub_files
 
 
-def train_or_plan(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
-    if dry_run:
-        plan_tables.show(trace_plan(with_cpu_devices(config)))
-        check_for_plan(config)
-        return 0
-    return _start(config, _train, REINFORCEMENT)
+class Training(NamedTuple):
+    """The training that a recipe describes.
+
+    Attributes:
+      run: trains; returns the exit status.
+      kind: what the run needs.
+      folder: folder of its last stage.
+    """
+
+    run: Callable[[Config], int]
+    kind: RunKind
+    folder: StageFolder
 
 
-def _train(config: Config) -> int:
+def training_of(config: Config) -> Training:
+    """What a recipe trains: `preference.loss` learns from pairs, `run.num_steps` 0 stops after SFT."""
+    folder = config.run_folder
+    if loss := config.preference.loss:
+        # A loss of scores trains a score model, a loss of log-probabilities the policy.
+        is_policy = "chosen_logprob" in array_names(PREFERENCE_LOSSES[loss])
+        run = program.train_dpo if is_policy else program.train_reward_model
+        return Training(run, PREFERENCES, folder.preference)
+    if not config.run.num_steps:
+        return Training(program.fine_tune, fine_tuning(config), config.sft_folder)
+    return Training(_reinforce, REINFORCEMENT, folder.rl)
+
+
+def _reinforce(config: Config) -> int:
     status = program.train(config)
     if not status and hosts.is_first():
         print(peak_memory_line(config))
     return status
 
 
+def train_or_plan(config: Config, *, dry_run: bool) -> int:
+    """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
+    training = training_of(config)
+    if not dry_run:
+        return _start(config, training.run, training.kind)
+    if training.kind != REINFORCEMENT:
+        raise UserError(
+            "--dry_run plans reinforcement learning, and this recipe has none (run.num_steps "
+            f"{config.run.num_steps}, preference.loss {config.preference.loss!r}); leave it out"
+        )
+    plan_tables.show(trace_plan(with_cpu_devices(config)))
+    check_for_plan(config)
+    return 0
+
+
 def profile(config: Config) -> int:
     """Traces one step of a recipe and prints where its time goes."""
     return _start(config, profiling.profile, REINFORCEMENT)
-
-
-def fine_tune(config: Config) -> int:
-    """Runs the supervised warm-up of a recipe by itself."""
-    return _start(config, program.fine_tune, fine_tuning(config))
-
-
-def train_dpo(config: Config) -> int:
-    """Trains a policy on preference pairs (DPO)."""
-    return _start(config, program.train_dpo, PREFERENCES)
-
-
-def train_reward_model(config: Config) -> int:
-    """Trains a reward or cost model on preference pairs."""
-    return _start(config, program.train_reward_model, PREFERENCES)
 
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:

@@ -94,12 +94,16 @@ def run(
         ) from error
 
 
-def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
+def load_config(
+    config_class: type[C],
+    recipe: str | ml_config_dict.ConfigDict | None,
+    overrides: Mapping[str, str],
+) -> C:
     """Loads a recipe, applies overrides and returns frozen dataclasses.
 
     Args:
       config_class: dataclass of all settings.
-      recipe: path of the recipe, as in `load_recipe`.
+      recipe: path of the recipe, as in `load_recipe`, or its settings, which are changed.
       overrides: text of each override by dotted name, applied in order. The text `none` means None where
         None is allowed.
 
@@ -112,7 +116,8 @@ def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[st
     if not recipe:
         raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
     kinds = config_tree.leaf_types(config_class)
-    tree = load_recipe(recipe, known=list(kinds))
+    is_tree = isinstance(recipe, ml_config_dict.ConfigDict)
+    tree = recipe if is_tree else load_recipe(recipe, known=list(kinds))
     told = config_tree.told_names(config_class)
     for name, text in overrides.items():
         if name.startswith(told):

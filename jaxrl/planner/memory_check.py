@@ -4,7 +4,7 @@
 
 Each estimate counts one group of arrays that must exist at the same time, spread over all devices. It is a
 lower bound, so a run that would fit is never refused. `jaxrl plan` predicts whether everything fits together.
-Answers to evaluation problems are checked when the problems have been read (`evaluation.sampled_answers`).
+Answers to evaluation problems are checked when the problems have been read (`evaluation.evaluation_metrics`).
 """
 
 from __future__ import annotations

@@ -148,8 +148,9 @@ def _curriculum(config: Config) -> None:
 def _preference(config: Config) -> None:
     options = config.preference
     lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")
-    loss = lookup(PREFERENCE_LOSSES, options.loss, "preference.loss")
-    check_options(loss, options.options, f"preference.loss {options.loss!r}")
+    if options.loss:
+        loss = lookup(PREFERENCE_LOSSES, options.loss, "preference.loss")
+        check_options(loss, options.options, f"preference.loss {options.loss!r}")
 
 
 def _correction(config: Config) -> None:

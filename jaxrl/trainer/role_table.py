@@ -143,7 +143,7 @@ def _check_score_model(config: Config, setting: str, directory: str) -> None:
     if not model.num_scores:
         raise UserError(
             f"{setting} {directory} is a language model; it must be a ...ForSequenceClassification, "
-            "with a head of scores, such as launch/reward_model.py trains"
+            "with a head of scores, such as configs/reward_tiny.py trains"
         )
     check_params(directory, model)
 
