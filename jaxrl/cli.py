@@ -43,7 +43,7 @@ COMMANDS = {
         "jaxrl.tracking.report.report_command:main",
         "compares runs on one page: curves, settings, samples",
     ),
-    "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
+    "serve": Command("jaxrl.serving.server:main", "serves a model over HTTP"),
     "convert": Command(
         "jaxrl.commands.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
     ),

@@ -56,7 +56,6 @@ LATE_IMPORTS = {
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.endpoint"): "extra `serve`",
-    ("jaxrl/serving/server.py", "jaxrl.serving.jetstream_grpc"): "extra `jetstream`",
     (
         "jaxrl/rollout/drivers.py",
         "jaxrl.rollout.jetstream.jetstream_backend",
@@ -189,9 +188,8 @@ def test_jetstream_is_imported_by_one_file_and_only_when_wanted():
         importers |= {module for name in imported if name.split(".")[0] == "jetstream"}
         if any(name.startswith("jaxrl.rollout.jetstream") for name in imported - late):
             early.add(module)
-    assert importers == {"jaxrl.rollout.jetstream.package"}
-    outside = {module for module in early if not module.startswith("jaxrl.rollout.jetstream")}
-    assert outside == {"jaxrl.serving.jetstream_grpc"}
+    assert importers == {"jaxrl.rollout.jetstream.engine_adapter"}
+    assert all(module.startswith("jaxrl.rollout.jetstream") for module in early)
 
 
 def test_training_imports_no_converter_of_other_systems():

@@ -29,10 +29,11 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jaxrl.checks import check_path
 from jaxrl.commands.run_commands import prepared
 from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
-from jaxrl.config.config_tree import format_config, leaf_types, to_config_dict
+from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data import model_directory
 from jaxrl.data.data_config import SourceConfig
@@ -90,6 +91,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.n is not None:
         overrides["evaluation.num_samples"] = str(args.n)
+    for flag, text in (
+        ("--model", args.model),
+        ("--out", args.out),
+        *(("--set", s) for s in args.sets),
+    ):
+        check_path(flag, text)
     path = pathlib.Path(local_model(args.model))
     tree = settings_of(path, args.config, args.sets)
     # A model without a recipe takes prompts of any length that its context has room for.
@@ -160,21 +167,17 @@ def _take_saved(tree: ConfigDict, path: pathlib.Path) -> None:
     text = read_text(path, absent="name the folder of a run, such as runs/dapo_tiny/seed0")
     for line in text.splitlines():
         name, _, value = line.partition(" = ")
+        # A setting of another version is left out.
+        if name.split(".")[0] not in _OF_ANSWERS or setting_type(Config, name) is None:
+            continue
+        node: Any = tree
         *groups, leaf = name.split(".")
-        if (groups or [leaf])[0] not in _OF_ANSWERS:
-            continue
-        node = tree
+        for group in groups:
+            if group not in node:
+                node[group] = {}
+            node = node[group]
         try:
-            for group in groups:
-                if group not in node:
-                    node[group] = {}
-                node = node[group]
-            if node.is_type_safe and leaf not in node:
-                continue  # a setting of another version
-            with node.ignore_type():
-                node[leaf] = _literal(value)
-        except (AttributeError, KeyError):
-            continue
+            node[leaf] = _literal(value)
         except ValueError as error:
             raise UserError(
                 f"{path}: {line!r} is no setting; restore the file from a copy"

@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from jaxrl.config.recipes import bundled_recipes
+from jaxrl.config.command_line import bundled_recipes
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 

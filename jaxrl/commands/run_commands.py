@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import array_names
+from jaxrl.algos.registry import array_names, lookup
+from jaxrl.commands.hub_files import with_hub_files
+from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.hub.hub_names import hub_name
 from jaxrl.mesh import hosts
 from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
@@ -18,22 +24,27 @@ from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.peak_memory import peak_memory_line
 from jaxrl.planner.resolve import resolved
 from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.rewards.user import user_reward
+from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.run_report import write_run_report
 from jaxrl.trainer import program
-from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, check_for_plan, fine_tuning
-from jaxrl.trainer.hub_files import with_hub_files
+from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, Faults, RunKind, fine_tuning
+from jaxrl.trainer.run_files import stage_folders
+from jaxrl.user_code import load_function, names_function
 
 
 class Training(NamedTuple):
     """The training that a recipe describes.
 
     Attributes:
-      run: trains; returns the exit status.
+      run: trains, and writes the report of the function `report`; returns the exit status.
       kind: what the run needs.
       folder: folder of its last stage.
     """
 
-    run: Callable[[Config], int]
+    run: Callable[..., int]
     kind: RunKind
     folder: StageFolder
 
@@ -43,7 +54,8 @@ def training_of(config: Config) -> Training:
     folder = config.run_folder
     if loss := config.preference.loss:
         # A loss of scores trains a score model, a loss of log-probabilities the policy.
-        is_policy = "chosen_logprob" in array_names(PREFERENCE_LOSSES[loss])
+        inputs = array_names(lookup(PREFERENCE_LOSSES, loss, "preference.loss"))
+        is_policy = "chosen_logprob" in inputs
         run = program.train_dpo if is_policy else program.train_reward_model
         return Training(run, PREFERENCES, folder.preference)
     if not config.run.num_steps:
@@ -51,8 +63,8 @@ def training_of(config: Config) -> Training:
     return Training(_reinforce, REINFORCEMENT, folder.rl)
 
 
-def _reinforce(config: Config) -> int:
-    status = program.train(config)
+def _reinforce(config: Config, **options: Any) -> int:
+    status = program.train(config, **options)
     if not status and hosts.is_first():
         print(peak_memory_line(config))
     return status
@@ -62,7 +74,7 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     training = training_of(config)
     if not dry_run:
-        return _start(config, training.run, training.kind)
+        return _start(config, functools.partial(training.run, report=write_report), training.kind)
     if training.kind != REINFORCEMENT:
         raise UserError(
             "--dry_run plans reinforcement learning, and this recipe has none (run.num_steps "
@@ -93,3 +105,48 @@ def prepared(config: Config) -> Config:
     config = with_cpu_devices(config)
     program.start(config)
     return with_hub_files(config, jax.devices())
+
+
+def check_for_plan(config: Config) -> None:
+    """Looks up the user's own files and functions, but no weights, devices or names on the hub.
+
+    Raises:
+      UserError: something is missing. One message names all such things.
+    """
+    faults = Faults()
+    sources = config.data.training_sources | config.data.evaluation_sources
+    paths = {name: source.path for name, source in sources.items()}
+    paths |= {"sft.path": config.sft.path if config.sft.num_steps else ""}
+    for setting, path in paths.items():
+        faults(setting, functools.partial(_check_there, path))
+    for name, function in config.reward.functions.items():
+        faults(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
+    if path := config.rollout.environment:
+        faults("rollout.environment", functools.partial(load_environment, path))
+    faults.check()
+
+
+def _check_there(path: str) -> None:
+    if names_function(path):
+        load_function(path, "data function")
+    elif path and hub_name(path) is None and not os.path.exists(path):
+        raise UserError(f"{path} does not exist")
+
+
+def write_report(run: RunContext) -> pathlib.Path:
+    """Writes the report of a whole run as one HTML page; returns its path."""
+    config = run.config
+    kind = run.meshes["actor"].devices.flat[0].device_kind
+    return write_run_report(
+        config.run_folder,
+        stage_folders(config),
+        title=f"{config.name}, seed {config.seed}",
+        config_text=format_config(config),
+        accepts_lost_rows=config.run.resume == "accept_lost_rows",
+        evaluation_sources=run.evaluation_prompts.sources,
+        num_samples=config.evaluation.num_samples,
+        facts=(
+            ("parameters", f"{run.model.num_params:,}"),
+            ("devices", f"{run.placement.num_devices} x {kind}"),
+        ),
+    )

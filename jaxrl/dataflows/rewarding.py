@@ -30,7 +30,7 @@ from jaxrl.rewards.terms import Term, grader_term, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import RewardModel
 from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 
 

@@ -142,6 +142,5 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
         for leaf in jax.tree.leaves(state.context.cache)
     )
     free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
-    # HTTP's cache, its predecessor while it grows, and JetStream's cache, which never grows.
-    caches = 3 if config.grpc else 2
-    return free * state.capacity // (caches * cache)
+    # A cache, and its predecessor while it grows.
+    return free * state.capacity // (2 * cache)

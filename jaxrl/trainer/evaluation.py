@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.rewarding import Grading, GroupsBeside
@@ -14,22 +13,14 @@ from jaxrl.evaluation.evaluation_metrics import (
 )
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
-from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.tracking.report_content import keep_samples
 from jaxrl.trainer.context import RunContext
 from jaxrl.types import Completions, Prompts, Scored
 
 
-class Sampler(Protocol):
-    """An actor, or a rollout backend with weights."""
-
-    def generate(self, prompts: Prompts, options: SamplingOptions, **further: Any) -> Completions:
-        """Samples answers to the prompts."""
-        ...
-
-
 def answered(
-    sampler: Sampler,
+    sampler: Actor | RolloutBackend,
     prompts: Prompts,
     options: SamplingOptions,
     grading: Grading,
@@ -39,7 +30,7 @@ def answered(
     """Samples answers to evaluation prompts, and grades them while others are sampled. Collective.
 
     Args:
-      sampler: the policy.
+      sampler: the policy, or its backend with the policy's weights.
       prompts: the prompts.
       options: sampling options.
       grading: the graders on all hosts.

@@ -22,7 +22,7 @@ from jaxrl.roles.pairs import (
     reward_model_objective,
 )
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.reward_model import RewardModelLearner
+from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(

@@ -20,7 +20,7 @@ from jaxrl.models.heads import score_config
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import policy
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import RewardModel
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import Completions, Prompts
 

@@ -16,9 +16,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Reference
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import Critic, RewardModel
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.roles.value import Critic
 from jaxrl.types import ValueBatch
 
 MODEL = ModelConfig(

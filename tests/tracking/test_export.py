@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.commands.convert import main as convert
-from jaxrl.config.model_shape import check_policy
+from jaxrl.config.model_shape import check_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
@@ -27,9 +27,8 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
 from jaxrl.tracking.export import export_run
 from jaxrl.tracking.lock import run_lock
-from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.cross_checks import pools_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.weights import load_or_init
 
@@ -199,6 +198,6 @@ def test_training_continues_from_an_exported_adapter(tmp_path):
 
     other = dataclasses.replace(ADAPTED, lora=LoraConfig(rank=3, targets=("q",)))
     with pytest.raises(UserError, match=r"model\.lora is rank 3, .* has 2, 32.0, q, up"):
-        check_policy(dataclasses.replace(config, model=other), tokenizer)
+        check_weights(dataclasses.replace(config, model=other))
     with pytest.raises(ValueError, match=r"set weights and model\.lora\.rank"):
         Config(adapter="somewhere")

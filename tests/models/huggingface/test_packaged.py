@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 from jaxrl import cli
 from jaxrl.commands import convert
-from jaxrl.config.requirements import Finder
 from jaxrl.data.model_directory import check_is_directory
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
@@ -377,6 +376,3 @@ def test_where_a_directory_is_expected_the_conversion_is_told(tmp_path):
     write_gguf(file)
     with pytest.raises(UserError, match=r"model\.gguf: .* jaxrl convert --from gguf"):
         check_is_directory(file)
-    find = Finder()
-    find.files(weights=str(file), tokenizer="", needs_chat_template=False)
-    assert "jaxrl convert --from gguf" in find.missing[0]
