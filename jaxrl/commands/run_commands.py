@@ -17,8 +17,8 @@ from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import hub_name
+from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
-from jaxrl.models.huggingface.packaged import fetch_if_packaged
 from jaxrl.planner import plan_tables, profiling
 from jaxrl.planner.cpu_devices import with_cpu_devices
 from jaxrl.planner.peak_memory import peak_memory_line
@@ -101,7 +101,8 @@ def prepared(config: Config) -> Config:
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
-    fetch_if_packaged(config.weights)
+    if config.weights == str(SMOLLM2.folder):
+        SMOLLM2.fetch()
     config = with_cpu_devices(config)
     program.start(config)
     return with_hub_files(config, jax.devices())

@@ -45,11 +45,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.hardware import accelerator_of
 from jaxrl.mesh.hosts import put
+from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation

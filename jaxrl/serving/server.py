@@ -24,7 +24,6 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.compile_messages import announce_compilations
 from jaxrl.rollout.engine import Engine
 from jaxrl.serving.model_loading import Loaded, load
 from jaxrl.serving.online_driver import Delta, NotFinite, OnlineDriver, Request, ServingError
@@ -68,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     keep_compiled_programs()
-    announce_compilations()
     return serve(config)
 
 

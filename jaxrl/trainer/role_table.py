@@ -34,8 +34,7 @@ from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import decoder_graph, score_config
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig

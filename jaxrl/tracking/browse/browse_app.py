@@ -254,12 +254,14 @@ class _Pages:
         found = self._file(paths[name]) if name else None
         rows = passing(found.rows, given) if found else []
         pages = max(1, math.ceil(len(rows) / _PER_PAGE))
-        number = _page_number(given, pages)
+        number, asked = _page_number(given, pages), bool(given)
+        # Further pages are of this step, even if a newer one is there by then.
+        given |= {"file": name}
         kinds = sorted({row["failure"] for row in found.rows} - {""})[:50] if found else []
         return self._rendered(
             "list.html",
-            given=given | {"file": name},
-            asked=bool(given),
+            given=given,
+            asked=asked,
             count=len(rows),
             means={
                 key: _mean([row[key] for row in rows]) for key in ("reward", "correct", "length")
