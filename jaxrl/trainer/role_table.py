@@ -25,11 +25,16 @@ from jaxrl.config.batch_shapes import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.dataflows.costs import CostPhase
 from jaxrl.dataflows.distill import OwnRows, TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
-from jaxrl.dataflows.rewarding import JudgeReward, ModelReward, RewardTerm, SequenceScores
+from jaxrl.dataflows.rewarding import (
+    CostPhase,
+    JudgeReward,
+    ModelReward,
+    RewardTerm,
+    SequenceScores,
+)
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
@@ -215,7 +220,7 @@ class ScoreKind(RoleKind):
         if not model.num_scores:
             raise UserError(
                 f"{self.setting} {directory} is a language model; it must be a "
-                "...ForSequenceClassification, with a head of scores, such as launch/reward_model.py trains"
+                "...ForSequenceClassification, with a head of scores, such as configs/reward_tiny.py trains"
             )
         check_params(directory, model)
 
