@@ -205,7 +205,7 @@ def test_no_two_files_have_one_name():
 
 BUDGETS = {
     "lines of code": 45_200,
-    "lines of code of planner/": 7_320,
+    "lines of code of planner/": 5_070,
     "lines of code of the largest other package": 4_540,
     "files": 450,
     "lines of code that trainer/ imports, itself included": 30_550,
