@@ -1,16 +1,20 @@
 """The lines about a step have every number of it."""
 
-from plans import plan_32b, plan_tiny, tiny_config
+from plans import plan_32b, tiny_config
 
+from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.planner.plan import describe_flow
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.trainer.algorithm import algorithm_of
 
 
+def flow_of(config: Config) -> dict[str, str]:
+    return dict(describe_flow(planned_roles(config, algorithm_of(config), abstract_meshes(config))))
+
+
 def test_the_flow_tells_every_number_of_a_step():
-    recipe = plan_32b()
-    flow = dict(recipe.notes)
+    flow = dict(plan_32b().notes)
     assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
     assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
     assert flow["learning"] == (
@@ -21,12 +25,10 @@ def test_the_flow_tells_every_number_of_a_step():
 
 def test_a_pipeline_tells_how_long_it_is_idle():
     layout = LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2)
-    config = tiny_config(mesh=layout)
-    planned = planned_roles(config, algorithm_of(config), abstract_meshes(config))
-    flow = dict(describe_flow(planned))
+    flow = flow_of(tiny_config(mesh=layout))
     assert flow["pipeline, learning"] == (
         "2 stages x 2 microbatches of 2 rows: idle for 33% of the time"
     )
     assert flow["pipeline, prefill"].startswith("2 stages x 2 microbatches of 2 rows")
     assert flow["pipeline, decoding"].startswith("2 stages x 2 microbatches of 4 rows")
-    assert "pipeline, learning" not in dict(plan_tiny().notes)
+    assert "pipeline, learning" not in flow_of(tiny_config())
