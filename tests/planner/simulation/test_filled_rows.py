@@ -121,6 +121,14 @@ def test_pairs_are_those_of_the_tiles_with_a_visible_pair_on_the_busiest_replica
         assert found == pytest.approx(np.mean(busiest))
 
 
+@dataclasses.dataclass(frozen=True)
+class ListedLengths(LengthDistribution):
+    """Three lengths."""
+
+    def quantiles(self, count: int) -> np.ndarray:
+        return np.array([64, 64, 224])[:count]
+
+
 def test_a_row_costs_the_tiles_of_the_rows_beside_it_and_of_the_busiest_replica():
     # Rows of 320 tokens hold two texts of 160, in tiles of 80: 3 + 3 of 10 pairs of blocks for each text.
     work = toy_work(prompts=8, samples=2, response_lengths=LengthDistribution.exactly(96))
@@ -135,7 +143,7 @@ def test_a_row_costs_the_tiles_of_the_rows_beside_it_and_of_the_busiest_replica(
         prompts=3,
         samples=1,
         updates=1,
-        prompt_lengths=LengthDistribution.measured([64, 64, 224], 224),
+        prompt_lengths=ListedLengths(120, 224),
     )
     assert filled_rows(mixed).rows_U == (2,)
     assert pairs_of_a_row(mixed, 1, 1, 80, None) == (10 + 6) / 2 * 80**2
