@@ -44,7 +44,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
-    ("jaxrl/data/records.py", "reasoning_gym"): "extra `tasks`",
+    ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/rewards/pool_functions.py", "reasoning_gym"): "extra `tasks`",
     (
         "jaxrl/models/huggingface/packaged.py",

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxrl.config.recipes import bundled_recipes
 from jaxrl.flags import command_parser
 from jaxrl.mesh.compilation_cache import cache_folder
+from jaxrl.user_code import bundled_recipes
 
 _STEP_LIMIT_S = 600
 # One step of the smallest recipe, from random weights.

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import Demonstration
 from jaxrl.data.problems import Problems
+from jaxrl.data.prompt_encoding import tokenizer_from
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params

@@ -6,17 +6,10 @@ import difflib
 import pathlib
 
 from jaxrl.errors import UserError
+from jaxrl.user_code import bundled_recipes
 
-# In a clone, and in an installed package.
-_CLONE = pathlib.Path(__file__).parents[2] / "configs"
-_PACKAGE = pathlib.Path(__file__).parents[1] / "recipes"
 _HERE = pathlib.Path("configs")
 _MAX_LISTED = 8
-
-
-def bundled_recipes() -> pathlib.Path:
-    """Returns the folder of the recipes that come with the package."""
-    return _PACKAGE if _PACKAGE.is_dir() else _CLONE
 
 
 def recipe_path(recipe: str) -> str:

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxrl.checks import NAME, PATH, PROSE, SEED, at_least, between, count, token_count
-from jaxrl.data.data_config import MAX_ROWS
-from jaxrl.data.records import MAX_TASK_SEED
+from jaxrl.data.data_config import MAX_ROWS, MAX_TASK_SEED
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.rewards.reward_config import MAX_GRADER_WORKERS

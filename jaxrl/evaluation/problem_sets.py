@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat
+from jaxrl.data.problems import Source, read_source
 from jaxrl.data.prompt_encoding import Overlong, encode_prompts
-from jaxrl.data.source_reader import read_source
-from jaxrl.data.sources import Source
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig

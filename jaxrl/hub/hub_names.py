@@ -20,7 +20,7 @@ _NAME = re.compile(
     r"(@(?P<revision>[\w./-]+))?"
 )
 # A path with one of these endings is a file that is missing here.
-_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".array_record", ".py", ".txt", ".gguf")
+_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".py", ".txt", ".gguf")
 
 
 @dataclasses.dataclass(frozen=True)

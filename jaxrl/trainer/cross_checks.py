@@ -20,7 +20,6 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, check_options, lookup
 from jaxrl.config.schema import Config
-from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.dataflows import old_logprobs
 from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective
 from jaxrl.dataflows.lookup import find_dataflow
@@ -147,7 +146,6 @@ def _curriculum(config: Config) -> None:
 
 def _preference(config: Config) -> None:
     options = config.preference
-    lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")
     loss = lookup(PREFERENCE_LOSSES, options.loss, "preference.loss")
     check_options(loss, options.options, f"preference.loss {options.loss!r}")
 

@@ -178,6 +178,11 @@ def _find_rewards(config: Config, roles: set[str], find: Finder) -> dict[str, To
 
 def _find_pairs(config: Config, find: Finder) -> dict[str, tuple[Preference, ...]]:
     options, found = config.preference, {}
+    if not options.path:
+        name = "preference.pair_generator"
+        find(
+            name, functools.partial(load_function, options.pair_generator, name, takes=["records"])
+        )
     for setting, path in (
         ("preference.path", options.path),
         ("preference.evaluation_path", options.evaluation_path),

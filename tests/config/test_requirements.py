@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.config.requirements import Finder
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.source_reader import read_source
+from jaxrl.data.problems import read_source
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import EVERYTHING, Pool

@@ -11,10 +11,10 @@ from jaxrl.data import (
     Record,
     load_tokenizer,
     read_demonstrations,
-    solutions_of,
     train_tokenizer,
 )
 from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.messages import PromptFormat
 from jaxrl.errors import UserError
 

@@ -9,7 +9,6 @@ import threading
 import grain
 import numpy as np
 import pytest
-import tokenizers
 
 from jaxrl.data import (
     ChatTemplate,
@@ -18,11 +17,11 @@ from jaxrl.data import (
     PromptStream,
     Record,
     encode_prompts,
-    evaluation_prompts,
     load_tokenizer,
-    solutions_of,
     train_tokenizer,
 )
+from jaxrl.data.demonstrations import solutions_of
+from jaxrl.data.prompt_encoding import evaluation_prompts
 from jaxrl.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -200,60 +199,11 @@ def test_long_prompts_may_be_an_error():
         )
 
 
-class Counting:
-    """A tokenizer that counts the characters it is given."""
-
-    def __init__(self, tokenizer=TOKENIZER):
-        self.tokenizer = tokenizer
-        self.num_chars = 0
-
-    def encode_batch(self, texts):
-        self.num_chars += sum(map(len, texts))
-        return self.tokenizer.encode_batch(texts)
-
-
-FAR = Record("".join(f"{i} + " for i in range(120_000)), "1", "s")
-
-
-@pytest.mark.parametrize("overlong", ["drop", "left", "right", "middle"])
-def test_a_prompt_far_too_long_is_tokenised_at_its_ends_alone(overlong):
-    counting = Counting()
-    found = encoded([*RECORDS, FAR], tokenizer=counting, overlong=overlong)
-    assert len(FAR.prompt) > 900_000 and counting.num_chars < 200_000
-    if overlong == "drop":
-        assert found.num_dropped == 1 and len(found.prompts) == len(RECORDS)
-        return
-    assert found.num_cut == 1
-    whole = TOKENIZER.encode(FAR.prompt)
-    expected = {
-        "left": whole[-100:],
-        "right": whole[:100],
-        "middle": np.concatenate([whole[:50], whole[-50:]]),
-    }
-    np.testing.assert_array_equal(found.prompts.tokens[-1], expected[overlong])
-
-
-def test_the_length_of_a_prompt_far_too_long_is_no_number():
-    with pytest.raises(UserError, match=r"row 1 has a prompt of \d+ tokens or more, and 1 rows"):
-        encoded([RECORDS[0], FAR], overlong="error")
-
-
-def test_a_long_prompt_of_few_tokens_is_kept():
-    content = json.loads(TOKENIZER.backend.to_str())
-    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
-    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
-    spaces = dataclasses.replace(TOKENIZER, backend=backend)
-    found = encoded([Record("1 +" + " " * 900_000 + "1", "2", "s")], tokenizer=spaces)
-    assert spaces.decode(found.prompts.tokens[0]) == "1 + 1"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"records": []}, "there are no prompts"),
         ({"max_prompt_tokens": 6}, "all 7 prompts are longer than max_prompt_tokens 6"),
-        ({"max_prompt_tokens": 0, "overlong": "left"}, "leaves no prompt"),
-        ({"overlong": "cut"}, "choose one of drop, left, right, middle, error"),
         ({"prompts_per_batch": 0}, "batch of 0"),
         ({"seed": -1}, "seed -1 is out of range"),
         ({"seed": 2**32}, "out of range"),

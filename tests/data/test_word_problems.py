@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.source_reader import read_source
-from jaxrl.data.word_problems import KINDS, make
+from jaxrl.data.problems import read_source
 from jaxrl.errors import UserError
+from jaxrl.user_code import load_function
+
+make = load_function("shared/word_problems.py:make", "data function")
+KINDS = ("gain", "loss", "bags")
 
 CALCULATED = {"gain": lambda a, b: a + b, "loss": lambda a, b: a - b, "bags": lambda a, b: a * b}
 
@@ -55,7 +58,8 @@ def test_options_that_make_no_problem_are_refused(options, message):
         problem(0, **options)
 
 
-def test_a_run_reads_them_by_name():
-    settings = SourceConfig(path="jaxrl.data.word_problems:make", size=20, seed=3)
+def test_a_run_reads_them_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = SourceConfig(path="shared/word_problems.py:make", size=20, seed=3)
     source = read_source(settings, "data.train", refuse_bad_rows=True, may_be_endless=True)
     assert len(source.records) == 20

@@ -17,7 +17,7 @@ from processes import free_port, started
 
 from jaxrl import cli
 from jaxrl.data.chat import ChatTemplate
-from jaxrl.data.records import reasoning_gym_records
+from jaxrl.data.generated_problems import TaskProblems
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.evaluation import answer_writer, eta_line, evaluate_command, evaluating
@@ -424,7 +424,8 @@ def test_a_task_has_the_problems_of_its_seed(directory, tmp_path):
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     texts = prompts(task_options=options)
     # As data.evaluation.seed = 2 of a recipe.
-    records = reasoning_gym_records("chain_sum", size=100, seed=2, **options)
+    problems = TaskProblems("chain_sum", seed=2, options=options)
+    records = [problems.record(number) for number in range(100)]
     assert list(texts) == [record.prompt for record in records]
     assert prompts(task_options=options, task_seed=1) != texts
 
@@ -447,13 +448,15 @@ def test_a_run_answers_its_own_evaluation_problems(directory, tokenizer, tmp_pat
         return plan_evaluation(config_of(run, (), tmp_path / "out", **changes))
 
     own = planned()
-    records = reasoning_gym_records("chain_sum", size=7, seed=5, **options)
+    problems = TaskProblems("chain_sum", seed=5, options=options)
+    records = [problems.record(number) for number in range(7)]
     assert list(own.prompts.texts) == [record.prompt for record in records]
     assert own.engine.max_response_tokens == 9
     assert len(planned(limit=3).prompts) == 3
     # Its task again, with another seed: three terms, where the task's own default is two to six.
     again = planned(tasks=("chain_sum",), limit=40)
-    records = reasoning_gym_records("chain_sum", size=40, seed=2, **options)
+    problems = TaskProblems("chain_sum", seed=2, options=options)
+    records = [problems.record(number) for number in range(40)]
     assert list(again.prompts.texts) == [record.prompt for record in records]
     given = planned(tasks=("chain_sum",), task_options={**options, "min_terms": 2}, limit=40)
     assert given.prompts.texts != again.prompts.texts
