@@ -63,7 +63,7 @@ from jaxrl.planner.simulation.workload import (
 )
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_programs import programs_of
-from jaxrl.rollout.buckets import bucket_sizes, round_up
+from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
 from jaxrl.tracking import timers
 from jaxrl.tracking.compared_runs import read_runs
 

@@ -56,7 +56,6 @@ OF_LM = (
     "jaxrl",
     "jaxrl, bfloat16",
     "jaxrl, int8 weights",
-    "jaxrl, float8 weights",
     "Transformers",
     "Transformers, bfloat16",
 )
@@ -310,15 +309,11 @@ def precision(console):
         ("float32", "", "float32"),
         ("float32", "", "bfloat16"),
         ("float32", "", "int8"),
-        ("float32", "", "float8_e4m3fn"),
         ("float32", "int8", "float32"),
-        ("float32", "float8_e4m3fn", "float32"),
         ("bfloat16", "", "bfloat16"),
         ("bfloat16", "", "int8"),
-        ("bfloat16", "", "float8_e4m3fn"),
         ("bfloat16", "int8", "bfloat16"),
         ("bfloat16", "int8", "int8"),
-        ("bfloat16", "float8_e4m3fn", "float8_e4m3fn"),
     ]:
         config = EngineConfig(
             slots=16,

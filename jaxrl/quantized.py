@@ -1,9 +1,9 @@
-"""Arrays in 8 bits with float32 scales, for storage: weights of a sampler, keys and values of a cache.
+"""Arrays in int8 with float32 scales, for storage: weights of a sampler, keys and values of a cache.
 
     values [L, D, F] int8    scale [L, 1, F]      dimension 1 shares a scale: one for each output of a matmul
 
-An entry is a value times its scale. The largest absolute entry of those that share a scale becomes 127 (int8)
-or 448 (float8_e4m3fn), and all are rounded to the nearest value.
+An entry is a value times its scale. The largest absolute entry of those that share a scale becomes 127, and
+all are rounded to the nearest integer. float8 takes as many bytes and is three to five times less exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The largest value of each type.
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+_LARGEST = 127
 _SCALE_BYTES = 4
-
-EightBits: TypeAlias = Literal["int8", "float8_e4m3fn"]
-
-
-def is_eight_bits(dtype: Any) -> bool:
-    """Whether a type needs a scale: int8 or float8_e4m3fn."""
-    return jnp.dtype(dtype).name in _LARGEST
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +29,7 @@ class Quantized:
     """An array in 8 bits.
 
     Attributes:
-      values: int8 or float8_e4m3fn.
+      values: int8.
       scale: float32, of the same rank; dimensions that share a scale have size 1.
     """
 
@@ -54,22 +46,18 @@ class Quantized:
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
 
-def quantize(x: jax.Array, dtype: Any, dims: tuple[int, ...]) -> Quantized:
+def quantize(x: jax.Array, dims: tuple[int, ...]) -> Quantized:
     """Rounds an array to 8 bits.
 
     Args:
       x: array of a wider type.
-      dtype: int8 or float8_e4m3fn.
       dims: dimensions whose entries share a scale.
     """
-    dtype = jnp.dtype(dtype)
     x = x.astype(jnp.float32)
     # Not a division: compiled, XLA makes it a product with the reciprocal, which may round otherwise.
-    scale = jnp.abs(x).max(dims, keepdims=True) * np.float32(1 / _LARGEST[dtype.name])
-    steps = x / jnp.where(scale > 0, scale, 1)
-    if dtype == jnp.int8:
-        steps = jnp.round(steps)
-    return Quantized(steps.astype(dtype), scale)
+    scale = jnp.abs(x).max(dims, keepdims=True) * np.float32(1 / _LARGEST)
+    steps = jnp.round(x / jnp.where(scale > 0, scale, 1))
+    return Quantized(steps.astype(jnp.int8), scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +76,10 @@ class StoredType:
         """The array as it is stored; a `Quantized` one is returned as it is."""
         if isinstance(x, Quantized):
             return x
-        return quantize(x, self.dtype, self.dims) if self.dims else x.astype(self.dtype)
+        return quantize(x, self.dims) if self.dims else x.astype(self.dtype)
 
     def abstract(self, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-        """Shape, type and sharding of the array, in the structure of `cast`."""
+        """The abstract value (ShapeDtypeStruct) of what `cast` returns."""
         values = jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)
         if not self.dims:
             return values

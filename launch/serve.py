@@ -1,4 +1,4 @@
-"""Serves a model over HTTP and gRPC: python launch/serve.py --model DIR (docs/serving.md)."""
+"""Serves a model over HTTP: python launch/serve.py --model DIR (docs/serving.md)."""
 
 from jaxrl import cli
 

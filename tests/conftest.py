@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from memory import drop_compiled_programs
 
-from jaxrl.mesh import compile_messages
 from jaxrl.types import Completions, Prompts, Scored
 
 # Compiling is most of what these tests do, and tiny arrays gain nothing from optimised code. The fusion
@@ -29,7 +28,7 @@ _QUICK_TO_COMPILE = (
     *([_UNKNOWN_TO_LIBTPU] if jax.__version_info__ < (0, 11) else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
-# As jaxrl.rollout.jetstream.package has it, which some tests import gRPC before.
+# As jaxrl.rollout.jetstream.engine_adapter has it, which some tests import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # pytest-xdist gives its workers a width of 80, and tables follow it.
 os.environ.pop("COLUMNS", None)
@@ -42,8 +41,6 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Programs that tests start keep theirs beside it, not in the home of whoever runs them.
 os.environ["XDG_CACHE_HOME"] = str(_CACHE.with_name("programs"))
-# What commands say of slow compilations depends on the machine; tests compare their output.
-compile_messages._announcing = True
 # Two dtypes never meet by accident: a bfloat16 weight cannot quietly become a float32 one.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

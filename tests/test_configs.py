@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from jaxrl.commands.run_commands import check_for_plan
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import flatten_config, group_class, leaf_types
 from jaxrl.config.schema import Config
-from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.rewards import check_grader
-from jaxrl.trainer.findings import check_for_plan
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
@@ -157,9 +156,3 @@ def _attributes_read(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield node.attr, ast.unparse(node.value).split(".")[-1]
     for child in ast.iter_child_nodes(node):
         yield from _attributes_read(child)
-
-
-def test_a_table_on_the_command_line_is_refused_in_one_line():
-    recipe = str(ROOT / "configs/dapo_tiny.py")
-    with pytest.raises(UserError, match="this entry can only be changed in the recipe"):
-        load_config(Config, recipe, {"data.train.options": '{"a": 1}'})

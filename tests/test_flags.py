@@ -13,7 +13,7 @@ from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.flags import add_flags, settings_of
 from jaxrl.rollout.settings import EngineSettings
-from jaxrl.serving import serve_command
+from jaxrl.serving import server
 from jaxrl.serving.serve_config import ServeConfig
 
 
@@ -52,7 +52,7 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server(exclusi
         for name, value in given.items()
         if value is not False
     )
-    config = parsed(ServeConfig, "--model=m", "--grpc=False", *values)
+    config = parsed(ServeConfig, "--model=m", *values)
     assert config.engine_settings() == given
 
 
@@ -85,10 +85,9 @@ def test_some_fields_of_a_group():
 
 def test_help_shows_the_docstring_of_the_field(capsys):
     with pytest.raises(SystemExit):
-        serve_command.main(["serve", "--help"])
+        server.main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert (
         "--grace_s GRACE_S seconds that open requests may continue after SIGTERM (default: 10.0)"
         in shown
     )
-    assert "--http_only" in shown and "--grpc " not in shown

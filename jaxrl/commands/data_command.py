@@ -18,22 +18,22 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from jaxrl.checks import check_path
+from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
-from jaxrl.config.model_shape import tokenizer_of
+from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import text_of_context
 from jaxrl.data.problems import ProblemReader, Problems
-from jaxrl.data.prompt_encoding import EncodedPrompts, encode
+from jaxrl.data.prompt_encoding import EncodedPrompts, encode, tokenizer_from
 from jaxrl.data.row_layouts import SOURCE_NAME, Record
 from jaxrl.data.rows import Row, write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser
 from jaxrl.hub.local_paths import TRAINING, local_rows, local_tokenizer
-from jaxrl.trainer.hub_files import with_hub_files
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 
 _RULE = "-" * 80
@@ -85,7 +85,12 @@ def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     config = with_hub_files(load_config(Config, args.config, overrides), weights=False)
     truths = functools.partial(truth_faults, (config.reward.grader, config.reward.grader_options))
     problems = ProblemReader(config.data, needs_truths=needs_truths(config)).read(truths)
-    _report(problems, config.data, tokenizer_of(config, problems, ()), args)
+    if directory := tokenizer_directory(config):
+        tokenizer = load_tokenizer(directory)
+    else:
+        size = config.tokenizer.vocab_size
+        tokenizer = tokenizer_from(problems, (), config.data, vocab_size=size)
+    _report(problems, config.data, tokenizer, args)
 
 
 def _of_files(args: argparse.Namespace) -> None:

@@ -2,19 +2,21 @@
 
     python launch/train.py --config configs/dapo_qwen32b.py --config.optim.lr=1e-6 --dry_run
 
-`run` executes the recipe, applies the overrides, converts the result to frozen dataclasses and calls
-the command with them. An error that the user can fix is printed as one line on stderr, with exit
-status 2. An error of the program keeps its traceback. This module does not import jax. So a typing
-error is reported before any device is touched, and the command can still choose its devices.
+`run` executes the recipe, applies the overrides, reads the result into settings and calls the command with
+them. An error that the user can fix is printed as one line on stderr, with exit status 2. An error of the
+program keeps its traceback. This module does not import jax. So a typing error is reported before any device
+is touched, and the command can still choose its devices.
 
-ml_collections parses each override by the type of its setting. The recipe is executed by this module
-and not by ml_collections' `DEFINE_config_file`. That function uses a loader that Python has deprecated,
-caches the last recipe under a fixed module name, and reports errors of a recipe as text only.
+The recipe is executed by this module and not by ml_collections' `DEFINE_config_file`. That function uses a
+loader that Python has deprecated, caches the last recipe under a fixed module name, and reports errors of a
+recipe as text only.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import math
 import pathlib
 import re
 import sys
@@ -25,23 +27,19 @@ from typing import Any, TypeVar
 
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
-from ml_collections import config_flags
-from ml_collections.config_flags import config_path
 
 from jaxrl.checks import check_path
 from jaxrl.config import config_tree
-from jaxrl.config.recipes import recipe_path, recipes_near
-from jaxrl.config.removed_settings import replacement_of
 from jaxrl.errors import UserError
+from jaxrl.user_code import bundled_recipes
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from _typeshed import DataclassInstance
+C = TypeVar("C")
 
-C = TypeVar("C", bound="DataclassInstance")
-
-
+_HERE = pathlib.Path("configs")
+_MAX_LISTED = 8
 _HELP_WIDTH = 110
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _NEGATION = re.compile(r"--?noconfig\.([^=]+)")
@@ -95,33 +93,88 @@ def run(
 
 
 def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
-    """Loads a recipe, applies overrides and returns frozen dataclasses.
+    """Loads a recipe, applies overrides and returns the checked config.
 
     Args:
-      config_class: dataclass of all settings.
+      config_class: class of all settings.
       recipe: path of the recipe, as in `load_recipe`.
       overrides: text of each override by dotted name, applied in order. The text `none` means None where
         None is allowed.
-
-    Returns:
-      The checked config.
 
     Raises:
       UserError: the recipe cannot be used, or a setting is unknown, mistyped or refused.
     """
     if not recipe:
         raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
-    kinds = config_tree.leaf_types(config_class)
-    tree = load_recipe(recipe, known=list(kinds))
-    told = config_tree.told_names(config_class)
+    tree = load_recipe(recipe, known=config_tree.leaf_names(config_class))
     for name, text in overrides.items():
-        if name.startswith(told):
-            raise UserError(
-                f"--config.{name}: the model's files tell this; set weights, or in the recipe "
-                "config.model = model_shapes(NAME)"
-            )
-        _apply_override(tree, kinds | _add_entry(tree, kinds, name), name, text)
+        override(config_class, tree, name, text)
     return config_tree.from_config_dict(config_class, tree)
+
+
+def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, value: Any) -> None:
+    """Changes a setting of a recipe.
+
+    Args:
+      config_class: class of all settings.
+      tree: settings of the recipe.
+      name: dotted name of the setting, or of an entry of a free-form dict.
+      value: the new value. Text is read by the type of the setting.
+
+    Raises:
+      UserError: there is no such setting, or the files of a model give its value. Types and ranges are
+        checked when the tree is read.
+    """
+    kind, known = config_tree.setting_type(config_class, name), config_tree.leaf_types(config_class)
+    if kind is not None and name.startswith(config_tree.told_names(config_class)):
+        raise UserError(
+            f"--config.{name}: the model's files tell this; set weights, or in the recipe "
+            "config.model = model_shapes(NAME)"
+        )
+    if isinstance(value, str):
+        value = _parsed(value, kind)
+    if config_tree.group_class(kind) and value is not None:
+        inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
+        raise UserError(f'"{name}" is a group of settings; set one of {", ".join(inside)}')
+    node: Any = tree
+    *groups, leaf = name.split(".")
+    for group in groups:
+        if kind is not None and isinstance(node, config_tree.Table) and group not in node:
+            node[group] = {}
+        node = node.get(group) if isinstance(node, ml_config_dict.ConfigDict) else None
+    if kind is not None and node is None:
+        raise UserError(
+            f"--config.{name}: its group is None in this recipe; fill the group there first"
+        )
+    # The name of an entry of any type is not checked later, so the entry must be there.
+    if kind is None or (kind is Any and leaf not in node):
+        raise config_tree.unknown_setting(name, {*known, *_names_in(tree)})
+    if value is None and isinstance(node, config_tree.Table):
+        if leaf in node:
+            del node[leaf]
+        return
+    try:
+        node[leaf] = value
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--config.{name}={value}: {error}") from error
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """The value that a text means for a setting of a type. Text of another type stays text."""
+    inner = config_tree.without_none(kind)
+    is_text = inner is str or all(isinstance(x, str) for x in typing.get_args(inner) or (0,))
+    if text.lower() == "none" and (config_tree.accepts_none(kind) or not is_text):
+        return None
+    if is_text:
+        return text
+    words = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+    try:
+        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if typing.get_origin(inner) is tuple and not isinstance(value, list | tuple):
+        return (value,)
+    return value
 
 
 def load_recipe(
@@ -158,6 +211,38 @@ def load_recipe(
     if not isinstance(tree, ml_config_dict.ConfigDict):
         raise UserError(f"get_config() of {path} returned {tree!r}, not a ConfigDict")
     return tree.lock()
+
+
+def recipe_path(recipe: str) -> str:
+    """Returns the file of a recipe.
+
+    Args:
+      recipe: path of a file; or name of a recipe in `configs/` here or in the package, with or without ".py".
+
+    Raises:
+      UserError: there is neither; names similar recipes.
+    """
+    if pathlib.Path(recipe).is_file():
+        return recipe
+    name = recipe.removesuffix(".py")
+    if recipe and "/" not in name:
+        for folder in (_HERE, bundled_recipes()):
+            if (folder / f"{name}.py").is_file():
+                return str(folder / f"{name}.py")
+    raise UserError(f'no recipe file "{recipe}"; {recipes_near(recipe)}')
+
+
+def recipes_near(recipe: str) -> str:
+    """Returns text that suggests recipes: those with a similar name, otherwise the first few."""
+    given = pathlib.Path(recipe)
+    beside = given.parent.glob("*.py") if given.name else ()
+    here = {file.stem: str(file) for file in sorted({*beside, *_HERE.rglob("*.py")})}
+    bundled = {file.stem: file.stem for file in sorted(bundled_recipes().glob("*.py"))}
+    known = bundled | here
+    near = difflib.get_close_matches(given.stem, known)
+    if near:
+        return "near: " + ", ".join(known[stem] for stem in near)
+    return "such as " + ", ".join(list((here or bundled).values())[:_MAX_LISTED])
 
 
 def take_overrides(
@@ -209,91 +294,6 @@ def _parse_own_flags(
     return own, positional
 
 
-def _apply_override(
-    tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str, text: str
-) -> None:
-    _require_setting(tree, kinds, name)
-    kind = kinds.get(name)
-    if text.lower() == "none" and config_tree.accepts_none(kind):
-        config_path.set_value(name, tree, None)
-        return
-    if config_tree.group_class(kind):
-        raise UserError(
-            f"--config.{name}={text}: a group of settings can only be set to none; "
-            f"set --config.{name}.NAME=VALUE, or fill the group in the recipe"
-        )
-    argv = ["", f"--config.{name}={text}"]
-    one_setting = flags.FlagValues()
-    try:
-        config_flags.DEFINE_config_dict("config", tree, flag_values=one_setting, sys_argv=argv)
-        one_setting(argv)
-    except flags.IllegalFlagValueError as error:
-        expected = config_tree.type_name(kind or type(config_path.get_value(name, tree)))
-        raise UserError(f"--config.{name}={text}: expected {expected}") from error
-    except (flags.Error, ValueError, TypeError) as error:
-        # ml_collections cannot parse lists, dicts, None without a type, or keys that are not identifiers.
-        raise UserError(
-            f"--config.{name}={text}: this entry can only be changed in the recipe"
-        ) from error
-
-
-def _add_entry(
-    tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str
-) -> dict[str, Any]:
-    """Adds an entry if `name` is inside one (data.sources.gsm8k.path) or is one (correction.reject.veto).
-
-    An entry of settings begins with their defaults, any other with None.
-
-    Returns:
-      Annotations of the entry's settings by dotted name; empty if `name` belongs to no entry.
-    """
-    *groups, key, leaf = ["", "", *name.split(".")]
-    if value := config_tree.entry_type(kinds.get(name.removesuffix(f".{leaf}"))):
-        return _add_typed_entry(tree, name, value)
-    path = ".".join(filter(None, groups))
-    entry = config_tree.entry_class(kinds.get(path))
-    if entry is None or not key.isidentifier():
-        return {}
-    leaves = config_tree.leaf_types(entry)
-    if leaf not in leaves:
-        known = {*kinds, *(f"{path}.{key}.{other}" for other in leaves)}
-        raise config_tree.unknown_setting(name, known)
-    entries = config_path.get_value(path, tree)
-    given = entries.get(key, {})
-    # The recipe may have set only some settings of this entry.
-    entries[key] = config_tree.to_config_dict(entry())
-    for other in given:
-        entries[key][other] = given[other]
-    return {f"{path}.{key}.{other}": kind for other, kind in leaves.items()}
-
-
-def _add_typed_entry(tree: ml_config_dict.ConfigDict, name: str, value: Any) -> dict[str, Any]:
-    """Adds a free-form dict's entry of one value, None, which the override then replaces."""
-    group, _, key = name.rpartition(".")
-    entries = config_path.get_value(group, tree)
-    if key not in entries:
-        entries[key] = ml_config_dict.FieldReference(None, field_type=object)
-    return {name: value | None}
-
-
-def _require_setting(tree: ml_config_dict.ConfigDict, kinds: Mapping[str, Any], name: str) -> None:
-    """Raises UserError unless `name` is a setting, or an entry of a free-form dict, of `tree`."""
-    node = tree
-    parts = name.split(".")
-    for depth, part in enumerate(parts):
-        if node is None and name in kinds:
-            group = ".".join(parts[:depth])
-            raise UserError(
-                f"--config.{name}: {group} is None in this recipe; fill the group there first"
-            )
-        if not isinstance(node, ml_config_dict.ConfigDict) or part not in node:
-            raise config_tree.unknown_setting(name, {*kinds, *_names_in(tree)})
-        node = node[part]
-    inside = [leaf for leaf in kinds if leaf.startswith(name + ".")]
-    if inside and name not in kinds:
-        raise UserError(f'"{name}" is a group of settings; set one of {", ".join(inside)}')
-
-
 def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, ml_config_dict.ConfigDict):
@@ -319,19 +319,9 @@ def _recipe_failure(path: str, error: BaseException, known: Sequence[str]) -> st
     lines = [f.lineno for f in frames if f.filename == path and f.lineno is not None]
     place = f"{path}:{lines[-1]}" if lines else path
     misspelt = _misspelt_setting(error)
-    if misspelt and lines:
-        misspelt = _name_in_recipe(path, lines[-1], misspelt)
     if misspelt:
         return f"{place}: {config_tree.unknown_setting(misspelt, known)}"
     return f"{place}: {type(error).__name__}: {error}"
-
-
-def _name_in_recipe(path: str, line: int, leaf: str) -> str:
-    """The full name of a removed setting in a line of a recipe; `leaf` if the line has none."""
-    text = pathlib.Path(path).read_text().splitlines()[line - 1]
-    written = re.findall(r"\w+((?:\.\w+)+)", text)
-    names = [name[1:] for name in written if leaf in name.split(".")]
-    return next((name for name in names if replacement_of(name)), leaf)
 
 
 def _misspelt_setting(error: BaseException) -> str | None:
@@ -348,7 +338,7 @@ def _misspelt_setting(error: BaseException) -> str | None:
 def _usage(
     program: str,
     command: Callable[..., int | None],
-    config_class: type[DataclassInstance],
+    config_class: type,
     switches: Mapping[str, str],
     groups: Sequence[str],
 ) -> str:

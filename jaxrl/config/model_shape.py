@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 
 from jaxrl.config.schema import Config
-from jaxrl.data.demonstrations import Demonstration
-from jaxrl.data.problems import Problems
-from jaxrl.data.prompt_encoding import tokenizer_from
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
@@ -27,24 +22,17 @@ from jaxrl.models.shapes import SHAPES
 _OF_THE_RUN = ("num_tokens", "lora")
 
 
-def check_policy(config: Config, tokenizer: Tokenizer) -> None:
-    """Checks the run's model against the files of its checkpoint and against the tokenizer.
+def check_weights(config: Config) -> None:
+    """Checks the run's model against the files of its checkpoint and its adapter.
 
     Raises:
-      UserError: the settings contradict the checkpoint or its adapter, files are damaged, or the tokenizer
-        has more tokens than the model.
+      UserError: the settings contradict the checkpoint or its adapter, or files are missing or damaged.
     """
     model, _ = model_of(config)
     if config.weights:
         check_params(config.weights, model)
     if config.adapter:
         check_adapter(config.adapter, model)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
-            f"{model.vocab_size} rows; set model.vocab_size to at least "
-            f"{tokenizer.vocab_size}, or use the model's own tokenizer"
-        )
 
 
 def model_of(config: Config) -> tuple[ModelConfig, str]:
@@ -134,14 +122,3 @@ def _check_same_adapters(ours: LoraConfig, stored: LoraConfig, directory: str) -
             f"adapter in {directory} has {stored.rank}, {stored.alpha}, {', '.join(stored.targets)}; "
             "set model.lora to these, or change `adapter`"
         )
-
-
-def tokenizer_of(
-    config: Config, problems: Problems, demonstrations: Sequence[Demonstration]
-) -> Tokenizer:
-    """The tokenizer that a config names, or one trained on its problems and demonstrations."""
-    directory = tokenizer_directory(config)
-    if directory:
-        return load_tokenizer(directory)
-    vocab_size = config.tokenizer.vocab_size
-    return tokenizer_from(problems, demonstrations, config.data, vocab_size=vocab_size)

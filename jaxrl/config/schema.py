@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any
 
-from jaxrl.checks import FOLDER_NAME, PATH, SEED, check_fields, check_path, shown
+from jaxrl.checks import FOLDER_NAME, PATH, SEED, check_path, settings, shown
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, SftConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
@@ -28,7 +28,7 @@ from jaxrl.tracking.run_config import RunConfig
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class Config:
     """All settings of a run.
 
@@ -65,7 +65,6 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        check_fields(self)
         check_path("run.output with name", self.run_folder.path)
         check_path("run.output with sft.run", self.sft_folder.path)
         if self.adapter and not (self.weights and self.model.lora.rank):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from jaxrl.checks import FOLDER_NAME, NAME, PATH, check_fields, count, steps
+from jaxrl.checks import FOLDER_NAME, NAME, PATH, count, settings, steps
 from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P, truncation_of
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class SftConfig:
     """Supervised learning (SFT), before reinforcement learning or by itself.
 
@@ -40,7 +40,6 @@ class SftConfig:
     log_every: Annotated[int, steps(1)] = 1
 
     def __post_init__(self):
-        check_fields(self)
         if self.run and not self.num_steps:
             raise ValueError(
                 f"run {self.run!r} names an SFT stage to begin with, and num_steps 0 skips it; set num_steps "
@@ -48,7 +47,7 @@ class SftConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class PreferenceConfig:
     """Learning from pairs of answers, one chosen and one rejected: reward models, cost models, DPO.
 
@@ -80,7 +79,6 @@ class PreferenceConfig:
     evaluation_pairs: Annotated[int, count(1)] = 256
 
     def __post_init__(self):
-        check_fields(self)
         if self.evaluation_path and not self.path:
             raise ValueError(
                 f"evaluation_path {self.evaluation_path!r} is a file of pairs, and path names none to train "
@@ -92,7 +90,7 @@ class PreferenceConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class EvaluationConfig:
     """Evaluation of the policy on the evaluation problems.
 
@@ -109,9 +107,6 @@ class EvaluationConfig:
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
     min_p: Annotated[float, MIN_P] = 0.0
-
-    def __post_init__(self):
-        check_fields(self)
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.

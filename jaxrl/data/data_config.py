@@ -11,8 +11,8 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
-    check_fields,
     positive,
+    settings,
     token_count,
 )
 from jaxrl.data.chat import RESERVED_VARIABLES
@@ -29,7 +29,7 @@ MAX_ROWS = 10**9
 """Limit for the rows of a file. The largest published data sets of problems have some millions."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class EvaluationSourceConfig:
     """A source of problems: a file, a function that generates them, or a procedural task of reasoning-gym.
 
@@ -65,7 +65,6 @@ class EvaluationSourceConfig:
     chat: bool | None = None
 
     def __post_init__(self):
-        check_fields(self)
         if self.grader_options and not self.grader:
             raise ValueError(
                 "grader_options are those of a grader of its own, and grader is empty; set grader, or set "
@@ -90,7 +89,7 @@ class EvaluationSourceConfig:
         return (bool(self.task) or self.has_function) and not self.size
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class SourceConfig(EvaluationSourceConfig):
     """A source of training problems; `EvaluationSourceConfig` documents the inherited settings.
 
@@ -101,7 +100,7 @@ class SourceConfig(EvaluationSourceConfig):
     weight: Annotated[float, positive(at_most=MAX_ROWS)] = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class CurriculumConfig:
     """How often problems are drawn that the policy always or never solves.
 
@@ -112,9 +111,6 @@ class CurriculumConfig:
 
     by: Literal["off", "pass_rate"] = "off"
 
-    def __post_init__(self):
-        check_fields(self)
-
     def check_rewards(self, grader_weight: float) -> None:
         """Raises UserError if problems are drawn by their pass rates, and no grader decides what passes."""
         if self.by == "pass_rate" and not grader_weight:
@@ -124,7 +120,7 @@ class CurriculumConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class DataConfig:
     """Problems and prompts.
 
@@ -164,7 +160,6 @@ class DataConfig:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
 
     def __post_init__(self):
-        check_fields(self)
         check_template(self.template)
         taken = RESERVED_VARIABLES & self.chat_options.keys()
         if taken:
@@ -211,7 +206,7 @@ def _further(group: str, sources: dict[str, _Source]) -> dict[str, _Source]:
     return {f"data.{group}.{name}": source for name, source in sources.items()}
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TokenizerConfig:
     """The tokenizer.
 
@@ -222,6 +217,3 @@ class TokenizerConfig:
 
     path: Annotated[str, PATH] = ""
     vocab_size: Annotated[int, between(258, 2**20)] = 320
-
-    def __post_init__(self):
-        check_fields(self)

@@ -12,20 +12,20 @@ from jaxrl.checks import (
     PATH,
     at_least,
     between,
-    check_fields,
     coefficient,
     count,
     one_of,
     positive_coefficient,
     score,
+    settings,
     steps,
 )
 from jaxrl.errors import UserError
-from jaxrl.roles.correction import CorrectionConfig
+from jaxrl.roles.losses import CorrectionConfig
 from jaxrl.roles.optim_config import OptimConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class KlConfig:
     """The KL penalty to the reference policy, which holds the initial weights of training.
 
@@ -47,7 +47,6 @@ class KlConfig:
     horizon: Annotated[float, at_least(1, at_most=10**8)] = 10_000.0
 
     def __post_init__(self):
-        check_fields(self)
         if self.target and not self.reward_coef:
             raise ValueError(
                 f"target {self.target} adapts reward_coef, which is 0 and would stay so; set it above 0"
@@ -123,7 +122,7 @@ class KlConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TrustRegionConfig:
     """The step of dataflow `trpo`.
 
@@ -136,11 +135,8 @@ class TrustRegionConfig:
     max_kl: Annotated[float, positive_coefficient()] = 0.01
     damping: Annotated[float, coefficient()] = 0.1
 
-    def __post_init__(self):
-        check_fields(self)
 
-
-@dataclasses.dataclass(frozen=True)
+@settings
 class AlgorithmConfig:
     """The algorithm: dataflow, advantages, loss and updates.
 
@@ -195,9 +191,6 @@ class AlgorithmConfig:
     updates_per_step: Annotated[int, count(1)] = 4
     epochs: Annotated[int, between(1, 1000)] = 1
 
-    def __post_init__(self):
-        check_fields(self)
-
     def check_trust_region(self, *, pretrain_coef: float, truncates: bool) -> None:
         """Raises UserError if a setting contradicts one step per batch whose loss can be measured again.
 
@@ -241,7 +234,7 @@ class AlgorithmConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class CriticConfig:
     """The critic, and the critic of costs.
 
@@ -259,15 +252,12 @@ class CriticConfig:
     warmup_steps: Annotated[int, steps(0)] = 0
     epochs: Annotated[int, between(1, 1000)] = 1
 
-    def __post_init__(self):
-        check_fields(self)
-
     def optim(self, optim: OptimConfig) -> OptimConfig:
         """The actor's optimiser with the critic's learning rate."""
         return dataclasses.replace(optim, lr=self.lr)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class CostConfig:
     """Costs, which Safe RLHF keeps below a limit.
 
@@ -285,6 +275,3 @@ class CostConfig:
     multiplier: Annotated[float, positive_coefficient()] = 1.0
     multiplier_lr: Annotated[float, between(0, 10)] = 0.1
     pretrain_coef: Annotated[float, coefficient()] = 0.0
-
-    def __post_init__(self):
-        check_fields(self)

@@ -7,7 +7,7 @@ from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.roles import losses
 from jaxrl.roles.advantage_estimator import Estimator
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import Objective
 
 
 def estimator_of(algorithm: AlgorithmConfig) -> Estimator:

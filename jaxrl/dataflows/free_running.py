@@ -6,7 +6,7 @@
 
 A step takes the finished groups with the oldest tokens. New weights are handed over between two dispatches;
 samples in progress go on with them (`rollout.continuous`). Every token keeps its log-probability and the
-version of its weights, and the rollout correction (`roles.correction`) accounts for the difference.
+version of its weights, and the rollout correction (`roles.losses`) accounts for the difference.
 
 There is one thread. JAX starts the learner's programs and returns. Before the host reads their results, it
 makes dispatches on the sampler's devices until they are there (`FreeRunning.meanwhile`). So an error on

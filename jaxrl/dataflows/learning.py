@@ -17,12 +17,10 @@ from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.models.decoder import Params
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
-from jaxrl.roles.correction import CorrectionConfig, corrected
-from jaxrl.roles.losses import EntropyBatch
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import CorrectionConfig, EntropyBatch, Objective, corrected
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.redraw import draws_of
-from jaxrl.roles.value import Critic
+from jaxrl.roles.scores import Critic
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.types import TrainBatch, ValueBatch
 

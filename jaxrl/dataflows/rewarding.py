@@ -25,12 +25,11 @@ from jaxrl.process_pool import Interrupted
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
-from jaxrl.rewards.score import AskedVerdicts, score_completions
-from jaxrl.rewards.terms import Term, grader_term, weighted_sum
+from jaxrl.rewards.score import AskedVerdicts, Term, grader_term, score_completions, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import RewardModel
 from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 
 

@@ -27,7 +27,6 @@ from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.hub.local_paths import EVALUATION, local_rows
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.compile_messages import announce_compilations
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
         config = _config_of(args)
         hosts.start(config.hosts)
         keep_compiled_programs()
-        announce_compilations()
         with hosts.watched(config.hosts):
             _run(config, planned)
     except KeyboardInterrupt:

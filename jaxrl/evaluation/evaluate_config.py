@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import NAME, PATH, PROSE, SEED, at_least, between, count, token_count
+from jaxrl.checks import NAME, PATH, PROSE, SEED, at_least, between, count, settings, token_count
 from jaxrl.data.data_config import MAX_ROWS, MAX_TASK_SEED
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
@@ -18,7 +18,7 @@ NO_ENVIRONMENT = "none"
 """The value of `environment` that disables the environment of a run."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class EvaluateConfig(EngineSettings):
     """Settings of an evaluation. Those of the engine are inherited from `EngineSettings`.
 

@@ -42,9 +42,9 @@ from jaxrl.mesh.rules import GENERATE_RULES, check_divides
 from jaxrl.rewards.graders import Graders
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.environment import environment_of
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.rollout.user_environment import environment_of
 from jaxrl.tracking.run_folder import EvaluationFolder
 from jaxrl.types import Completions, Prompts
 

@@ -10,7 +10,6 @@ Functions marked *collective* must be called by every process, in the same order
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.checks import NAME, at_least, check_fields, count
+from jaxrl.checks import NAME, at_least, count, settings
 from jaxrl.errors import UserError
 from jaxrl.mesh.host_watch import HostWatch
 
@@ -35,7 +34,7 @@ _JAX_HEARTBEAT_S = 100
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class HostsConfig:
     """The processes of a run; each is started with the same command.
 
@@ -55,7 +54,6 @@ class HostsConfig:
     lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0
 
     def __post_init__(self):
-        check_fields(self)
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"process_id {self.process_id} is not one of {self.num_processes} processes; "

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from typing import Annotated, Literal
 
-from jaxrl.checks import MAX_COUNT, NAME, PATH, at_least, check_fields, count
+from jaxrl.checks import MAX_COUNT, NAME, PATH, at_least, count, settings
 from jaxrl.errors import UserError
 
 AXES = (
@@ -36,7 +36,7 @@ AXES = (
 MAX_SIMULATED_DEVICES = 4096
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class LayoutConfig:
     """The parallel layout as a user writes it.
 
@@ -72,9 +72,6 @@ class LayoutConfig:
     context: Annotated[int, count(1)] = 1
     sharding: Literal["replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"] = "FSDP"
     offload_training_state: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -288,6 +288,12 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
     """
     if takes_all(pools):
         (pool,) = pools
+        if pool.num_devices != len(devices):
+            raise UserError(
+                f"layout {pool.layout.name} needs {pool.num_devices}, found {len(devices)} "
+                f"{devices[0].device_kind}; run on as many, change mesh.train and mesh.generate to what is "
+                f"here, or, for a small model, set mesh.simulated_devices={pool.num_devices}"
+            )
         return Placement((PlacedPool(pool, tuple(devices)),))
     wanted = sum(pool.num_devices for pool in pools)
     if wanted > len(devices):

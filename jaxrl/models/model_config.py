@@ -11,11 +11,11 @@ from jaxrl.checks import (
     MAX_VOCABULARY,
     MAX_WIDTH,
     at_least,
-    check_fields,
     coefficient,
     one_of,
     positive,
     positive_coefficient,
+    settings,
     token_count,
 )
 
@@ -27,7 +27,7 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RopeScaling:
     """Scaling of rotary wavelengths for longer contexts; lengths in tokens.
 
@@ -44,7 +44,6 @@ class RopeScaling:
     kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
 
     def __post_init__(self):
-        check_fields(self)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor "
@@ -53,7 +52,7 @@ class RopeScaling:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + alpha / rank * B A x, W frozen.
 
@@ -68,7 +67,6 @@ class LoraConfig:
     targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
 
     def __post_init__(self):
-        check_fields(self)
         if self.rank and not self.targets:
             raise ValueError(
                 f"rank {self.rank} without targets trains nothing; name some of {', '.join(LORA_TARGETS)}"
@@ -80,7 +78,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class ModelConfig:
     """Architecture of a decoder with RMSNorm, gated feed-forward, rotary positions and grouped queries.
 
@@ -169,7 +167,6 @@ class ModelConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self):
-        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "

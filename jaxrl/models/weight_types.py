@@ -22,7 +22,7 @@ def weight_types(model: ModelConfig, dtype: Any, matmul_dtype: str = "") -> Any:
     Args:
       model: the model.
       dtype: data type of weights.
-      matmul_dtype: a type of `quantized.EightBits`, or "" for `dtype`.
+      matmul_dtype: "int8", or "" for `dtype`.
     """
     abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
 

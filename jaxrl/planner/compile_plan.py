@@ -30,8 +30,7 @@ from jaxrl.planner.slot_choice import with_compiled_slots
 from jaxrl.planner.step_load import StepLengths, StepLoad, load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.planner.step_times import step_times
-from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.cross_checks import pools_of
+from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.roles import check_role_batches
 
 Watch = Callable[[CompiledProgram], None]

@@ -22,13 +22,13 @@ from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
-from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.kv_cache import PagedSlots
 from jaxrl.models.decoder import Params
 from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.quantized import Quantized
-from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
+from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 

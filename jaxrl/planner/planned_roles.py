@@ -28,9 +28,8 @@ from jaxrl.planner.memory import (
 from jaxrl.planner.memory_check import check_memory
 from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.trainer.algorithm import Algorithm
+from jaxrl.trainer.algorithm import Algorithm, pools_of
 from jaxrl.trainer.context import meshes_of
-from jaxrl.trainer.cross_checks import pools_of
 from jaxrl.trainer.role_models import RoleModels, role_models
 from jaxrl.trainer.roles import Roles, build_roles
 

@@ -18,8 +18,7 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.planner.memory_check import check_memory_here
 from jaxrl.planner.search.mapping_choice import with_searched_layout
 from jaxrl.planner.slot_choice import with_chosen_slots
-from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.cross_checks import pools_of
+from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.program import claimed, is_settled
 

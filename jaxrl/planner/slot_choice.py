@@ -28,8 +28,7 @@ from jaxrl.planner.compiled.programs import CACHE, Program, sampling_programs
 from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
 from jaxrl.planner.step_load import StepLoad, load_of
-from jaxrl.rollout.buckets import round_up
-from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
+from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS, round_up
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.roles import Meshes, check_role_batches
 

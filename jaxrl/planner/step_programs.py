@@ -19,8 +19,8 @@ from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Reference
-from jaxrl.roles.reward_model import RewardModel
-from jaxrl.trainer.cross_checks import compared_role
+from jaxrl.roles.scores import RewardModel
+from jaxrl.trainer.algorithm import compared_role
 
 
 def programs_of(planned: PlannedRoles, load: StepLoad) -> Iterator[tuple[str, Program, Any]]:

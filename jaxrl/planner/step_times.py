@@ -17,7 +17,7 @@ from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.step_simulator import StageBreakdown
 from jaxrl.planner.step_load import StepLoad
-from jaxrl.trainer.cross_checks import runs_free
+from jaxrl.trainer.algorithm import runs_free
 
 # A program's role, name, phase ("sampling" or "learning") and roofline.
 ProgramSeconds = tuple[str, str, str, Seconds]

@@ -9,11 +9,11 @@ from jaxrl.checks import (
     PATH,
     PROSE,
     between,
-    check_fields,
     check_value,
     coefficient,
     count,
     score,
+    settings,
     token_count,
 )
 from jaxrl.errors import UserError
@@ -25,7 +25,7 @@ MAX_GRADER_WORKERS = 1024
 """Processes on a host; the largest machines have a few hundred cores."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class JudgeConfig:
     """A language model that scores responses (`rewards.judge`).
 
@@ -52,7 +52,6 @@ class JudgeConfig:
     slots: Annotated[int, count(1)] = 64
 
     def __post_init__(self):
-        check_fields(self)
         JudgeTemplate(self.template)
         low, high = self.score_range
         score_parser(low=low, high=high)
@@ -63,7 +62,7 @@ class JudgeConfig:
         return min(2 * self.max_prompt_tokens, MAX_RESPONSE_CHARS)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RewardConfig:
     """Settings of the reward.
 
@@ -107,7 +106,6 @@ class RewardConfig:
     mask_truncated: bool = False
 
     def __post_init__(self):
-        check_fields(self)
         check_grader(self.grader, self.grader_options)
         for name, function in self.functions.items():
             if name in ("grader", "model", "judge"):

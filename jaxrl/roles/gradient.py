@@ -36,7 +36,7 @@ from jaxrl.algos.moments import RunningMoments, add_moments
 from jaxrl.algos.segments import masked
 from jaxrl.models.decoder import Params
 from jaxrl.models.mixture import Routing, load_balancing_loss, routing_metrics
-from jaxrl.roles.objective import Objective, Stats
+from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.packed_model import micro_of
 
 

@@ -28,7 +28,7 @@ from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.eight_bit_moments import optimizer_shardings
 from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
-from jaxrl.roles.objective import Objective, Stats
+from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.train_config import TrainConfig

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 from jaxrl.checks import (
     at_least,
     between,
-    check_fields,
     coefficient,
     positive,
     positive_coefficient,
+    settings,
     steps,
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class StageOptimConfig:
     """The optimiser of a stage before reinforcement learning. All else is as in the run's `optim`.
 
@@ -36,15 +36,12 @@ class StageOptimConfig:
     lr_final: Annotated[float, between(0, 1)] = 0.0
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
 
-    def __post_init__(self):
-        check_fields(self)
-
     def merged_into(self, optim: OptimConfig) -> OptimConfig:
         """The run's optimiser with these settings."""
         return dataclasses.replace(optim, lr_stable_steps=0, **vars(self))
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class OptimConfig(StageOptimConfig):
     """The optimiser and its schedule; `StageOptimConfig` documents the inherited settings.
 
@@ -67,7 +64,6 @@ class OptimConfig(StageOptimConfig):
     grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0
 
     def __post_init__(self):
-        super().__post_init__()
         if self.lr_stable_steps and self.lr_stable_steps >= self.lr_decay_steps:
             raise ValueError(
                 f"lr_stable_steps {self.lr_stable_steps} leaves no step for a decay that ends at "

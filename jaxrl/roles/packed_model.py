@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import Attention, attention_parallel
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.expert_parallel import expert_parallel
-from jaxrl.mesh.offload import check_host_memory
+from jaxrl.mesh.offload import check_host_memory, offload, onloaded_copy
+from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import (
@@ -302,6 +301,35 @@ class PackedModel:
             per_row=segments,
             live_BT=micro.segment_ids > 0,
         )
+
+
+class Frozen(PackedModel):
+    """A model with frozen weights."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        *,
+        train: TrainConfig,
+        state_rules: StateRules = ZERO["FSDP"],
+        offload: bool = False,
+    ):
+        """Args as for `PackedModel`; `offload` keeps the weights in pinned host memory between calls."""
+        super().__init__(model, mesh, train=train, state_rules=state_rules)
+        self._offload = offload
+        self._params: Params | None = None
+
+    def load(self, params: Params) -> None:
+        """Takes ownership of weights in the training layout."""
+        self._params = offload(params) if self._offload else params
+
+    def onloaded(self) -> Params:
+        """The weights on the devices, in the training layout. If they are offloaded, this is a copy."""
+        assert self._params is not None, "load() comes first"
+        if self._offload:
+            return onloaded_copy(self._params, self.train_shardings)
+        return self._params
 
 
 def _check_matmuls(train: TrainConfig, model: ModelConfig) -> None:

@@ -29,9 +29,8 @@ from jaxrl.algos.registry import check_inputs, check_options, lookup
 from jaxrl.algos.segments import last_tokens, masked
 from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.data.preferences import Answer, PreferencePair
-from jaxrl.roles.objective import Objective, Stats
-from jaxrl.roles.policy import PolicyOutputs
-from jaxrl.roles.reward_model import ScoreOutputs
+from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
+from jaxrl.roles.scores import ScoreOutputs
 from jaxrl.types import PackedBatch
 
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.mesh.resharding import Resharding
+from jaxrl.mesh.resharding import Resharding, Transfer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.mesh.transfer import Transfer
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.logprobs import squared_probabilities
@@ -24,32 +23,15 @@ from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.truncation import Truncation, kept_tokens
 from jaxrl.models.weight_types import weight_types
-from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.learner import Learner, TrainState
-from jaxrl.roles.objective import Objective, Stats
-from jaxrl.roles.packed_model import PackedModel, each_micro, micro_of
+from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
+from jaxrl.roles.packed_model import Frozen, PackedModel, each_micro, micro_of
 from jaxrl.roles.redraw import Draws
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
-
-
-class PolicyOutputs(NamedTuple):
-    """Inputs of a policy's losses.
-
-    Attributes:
-      logprob: [R, T], log-probability of each token given the earlier tokens of its sequence, temperature
-        applied. With `Actor.truncation` among the kept tokens; -inf for others.
-      entropy: [R, T], entropy in nats of the distribution at that token.
-      kl: [R, T], exact KL in nats of that distribution to the reference's; 0 unless the objective needs a
-        reference.
-    """
-
-    logprob: jax.Array
-    entropy: jax.Array
-    kl: jax.Array
 
 
 class Actor(Learner):

@@ -12,13 +12,13 @@ from typing import Annotated
 
 import numpy as np
 
-from jaxrl.checks import NAME, PATH, check_fields, token_count
+from jaxrl.checks import NAME, PATH, settings, token_count
 from jaxrl.types import Prompts
 
 PROMPT, ANSWER = "{prompt}", "{answer}"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TeacherConfig:
     """The teacher of a distillation dataflow (`dataflows.distill`).
 
@@ -34,7 +34,6 @@ class TeacherConfig:
     max_extra_tokens: Annotated[int, token_count(1)] = 64
 
     def __post_init__(self):
-        check_fields(self)
         if self.template.count(PROMPT) != 1:
             raise ValueError(
                 f"template {self.template!r} has {PROMPT} {self.template.count(PROMPT)} times; the teacher "

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import check_fields, coefficient, count, token_count
+from jaxrl.checks import coefficient, count, settings, token_count
 
 # Float32 logits that are in memory at once; of their size there are about five arrays.
 _LOGITS_BYTES = {"cpu": 40 * 2**20}
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class TrainConfig:
     """How the learning step is computed.
 
@@ -52,7 +52,6 @@ class TrainConfig:
     load_balancing_coef: Annotated[float, coefficient()] = 0.0
 
     def __post_init__(self):
-        check_fields(self)
         if self.shares_prompts and self.fill_minibatches:
             raise ValueError(
                 "train.fill_minibatches lets samples change their minibatch, and train.share_prompts keeps "

@@ -29,7 +29,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.gradient import MicrobatchLoss
 from jaxrl.roles.learner import TrainState
-from jaxrl.roles.objective import Objective, Stats
+from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.optimizer import Schedule
 from jaxrl.roles.packed_model import micro_of
 from jaxrl.roles.policy import Actor

@@ -14,7 +14,6 @@ N prompts   G samples of each   B = N * G
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -22,9 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.rollout.environment import Environment
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
-from jaxrl.rollout.sampling import Truncation, untruncated
+from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.types import Completions, Prompts
 
 if TYPE_CHECKING:
@@ -39,36 +37,6 @@ OnGroup: TypeAlias = Callable[[Completions], bool | None]
 # (places, unfinished) -> new prompts, possibly none. `places` is the number of samples that are missing to
 # keep all slots busy; `unfinished` is the number of samples that wait or decode.
 More: TypeAlias = Callable[[int, int], Prompts]
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingOptions:
-    """Options of sampling a batch.
-
-    Attributes:
-      num_samples: number of samples per prompt, G.
-      seed, step: parts of the sampling key. With the prompt's id and the sample's index they determine the
-        noise of each sample.
-      temperature: sampling temperature; 0 is greedy.
-      truncation: limits on the tokens that can be drawn, as scalars, and whether log-probabilities are
-        renormalised over these tokens.
-      stop_strings: texts that end a response, as a stop id does. Tokens after the stop string are removed.
-      environment: function that answers a finished turn; None ends every sample after its first turn.
-      budget_tokens: maximum number of tokens that `resume` adds to a sample; 0 means no limit.
-    """
-
-    num_samples: int
-    seed: int
-    step: int
-    temperature: float
-    truncation: Truncation = dataclasses.field(default_factory=untruncated)
-    stop_strings: tuple[str, ...] = ()
-    environment: Environment | None = None
-    budget_tokens: int = 0
-
-    def replace(self, **changes: Any) -> SamplingOptions:
-        """A copy with the given fields changed."""
-        return dataclasses.replace(self, **changes)
 
 
 class RolloutBackend(Protocol):

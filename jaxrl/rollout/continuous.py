@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import More, SamplingOptions
-from jaxrl.rollout.group_loop import GroupLoop
-from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import UnfinishedGroups, oldest_version
 from jaxrl.types import Completions
 
@@ -86,7 +85,13 @@ class ContinuousRollout:
           Whether a dispatch was started; False if there is nothing to sample and nothing was drawn.
         """
         self._collect()
-        running = self._with_weights(options)
+        running = self._running
+        if running is None:
+            self._running = running = self._make_loop(self._groups, options)
+            running.go_on()
+        elif not self._has_weights or self._version != options.step:
+            running.renew(self._params(), options)
+        self._has_weights, self._version = True, options.step
         if not (running.loop.unfinished or running.draw(more)):
             return False
         running.loop.begin()
@@ -114,7 +119,7 @@ class ContinuousRollout:
         old = [
             n
             for n in self._groups
-            if n not in self._finished and self._groups.oldest_version(n) < version
+            if n not in self._finished and oldest_version(self._groups.group(n)) < version
         ]
         for n in old:
             self._remove(n)
@@ -153,16 +158,6 @@ class ContinuousRollout:
             assert self._running is not None, "only a loop has a dispatch in progress"
             self._in_progress = False
             self._finished += self._running.finish()
-
-    def _with_weights(self, options: SamplingOptions) -> GroupLoop:
-        """The loop, with the weights that are loaded."""
-        if self._running is None:
-            self._running = self._make_loop(self._groups, options)
-            self._running.go_on()
-        elif not self._has_weights or self._version != options.step:
-            self._running.renew(self._params(), options)
-        self._has_weights, self._version = True, options.step
-        return self._running
 
     def _remove(self, n: int) -> None:
         if self._running is None:

@@ -30,25 +30,52 @@ W tokens of a dispatch   T tokens
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.mesh.devices import platform_of
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
 from jaxrl.rollout.decoded_log import DecodedLog, Stretch
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
-from jaxrl.rollout.sample_task import Decoded, End, SampleTask, StartSequence
-from jaxrl.rollout.samples import Sample
-from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.samples import Sample, Start
+from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.scheduler import Admission, Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
-from jaxrl.rollout.slots import DrawSettings, Extension, KnownBeginning, SlotAssignment, Slots
-from jaxrl.rollout.speculation import AnswerTexts, SpeculationChoice
+from jaxrl.rollout.slots import Known, Placed, Slots
+from jaxrl.rollout.speculation import AnswerTexts, Speculation
 from jaxrl.rollout.stop_strings import StopSearch, StopsOfSlots
+
+
+class End(enum.Enum):
+    """Why a sample left the loop. A sample that is PAUSED is not finished."""
+
+    STOP_ID = enum.auto()
+    STOP_STRING = enum.auto()
+    FULL = enum.auto()
+    PAUSED = enum.auto()
+
+
+class Decoded(NamedTuple):
+    """Tokens that a dispatch has added to a sample.
+
+    Attributes:
+      sample: the sample.
+      tokens: int32 [R], without tokens after a stop string and without the environment's answer.
+      logprob: float32 [R].
+      end: reason why the sample has ended; None if it continues.
+      num_before: number of tokens of the prompt and the sample before the dispatch.
+    """
+
+    sample: Sample
+    tokens: np.ndarray
+    logprob: np.ndarray
+    end: End | None
+    num_before: int
 
 
 class DecodeLoop:
@@ -63,7 +90,6 @@ class DecodeLoop:
         version: int = 0,
         streams: bool = False,
         reuse_prefixes: bool = False,
-        lock: Any = None,
         texts: AnswerTexts | None = None,
     ):
         """Makes an empty loop. Device memory is first taken by `dispatch`.
@@ -75,22 +101,18 @@ class DecodeLoop:
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
           reuse_prefixes: whether a sample that begins like an earlier one prefills the rest only. Needs a
             paged cache, without which it has no effect, and changes the rounding of the logits.
-          lock: context manager that is held during each dispatch, if another thread uses the same devices;
-            None if no other thread does.
           texts: answers to draft from, to which the loop adds its own; None drafts from a sample's own text.
         """
         self._engine = engine
         self._stop_search = stops
         self._reuses = reuse_prefixes
         # Whether samples get their tokens in `finish`; else the next `begin` gives them, while devices work.
-        self._gives_at_once = reuse_prefixes or bool(engine.config.speculate)
+        self._gives_at_once = reuse_prefixes or bool(engine.num_drafted)
         self._version = version
         self._streams = streams
-        self._slots = Slots(engine, params, lock)
+        self._slots = Slots(engine, params)
         self._texts = AnswerTexts(0) if texts is None else texts
-        self._speculation = SpeculationChoice(
-            platform_of(engine.mesh), engine.weight_bytes, engine.config.speculate
-        )
+        self._speculation = Speculation()
         self.clear()
 
     def clear(self) -> None:
@@ -102,12 +124,13 @@ class DecodeLoop:
             slot_sizes=self._engine.slot_sizes,
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
-            may_start=_always if self._pages is None else functools.partial(_take, self._pages),
+            may_start=functools.partial(_take, self._pages),
             preferred=functools.partial(_holders, self._pages if self._reuses else None),
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
-        self._extensions: dict[SampleTask, Extension] = {}
+        # Samples whose environment has answered, with the length of the answer, which is not cached yet.
+        self._answered: dict[Sample, int] = {}
         self._begun = False
         self._forget_slots(0)
 
@@ -133,16 +156,16 @@ class DecodeLoop:
         """The number of samples to add so that all slots are busy and stay so; see `Scheduler.places`."""
         return self._scheduler.places
 
-    def add(self, tasks: Iterable[SampleTask]) -> None:
-        """Queues samples; they start in this order."""
-        for task in tasks:
-            self._scheduler.add(SampleRequest(task, task.start))
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Queues samples; they start in this order. `Sample.request` comes first."""
+        for sample in samples:
+            self._scheduler.add(sample, sample.start)
 
-    def drop(self, tasks: Collection[SampleTask]) -> None:
+    def drop(self, samples: Collection[Sample]) -> None:
         """Drops waiting or decoding samples; their slots are free at the next dispatch."""
-        freed = [self._scheduler.cancel(task) for task in tasks]
-        for task in tasks:
-            self._extensions.pop(task, None)
+        freed = [self._scheduler.cancel(sample) for sample in samples]
+        for sample in samples:
+            self._answered.pop(sample, None)
         if running := [slot for slot in freed if slot is not None]:
             self._slots.release(running)
             self._log.stop(np.array(running))
@@ -171,8 +194,8 @@ class DecodeLoop:
         # Later admissions may take the memory of known beginnings, so these are looked up one by one.
         admissions = [(each, self._known(each)) for each in iter(scheduler.admit, None)]
         for admission, _ in admissions:
-            slots, _, tasks = zip(*admission.slots, strict=True)
-            self._length_n[list(slots)] = [task.num_tokens for task in tasks]
+            slots, _, samples = zip(*admission.slots, strict=True)
+            self._length_n[list(slots)] = [sample.num_tokens for sample in samples]
         longest = int(self._length_n[scheduler.busy_slots].max())
         self._slots.make_room(scheduler.num_slots, moves, longest)
         self._extend_answered()
@@ -184,24 +207,17 @@ class DecodeLoop:
 
     def _decode(self) -> None:
         """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
-        scheduler, rows, choice = self._scheduler, None, self._speculation
-        if self._engine.config.speculate:
-            shards = self._engine.shards
+        scheduler, rows = self._scheduler, None
+        if self._engine.num_drafted:
             busy, num_slots = scheduler.busy_slots, scheduler.num_slots
-            rows = choice.choose(busy, num_slots, shards, self._num_sampled)
+            rows = self._speculation.choose(busy, num_slots, self._engine.shards, self._num_sampled)
         if rows is None:
             self._slots.generate(scheduler.enough_active)
             return
         prompt_ids: list[int | None] = [None] * len(rows.slot_m)
         for row, slot in rows.slots.items():
             prompt_ids[row] = scheduler.owner(slot).prompt_id
-        self._slots.speculate(
-            rows,
-            self._texts.references(prompt_ids),
-            enough=choice.enough,
-            credit=choice.credit,
-            least_active=scheduler.enough_active,
-        )
+        self._slots.speculate(rows, self._texts.references(prompt_ids), scheduler.enough_active)
 
     def _num_sampled(self, slot: int) -> int:
         """The number of tokens of the sample in a slot, those in the log included."""
@@ -223,7 +239,7 @@ class DecodeLoop:
         return self._collect(*self._slots.decoded())
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of speculation: see `SpeculationChoice.metrics`."""
+        """Metrics of speculation."""
         return self._speculation.metrics()
 
     def give_tokens(self) -> None:
@@ -268,30 +284,32 @@ class DecodeLoop:
         """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
         if self._pages is None:
             return
-        for slot, extension in self._extensions_by_slot().items():
-            self._pages.extend(slot, extension.length, len(extension.tokens))
+        for slot, num_new in self._answered_by_slot().items():
+            length = self._scheduler.owner(slot).num_tokens - num_new
+            self._pages.extend(slot, length, num_new)
         if not (dropped := self._pages.grow(self._cached if self._reuses else None)):
             return
         self._slots.release(dropped)
         for slot in dropped:
             self._give_tokens(slot)
         self._log.stop(np.array(dropped))
-        for task in self._scheduler.finish(dropped):
+        for sample in self._scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
-            self._extensions.pop(task, None)
-            task.start = StartSequence(task.sequence)
-            self._scheduler.add_first(SampleRequest(task, task.start))
+            self._answered.pop(sample, None)
+            sample.start = Start(sample.sequence)
+            self._scheduler.add_first(sample, sample.start)
 
     def _cached(self, slot: int) -> np.ndarray:
         """The sequence in a slot, int32 [T], without an environment's answer that still waits."""
         self._give_tokens(slot)
-        task = self._scheduler.owner(slot)
-        extension = self._extensions.get(task)
-        return task.sequence[: extension.length - 1 if extension else None]
+        sample = self._scheduler.owner(slot)
+        num_new = self._answered.get(sample)
+        # The token before an answer is not cached yet.
+        return sample.sequence[: None if num_new is None else -num_new - 1]
 
     # Into slots
 
-    def _known(self, admission: Admission) -> dict[int, KnownBeginning]:
+    def _known(self, admission: Admission) -> dict[int, Known]:
         """The batch indices of a new prefill batch whose sequences begin with known pages."""
         if not (self._reuses and self._pages and admission.needs_prefill):
             return {}
@@ -299,10 +317,10 @@ class DecodeLoop:
         for index, start in enumerate(admission.sources):
             shards, pages = self._pages.pool.holders(start.tokens[:-1])
             if pages:
-                found[index] = KnownBeginning(shards[0], pages, start.tokens)
+                found[index] = (shards[0], pages, start.tokens)
         return found
 
-    def _admit(self, admission: Admission, known: Mapping[int, KnownBeginning]) -> None:
+    def _admit(self, admission: Admission, known: Mapping[int, Known]) -> None:
         """Prefills the batch of an admission if it is new, and inserts its samples."""
         if admission.needs_prefill:
             self._prefixes = [
@@ -314,45 +332,42 @@ class DecodeLoop:
                 prefix = self._slots.prefill([admission.sources[i].tokens for i in whole])
                 self._prefixes.append((prefix, {index: row for row, index in enumerate(whole)}))
         for prefix, row_of in self._prefixes:
-            starts = [(slot, row_of[i], task) for slot, i, task in admission.slots if i in row_of]
+            starts = [(slot, row_of[i], each) for slot, i, each in admission.slots if i in row_of]
             if starts:
                 self._insert(prefix, starts)
 
-    def _insert(self, prefix: Prefix, starts: Iterable[tuple[int, int, SampleTask]]) -> None:
-        """Puts samples into slots; samples with equal settings are inserted in one call.
+    def _insert(self, prefix: Prefix, starts: list[tuple[int, int, Sample]]) -> None:
+        """Puts samples into slots; samples with equal options are inserted in one call.
 
         Args:
           prefix: prefilled sequences.
-          starts: slot, batch index in the prefix, and task of each sample.
+          starts: slot, batch index in the prefix, and sample.
         """
-        alike: dict[DrawSettings, list[SlotAssignment]] = collections.defaultdict(list)
-        starts = list(starts)
+        alike: dict[SamplingOptions, list[Placed]] = collections.defaultdict(list)
         slots = np.array([slot for slot, _, _ in starts])
         self._log.start(slots)
-        self._stops.set(slots, [task.stop_strings for _, _, task in starts])
-        for slot, batch_index, task in starts:
-            sample = task.sample
-            alike[task.settings].append(
-                SlotAssignment(
-                    slot, batch_index, task.prompt_id, sample.index, task.limit, len(sample)
-                )
+        self._stops.set(slots, [sample.options.stop_strings for _, _, sample in starts])
+        for slot, row, sample in starts:
+            alike[sample.options].append(
+                (slot, row, sample.prompt_id, sample.index, sample.limit, len(sample))
             )
-        for settings, assignments in alike.items():
-            self._slots.insert(prefix, assignments, settings)
+        for options, samples in alike.items():
+            self._slots.insert(prefix, samples, options)
 
-    def _extensions_by_slot(self) -> dict[int, Extension]:
-        """The environment's answers that wait, by the slot of their sample; a slot may have moved since."""
+    def _answered_by_slot(self) -> dict[int, int]:
+        """The lengths of the answers that wait, by the slot of their sample; a slot may have moved since."""
         found = {
-            slot: extension
-            for task, extension in self._extensions.items()
-            if (slot := self._scheduler.slot_of(task)) is not None
+            slot: num_new
+            for sample, num_new in self._answered.items()
+            if (slot := self._scheduler.slot_of(sample)) is not None
         }
         return dict(sorted(found.items()))
 
     def _extend_answered(self) -> None:
         """Appends the environment's answers to the sequences in their slots, so that they decode on."""
-        extensions, self._extensions = self._extensions_by_slot(), {}
-        owner = self._scheduler.owner
+        owner, answered = self._scheduler.owner, self._answered_by_slot()
+        self._answered = {}
+        extensions = {slot: (owner(slot).sequence, num_new) for slot, num_new in answered.items()}
         for prefix, slot_of in self._slots.extend(extensions):
             self._insert(prefix, [(slot, index, owner(slot)) for index, slot in slot_of.items()])
 
@@ -367,8 +382,7 @@ class DecodeLoop:
         if self._pages is not None:
             self._pages.advance(decoded.count)
         speculated = self._speculation.rows is not None
-        rounds_m = self._slots.rounds() if speculated else None
-        self._speculation.note(active, decoded.count, rounds_m)
+        self._speculation.note(int(decoded.count.sum()), self._slots.rounds() if speculated else 0)
         cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
         ends = self._end_turns(over, decoded, cuts)
@@ -392,26 +406,26 @@ class DecodeLoop:
 
     def _free(self, ended: list[int]) -> None:
         self._log.stop(np.array(ended, int))
-        tasks = self._scheduler.finish(ended)
+        samples = self._scheduler.finish(ended)
         if self._pages is None:
             return
-        finished = [s for s, task in zip(ended, tasks, strict=True) if task.sample.finished]
+        finished = [s for s, sample in zip(ended, samples, strict=True) if sample.finished]
         if self._reuses:
-            for slot, task in zip(ended, tasks, strict=True):
-                self._pages.remember(slot, task.sequence)
+            for slot, sample in zip(ended, samples, strict=True):
+                self._pages.remember(slot, sample.sequence)
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 
     def _tail(self, slot: int, count: int) -> np.ndarray:
         """The last `count` tokens of a slot's current turn, or all of them if there are fewer."""
-        task, tokens = self._scheduler.owner(slot), self._log.tail(slot, count)
+        sample, tokens = self._scheduler.owner(slot), self._log.tail(slot, count)
         # A sample that was continued has the beginning of its turn itself.
-        before = task.sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
+        before = sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
         return np.concatenate([before, tokens])
 
     def _give_tokens(self, slot: int) -> None:
         """Moves the tokens of a slot from the log to its sample."""
-        sample = self._scheduler.owner(slot).sample
+        sample = self._scheduler.owner(slot)
         sample.add_decoded(*self._log.take(slot), version=self._version)
 
     def _end_turns(
@@ -431,63 +445,56 @@ class DecodeLoop:
         at_stop_id = np.isin(decoded.token[slots, newest - 1], self._engine.config.stop_ids)
         cut = np.array([cuts.get(slot, 0) for slot in slots.tolist()], int)
         self._length_n[slots] -= cut
-        tasks = [self._scheduler.owner(slot) for slot in slots.tolist()]
-        self._log.give_later(slots, cut, [self._giving(task.sample) for task in tasks])
-        if self._gives_at_once or any(task.environment for task in tasks):
+        samples = [self._scheduler.owner(slot) for slot in slots.tolist()]
+        self._log.give_later(slots, cut, [self._giving(sample) for sample in samples])
+        if self._gives_at_once or any(sample.options.environment for sample in samples):
             self._log.pass_on()
         ends: dict[int, End | None] = {}
-        for slot, task, stopped, length in zip(
+        for slot, sample, stopped, length in zip(
             slots.tolist(),
-            tasks,
+            samples,
             ((newest > 0) & at_stop_id).tolist(),
             self._length_n[slots].tolist(),
             strict=True,
         ):
             end = End.STOP_STRING if slot in cuts else End.STOP_ID if stopped else None
             if end is None:
-                full = length - task.prompt_tokens >= task.max_tokens
+                full = length - sample.prompt_tokens >= sample.max_tokens
                 end = End.FULL if full else End.PAUSED
-            elif task.environment is not None:
-                end = self._answer(task, task.environment, end)
-                self._length_n[slot] = task.num_tokens
+            elif sample.options.environment is not None:
+                end = self._answer(sample, sample.options.environment, end)
+                self._length_n[slot] = sample.num_tokens
             ends[slot] = end
-            task.sample.finished = end not in (None, End.PAUSED)
-            task.sample.truncated = end is End.FULL
-            if task.sample.finished and self._engine.config.speculate:
-                self._texts.add(task.prompt_id, task.sample.tokens)
+            sample.finished = end not in (None, End.PAUSED)
+            sample.truncated = end is End.FULL
+            if sample.finished and self._engine.num_drafted:
+                self._texts.add(sample.prompt_id, sample.tokens)
         return ends
 
     def _giving(self, sample: Sample) -> Callable[[Stretch], None]:
         version = self._version
         return lambda stretch: sample.add_decoded(*stretch, version=version)
 
-    def _answer(self, task: SampleTask, environment: Environment, stop: End) -> End | None:
+    def _answer(self, sample: Sample, environment: Environment, stop: End) -> End | None:
         """Calls the environment; returns None if it has answered, because the sample then continues."""
-        sample = task.sample
         turn = sample.tail(len(sample))
-        answer = environment(Turn(task.prompt_id, sample.index, turn, sample.tokens))
+        answer = environment(Turn(sample.prompt_id, sample.index, turn, sample.tokens))
         if answer is None:
             return stop
         answer = np.asarray(answer, np.int32)
-        if len(sample) + len(answer) >= task.max_tokens:
+        if len(sample) + len(answer) >= sample.max_tokens:
             return End.FULL
-        self._extensions[task] = Extension(task.num_tokens, int(turn[-1]), answer)
+        self._answered[sample] = len(answer)
         sample.add_given(answer, self._version)
         return None
 
 
-def _holders(pages: SlotPages | None, task: SampleTask) -> Collection[int]:
+def _take(pages: SlotPages | None, slot: int, sample: Sample) -> bool:
+    """Takes pages for a sample; False if there are too few. A contiguous cache has memory in every slot."""
+    most = sample.prompt_tokens + sample.limit
+    return pages is None or pages.take(slot, sample.start.tokens, most, len(sample))
+
+
+def _holders(pages: SlotPages | None, sample: Sample) -> Collection[int]:
     """The shards that hold most of the beginning of a sample's sequence in known pages."""
-    return () if pages is None else pages.pool.holders(task.start.tokens[:-1])[0]
-
-
-def _always(slot: int, task: SampleTask) -> bool:
-    """A contiguous cache has memory for a sample in every slot."""
-    del slot, task
-    return True
-
-
-def _take(pages: SlotPages, slot: int, task: SampleTask) -> bool:
-    """Takes pages for a sample; False if there are too few."""
-    most = task.prompt_tokens + task.limit
-    return pages.take(slot, task.start.tokens, most, len(task.sample))
+    return () if pages is None else pages.pool.holders(sample.start.tokens[:-1])[0]

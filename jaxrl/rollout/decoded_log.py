@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,12 +27,8 @@ from jaxrl.rollout.decode_state import DecodedTokens
 _COLUMNS = 256
 
 
-class Stretch(NamedTuple):
-    """Tokens of one sample: int32 ids, float32 log-probabilities and entropies, [R] each."""
-
-    token: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
+# Tokens of one sample: int32 ids, float32 log-probabilities and entropies, [R] each.
+Stretch: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass
@@ -94,7 +90,8 @@ class DecodedLog:
         if steps > self._last.shape[2]:
             self._last = np.empty((3, *decoded.token.shape), np.int32)
         # A copy: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
-        for last, new in zip(self._last, _words(decoded), strict=True):
+        words = decoded.token, decoded.logprob.view(np.int32), decoded.entropy.view(np.int32)
+        for last, new in zip(self._last, words, strict=True):
             last[:, :steps] = new[:, :steps]
         self._end += steps
         self._missing_n = steps - decoded.count
@@ -151,7 +148,7 @@ class DecodedLog:
 
     def _stretch(self, slot: int, begin: int, end: int) -> Stretch:
         words = self._words_of(slot, begin, end, 3)
-        return Stretch(words[0], words[1].view(np.float32), words[2].view(np.float32))
+        return words[0], words[1].view(np.float32), words[2].view(np.float32)
 
     def _words_of(self, slot: int, begin: int, end: int, kinds: int) -> np.ndarray:
         """Columns of a slot, int32 [kinds, columns]: ids, bits of log-probabilities, of entropies."""
@@ -168,7 +165,7 @@ class DecodedLog:
         return np.concatenate(parts[::-1], axis=1)
 
     def _room_for(self, steps: int) -> _Block:
-        """The block for the next columns. First drops those that nobody needs any more."""
+        """The block for the next columns. Frees blocks whose tokens have all been read."""
         block = self._blocks[-1] if self._blocks else None
         if block is not None and block.used + steps <= block.words.shape[2]:
             return block
@@ -179,8 +176,3 @@ class DecodedLog:
         words = self._spare.pop() if self._spare else np.empty(shape, np.int32)
         self._blocks.append(_Block(self._settled, words))
         return self._blocks[-1]
-
-
-def _words(decoded: DecodedTokens) -> tuple[np.ndarray, ...]:
-    """Ids, and the bits of log-probabilities and entropies, int32 [n, W] each."""
-    return decoded.token, decoded.logprob.view(np.int32), decoded.entropy.view(np.int32)

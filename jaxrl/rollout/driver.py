@@ -1,8 +1,8 @@
 """The offline backend: samples batches of prompts, for training and evaluation.
 
-It turns prompts into tasks of a `DecodeLoop`. `generate` samples one batch to its end, those with the longest
-expected responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
-`continuous` does so without an end, over changes of the weights. After each dispatch the groups that have
+It feeds prompts to a `DecodeLoop`. `generate` samples one batch to its end, those with the longest expected
+responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
+`continuous` keeps sampling while the weights are updated. After each dispatch the groups that have
 just finished are handed out.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
@@ -13,26 +13,17 @@ N prompts   G samples of each   B = N * G
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.backend import (
-    DecodeTexts,
-    More,
-    OnGroup,
-    SamplingOptions,
-)
+from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.group_loop import GroupLoop
-from jaxrl.rollout.sample_groups import SampleGroups
+from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
 from jaxrl.rollout.stop_strings import StopSearch
@@ -40,36 +31,23 @@ from jaxrl.types import Completions, Prompts
 
 
 class EngineBackend:
-    """An engine with its weights. Base class of all backends that use our engine."""
+    """An engine with its weights. Base class of all backends that use our engine.
+
+    Attributes:
+      mesh, dtype, weights_dtype, metrics: see `RolloutBackend`.
+    """
 
     def __init__(self, engine: Engine, decode_texts: DecodeTexts):
         """Args: the compiled programs; a function from token ids to texts. `load` brings the weights."""
         self.engine = engine
+        self.mesh, self.dtype = engine.mesh, jnp.dtype(engine.config.dtype)
+        self.weights_dtype = engine.config.weights_dtype
+        self.metrics: Mapping[str, float] = {}
         self._decode_texts = decode_texts
         # A function and no method, which would keep the weights until Python's cycle collection.
-        self._decode_text = functools.partial(_decode_text, decode_texts)
+        self._decode_text = lambda tokens: "".join(decode_texts([tokens]))
         self._stops = StopSearch(self._decode_text)
         self._params: Params | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices of the engine."""
-        return self.engine.mesh
-
-    @property
-    def dtype(self) -> Any:
-        """The data type of weights and activations."""
-        return jnp.dtype(self.engine.config.dtype)
-
-    @property
-    def weights_dtype(self) -> str:
-        """The 8-bit type of the weights of projections; "" if it is `dtype`."""
-        return self.engine.config.weights_dtype
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last call; none by default."""
-        return {}
 
     @property
     def params(self) -> Params:
@@ -94,20 +72,17 @@ class EngineBackend:
 
 
 class OfflineBackend(EngineBackend):
-    """Samples with our engine; `backend.RolloutBackend` documents the methods."""
+    """Samples with our engine; `backend.RolloutBackend` documents the methods.
+
+    With `speculate` its metrics are the tokens that a round keeps, and the fraction decoded in rounds.
+    """
 
     def __init__(self, engine: Engine, decode_texts: DecodeTexts):
         """Args: as for `EngineBackend`."""
         super().__init__(engine, decode_texts)
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
-        self._metrics: dict[str, float] = {}
         self._continuous: ContinuousRollout | None = None
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """With `speculate`: tokens that a round keeps, and the fraction of tokens decoded in rounds."""
-        return self._metrics
 
     def generate(
         self,
@@ -205,10 +180,5 @@ class OfflineBackend(EngineBackend):
             finished = running.finish()
         running.loop.give_tokens()
         groups.hand_out(finished, on_group)
-        if self.engine.config.speculate:
-            self._metrics = running.loop.metrics()
-
-
-def _decode_text(decode_texts: DecodeTexts, tokens: np.ndarray) -> str:
-    (text,) = decode_texts([tokens])
-    return text
+        if self.engine.num_drafted:
+            self.metrics = running.loop.metrics()

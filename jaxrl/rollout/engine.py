@@ -3,8 +3,8 @@
 The methods follow JetStream's `engine_api.Engine`, but this module does not import JetStream. One state holds
 n slots of capacity C. The programs:
 
-    prefill    prompts -> Prefix                   once per prompt               prefill_programs.py
-    extend     Prefix + tokens -> Prefix           long prompts, environments    prefill_programs.py
+    prefill    prompts -> Prefix                   once per prompt               generate_program.py
+    extend     Prefix + tokens -> Prefix           long prompts, environments    generate_program.py
     insert     Prefix -> slots of a state          once per sample               slot_programs.py
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
     speculate  the same, of a few slots            instead of generate           speculate_program.py
@@ -45,16 +45,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.hardware import accelerator_of
 from jaxrl.mesh.hosts import put
+from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
+from jaxrl.models.cache.contiguous_cache import split_layers
 from jaxrl.models.cache.interface import Attention, cache_bytes
-from jaxrl.models.cache.per_layer_cache import split_layers
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import experts_for
@@ -64,12 +63,11 @@ from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
-from jaxrl.rollout.generate_program import GenerateProgram
-from jaxrl.rollout.prefill_programs import PrefillPrograms
+from jaxrl.rollout.generate_program import GenerateProgram, PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.rollout.slot_layout import SlotLayout
-from jaxrl.rollout.slot_programs import SlotPrograms
+from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
 from jaxrl.rollout.speculate_program import SpeculateProgram
+from jaxrl.rollout.speculation import num_drafted
 
 
 class Engine:
@@ -83,6 +81,7 @@ class Engine:
       shards: number of shards of the slots.
       weight_types: types of the weights, a tree of `StoredType`s.
       pages: sizes of a paged cache; None if the cache is contiguous.
+      num_drafted: number of tokens that `speculate` drafts in a round; 0 if decoding does not speculate.
       slot_sizes, batch_sizes, prompt_sizes, prefix_sizes, cache_sizes: the fields of `EngineSizes`.
     """
 
@@ -124,6 +123,7 @@ class Engine:
         self.slot_sizes, self.batch_sizes = sizes.slots, sizes.batches
         self.prompt_sizes = sizes.prompts
         self.prefix_sizes, self.cache_sizes = sizes.prefixes, sizes.caches
+        self.num_drafted = num_drafted(config.speculate, platform_of(mesh))
         self._layout = SlotLayout(mesh, self._cache)
         self._compile(graph)
 
@@ -135,7 +135,7 @@ class Engine:
         attend = _attention(config, self.model, self.mesh)
         prefill = PrefillPrograms(graph, compute, attend, slots)
         decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
-        speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, config.speculate)
+        speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, self.num_drafted)
         self._splits_layers = (
             platform_of(self.mesh) == "cpu"
             and compute.unroll >= self.model.num_layers
@@ -170,12 +170,6 @@ class Engine:
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""
         return jax.tree.map(stored_in_place, self.weight_types, params)
-
-    @property
-    def weight_bytes(self) -> int:
-        """About the bytes of the weights, summed over the devices of a replica."""
-        config = self.config
-        return self.model.num_params * jnp.dtype(config.weights_dtype or config.dtype).itemsize
 
     @property
     def max_concurrent_decodes(self) -> int:

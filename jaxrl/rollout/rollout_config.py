@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 from jaxrl.checks import (
@@ -14,10 +13,12 @@ from jaxrl.checks import (
     coefficient,
     count,
     positive,
+    settings,
     token_count,
 )
 from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.environment import TokenizerLike, environment_of
 from jaxrl.rollout.sampling import (
     MIN_P,
     REPETITION_PENALTY,
@@ -28,10 +29,9 @@ from jaxrl.rollout.sampling import (
     truncation_of,
 )
 from jaxrl.rollout.settings import EngineSettings
-from jaxrl.rollout.user_environment import TokenizerLike, environment_of
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RolloutConfig(EngineSettings):
     """Sampling of training data.
 

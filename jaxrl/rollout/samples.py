@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
 # Per token: id, log-probability, entropy, mask and version. Per sample: Python objects.
@@ -35,8 +36,15 @@ class _DecodedTokens(NamedTuple):
     version: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """Tokens that samples start from, int32 [T]. Samples that hold the same object share one prefill."""
+
+    tokens: np.ndarray
+
+
 class Sample:
-    """One response, finished or not.
+    """One response, finished or not, and what a decode loop has to know to continue it.
 
     Attributes:
       prompt: index of its prompt.
@@ -44,7 +52,18 @@ class Sample:
       step: training step that started it. Its sampling keys use this step until it ends.
       finished: whether it is complete; no more tokens are added.
       truncated: whether it ended because it reached the length limit.
+      start, prompt_id, options, max_tokens, owner: see `request`.
+      prompt_tokens: number of tokens before the sample.
+      limit: length of the sample at which its slot stops decoding.
     """
+
+    start: Start
+    prompt_id: int
+    options: SamplingOptions
+    max_tokens: int
+    owner: Any
+    prompt_tokens: int
+    limit: int
 
     def __init__(self, prompt: int, index: int, step: int):
         self.prompt = prompt
@@ -57,6 +76,41 @@ class Sample:
 
     def __len__(self) -> int:
         return self._count
+
+    def request(
+        self,
+        start: Start,
+        prompt_id: int,
+        options: SamplingOptions,
+        max_tokens: int,
+        owner: Any = None,
+    ) -> Sample:
+        """Prepares the sample for a decode loop, and returns it.
+
+        Args:
+          start: the prompt, followed by the tokens that the sample already has.
+          prompt_id: part of the sampling key. With `options` and the sample's index it determines the noise
+            of every token.
+          options: how tokens are drawn; `step` is that of the sample.
+          max_tokens: maximum length of the whole sample, end-of-sequence included.
+          owner: any value of the caller, to recognise the sample by.
+        """
+        self.start, self.prompt_id, self.options = start, prompt_id, options
+        self.max_tokens, self.owner = max_tokens, owner
+        self.prompt_tokens = len(start.tokens) - len(self)
+        allowed = len(self) + options.budget_tokens if options.budget_tokens else max_tokens
+        self.limit = min(allowed, max_tokens)
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prompt and the sample together."""
+        return self.prompt_tokens + len(self)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """The prompt and the tokens that the sample has now, int32 [T]."""
+        return np.concatenate([self.start.tokens[: self.prompt_tokens], self.tokens])
 
     def at(self, prompt: int) -> Sample:
         """A copy whose prompt index is `prompt`."""
@@ -271,15 +325,15 @@ def completions_of(
         rollout_logprob=tuple(sample.logprob for sample in samples),
         entropy=tuple(sample.entropy for sample in samples),
         truncated_B=np.array([sample.truncated for sample in samples], bool),
-        texts=LazyRows([functools.partial(made.text, b) for b in rows]),
+        texts=LazyRows([functools.partial(made.get, 0, b) for b in rows]),
         mask=mask,
-        turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
+        turns=LazyRows([functools.partial(made.get, 1, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
     )
 
 
 class _Texts:
-    """The texts and turns of some samples, all made at the first use of one, in one call.
+    """Decodes the texts and turns of all samples in one call, at the first access.
 
     The processes of a run grade different samples, so each makes only the texts that it reads.
     """
@@ -295,19 +349,12 @@ class _Texts:
         self._lock = threading.Lock()
         self._made: tuple[list[str], list[tuple[TurnText, ...]]] | None = None
 
-    def text(self, b: int) -> str:
-        """The text of sample b."""
-        return self._all()[0][b]
-
-    def turns(self, b: int) -> tuple[TurnText, ...]:
-        """The turns of sample b."""
-        return self._all()[1][b]
-
-    def _all(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
+    def get(self, kind: int, b: int) -> Any:
+        """The text of sample b (kind 0) or its turns (kind 1)."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
-            return self._made
+            return self._made[kind][b]
 
     def _make(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
         starts = [np.flatnonzero(np.diff(mask)) + 1 for mask in self._mask]

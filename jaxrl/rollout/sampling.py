@@ -11,6 +11,7 @@ is less robust: there a rounding difference can change a token at every boundary
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
 from jaxrl.models.truncation import Truncation, as_rows, least_before_top_p, total
+from jaxrl.rollout.environment import Environment
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
@@ -36,6 +38,72 @@ REPETITION_PENALTY = between(0.01, 100)
 _NEVER = -1e30
 # Number of candidates tried before the vocabulary is scanned again.
 _TRIES = 8
+
+
+def untruncated() -> Truncation:
+    """A truncation that allows every token; scalars on the host."""
+    return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
+
+
+def truncation_of(
+    *,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    min_tokens: int = 0,
+    repetition_penalty: float = 1.0,
+    renormalized: bool = False,
+) -> Truncation:
+    """Makes one truncation for all slots; scalars on the host.
+
+    Raises:
+      UserError: a limit is out of its range.
+    """
+    check_value("top_k", top_k, Annotated[int, TOP_K])
+    check_value("top_p", top_p, Annotated[float, TOP_P])
+    check_value("min_p", min_p, Annotated[float, MIN_P])
+    check_value("min_tokens", min_tokens, Annotated[int, MIN_TOKENS])
+    check_value("repetition_penalty", repetition_penalty, Annotated[float, REPETITION_PENALTY])
+    scalars: Any = (
+        np.int32(top_k),
+        np.float32(top_p),
+        np.float32(min_p),
+        np.int32(min_tokens),
+        np.float32(repetition_penalty),
+        np.bool_(renormalized),
+    )
+    return Truncation(*scalars)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How samples are drawn. Samples with equal options are inserted in one call.
+
+    Attributes:
+      num_samples: number of samples per prompt, G.
+      seed, step: parts of the sampling key. With the prompt's id and the sample's index they determine the
+        noise of each sample.
+      temperature: sampling temperature; 0 is greedy.
+      truncation: limits on the tokens that can be drawn, as scalars, and whether log-probabilities are
+        renormalised over these tokens.
+      stop_strings: texts that end a turn, as a stop id does. Tokens after the stop string are removed.
+      environment: function that answers a finished turn; None ends every sample after its first turn.
+      budget_tokens: maximum number of tokens that one call adds to a sample, which is then left unfinished; 0
+        means no limit.
+    """
+
+    num_samples: int = 1
+    seed: int = 0
+    step: int = 0
+    temperature: float = 1.0
+    truncation: Truncation = dataclasses.field(default_factory=untruncated)
+    stop_strings: tuple[str, ...] = ()
+    environment: Environment | None = None
+    budget_tokens: int = 0
+
+    def replace(self, **changes: Any) -> SamplingOptions:
+        """A copy with the given fields changed."""
+        return dataclasses.replace(self, **changes)
 
 
 def sample_keys(
@@ -91,41 +159,6 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
     is_largest_SV = sum_SV == sum_SV.max(axis=-1, keepdims=True)
     token_V = jnp.arange(V, dtype=jnp.int32)
     return jnp.where(is_largest_SV, token_V, V - 1).min(axis=-1)
-
-
-def untruncated() -> Truncation:
-    """A truncation that allows every token; scalars on the host."""
-    return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
-
-
-def truncation_of(
-    *,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    min_tokens: int = 0,
-    repetition_penalty: float = 1.0,
-    renormalized: bool = False,
-) -> Truncation:
-    """Makes one truncation for all slots; scalars on the host.
-
-    Raises:
-      UserError: a limit is out of its range.
-    """
-    check_value("top_k", top_k, Annotated[int, TOP_K])
-    check_value("top_p", top_p, Annotated[float, TOP_P])
-    check_value("min_p", min_p, Annotated[float, MIN_P])
-    check_value("min_tokens", min_tokens, Annotated[int, MIN_TOKENS])
-    check_value("repetition_penalty", repetition_penalty, Annotated[float, REPETITION_PENALTY])
-    scalars: Any = (
-        np.int32(top_k),
-        np.float32(top_p),
-        np.float32(min_p),
-        np.int32(min_tokens),
-        np.float32(repetition_penalty),
-        np.bool_(renormalized),
-    )
-    return Truncation(*scalars)
 
 
 def penalize(

@@ -18,23 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.buckets import next_below, round_up
+from jaxrl.rollout.engine_sizes import next_below, round_up
 
 # Preferred shards may have this part of their slots more in use than others: a quarter.
 _UNEVEN = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleRequest:
-    """One sample that waits for a slot.
-
-    Attributes:
-      owner: identifier of the sample; hashable and unique.
-      source: identifier of the sequence that it starts from; hashable.
-    """
-
-    owner: Any
-    source: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +40,15 @@ class Admission:
 
 
 class Scheduler:
-    """A queue of sample requests, and the slots in which they run."""
+    """A queue of sample requests, and the slots in which they run.
+
+    A request is the owner of a sample and the sequence that it starts from, its source. Both are hashable;
+    owners are unique.
+    """
 
     def __init__(
         self,
-        requests: Iterable[SampleRequest],
+        requests: Iterable[tuple[Any, Any]],
         *,
         slot_sizes: Sequence[int],
         prefill_batch: int,
@@ -68,7 +59,7 @@ class Scheduler:
         """Starts with no slots; `resize` creates the first.
 
         Args:
-          requests: initial queue, in order of service.
+          requests: owners and sources of the initial queue, in order of service.
           slot_sizes: allowed numbers of slots, ascending, all multiples of `shards`.
           prefill_batch: maximum number of sources per prefill.
           shards: number of shards of the slots.
@@ -86,13 +77,13 @@ class Scheduler:
         self._slot_of: dict[Any, int] = {}
         self._batch: dict[Any, int] = {}
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, owner: Any, source: Any) -> None:
         """Appends a request to the queue."""
-        self._queue.append(request)
+        self._queue.append((owner, source))
 
-    def add_first(self, request: SampleRequest) -> None:
+    def add_first(self, owner: Any, source: Any) -> None:
         """Puts a request at the front of the queue."""
-        self._queue.appendleft(request)
+        self._queue.appendleft((owner, source))
 
     @property
     def unfinished(self) -> bool:
@@ -198,16 +189,16 @@ class Scheduler:
         slot = self._take_slot(free)
         if slot is None:
             return None
-        needs_prefill = self._queue[0].source not in self._batch
+        needs_prefill = self._queue[0][1] not in self._batch
         if needs_prefill:
             self._batch = self._next_batch()
         started = []
         while slot is not None:
-            request = self._queue.popleft()
-            self._owners[slot], self._busy_n[slot] = request.owner, True
-            self._slot_of[request.owner] = slot
-            started.append((slot, self._batch[request.source], request.owner))
-            shares = self._queue and self._queue[0].source in self._batch
+            owner, source = self._queue.popleft()
+            self._owners[slot], self._busy_n[slot] = owner, True
+            self._slot_of[owner] = slot
+            started.append((slot, self._batch[source], owner))
+            shares = self._queue and self._queue[0][1] in self._batch
             slot = self._take_slot(free) if shares else None
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
@@ -218,7 +209,7 @@ class Scheduler:
         """
         if not (free and self._queue):
             return None
-        owner, each = self._queue[0].owner, self.num_slots // self._num_shards
+        owner, each = self._queue[0][0], self.num_slots // self._num_shards
         preferred = self._not_crowded(self._preferred(owner))
         first = (i for i, slot in enumerate(free) if slot // each in preferred)
         refused: set[int] = set()
@@ -233,7 +224,7 @@ class Scheduler:
         return None
 
     def _not_crowded(self, shards: Collection[int]) -> Collection[int]:
-        """Those of some shards on which one more sample leaves the load even enough.
+        """The shards that stay balanced if they get one more sample.
 
         All shards decode at the pace of the one with the most to read. So no shard gets more samples than the
         one with the fewest, plus a quarter of its slots.
@@ -258,11 +249,11 @@ class Scheduler:
     def _next_batch(self) -> dict[Any, int]:
         """The next sources of the queue and their batch indices."""
         batch: dict[Any, int] = {}
-        for request in self._queue:
-            if request.source not in batch:
+        for _, source in self._queue:
+            if source not in batch:
                 if len(batch) == self._prefill_batch:
                     break
-                batch[request.source] = len(batch)
+                batch[source] = len(batch)
         return batch
 
     def finish(self, slots: Iterable[int]) -> list[Any]:
@@ -285,7 +276,7 @@ class Scheduler:
             self.finish([slot])
             return slot
         for request in self._queue:
-            if request.owner == owner:
+            if request[0] == owner:
                 self._queue.remove(request)
                 return None
         raise KeyError(owner)

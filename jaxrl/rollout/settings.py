@@ -12,11 +12,10 @@ from jaxrl.checks import (
     MAX_VOCABULARY,
     at_least,
     between,
-    check_fields,
     count,
+    settings,
     token_count,
 )
-from jaxrl.quantized import EightBits
 
 # Values that "auto" resolves to.
 _UNROLLED_LAYERS = 8
@@ -24,7 +23,7 @@ _SHORT_RESPONSE = 64
 _SMALLEST_BUCKET = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class EngineSettings:
     """Settings of an engine that a user chooses. Configs with an engine inherit them.
 
@@ -35,9 +34,9 @@ class EngineSettings:
         in chunks. 0 prefills each prompt at once.
       tokens_per_dispatch: number of tokens decoded before the host checks the slots again.
       dtype: data type of weights and activations.
-      weights_dtype: 8-bit type of the weights inside layers, with a scale per output; "" means `dtype`.
-        Embeddings and the unembedding stay in `dtype`.
-      kv_dtype: data type of the KV cache; "" means `dtype`. The 8-bit types have a scale per token and head.
+      weights_dtype: "int8" stores the weights inside layers in 8 bits, with a scale per output; "" means
+        `dtype`. Embeddings and the unembedding stay in `dtype`.
+      kv_dtype: data type of the KV cache; "" means `dtype`. int8 has a scale per token and head.
       decode_attention: kernel for attention to the cache, "auto" or one of
         `models.kernels.paged_attention.IMPLEMENTATIONS`.
       cache: "contiguous" gives every slot room for the longest sequence. "paged" gives it pages as its
@@ -48,7 +47,7 @@ class EngineSettings:
         that devices share are made in a fixed order, which takes more communication. It needs two slots or
         more on each replica.
       speculate: number of tokens drafted from earlier text and verified in one forward pass, while few
-        samples are left and enough drafts are right; 0 does not draft. Samples stay the same up to rounding.
+        samples are left; 0 does not draft. Samples stay the same up to rounding. It has no effect on CPU.
     """
 
     slots: Annotated[int, count(1)] = 256
@@ -56,8 +55,8 @@ class EngineSettings:
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
-    weights_dtype: Literal["", EightBits] = ""
-    kv_dtype: Literal["", "float32", "bfloat16", EightBits] = ""
+    weights_dtype: Literal["", "int8"] = ""
+    kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
     cache: Literal["contiguous", "paged"] = "contiguous"
     cache_tokens: Annotated[int, at_least(0)] = 0
@@ -65,7 +64,6 @@ class EngineSettings:
     speculate: Annotated[int, between(0, 64)] = 0
 
     def __post_init__(self):
-        check_fields(self)
         if self.speculate >= self.tokens_per_dispatch:
             raise ValueError(
                 f"speculate {self.speculate} decodes up to {self.speculate + 1} tokens in a round, and "
@@ -95,7 +93,7 @@ def fewest_slots(slots: int, max_response_tokens: int) -> int:
     return slots if max_response_tokens <= _SHORT_RESPONSE else min(slots, _SMALLEST_BUCKET)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class EngineConfig(EngineSettings):
     """All settings that the compiled programs depend on, besides the model and its mesh.
 

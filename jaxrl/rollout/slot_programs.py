@@ -1,32 +1,127 @@
 """Programs that move sequences between prefixes and slots. None of them runs the model.
 
-idle                  -> state      n idle slots of capacity C
-insert    prefix      -> state      starts samples in slots
-extract   state       -> prefix     copies sequences out of slots
-taken     state       -> state      copies some slots, put_back returns them
-reuse     state       -> prefix     copies beginnings of sequences out of pages
-resize    state       -> state      other numbers n and C, the sequences in use kept
-release   state       -> state      stops slots
-append    new tokens  -> prefix     writes tokens behind those of a sequence
+    idle                  -> state      n idle slots of capacity C
+    insert    prefix      -> state      starts samples in slots
+    extract   state       -> prefix     copies sequences out of slots
+    taken     state       -> state      copies some slots, put_back returns them
+    reuse     state       -> prefix     copies beginnings of sequences out of pages
+    resize    state       -> state      other numbers n and C, the sequences in use kept
+    release   state       -> state      stops slots
+    append    new tokens  -> prefix     writes tokens behind those of a sequence
 
-n slots   P sequences of a prefix   W tokens of a dispatch   C capacity in tokens
+A layout knows the logical axes of every array whose first dimension is slots. It pins arrays to the devices
+of these axes, and runs functions on every device for the device's own slots.
+
+    n slots   P sequences of a prefix   W tokens of a dispatch   C capacity in tokens
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jaxrl.models.cache import slot_moves
+from jaxrl.mesh.rules import (
+    GENERATE_RULES,
+    constraint,
+    partition_spec,
+    per_device,
+    shardings,
+    with_shardings,
+)
 from jaxrl.models.cache.interface import Cache, CacheKind
+from jaxrl.models.cache.kv_cache import copy_slots, take_slots, with_capacity, write_slots
 from jaxrl.models.cache.paged_cache import PagedCache
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import Truncation, sample_keys, untruncated
-from jaxrl.rollout.slot_layout import PREFIX_AXES, NewTokens, SlotLayout, slots_first
+
+# Logical axes of a prefix without a cache.
+PREFIX_AXES: Any = Prefix(*cast(Any, (None, ("batch", "length"), ("batch",), ("batch",))))
+
+
+class NewTokens(NamedTuple):
+    """Tokens to append to sequences: their cache, and int32 [n, W]."""
+
+    cache: Cache
+    tokens: jax.Array
+
+
+class SlotLayout:
+    """Places states, prefixes and arrays with one entry per slot. Holds no arrays."""
+
+    def __init__(self, mesh: Mesh, cache: CacheKind):
+        """Args: the devices, laid out for generation; the kind of the KV cache."""
+        self.mesh = mesh
+        self.constrain = constraint(mesh, GENERATE_RULES)
+        self._cache = cache
+
+    def axes_of(self, tree: Any) -> Any:
+        """Logical axes of every leaf of a state, a prefix, or a tree of arrays with one entry per slot."""
+        if isinstance(tree, DecodeState):
+            rest = tree.replace(context=None)
+            return slots_first(rest).replace(context=self.axes_of(tree.context))
+        if isinstance(tree, Prefix):
+            return dataclasses.replace(PREFIX_AXES, cache=self._cache.axes(tree.cache))
+        if isinstance(tree, NewTokens):
+            return NewTokens(self._cache.axes(tree.cache), PREFIX_AXES.history)
+        return slots_first(tree)
+
+    def place(self, tree: Any) -> Any:
+        """Pins every leaf of a state or prefix to its devices."""
+        return jax.tree.map(self.constrain, tree, self.axes_of(tree))
+
+    def place_buffer(self, buffer: Cache) -> Cache:
+        """Pins the buffer for a dispatch's new keys and values to its devices."""
+        return jax.tree.map(self.constrain, buffer, self._cache.axes(buffer))
+
+    def abstract(self, shapes: Any) -> Any:
+        """Adds shardings to the shapes of a state or prefix."""
+        where = shardings(self.axes_of(shapes), shapes, GENERATE_RULES, self.mesh)
+        return with_shardings(shapes, where)
+
+    def on_own_slots(
+        self,
+        function: Callable[..., Any],
+        tree: Any,
+        *others: Any,
+        whole: Any = None,
+        result: Any = None,
+    ) -> Any:
+        """Calls `function(tree, *others)` on every device with the device's own slots.
+
+        Args:
+          function: function that returns a tree with the structure and axes of `result`.
+          tree, others: states, prefixes, or arrays with one entry per slot.
+          whole: last argument, passed to every device with all slots; None omits it.
+          result: shapes of the result over all devices; None for a result like `tree`.
+        """
+        given = (tree, *others) if whole is None else (tree, *others, whole)
+        if self.mesh.size == 1:
+            return function(*given)
+        specs = [self._specs(tree) for tree in (tree, *others)]
+        if whole is not None:
+            specs.append(self._specs(whole, without="batch"))
+        out = specs[0] if result is None else self._specs(result)
+        return per_device(function, self.mesh, in_specs=tuple(specs), out_specs=out)(*given)
+
+    def _specs(self, tree: Any, without: str = "") -> Any:
+        sizes = dict(self.mesh.shape)
+
+        def spec(leaf, axes):
+            axes = tuple(None if axis == without else axis for axis in axes)
+            return partition_spec(axes, leaf.shape, GENERATE_RULES, sizes, "slots")
+
+        return jax.tree.map(spec, tree, self.axes_of(tree))
+
+
+def slots_first(tree: Any) -> Any:
+    """Logical axes of arrays whose first dimension is slots."""
+    return jax.tree.map(lambda leaf: ("batch",) + (None,) * (leaf.ndim - 1), tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,9 +277,7 @@ class SlotPrograms:
 
         def append(context: Prefix, new: NewTokens, live_n):
             start_n = context.length
-            history = slot_moves.written(
-                context.history, PREFIX_AXES.history, new.tokens, start_n, live_n
-            )
+            history = write_slots(context.history, PREFIX_AXES.history, new.tokens, start_n, live_n)
             cache = self.cache.write(context.cache, new.cache, start_n, live_n)
             return dataclasses.replace(context, cache=cache, history=history)
 
@@ -192,7 +285,7 @@ class SlotPrograms:
 
     def with_capacity(self, prefix: Prefix, capacity: int) -> Prefix:
         """The prefix with a capacity of `capacity` tokens, larger or smaller than before."""
-        history = slot_moves.with_capacity(prefix.history, PREFIX_AXES.history, capacity)
+        history = with_capacity(prefix.history, PREFIX_AXES.history, capacity)
         cache = self.cache.resize(prefix.cache, capacity)
         return dataclasses.replace(prefix, cache=cache, history=history)
 
@@ -206,9 +299,9 @@ class SlotPrograms:
         def take(tree: Any, slot_m):
             if isinstance(tree, DecodeState):
                 rest = tree.replace(context=None)
-                taken = slot_moves.taken(rest, slots_first(rest), slot_m)
+                taken = take_slots(rest, slots_first(rest), slot_m)
                 return taken.replace(context=take(tree.context, slot_m))
-            taken = slot_moves.taken(_without_cache(tree), PREFIX_AXES, slot_m)
+            taken = take_slots(_without_cache(tree), PREFIX_AXES, slot_m)
             return dataclasses.replace(taken, cache=self.cache.take(tree.cache, slot_m))
 
         # The sequences of a paged cache come out contiguous, so they differ from the state in structure.
@@ -219,10 +312,10 @@ class SlotPrograms:
         """A copy in which slot i is slot source_n[i] of `other`, or unchanged if source_n[i] is negative."""
         if isinstance(tree, DecodeState):
             rest, others = tree.replace(context=None), other.replace(context=None)
-            copied = slot_moves.copied(rest, slots_first(rest), others, source_n)
+            copied = copy_slots(rest, slots_first(rest), others, source_n)
             return copied.replace(context=self._copied(tree.context, source_n, other.context))
         rest, others = _without_cache(tree), _without_cache(other)
-        copied = slot_moves.copied(rest, PREFIX_AXES, others, source_n)
+        copied = copy_slots(rest, PREFIX_AXES, others, source_n)
         cache = self.cache.copy(tree.cache, other.cache, source_n)
         return dataclasses.replace(copied, cache=cache)
 

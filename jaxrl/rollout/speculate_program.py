@@ -14,9 +14,8 @@ each, and keeps the draws up to the first that differs from its draft. Example, 
 Drafts continue the newest earlier place that agrees with the end of the sample over the most tokens. Places
 are searched in the sample's own text and in `reference`, other answers to the prompt.
 
-The rows are slots taken out of the state into a small contiguous cache, and put back at the end. So a round
-writes its k + 1 entries at the end of each row, whose length then grows by those that are kept; and a paged
-cache needs nothing of its own.
+The rows are slots taken out of the state into a small contiguous cache, and put back at the end. A round
+writes k + 1 entries; only accepted ones advance the length. Paged caches need no special case.
 
     n slots   m rows   k drafted tokens   T = k + 1   S reference tokens   W tokens of a dispatch
 """
@@ -31,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.cache.per_layer_cache import stacked_layers
+from jaxrl.models.cache.contiguous_cache import stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
@@ -82,14 +81,11 @@ class SpeculateProgram:
         slot_m: jax.Array,
         source_n: jax.Array,
         reference_mS: jax.Array,
-        enough: jax.Array,
-        credit: jax.Array,
         least_active: jax.Array | int = 0,
     ) -> tuple[DecodeState, jax.Array]:
         """Decodes up to W tokens in every active slot, in rounds; slots may get different numbers.
 
-        A dispatch ends when a row has no room for another round, at `least_active` active slots, or when too
-        few drafts of a row were right: its rounds, times `enough`, exceed its tokens by `credit`.
+        A dispatch ends when a row has no room for another round, or at `least_active` active slots.
 
         Args:
           params: weights in the generation layout.
@@ -97,11 +93,10 @@ class SpeculateProgram:
           slot_m: int32, slot of each row, counted within its shard; all active slots. -1 for unused rows.
           source_n: int32, row of each slot, counted within its shard; -1 for none.
           reference_mS: int32, other answers to each row's prompt; negative between them and for none.
-          enough, credit: float32 scalars, see above.
           least_active: int32 scalar, as in `GenerateProgram.generate`.
 
         Returns:
-          The state, and the number of rounds of each row, int32 [m].
+          The state, and the number of rounds of all rows, an int32 scalar.
         """
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         state = state.replace(decoded=jax.tree.map(jnp.zeros_like, state.decoded))
@@ -110,22 +105,18 @@ class SpeculateProgram:
         layers = self.slots.cache.extend(model, rows.context.cache, rows.context.length).layers
 
         def unfinished(progress: tuple[DecodeState, jax.Array]):
-            rows, rounds_m = progress
+            rows, _ = progress
             longest = jnp.where(rows.active, rows.decoded.count, 0).max()
             room = longest + self.num_drafted + 1 <= self.slots.tokens_per_dispatch
-            spent_m = enough * rounds_m.astype(jnp.float32)
-            gained_m = rows.decoded.count.astype(jnp.float32) - spent_m
-            pays = jnp.where(rows.active, gained_m, 0.0).min() + credit > 0
-            return room & pays & (rows.active.sum() > least_active)
+            return room & (rows.active.sum() > least_active)
 
         def one_round(progress: tuple[DecodeState, jax.Array]):
-            rows, rounds_m = progress
-            rounds_m += rows.active.astype(jnp.int32)
-            return self._round(model, layers, rows, reference_mS), rounds_m
+            rows, rounds = progress
+            rounds += rows.active.sum(dtype=jnp.int32)
+            return self._round(model, layers, rows, reference_mS), rounds
 
-        start = rows, jnp.zeros_like(rows.count)
-        rows, rounds_m = jax.lax.while_loop(unfinished, one_round, start)
-        return self.slots.layout.place(self.slots.put_back(state, source_n, rows)), rounds_m
+        rows, rounds = jax.lax.while_loop(unfinished, one_round, (rows, jnp.int32(0)))
+        return self.slots.layout.place(self.slots.put_back(state, source_n, rows)), rounds
 
     def _round(
         self,
@@ -170,12 +161,15 @@ class SpeculateProgram:
         """Draws a token after each one that was run, and counts those that follow from right drafts."""
         m, T = fed_mT.shape
         logits_NV = model.logits(hidden_mTD.reshape(m * T, -1), compute=self.compute)
+        V = logits_NV.shape[-1]
         each = rows.replace(context=None, decoded=None)
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, T, axis=0), each)
         position_mT = rows.count[:, None] + jnp.arange(T)[None]
 
         def seen():
-            return _seen_in_round(logits_NV.shape[-1], rows.context, fed_mT)
+            """Bool [m * T, V], whether the token occurs in the row's sequence up to each fed token."""
+            of_fed = [seen_tokens(V, rows.context, fed_mT[:, :t]) for t in range(1, T + 1)]
+            return jnp.stack(of_fed, axis=1).reshape(-1, V)
 
         drawn = sample(logits_NV, each, position_mT.reshape(-1), self.stop_ids, seen, self.compute)
         token_mT, logprob_mT, entropy_mT = (x.reshape(m, T) for x in drawn)
@@ -192,13 +186,6 @@ class SpeculateProgram:
             jnp.where(rows.active, jnp.minimum(count_m, before_end_m), 0).astype(jnp.int32),
             rows.active & (count_m < before_end_m),
         )
-
-
-def _seen_in_round(vocab_size: int, context: Prefix, fed_mT: jax.Array) -> jax.Array:
-    """Bool [m * T, V], whether the token occurs in the row's sequence up to and with each fed token."""
-    T = fed_mT.shape[1]
-    seen = [seen_tokens(vocab_size, context, fed_mT[:, :t]) for t in range(1, T + 1)]
-    return jnp.stack(seen, axis=1).reshape(-1, vocab_size)
 
 
 def _appended(decoded: DecodedTokens, drawn: _Round) -> DecodedTokens:

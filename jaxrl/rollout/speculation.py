@@ -1,8 +1,8 @@
 """Decides on the host when to speculate, and what the drafts are taken from.
 
 Speculation pays where a forward pass costs little more for k + 1 tokens of a row than for one: with few rows,
-at the end of a batch. And it pays if enough drafts are right. So a dispatch speculates if at most a few slots
-of each shard are in use, and if drafts are right often enough; if they are not, it tries again after a while.
+at the end of a batch, on devices whose passes wait for memory. So a dispatch speculates on accelerators if at
+most a few slots of each shard are in use.
 
 NumPy only, without a device or a clock. All processes of a run take the same decisions.
 
@@ -12,27 +12,35 @@ NumPy only, without a device or a clock. All processes of a run take the same de
 from __future__ import annotations
 
 import collections
-import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+logger = logging.getLogger(__name__)
+
 COMPARED = 6
 """Number of tokens at the end of a sample that are compared with earlier text to find drafts."""
+# A round took 1.1 to 2.6 steps on two cores (benchmarks/results/2026-11-23-speculation.md): what is gained
+# where most drafts are right is lost elsewhere.
+OFF_ON = ("cpu",)
 # Numbers of rows on a shard that the program is compiled for.
 _ROWS = (2, 4, 8)
-# Tokens per row that speculation may lose against plain decoding before it stops: at first and after a pause,
-# and after it has gained many.
-_TRIAL, _MOST_CREDIT = 3.0, 16.0
-# Dispatches without speculation before it is tried again, at first and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 # Answers of full length to a prompt that are kept; of shorter ones more.
 _ANSWERS = 4
-# Bytes of weights from which on a step on CPU waits for memory: no cache of usual processors holds them.
-_BEYOND_CACHES = 2**26
 # Tokens of answers kept for later calls, over all prompts.
 _MOST_KEPT = 2**26
+
+
+def num_drafted(speculate: int, platform: str | None) -> int:
+    """The number of tokens that a round drafts on a platform; 0 if decoding does not speculate there."""
+    if speculate and platform in OFF_ON:
+        logger.warning(
+            "speculate %d has no effect on %s, where it saves no time", speculate, platform
+        )
+        return 0
+    return speculate
 
 
 class Rows(NamedTuple):
@@ -42,13 +50,11 @@ class Rows(NamedTuple):
       slot_m: int32, slot of each row, counted within its shard; -1 for unused rows.
       source_n: int32, row of each slot, counted within its shard; -1 for none.
       slots: index of the slot of each used row, by row.
-      per_shard: number of rows on a shard.
     """
 
     slot_m: np.ndarray
     source_n: np.ndarray
     slots: dict[int, int]
-    per_shard: int
 
 
 def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
@@ -64,83 +70,19 @@ def rows_of(busy: np.ndarray, num_slots: int, shards: int) -> Rows | None:
     of_shard = np.arange(len(busy)) - first_S[busy // each]
     row = busy // each * size + of_shard
     slot_m[row], source_n[busy] = busy % each, of_shard
-    return Rows(slot_m, source_n, dict(zip(row.tolist(), busy.tolist(), strict=True)), size)
+    return Rows(slot_m, source_n, dict(zip(row.tolist(), busy.tolist(), strict=True)))
 
 
-def enough_tokens(
-    rows_per_shard: int, platform: str | None, weight_bytes: int, drafted: int
-) -> float:
-    """The tokens that a row must keep in a round of `drafted` + 1 tokens for speculation to pay.
-
-    It is the cost of a round in steps of one token. With 4 drafted tokens on two cores a model of 540 MB,
-    whose weights come from memory, had 1.1 to 1.4 with one or two rows, 1.3 to 2 with four and 1.5 to 2.6
-    with eight; a model of 16 MB had 2.4 to 3.4. What a round costs beyond a step is taken to grow with the
-    number of drafted tokens. On accelerators it is not measured yet.
-    """
-    if platform not in (None, "cpu"):
-        more = 0.3
-    elif weight_bytes < _BEYOND_CACHES:
-        more = 1 + 0.1 * rows_per_shard
-    else:
-        more = 0.1 + 0.15 * rows_per_shard
-    return 1 + more * drafted / 4
-
-
-class Acceptance:
-    """Measures what speculation gains, and decides whether to go on.
-
-    It has a credit of tokens. Rounds that keep more tokens than needed add to it, others take from it.
-    Without credit there is a pause. So a trial costs little, and rounds without right drafts are tolerated
-    where most are right. What counts is the row that gains least: a step costs about the same for few rows
-    and for one, so a batch takes as long as its slowest row.
-
-    Attributes:
-      credit: tokens that the slowest row of the next dispatch may lose before it ends.
-    """
-
-    def __init__(self):
-        self.credit = _TRIAL
-        self._pause, self._left = _FIRST_PAUSE, 0
-
-    def wants(self) -> bool:
-        """Whether the next dispatch should speculate; call it once a dispatch that could."""
-        self._left -= 1
-        return self._left < 0
-
-    def add(self, gain: float) -> None:
-        """Notes a dispatch whose slowest row has gained so many tokens; negative if it has lost."""
-        self.credit = min(self.credit + gain, _MOST_CREDIT)
-        if self.credit == _MOST_CREDIT:
-            self._pause = _FIRST_PAUSE
-        if self.credit <= 0:
-            self.credit = _TRIAL
-            self._left, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-
-
-class SpeculationChoice:
-    """Decides for a decode loop which dispatches speculate, and counts what that gains.
-
-    Each number of rows has an `Acceptance` of its own: with fewer rows a round costs less.
+class Speculation:
+    """Chooses the dispatches of a decode loop that speculate, and counts what that gains.
 
     Attributes:
       rows: rows of the newest dispatch; None if it decodes token by token.
-      enough: tokens that each of them must keep in a round.
     """
 
-    def __init__(self, platform: str | None, weight_bytes: int, drafted: int):
-        """Args as of `enough_tokens`."""
+    def __init__(self):
         self.rows: Rows | None = None
-        self.enough = 1.0
-        self._enough = functools.partial(
-            enough_tokens, platform=platform, weight_bytes=weight_bytes, drafted=drafted
-        )
-        self._acceptance: dict[int, Acceptance] = collections.defaultdict(Acceptance)
         self._tokens = self._tokens_in_rounds = self._rounds = 0
-
-    @property
-    def credit(self) -> float:
-        """Tokens that the slowest row of the newest dispatch may lose before it ends."""
-        return 0.0 if self.rows is None else self._acceptance[self.rows.per_shard].credit
 
     def choose(
         self, busy: np.ndarray, num_slots: int, shards: int, num_tokens: Callable[[int], int]
@@ -152,34 +94,16 @@ class SpeculationChoice:
           num_tokens: function that returns the number of tokens of the sample in a slot. Too few do not tell
             which earlier text to follow.
         """
-        self.rows = None
-        rows = rows_of(busy, num_slots, shards)
-        if rows is None or min(map(num_tokens, rows.slots.values())) < COMPARED:
-            return None
-        if self._acceptance[rows.per_shard].wants():
-            self.rows, self.enough = rows, self._enough(rows.per_shard)
+        self.rows = rows_of(busy, num_slots, shards)
+        if self.rows and min(map(num_tokens, self.rows.slots.values())) < COMPARED:
+            self.rows = None
         return self.rows
 
-    def note(self, active_n: np.ndarray, count_n: np.ndarray, rounds_m: np.ndarray | None) -> None:
-        """Notes what a dispatch has decoded.
-
-        Args:
-          active_n: bool, whether each slot decodes on.
-          count_n: int, number of new tokens of each slot.
-          rounds_m: int, number of rounds of each row; None if the dispatch did not speculate.
-        """
-        tokens = int(count_n.sum())
+    def note(self, tokens: int, rounds: int) -> None:
+        """Notes the tokens of a dispatch, and the rounds of all of its rows; 0 if it did not speculate."""
         self._tokens += tokens
-        if self.rows is None or rounds_m is None:
-            return
-        self._tokens_in_rounds += tokens
-        self._rounds += int(rounds_m.sum())
-        gains = [
-            float(count_n[slot] - self.enough * rounds_m[row])
-            for row, slot in self.rows.slots.items()
-            if active_n[slot]
-        ]
-        self._acceptance[self.rows.per_shard].add(min(gains, default=0.0))
+        self._tokens_in_rounds += tokens if rounds else 0
+        self._rounds += rounds
 
     def metrics(self) -> dict[str, float]:
         """Tokens that a row kept in a round, if there was one; fraction of tokens decoded in rounds."""
@@ -212,7 +136,8 @@ class AnswerTexts:
         self._answers[prompt_id] = answers
         answers.append(tokens[-self.length :])
         self._kept += len(answers[-1])
-        while _with_gaps(answers) > self.length:
+        # With a gap between two answers.
+        while sum(len(answer) + 1 for answer in answers) - 1 > self.length:
             self._kept -= len(answers.popleft())
         while self._kept > _MOST_KEPT:
             oldest = next(iter(self._answers))
@@ -227,8 +152,3 @@ class AnswerTexts:
                 row[at : at + len(answer)] = answer
                 at += len(answer) + 1
         return reference_mS
-
-
-def _with_gaps(answers: collections.deque[np.ndarray]) -> int:
-    """Tokens of answers with one between two."""
-    return sum(len(answer) + 1 for answer in answers) - 1

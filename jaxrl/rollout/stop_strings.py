@@ -145,29 +145,19 @@ class StopTokens:
 
 
 class StopSearch:
-    """Finds where stop strings end, with one tokenizer. It remembers the kinds of tokens."""
+    """Finds where stop strings end, with one tokenizer. It remembers the kinds of tokens.
+
+    Attributes:
+      decode_text: function from token ids to text.
+      tokens_of: function from stop strings to their `StopTokens`.
+    """
 
     def __init__(self, decode_text: Callable[[np.ndarray], str]):
-        """Args: a function from token ids to text."""
-        self._decode_text = decode_text
+        self.decode_text = decode_text
         # Made per instance, because a cache on the method would keep all instances.
-        self._tokens_of = functools.lru_cache(_KEPT)(
+        self.tokens_of = functools.lru_cache(_KEPT)(
             lambda stop_strings: StopTokens(stop_strings, decode_text)
         )
-
-    def may_end(
-        self,
-        stop_strings: tuple[str, ...],
-        before_n: np.ndarray,
-        tokens_nW: np.ndarray,
-        count_n: np.ndarray,
-    ) -> np.ndarray:
-        """See `StopTokens.may_end`."""
-        return self._tokens_of(stop_strings).may_end(before_n, tokens_nW, count_n)
-
-    def end(self, tokens: np.ndarray, newest: int, stop_strings: Sequence[str]) -> int | None:
-        """See `end_of_stop`."""
-        return end_of_stop(tokens, newest, stop_strings, self._decode_text)
 
 
 class StopsOfSlots:
@@ -224,13 +214,13 @@ class StopsOfSlots:
             slots = busy[has_n[busy]]
             tokens, count = token_nW[slots], count_n[slots]
             before = self._newest_n[slots]
-            may_end = self._search.may_end(stop, before, tokens, count)
+            may_end = self._search.tokens_of(stop).may_end(before, tokens, count)
             last = tokens[np.arange(len(slots)), count - 1]
             self._newest_n[slots] = np.where(count, last, before)
             more = tokens_to_search(0, stop)
             for slot, newest in zip(slots[may_end].tolist(), count[may_end].tolist(), strict=True):
                 text = tail(slot, newest + more)
-                end = self._search.end(text, newest, stop)
+                end = end_of_stop(text, newest, stop, self._search.decode_text)
                 if end is not None:
                     cuts[slot] = len(text) - end
         return cuts

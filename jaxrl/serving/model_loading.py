@@ -50,8 +50,8 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     model_directory.check_is_directory(directory)
     if model_directory.is_run_folder(directory):
         raise UserError(
-            f"{directory} is the folder of a run; export it first: python launch/convert.py --from run "
-            f"--path {directory} --to hf --out DIR, and serve DIR"
+            f"{directory} is the folder of a run; export it first: python launch/convert.py "
+            f"--path {directory} --out DIR, and serve DIR"
         )
     found = model_directory.read_model(directory)
     model, tokenizer = found.model, found.tokenizer
@@ -142,6 +142,5 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
         for leaf in jax.tree.leaves(state.context.cache)
     )
     free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
-    # HTTP's cache, its predecessor while it grows, and JetStream's cache, which never grows.
-    caches = 3 if config.grpc else 2
-    return free * state.capacity // (caches * cache)
+    # A cache, and its predecessor while it grows.
+    return free * state.capacity // (2 * cache)

@@ -12,7 +12,6 @@ W tokens of a dispatch   R tokens of a delta
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -26,21 +25,33 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_loop import DecodeLoop
+from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.sample_task import Decoded, End, SampleTask, StartSequence
-from jaxrl.rollout.samples import Sample
-from jaxrl.rollout.sampling import Truncation, untruncated
-from jaxrl.rollout.slots import DrawSettings
+from jaxrl.rollout.samples import Sample, Start
+from jaxrl.rollout.sampling import SamplingOptions, Truncation, untruncated
 from jaxrl.rollout.stop_strings import StopSearch
-from jaxrl.rollout.text_stream import TextStream
-from jaxrl.serving.request_checks import check_request
-from jaxrl.serving.request_errors import NotFinite, Overloaded, ServingError, Stopped
+from jaxrl.serving.text_stream import TextStream
 
 STOP, LENGTH = "stop", "length"
 _FINISH = {None: "", End.STOP_ID: STOP, End.STOP_STRING: STOP, End.FULL: LENGTH}
 
 _LOG = logging.getLogger(__name__)
+
+
+class ServingError(RuntimeError):
+    """The request was not answered. Errors that are the sender's fault are `UserError`s."""
+
+
+class Overloaded(ServingError):
+    """Too many samples are waiting; the sender may try again later."""
+
+
+class Stopped(ServingError):
+    """The driver no longer answers requests."""
+
+
+class NotFinite(ServingError):
+    """The model's log-probabilities are not finite: its weights are broken, or overflow on this prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +130,6 @@ class OnlineDriver:
         decode_text: Callable[[np.ndarray], str],
         *,
         max_waiting: int = 10_000,
-        lock: contextlib.AbstractContextManager | None = None,
     ):
         """Starts the thread.
 
@@ -127,8 +137,6 @@ class OnlineDriver:
           engine, params: engine of the model, and its weights in the generation layout.
           decode_text: function that turns token ids into text.
           max_waiting: maximum number of samples that wait for a slot; more are refused.
-          lock: context manager that is held during each dispatch, if another driver uses the same devices;
-            None if no other driver does.
         """
         self._engine = engine
         self._decode_text = decode_text
@@ -136,7 +144,7 @@ class OnlineDriver:
         self._numbers = itertools.count()
         # Shared between threads; guarded by the condition.
         self._changed = threading.Condition()
-        self._waiting: dict[SampleTask, None] = {}
+        self._waiting: dict[Sample, None] = {}
         self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._closing = False
@@ -149,9 +157,8 @@ class OnlineDriver:
             streams=True,
             # Reuse rounds differently, and what is known depends on earlier requests.
             reuse_prefixes=not engine.config.deterministic,
-            lock=lock,
         )
-        self._in_loop: dict[SampleTask, None] = {}
+        self._in_loop: dict[Sample, None] = {}
         self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
         self._thread.start()
 
@@ -175,7 +182,29 @@ class OnlineDriver:
         """Raises UserError for a request that can never be served."""
         limits = jax.tree.leaves(request.truncation)
         assert all(isinstance(x, np.generic) for x in limits), "a truncation is of host scalars"
-        check_request(self._engine, request.prompt, request.max_tokens)
+        config, model = self._engine.config, self._engine.model
+        prompt, max_tokens = request.prompt, request.max_tokens
+        longest, most = config.max_prompt_tokens, config.max_response_tokens
+        vocabulary = model.num_tokens or model.vocab_size
+        if not 0 < len(prompt) <= longest:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; this server takes 1 to {longest}: "
+                f"{'shorten it' if len(prompt) else 'write one'}"
+            )
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            raise UserError(
+                f"the prompt has token ids from {prompt.min()} to {prompt.max()}; this model's go from 0 to "
+                f"{vocabulary - 1}: use its own tokenizer"
+            )
+        if not 0 < max_tokens <= most:
+            raise UserError(
+                f"max_tokens {max_tokens}: this server gives 1 to {most}; ask for as many"
+            )
+        if len(prompt) + max_tokens > config.max_context_tokens:
+            raise UserError(
+                f"{len(prompt)} tokens of the prompt and max_tokens {max_tokens}: this server has room for "
+                f"{config.max_context_tokens} together; shorten one of them"
+            )
         if not 0 < request.num_samples <= self._max_waiting:
             raise UserError(
                 f"{request.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
@@ -222,26 +251,25 @@ class OnlineDriver:
             for request, listener in requests:
                 ticket = next(self._numbers)
                 self._open[ticket] = _OpenRequest(listener, request.num_samples)
-                self._waiting |= dict.fromkeys(self._tasks(ticket, request))
+                self._waiting |= dict.fromkeys(self._samples(ticket, request))
                 tickets.append(ticket)
             self._changed.notify_all()
         return tickets
 
-    def _tasks(self, ticket: int, request: Request) -> Iterator[SampleTask]:
-        """The tasks of a request's samples, for the decode loop."""
-        start = StartSequence(request.prompt)
-        settings = DrawSettings(temperature=request.temperature, truncation=request.truncation)
+    def _samples(self, ticket: int, request: Request) -> Iterator[Sample]:
+        """The samples of a request, for the decode loop."""
+        start = Start(request.prompt)
+        options = SamplingOptions(
+            temperature=request.temperature,
+            truncation=request.truncation,
+            stop_strings=request.stop,
+        )
         for index in range(request.num_samples):
-            yield SampleTask(
-                Sample(0, index, settings.step),
-                start,
-                # The seed replaces the prompt's id. So requests that differ only in their seeds have equal
-                # settings and are inserted in one call.
-                prompt_id=request.seed,
-                settings=settings,
-                max_tokens=request.max_tokens,
-                stop_strings=request.stop,
-                owner=_Answer(ticket, TextStream(self._decode_text, request.stop)),
+            answer = _Answer(ticket, TextStream(self._decode_text, request.stop))
+            # The seed replaces the prompt's id. So requests that differ only in their seeds have equal
+            # options and are inserted in one call.
+            yield Sample(0, index, options.step).request(
+                start, request.seed, options, request.max_tokens, answer
             )
 
     def cancel(self, ticket: int) -> None:
@@ -289,34 +317,34 @@ class OnlineDriver:
         with self._changed:
             cancelled, self._cancelled = set(self._cancelled), []
             self._forget_waiting(cancelled)
-            dropped = [task for task in self._in_loop if task.owner.ticket in cancelled]
+            dropped = [sample for sample in self._in_loop if sample.owner.ticket in cancelled]
             self._leave(dropped)
             # Only few samples are queued inside the loop, because dropping one searches the queue.
             room = 2 * self._engine.max_concurrent_decodes - len(self._in_loop)
             added = list(itertools.islice(self._waiting, max(0, room)))
-            for task in added:
-                self._in_loop[task] = self._waiting.pop(task)
+            for sample in added:
+                self._in_loop[sample] = self._waiting.pop(sample)
         self._loop.drop(dropped)
         self._loop.add(added)
 
-    def _leave(self, tasks: Iterable[SampleTask]) -> None:
-        for task in tasks:
-            del self._in_loop[task]
+    def _leave(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            del self._in_loop[sample]
 
     def _forget_waiting(self, tickets: Collection[int]) -> None:
         if tickets:
-            for task in [task for task in self._waiting if task.owner.ticket in tickets]:
-                del self._waiting[task]
+            for sample in [s for s in self._waiting if s.owner.ticket in tickets]:
+                del self._waiting[sample]
 
     def _pass_on(self, results: Sequence[Decoded]) -> None:
         """Sends the results of a dispatch to the listeners."""
-        self._leave(result.task for result in results if result.end is not None)
+        self._leave(result.sample for result in results if result.end is not None)
         broken: dict[int, Decoded] = {}
         for result in results:
             if np.isfinite(result.logprob).all():
-                self._notify(result.task.owner.ticket, _delta_of(result))
+                self._notify(result.sample.owner.ticket, _delta_of(result))
             else:
-                broken[result.task.owner.ticket] = result
+                broken[result.sample.owner.ticket] = result
         for ticket, result in broken.items():
             self._refuse_broken(ticket, result.num_before)
 
@@ -349,7 +377,7 @@ class OnlineDriver:
 
     def _fail_loop(self, error: ServingError) -> None:
         """Fails all requests with samples in the loop, and restarts with the waiting ones."""
-        tickets = dict.fromkeys(task.owner.ticket for task in self._in_loop)
+        tickets = dict.fromkeys(sample.owner.ticket for sample in self._in_loop)
         self._in_loop.clear()
         self._loop.clear()
         with self._changed:
@@ -371,11 +399,11 @@ class OnlineDriver:
 
 
 def _delta_of(result: Decoded) -> Delta:
-    stream = result.task.owner.text
+    stream = result.sample.owner.text
     pieces, text = stream.add(result.tokens.tolist())
     if result.end is not None:
         text += stream.end(at_stop_string=result.end is End.STOP_STRING)
-    index, finish = result.task.sample.index, _FINISH[result.end]
+    index, finish = result.sample.index, _FINISH[result.end]
     return Delta(index, result.tokens.copy(), result.logprob.copy(), pieces, text, finish)
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import pathlib
 import socket
 from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, at_least, between, count, token_count
+from jaxrl.checks import NAME, PATH, at_least, between, count, settings, token_count
 from jaxrl.errors import UserError
 from jaxrl.rollout.settings import EngineSettings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings
 class ServeConfig(EngineSettings):
     """Settings of a server and its engine; `EngineSettings` documents the inherited ones.
 
@@ -24,8 +23,7 @@ class ServeConfig(EngineSettings):
       host: address to listen on; "" is every address of this machine.
       api_key: key that requests must send as `Authorization: Bearer KEY`. "" takes it from the variable
         JAXRL_API_KEY, which the list of processes does not show. Addresses other than localhost need one.
-      http_port, grpc_port: ports to listen on; 0 chooses a free port.
-      grpc: whether JetStream's gRPC service runs too.
+      http_port: port to listen on; 0 chooses a free port.
       slots: maximum number of samples decoded at the same time.
       prefill_prompts: number of prompts per prefill.
       max_prompt_tokens, max_response_tokens: maximum lengths of prompt and response; 0 uses all that the
@@ -45,8 +43,6 @@ class ServeConfig(EngineSettings):
     host: Annotated[str, NAME] = "127.0.0.1"
     api_key: Annotated[str, NAME] = ""
     http_port: Annotated[int, between(0, 65_535)] = 8000
-    grpc_port: Annotated[int, between(0, 65_535)] = 9000
-    grpc: bool = True
     slots: Annotated[int, count(1)] = 64
     prefill_prompts: Annotated[int, count(1)] = 8
     # The activations of a long prompt may not fit if it is prefilled at once.
@@ -64,21 +60,8 @@ class ServeConfig(EngineSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not _is_local(self.host):
-            if not self.key:
-                raise UserError(needs_key(self.host))
-            if self.grpc:
-                raise UserError(
-                    "JetStream's gRPC service knows no key, so it listens here only; add --http_only"
-                )
-        if self.cache == "paged" and self.grpc:
-            raise UserError(
-                "JetStream's gRPC service has no paged cache; add --http_only, or leave out --cache"
-            )
-        if self.speculate and self.grpc:
-            raise UserError(
-                "JetStream's gRPC service does not speculate; add --http_only, or leave out --speculate"
-            )
+        if not (_is_local(self.host) or self.key):
+            raise UserError(needs_key(self.host))
 
     @property
     def model_name(self) -> str:

@@ -1,13 +1,15 @@
-"""Runs the servers of a model; `launch/serve.py` calls it.
+"""Serves a model over an OpenAI-compatible HTTP endpoint (docs/serving.md).
 
-    weights, engine --+-- online driver -- OpenAI-compatible HTTP
-                      +-- JetStream's driver -- JetStream's gRPC
+    python launch/serve.py --model DIR [--http_port 8000]
 
-Both drivers share the weights and take turns on the devices.
+DIR is a Hugging Face directory. launch/convert.py --from run makes one from the result of a run. The server
+listens only on this machine unless --host is given, which needs a key. After SIGTERM or Ctrl-C it finishes
+open requests.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -15,15 +17,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.flags import add_flags, command_parser, settings_of
+from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.rollout.engine import Engine
 from jaxrl.serving.model_loading import Loaded, load
-from jaxrl.serving.online_driver import Delta, OnlineDriver, Request
-from jaxrl.serving.request_errors import NotFinite, ServingError
+from jaxrl.serving.online_driver import Delta, NotFinite, OnlineDriver, Request, ServingError
 from jaxrl.serving.serve_config import ServeConfig
 
 # Longest prompt that a cache with many capacities is compiled for before the first request.
@@ -38,15 +41,33 @@ class Running:
 
     Attributes:
       driver: driver of the HTTP endpoint.
-      http_port: port of the HTTP endpoint.
-      grpc_port: port of the gRPC service; None without one.
+      http_port: port that it listens on.
       context_tokens: maximum number of tokens of a prompt and its response together.
     """
 
     driver: OnlineDriver
     http_port: int
-    grpc_port: int | None
     context_tokens: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with program name and arguments; returns the exit status."""
+    program, *arguments = argv
+    parser = command_parser(program, __doc__)
+    add_flags(parser, ServeConfig)
+    parser.add_argument(
+        "--port",
+        dest="http_port",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="short for --http_port",
+    )
+    try:
+        config = settings_of(ServeConfig, parser.parse_args(arguments))
+    except ValueError as error:
+        parser.error(str(error))
+    keep_compiled_programs()
+    return serve(config)
 
 
 def serve(config: ServeConfig) -> int:
@@ -58,7 +79,9 @@ def serve(config: ServeConfig) -> int:
     Raises:
       UserError: the model cannot be served, an extra is not installed, or a port is not available.
     """
-    _require_extras(config)
+    needed = ("pydantic", "starlette", "uvicorn")
+    if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
     ended = threading.Event()
     previous = {
         number: signal.signal(number, lambda *_: ended.set())
@@ -68,7 +91,6 @@ def serve(config: ServeConfig) -> int:
         loaded = load(config)
         with running(config, loaded) as server:
             print(f"{config.model_name}: http://{config.host}:{server.http_port}/v1", end="")
-            print(f", gRPC {config.host}:{server.grpc_port}" if config.grpc else "", end="")
             print(f", up to {server.context_tokens} tokens of prompt and response", end="")
             print(f", in {loaded.engine.config.dtype}", flush=True)
             while server.driver.alive and not ended.wait(timeout=1.0):
@@ -86,7 +108,7 @@ def serve(config: ServeConfig) -> int:
 
 @contextlib.contextmanager
 def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
-    """Runs the servers inside a `with` block.
+    """Runs the server inside a `with` block.
 
     It draws samples before it listens. So a model that does not fit is reported at once, and the first
     requests need not wait for compilations.
@@ -94,32 +116,17 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
     Raises:
       UserError: a port is not available, or memory does not suffice.
     """
-    lock = threading.Lock()
     with contextlib.ExitStack() as stack:
         driver = OnlineDriver(
             loaded.engine,
             loaded.params,
             loaded.tokenizer.decode,
             max_waiting=config.max_waiting,
-            lock=lock,
         )
         stack.enter_context(driver)
         _warm_up(driver, loaded.engine)
-        grpc_port = _start_grpc(config, loaded, lock, stack) if config.grpc else None
         http_port = _start_http(config, loaded, driver, stack)
-        yield Running(driver, http_port, grpc_port, loaded.engine.config.max_context_tokens)
-
-
-def _require_extras(config: ServeConfig) -> None:
-    packages = {name: name for name in ("pydantic", "starlette", "uvicorn")}
-    if config.grpc:
-        packages["jetstream"] = "google-jetstream==0.2.2"
-    absent = {p: named for p, named in packages.items() if importlib.util.find_spec(p) is None}
-    if absent:
-        without = " or leave gRPC out with --http_only" if set(absent) == {"jetstream"} else ""
-        raise UserError(
-            f"{', '.join(absent)} not installed; pip install {' '.join(absent.values())}{without}"
-        )
+        yield Running(driver, http_port, loaded.engine.config.max_context_tokens)
 
 
 def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
@@ -197,24 +204,4 @@ def _start_http(
     stack.callback(server.stop)
     # First, so that open requests still get an answer while the HTTP server runs.
     stack.callback(driver.close, config.grace_s)
-    return server.port
-
-
-def _start_grpc(
-    config: ServeConfig, loaded: Loaded, lock: threading.Lock, stack: contextlib.ExitStack
-) -> int:
-    from jaxrl.serving import jetstream_grpc
-
-    driver = jetstream_grpc.start_driver(loaded.engine, loaded.params, loaded.tokenizer, lock)
-    # Stops the driver if no server was started that would do it.
-    stack.callback(driver.stop)
-    server = jetstream_grpc.GrpcServer(
-        driver,
-        host=config.host,
-        port=config.grpc_port,
-        max_tokens=loaded.engine.config.max_response_tokens,
-        max_message_bytes=config.max_body_bytes,
-        max_requests=config.max_waiting,
-    )
-    stack.callback(server.stop, config.grace_s)
     return server.port

@@ -73,10 +73,10 @@ class FakeEngine:
     Attributes:
       calls: all dispatches.
       prefilled_tokens: number of tokens of all prefills.
-      weight_bytes: 0, as it has no weights.
+      num_drafted: 0, as it does not speculate.
     """
 
-    weight_bytes = 0
+    num_drafted = 0
 
     def __init__(
         self,

@@ -17,13 +17,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from jaxrl.checks import check_fields, positive, shown
+from jaxrl.checks import positive, settings, shown
 
 # Prefix of evaluation accuracies; higher is better.
 _EVALUATION = "val-core/"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class DivergenceConfig:
     """Thresholds for divergence. On divergence the run prints a message and keeps a checkpoint from before.
 
@@ -41,7 +41,6 @@ class DivergenceConfig:
     )
 
     def __post_init__(self):
-        check_fields(self)
         for name, bounds in self.ranges.items():
             if not _is_range(bounds):
                 raise ValueError(

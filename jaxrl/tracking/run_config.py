@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, Rule, at_least, check_fields, count, steps
+from jaxrl.checks import NAME, PATH, Rule, at_least, count, settings, steps
 from jaxrl.tracking.divergence import DivergenceConfig
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
@@ -33,7 +33,7 @@ class _LoggerRule(Rule):
         return NAME.fault(project)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings
 class RunConfig:
     """The length, the folder and the checkpoints of a run.
 
@@ -69,7 +69,6 @@ class RunConfig:
     rollouts_prompts: Annotated[int, count(0)] = 8
 
     def __post_init__(self):
-        check_fields(self)
         names = [split_logger(entry)[0] for entry in self.loggers]
         if len(set(names)) < len(names):
             raise ValueError(f"loggers {self.loggers} has a logger twice; name each once")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.rollout.text_stream import TextStream
+from jaxrl.serving.text_stream import TextStream
 from jaxrl.types import Completions, PackedBatch, Scored
 
 # The last key of a row.

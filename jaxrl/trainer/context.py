@@ -10,28 +10,27 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.config.model_shape import check_policy, tokenizer_of
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream
 from jaxrl.data.preferences import Preference, PreferenceStream
 from jaxrl.data.problems import Problems
-from jaxrl.data.prompt_encoding import encode, evaluation_prompts, stream_inputs
+from jaxrl.data.prompt_encoding import (
+    encode,
+    evaluation_prompts,
+    stream_inputs,
+    tokenizer_from,
+)
 from jaxrl.data.stream import GeneratedPrompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.evaluation.sampled_answers import check_answers_fit
-from jaxrl.mesh.pools import Placement, read_placement, take_devices
+from jaxrl.mesh.pools import Placement, read_placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.findings import RunKind, find_everything
-from jaxrl.trainer.role_models import (
-    RoleModels,
-    check_same_tokens,
-    check_vocabulary,
-    role_models,
-)
+from jaxrl.trainer.role_models import RoleModels, role_models
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import RoleBuilder, check_role_batches
 from jaxrl.trainer.run_rewards import truth_faults
@@ -122,14 +121,15 @@ def build_context(
     truths = functools.partial(truth_faults, choice) if kind.grades else None
     named = kind.needs_problems or found.problems.is_named
     problems = found.problems.read(truths) if named else Problems()
-    tokenizer = tokenizer_of(config, problems, found.demonstrations)
+    tokenizer = found.tokenizer
+    if tokenizer is None:
+        size = config.tokenizer.vocab_size
+        tokenizer = tokenizer_from(problems, found.demonstrations, config.data, vocab_size=size)
     models = role_models(config, algorithm.roles if kind.rewards else ("actor",))
     _check_tokens(config, tokenizer, models)
     train = encode(problems.train, config.data, tokenizer) if kind.rewards else ()
     evaluation = encode(problems.evaluation, config.data, tokenizer)
-    placement = take_devices(pools, devices)
-    check_role_batches(config, meshes_of(placement))
-    check_policy(config, tokenizer)
+    check_role_batches(config, meshes_of(found.placement))
     models = models.with_tokenizers(tokenizer, found.own_tokenizers)
     prompts = evaluation_prompts(evaluation)
     check_evaluation_fits(config, len(prompts))
@@ -142,7 +142,7 @@ def build_context(
         config=dataclasses.replace(config, train=train_config),
         algorithm=algorithm,
         models=models,
-        placement=placement,
+        placement=found.placement,
         problems=problems,
         evaluation_prompts=prompts,
         demonstrations=found.demonstrations,
@@ -221,9 +221,13 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
             f"rollout.stop_ids {', '.join(map(str, unknown))}: the tokenizer has no such tokens, its ids go "
             f"from 0 to {tokenizer.vocab_size - 1}; name one of these, or a text in rollout.stop_strings"
         )
-    for role, row in ROLES.items():
-        directory = row.weights(config)
-        if directory and role in models.by_role and not row.own_tokenizer:
-            check_vocabulary(models.by_role[role], tokenizer, directory)
-            if row.same_tokens:
-                check_same_tokens(tokenizer, row.setting, directory)
+    if tokenizer.vocab_size > models.actor.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{models.actor.vocab_size} rows; set model.vocab_size to at least "
+            f"{tokenizer.vocab_size}, or use the model's own tokenizer"
+        )
+    for role, kind in ROLES.items():
+        directory = kind.weights(config)
+        if directory and role in models.by_role:
+            kind.check_tokens(models.by_role[role], tokenizer, directory)

@@ -1,8 +1,8 @@
-"""Finds everything that a run reads from outside, before it builds or trains anything.
+"""Builds everything that a run reads from outside, before it compiles or trains anything.
 
 An SFT stage can take hours, and a reward function that is missing afterwards wastes them. So a run declares
-its kind at the start. The devices, weights, data, functions and models of this kind are looked up, everything
-missing is reported in one message, and the files that were read are kept.
+its kind at the start. The devices, weights, data, functions and models of this kind are built, and `Faults`
+collects the errors, so that a newcomer who starts a large recipe on a laptop learns at once what is missing.
 """
 
 from __future__ import annotations
@@ -10,27 +10,59 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from jaxrl.config.model_shape import tokenizer_directory
-from jaxrl.config.requirements import Finder
+from jaxrl.config.model_shape import check_weights, tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.problems import ProblemReader
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.hub.hub_names import hub_name
-from jaxrl.mesh.pools import Pool
+from jaxrl.mesh.pools import Placement, Pool, take_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
-from jaxrl.user_code import load_function, names_function
+from jaxrl.user_code import load_function
+
+T = TypeVar("T")
+
+
+class Faults:
+    """Collects the errors of building several things.
+
+    faults = Faults()
+    pairs = faults("preference.path", lambda: read_preferences(path))
+    faults.check()    # raises, naming all that could not be built
+    """
+
+    def __init__(self):
+        self.found: list[str] = []
+
+    def __call__(self, setting: str, build: Callable[[], T]) -> T | None:
+        """Returns the result of `build`; if it raises UserError, keeps the message and returns None."""
+        try:
+            return build()
+        except UserError as error:
+            self.found.append(f"{setting}: {error}")
+            return None
+
+    def check(self) -> None:
+        """Raises one UserError with all messages; returns if there are none."""
+        if not self.found:
+            return
+        count = len(self.found)
+        things = "one thing" if count == 1 else f"{count} things"
+        listed = " ".join(f"({i}) {fault}." for i, fault in enumerate(self.found, start=1))
+        raise UserError(
+            f"this run lacks {things}: {listed} Paths are relative to {pathlib.Path.cwd()}; "
+            "--dry_run shows the plan without devices and weights"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +97,17 @@ class Findings:
     """The results of `find_everything`.
 
     Attributes:
+      placement: devices of each role.
       problems: reader of the config's problems; it reads each source once.
+      tokenizer: the policy's; None for one that is trained on the problems.
       demonstrations: examples from the file of SFT; empty without a file.
       pairs: preference pairs of each file.
       own_tokenizers: tokenizer of each role that has its own.
     """
 
+    placement: Placement
     problems: ProblemReader
+    tokenizer: Tokenizer | None
     demonstrations: tuple[Demonstration, ...]
     pairs: Mapping[str, tuple[Preference, ...]]
     own_tokenizers: Mapping[str, Tokenizer]
@@ -91,105 +127,51 @@ def find_everything(
     Raises:
       UserError: something is missing or broken. One message names all such things.
     """
-    find = Finder()
-    find.devices(pools, len(devices), devices[0].device_kind)
-    find.files(
-        weights=config.weights,
-        tokenizer=tokenizer_directory(config),
-        needs_chat_template=_needs_chat_template(config),
-    )
+    faults = Faults()
+    placement = faults("devices", lambda: take_devices(pools, devices))
+    faults("weights", lambda: check_weights(config))
+    directory, tokenizer = tokenizer_directory(config), None
+    if directory:
+        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory))
     problems = ProblemReader(config.data, needs_truths=not kind.rewards or needs_truths(config))
     for name, read in problems.readers.items():
-        find(name, read)
-    _find_packages(config, find)
+        faults(name, read)
+    loggers = [split_logger(entry)[0] for entry in config.run.loggers]
+    packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
+    packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
+    for package, setting in packages.items():
+        faults(setting, functools.partial(_check_installed, package))
     demonstrations, pairs, own_tokenizers = None, {}, {}
     if config.sft.num_steps and config.sft.path:
-        demonstrations = find("sft.path", functools.partial(_demonstrations, config))
+        demonstrations = faults("sft.path", lambda: _demonstrations(config))
     if kind.grades:
         sources = config.data.training_sources | config.data.evaluation_sources
-        find("reward.grader", functools.partial(graders_of, config, sources))
+        faults("reward.grader", lambda: graders_of(config, sources))
         if path := config.rollout.environment:
-            find("rollout.environment", functools.partial(load_environment, path))
+            faults("rollout.environment", lambda: load_environment(path))
     if kind.rewards:
-        own_tokenizers = _find_rewards(config, {r for pool in pools for r in pool.roles}, find)
+        for name, function in config.reward.functions.items():
+            path = function["path"]
+            faults(f"reward.functions.{name}", functools.partial(user_reward, path))
+        own_tokenizers = _check_roles(config, {r for pool in pools for r in pool.roles}, faults)
     if kind.pairs:
-        pairs = _find_pairs(config, find)
-    find.check()
-    return Findings(problems, demonstrations or (), pairs, own_tokenizers)
+        pairs = _pairs(config, faults)
+    faults.check()
+    assert placement is not None, "`check` has raised otherwise"
+    return Findings(placement, problems, tokenizer, demonstrations or (), pairs, own_tokenizers)
 
 
-def check_for_plan(config: Config) -> None:
-    """Looks up the user's own files and functions, but no weights, devices or names on the hub.
-
-    Raises:
-      UserError: something is missing. One message names all such things.
-    """
-    find = Finder()
-    sources = config.data.training_sources | config.data.evaluation_sources
-    paths = {name: source.path for name, source in sources.items()}
-    paths |= {"sft.path": config.sft.path if config.sft.num_steps else ""}
-    for setting, path in paths.items():
-        find(setting, functools.partial(_check_there, path))
-    for name, function in config.reward.functions.items():
-        find(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
-    if path := config.rollout.environment:
-        find("rollout.environment", functools.partial(load_environment, path))
-    find.check()
-
-
-def _check_there(path: str) -> None:
-    if names_function(path):
-        load_function(path, "data function")
-    elif path and hub_name(path) is None and not os.path.exists(path):
-        raise UserError(f"{path} does not exist")
-
-
-def _needs_chat_template(config: Config) -> bool:
-    data = config.data
-    sources = (*data.training_sources.values(), *data.evaluation_sources.values())
-    return any(data.format_of(source).chat for source in sources)
-
-
-def _find_packages(config: Config, find: Finder) -> None:
-    packages = [("rollout.driver", lookup_driver(config.rollout.driver).package)]
-    loggers = [split_logger(entry)[0] for entry in config.run.loggers]
-    # TensorBoard needs no extra.
-    packages += [("run.loggers", logger) for logger in loggers if logger != "tensorboard"]
-    for setting, package in packages:
-        if package:
-            find(setting, functools.partial(_check_installed, package))
-
-
-def _find_rewards(config: Config, roles: set[str], find: Finder) -> dict[str, Tokenizer]:
-    """Checks reward functions and models with their own weights; returns the tokenizers of their own."""
-    for name, function in config.reward.functions.items():
-        find(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
+def _check_roles(config: Config, roles: set[str], faults: Faults) -> dict[str, Tokenizer]:
+    """Checks the models of roles with weights of their own; returns their own tokenizers."""
     # Both critics have the same setting, which is checked once.
-    names = {row.setting: role for role, row in ROLES.items() if role in roles}
+    by_setting = {kind.setting: role for role, kind in ROLES.items() if role in roles}
     tokenizers = {}
-    for setting, role in names.items():
-        row = ROLES[role]
-        if directory := row.weights(config):
-            own = find(setting, functools.partial(row.check, config, setting, directory))
+    for setting, role in by_setting.items():
+        if directory := ROLES[role].weights(config):
+            own = faults(setting, functools.partial(ROLES[role].check, config, directory))
             if own is not None:
                 tokenizers[role] = own
     return tokenizers
-
-
-def _find_pairs(config: Config, find: Finder) -> dict[str, tuple[Preference, ...]]:
-    options, found = config.preference, {}
-    if not options.path:
-        name = "preference.pair_generator"
-        find(
-            name, functools.partial(load_function, options.pair_generator, name, takes=["records"])
-        )
-    for setting, path in (
-        ("preference.path", options.path),
-        ("preference.evaluation_path", options.evaluation_path),
-    ):
-        if path:
-            found[path] = find(setting, functools.partial(_pairs, config, path))
-    return found
 
 
 def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
@@ -203,18 +185,27 @@ def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
     )
 
 
-def _pairs(config: Config, path: str) -> tuple[Preference, ...]:
-    options = config.preference
-    return read_preferences(
-        path,
-        source=path,
-        margin_field=options.margin_field or None,
-        harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
-    )
+def _pairs(config: Config, faults: Faults) -> dict[str, Any]:
+    options, found = config.preference, {}
+    if not options.path:
+        name, function = "preference.pair_generator", options.pair_generator
+        faults(name, lambda: load_function(function, name, takes=["records"]))
+    files = {"path": options.path, "evaluation_path": options.evaluation_path}
+    for name, path in files.items():
+        if path:
+            read = functools.partial(
+                read_preferences,
+                path,
+                source=path,
+                margin_field=options.margin_field or None,
+                harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
+            )
+            found[path] = faults(f"preference.{name}", read)
+    return found
 
 
 def _check_installed(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    if package and importlib.util.find_spec(package) is None:
         raise UserError(
             f"the package {package} is not installed; run pip install {package}, or do without it"
         )

@@ -23,7 +23,7 @@ from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import Objective
 from jaxrl.roles.pairs import (
     PairBatch,
     pack_pairs,
@@ -32,7 +32,7 @@ from jaxrl.roles.pairs import (
     reward_model_objective,
 )
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.roles.reward_model import RewardModelLearner
+from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.loop import Schedule, open_loop
 from jaxrl.trainer.supervised import ExamplesStage, starting_params

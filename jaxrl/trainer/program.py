@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.compile_messages import announce_compilations
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.tracking.durable import disk_errors, ensure_writable
@@ -24,7 +24,7 @@ from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
-from jaxrl.trainer.run_files import check_folder, keep_run_files, write_run_report
+from jaxrl.trainer.run_files import check_folder, keep_run_files
 from jaxrl.trainer.run_rewards import graders_of
 from jaxrl.trainer.supervised import fine_tuned
 
@@ -42,17 +42,23 @@ def start(config: Config) -> None:
         simulate(simulated, processes=config.hosts.num_processes)
     hosts.start(config.hosts)
     keep_compiled_programs()
-    announce_compilations()
 
 
-def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
-    """Trains a recipe from the start or from its newest checkpoint, and writes its report.
+Report = Callable[[RunContext], pathlib.Path]
+"""Writes the report of a run and returns its path. It changes no training, so the commands pass it in."""
+
+
+def train(
+    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
+) -> int:
+    """Trains a recipe from the start or from its newest checkpoint.
 
     With several processes each of them calls this, after `hosts.start`. The first one writes the files.
 
     Args:
       config: config of the run.
       devices: devices to use; None means all.
+      report: called at the end of the run in the first process; None writes no report.
 
     Returns:
       The exit status: 0, 75 after SIGTERM, or 130 after Ctrl-C.
@@ -60,10 +66,12 @@ def train(config: Config, *, devices: Sequence[Any] | None = None) -> int:
     Raises:
       UserError: something the user can fix is missing or does not fit.
     """
-    return _run(config, devices, reinforce, REINFORCEMENT)
+    return _run(config, devices, reinforce, REINFORCEMENT, report)
 
 
-def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
+def fine_tune(
+    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
+) -> int:
     """Trains a policy by supervised learning alone; arguments and result as for `train`.
 
     It is evaluated like any other policy. If `sft.path` is set, the run needs no problems.
@@ -83,17 +91,21 @@ def fine_tune(config: Config, *, devices: Sequence[Any] | None = None) -> int:
             print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
         actor.close()
 
-    return _run(config, devices, stage, kind)
+    return _run(config, devices, stage, kind, report)
 
 
-def train_reward_model(config: Config, *, devices: Sequence[Any] | None = None) -> int:
+def train_reward_model(
+    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
+) -> int:
     """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, learn_reward_model, PREFERENCES)
+    return _run(config, devices, learn_reward_model, PREFERENCES, report)
 
 
-def train_dpo(config: Config, *, devices: Sequence[Any] | None = None) -> int:
+def train_dpo(
+    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
+) -> int:
     """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, learn_preferences, PREFERENCES)
+    return _run(config, devices, learn_preferences, PREFERENCES, report)
 
 
 def is_settled(config: Config) -> bool:
@@ -129,6 +141,7 @@ def _run(
     devices: Sequence[Any] | None,
     stages: Callable[[RunContext, StopSignal], None],
     kind: RunKind,
+    report: Report | None,
 ) -> int:
     """Runs the stages of a run between its checks and its report; returns the exit status."""
     if not is_settled(config):
@@ -149,7 +162,7 @@ def _run(
                 print(f"evaluation: {NO_EVALUATION}")
         status = 0
         try:
-            with stop.last_act(lambda _: _report_line(run)):
+            with stop.last_act(lambda _: _report_line(run, report)):
                 stages(run, stop)
         except StopRequested:
             status = stop.exit_status
@@ -158,19 +171,15 @@ def _run(
                     f"stopped and saved in {config.run_folder}; the same command goes on from there"
                 )
         with stop.saving():
-            _report(run)
+            # Collective, so that no process ends before the report is written.
+            line = hosts.on_first(lambda: _report_line(run, report))
+            if line and hosts.is_first():
+                print(line)
         if not status:
             keep_run_files(run)
     return status
 
 
-def _report(run: RunContext) -> None:
-    """Writes the report and prints its path; no process ends before it is written. Collective."""
-    line = hosts.on_first(lambda: _report_line(run))
-    if hosts.is_first():
-        print(line)
-
-
-def _report_line(run: RunContext) -> str:
+def _report_line(run: RunContext, report: Report | None) -> str:
     """Writes the report in the first process; returns the line to print."""
-    return f"report: {write_run_report(run)}" if hosts.is_first() else ""
+    return f"report: {report(run)}" if report is not None and hosts.is_first() else ""

@@ -7,7 +7,6 @@ others                  weights of their own (`role_table.ROLES`), else the acto
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,7 @@ import numpy as np
 
 from jaxrl.config.model_shape import is_here, model_of
 from jaxrl.config.schema import Config
-from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.errors import UserError
-from jaxrl.models import lora
-from jaxrl.models.heads import score_config
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.trainer.role_table import ROLES
@@ -95,53 +91,16 @@ def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
     for role in roles:
         if role == "rollout":
             continue
-        directory, model = weights_of(role, config), lora.base_config(actor)
-        row = ROLES.get(role)
-        if role == "actor" or (row is not None and row.adapters):
-            model = actor
-        elif directory and is_here(directory):
-            model = read_config(directory)
+        if role == "actor" or role not in ROLES:
+            found[role] = actor
+            continue
+        directory, stored = ROLES[role].weights(config), None
+        if directory and is_here(directory):
+            stored = read_config(directory)
         elif directory:
-            assumed.append(
-                (
-                    role,
-                    f"counted as large as the actor: {directory} is not here, so its shape is not known",
-                )
+            why = (
+                f"counted as large as the actor: {directory} is not here, so its shape is not known"
             )
-        scores = row is not None and row.scores and not model.num_scores
-        found[role] = score_config(model) if scores else model
+            assumed.append((role, why))
+        found[role] = ROLES[role].shape(actor, stored)
     return RoleModels(found, origin, tuple(assumed))
-
-
-def weights_of(role: str, config: Config) -> str:
-    """The directory of a role's own weights; "" for a role that starts from the policy's."""
-    return ROLES[role].weights(config) if role in ROLES else ""
-
-
-def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -> None:
-    """Raises UserError unless a model can read the policy's tokens."""
-    if model.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {directory} "
-            f"{model.vocab_size}; it reads the policy's tokens as they are, so use one with the same "
-            "tokenizer"
-        )
-
-
-def check_same_tokens(policy: Tokenizer, setting: str, directory: str) -> None:
-    """Raises UserError if the tokenizer of a directory has other ids for the policy's tokens.
-
-    Additional tokens are accepted, and so is a directory without a tokenizer.
-    """
-    if not (pathlib.Path(directory) / "tokenizer.json").exists():
-        return
-    theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
-    ours = policy.backend.get_vocab(with_added_tokens=True)
-    differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-    if differing:
-        token = differing[0]
-        raise UserError(
-            f"{setting} {directory} has another tokenizer: {len(differing):,} of the policy's {len(ours):,} "
-            f"tokens have another id there, such as {token!r}, {ours[token]} here and "
-            f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
-        )

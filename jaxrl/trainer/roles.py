@@ -25,13 +25,13 @@ from jaxrl.mesh.pools import read_placement
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.frozen import Frozen
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor, Reference
+from jaxrl.roles.scores import Critic
 from jaxrl.roles.trust_region import TrustRegionActor
-from jaxrl.roles.value import Critic
 from jaxrl.rollout.backend import RolloutBackend
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.trainer.role_models import RoleModels

@@ -1,23 +1,21 @@
-"""The files in a run's folder besides logs and checkpoints: config, samples and report."""
+"""The files in a run's folder besides logs and checkpoints: its settings, and those of its model."""
 
 from __future__ import annotations
 
 import logging
-import pathlib
 
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.mesh import hosts
-from jaxrl.tracking import run_report
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.run_folder import StageFolder, parse_config
 from jaxrl.tracking.run_model_files import write_model_files
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.cross_checks import title_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ def check_folder(config: Config) -> None:
 
 def _check_rows(config: Config) -> None:
     accepts = config.run.resume == "accept_lost_rows"
-    for folder in _stages(config).values():
+    for folder in stage_folders(config).values():
         fault = lost_rows(folder)
         if fault is None:
             continue
@@ -69,10 +67,10 @@ def _check_rows(config: Config) -> None:
         logger.warning("%s; going on without the lost rows", fault)
 
 
-def _stages(config: Config) -> dict[str, StageFolder]:
+def stage_folders(config: Config) -> dict[str, StageFolder]:
     """The folders that the report reads, by section title; reinforcement learning first."""
     return {
-        title_of(config): config.run_folder.rl,
+        find_dataflow(config.algorithm.dataflow).title: config.run_folder.rl,
         "Preferences": config.run_folder.preference,
         "SFT": config.sft_folder,
     }
@@ -102,23 +100,4 @@ def keep_model_files(run: RunContext) -> None:
         tokenizer_directory=tokenizer_directory(config),
         weights=config.weights,
         max_positions=config.row_tokens,
-    )
-
-
-def write_run_report(run: RunContext) -> pathlib.Path:
-    """Writes the report of the whole run as one HTML page; returns its path."""
-    config = run.config
-    kind = run.meshes["actor"].devices.flat[0].device_kind
-    return run_report.write_run_report(
-        config.run_folder,
-        _stages(config),
-        title=f"{config.name}, seed {config.seed}",
-        config_text=format_config(config),
-        accepts_lost_rows=config.run.resume == "accept_lost_rows",
-        evaluation_sources=run.evaluation_prompts.sources,
-        num_samples=config.evaluation.num_samples,
-        facts=(
-            ("parameters", f"{run.model.num_params:,}"),
-            ("devices", f"{run.placement.num_devices} x {kind}"),
-        ),
     )

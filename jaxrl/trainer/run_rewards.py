@@ -105,8 +105,8 @@ def rewards_of(
         for name, function in reward.functions.items()
     ]
     for name, role in roles.others.items():
-        if make_term := ROLES[name].reward:
-            terms.append(make_term(role, config))
+        if (term := ROLES[name].reward(role, config)) is not None:
+            terms.append(term)
     return Rewards(
         graders,
         OverlongPunishment(

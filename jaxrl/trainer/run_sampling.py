@@ -31,8 +31,8 @@ from jaxrl.dataflows.sampling_schedule import SamplingSchedule, VersionRow
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.schedule_file import read_schedule
+from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.cross_checks import runs_free
 
 
 def prompt_stream(run: RunContext) -> PromptStream:

@@ -20,7 +20,7 @@ from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.roles.value import Critic
+from jaxrl.roles.scores import Critic
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import Roles
@@ -53,10 +53,8 @@ def load_or_init(run: RunContext) -> Params:
 def load_frozen(roles: Roles, run: RunContext) -> None:
     """Gives every frozen role the weights of its directory."""
     for name, role in roles.others.items():
-        row = ROLES[name]
-        directory = row.weights(run.config)
-        if directory and not row.trains:
-            row.load(role, run.models.by_role[name], directory)
+        if directory := ROLES[name].weights(run.config):
+            ROLES[name].load(role, run.models.by_role[name], directory)
 
 
 def start_from(roles: Roles, params: Params, run: RunContext) -> None:

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
-from jaxrl.config.model_shape import check_policy, model_of, tokenizer_directory
+from jaxrl.config.model_shape import check_weights, model_of, tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
@@ -40,8 +40,8 @@ def weights(tmp_path_factory):
 def test_a_directory_of_weights_alone_gives_the_shape(weights):
     config = Config(weights=str(weights))
     assert model_of(config) == (STORED, str(weights))
+    check_weights(config)
     tokenizer = types.SimpleNamespace(vocab_size=290)
-    check_policy(config, tokenizer)
     models = role_models(config, ("actor",)).with_tokenizers(tokenizer, {})
     assert models.actor == dataclasses.replace(STORED, num_tokens=290)
 

@@ -3,9 +3,8 @@
 import pytest
 
 from jaxrl import cli
-from jaxrl.config.command_line import load_config
+from jaxrl.config.command_line import bundled_recipes, load_config, recipe_path
 from jaxrl.config.model_shape import model_of
-from jaxrl.config.recipes import bundled_recipes, recipe_path
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 

@@ -43,8 +43,8 @@ from jaxrl.planner.memory_check import check_memory, check_memory_here
 from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.serve_config import ServeConfig
+from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import check_evaluation_fits
-from jaxrl.trainer.cross_checks import check_algorithm
 
 STAGES = ("", "sft.")
 
@@ -344,7 +344,7 @@ def same_machine_everywhere(monkeypatch):
 def checked(tree: ml_config_dict.ConfigDict) -> None:
     """What a command does with a recipe before it asks for devices."""
     config = from_config_dict(Config, tree)
-    check_algorithm(config)
+    algorithm_of(config)
     check_memory(config, config.model, num_devices=1)
     check_memory(config, config.model, **MACHINE)
     check_evaluation_fits(config, DEMO_PROBLEMS)
@@ -395,15 +395,9 @@ def is_meant(setting: str, hostile: str) -> bool:
     if hostile == "None":
         return kind is not Any and accepts_none(kind)
     if isinstance(value, bool):
-        # Of a table that is open to all types ml_collections makes 1.0 of True where a number was.
         is_switch = bool in (kind, *typing.get_args(kind)) or isinstance(value_of(setting), bool)
-        is_switch |= (
-            setting not in KINDS
-            and not setting.startswith("model.")
-            and isinstance(value_of(setting), float)
-            and not ((setting in NEVER_ONE and value) or (setting in NEVER_ZERO and not value))
-        )
-        return is_switch
+        # Inside of a free-form table ml_collections makes 1.0 of True where a number was.
+        return is_switch or setting == "reward.functions.brevity.weight"
     if isinstance(value, str):
         allowed = {"empty": NONE_BY_EMPTY | PATHS | NAMES | PROSE, "text": NAMES | PATHS | PROSE}
         allowed |= {"digit": NAMES | PATHS | PROSE, "NUL": set(), "long": PROSE}
@@ -426,8 +420,6 @@ def is_meant(setting: str, hostile: str) -> bool:
     return setting in MEANT.get(hostile, {})
 
 
-NEVER_ONE = {"algorithm.loss_options.dual_clip", "run.divergence.ranges.sft/loss"}
-NEVER_ZERO = {"algorithm.advantage_options.epsilon", "algorithm.loss_options.dual_clip"}
 OPEN_TABLES = ("data.chat_options", "data.train.options", "data.evaluation.options")
 EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings", "run.loggers")
 # Numbers that are 1 or more, or need another setting before they can be more than 0.
@@ -482,7 +474,7 @@ def test_the_command_line_refuses_them_alike():
             continue
         tree = copy.deepcopy(RECIPE)
         with pytest.raises(UserError, match=setting.rsplit(".", 1)[-1]):
-            command_line._apply_override(tree, KINDS, setting, "1000000000000")
+            command_line.override(Config, tree, setting, "1000000000000")
             checked(tree)
 
 

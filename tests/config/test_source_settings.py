@@ -64,9 +64,13 @@ def test_the_command_line_changes_and_adds_sources(recipe):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("sources__new__pth", "x", r"near: data\.sources\.new\.path"),
-        ("sources__new__weight", "x", r"data\.sources\.new\.weight=x: expected float"),
-        ("sources__new__weight", "0", r"data\.sources\.new\.weight 0\.0 is not positive"),
+        (
+            "sources__new__pth",
+            "x",
+            r"\.new\.pth.; near: data\.sources\.math\.path",
+        ),
+        ("sources__new__weight", "x", r"data\.sources\.new\.weight = .x.: expected a number"),
+        ("sources__new__weight", "0", r"data\.sources\.new\.weight 0 is not positive"),
         ("sources__new__grader", "no such", r"data\.sources\.new\.grader: no grader is called"),
         ("sources__new__template", "no place", "has no {prompt}"),
     ],

@@ -13,7 +13,7 @@ from jaxrl.algos.moments import add_moments
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.roles.correction import (
+from jaxrl.roles.losses import (
     REJECTIONS,
     CorrectionConfig,
     correct,

@@ -17,9 +17,9 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.advantage_estimator import VocabularyBatch
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs
-from jaxrl.trainer.cross_checks import check_algorithm
+from jaxrl.trainer.algorithm import algorithm_of
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4
@@ -206,9 +206,9 @@ def test_a_loss_and_an_advantage_of_ones_own_by_their_path(tmp_path):
     own_loss = {"algorithm__loss": f"{file}:reinforce", "algorithm__loss_options": {"most": 1.5}}
     check_gradient(objective_in(make_config(**own_loss)))
     with pytest.raises(UserError, match="has no option least; it has most"):
-        check_algorithm(make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}}))
+        algorithm_of(make_config(**own_loss | {"algorithm__loss_options": {"least": 1.0}}))
     with pytest.raises(UserError, match="takes ref_logprob, and this run has no reference"):
-        check_algorithm(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
+        algorithm_of(make_config(algorithm__loss=f"{file}:far", algorithm__loss_options={}))
     estimator = estimator_in(
         make_config(
             algorithm__advantage=f"{file}:centred", algorithm__advantage_options={"scale": 2.0}
@@ -330,5 +330,5 @@ def test_a_kl_estimate_by_its_name(name):
 )
 def test_settings_that_contradict_each_other(changes, message):
     with pytest.raises(UserError) as error:
-        check_algorithm(make_config(**changes))
+        algorithm_of(make_config(**changes))
     assert message in str(error.value)

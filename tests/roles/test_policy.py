@@ -18,10 +18,8 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.correction import CorrectionConfig, corrected
 from jaxrl.roles.learner import TrainState
-from jaxrl.roles.losses import SUPERVISED, policy
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, Objective, corrected, policy
 from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

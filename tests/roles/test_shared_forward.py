@@ -22,9 +22,8 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
-from jaxrl.roles.correction import CorrectionConfig
-from jaxrl.roles.losses import policy
-from jaxrl.trainer.cross_checks import check_algorithm
+from jaxrl.roles.losses import CorrectionConfig, policy
+from jaxrl.trainer.algorithm import algorithm_of
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
 CORRECTIONS = {
@@ -143,7 +142,7 @@ LOOKS = {
 def test_what_looks_at_them_before_takes_the_pass(clause):
     assert not shares_forward(changed(**LOOKS[clause]))
     with pytest.raises(UserError, match=f'old_logprobs "update" .* {clause}.*before; set it to'):
-        check_algorithm(changed(**LOOKS[clause], old_logprobs="update"))
+        algorithm_of(changed(**LOOKS[clause], old_logprobs="update"))
 
 
 def test_by_default_nothing_is_computed_twice():

@@ -15,12 +15,11 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import pick_implementation
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import policy
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import RewardModel
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import Completions, Prompts
 

@@ -36,8 +36,7 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.correction import CorrectionConfig
-from jaxrl.roles.losses import SUPERVISED, policy
+from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, policy
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.train_config import TrainConfig

@@ -10,15 +10,13 @@ from packed import SHAPES, packed, sequences
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Reference
-from jaxrl.roles.reward_model import RewardModel
+from jaxrl.roles.scores import Critic, RewardModel
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.roles.value import Critic
 from jaxrl.types import ValueBatch
 
 MODEL = ModelConfig(

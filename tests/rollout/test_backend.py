@@ -170,9 +170,6 @@ def test_a_driver_says_what_it_cannot_do():
         drivers.check_driver("jetstream", wanted)
     with pytest.raises(UserError, match=r"'jetstream' cannot do rollout\.cache='paged'"):
         drivers.check_driver("jetstream", frozenset({drivers.PAGED}))
-    with pytest.raises(UserError, match="gRPC service has no paged cache; add --http_only"):
-        ServeConfig(model="somewhere", cache="paged")
-    ServeConfig(model="somewhere", cache="paged", grpc=False)
 
 
 # Settings

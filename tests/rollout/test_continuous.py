@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_paged import G, assert_same_samples, backend_of, expected, greedy, prompts_of
 
+from jaxrl.rollout import speculation
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions
 
@@ -39,6 +40,7 @@ class Source:
 def test_samples_are_those_of_one_call(case, seed, events):
     with pytest.MonkeyPatch.context() as monkeypatch:
         greedy(monkeypatch)
+        monkeypatch.setattr(speculation, "OFF_ON", ())
         backend = backend_of(**CASES[case])
         options, draw = OPTIONS.replace(num_samples=G), Source(seed)
         rollout, finished = backend.continuous(options), []

@@ -174,7 +174,7 @@ def test_a_generation_leaves_nothing_on_the_devices():
 
 @pytest.mark.parametrize(
     "kv_dtype, tolerance",
-    [("float32", 1e-6), ("bfloat16", 0.1), ("int8", 0.1), ("float8_e4m3fn", 0.4)],
+    [("float32", 1e-6), ("bfloat16", 0.1), ("int8", 0.1)],
 )
 def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, tolerance, whole):
     narrow = run(engine_of(kv_dtype=kv_dtype))
@@ -192,9 +192,7 @@ def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, t
 
 
 def test_an_unknown_cache_type_is_refused():
-    with pytest.raises(
-        UserError, match=r"kv_dtype = 'float16': expected .*'int8' or 'float8_e4m3fn'"
-    ):
+    with pytest.raises(UserError, match=r"kv_dtype = 'float16': expected .*'int8'"):
         dataclasses.replace(BASE, kv_dtype="float16")
 
 

@@ -18,7 +18,7 @@ from jaxrl.rollout.jetstream.engine_adapter import (  # noqa: E402
     JetStreamEngine,
     JetstreamTokenizer,
 )
-from jaxrl.rollout.slots import DrawSettings  # noqa: E402
+from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 
 # Importable since our module is.
 engine_api = importlib.import_module("jetstream.engine.engine_api")
@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def test_the_contract_by_hand():
     """As any orchestrator of the contract would call it, with a padded array and no word of ours."""
     tokenizer = JetstreamTokenizer(encode, decode, CONFIG.stop_ids)
-    adapter = JetStreamEngine(engine_of(), weights(), tokenizer, DrawSettings(temperature=0.0))
+    adapter = JetStreamEngine(engine_of(), weights(), tokenizer, SamplingOptions(temperature=0.0))
     assert isinstance(adapter, engine_api.Engine)
     prompt = PROMPTS.tokens[2]
     padded = np.zeros(16, np.int32)

@@ -13,7 +13,7 @@ from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import cache_of
 from jaxrl.models.kernels.paged_attention import paged_attention_tpu
-from jaxrl.rollout.past_attention import past_attention
+from jaxrl.rollout.cache_choice import past_attention
 
 L, B, Q, C, H, LAYER = 2, 4, 8, 64, 128, 1
 

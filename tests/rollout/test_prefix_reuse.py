@@ -17,10 +17,10 @@ from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.sample_task import SampleTask, StartSequence
-from jaxrl.rollout.samples import Sample
+from jaxrl.rollout.samples import Sample, Start
+from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.slot_pages import SlotPages
-from jaxrl.rollout.slots import DrawSettings, Slots
+from jaxrl.rollout.slots import Slots
 from jaxrl.rollout.stop_strings import StopSearch
 
 # Pages of 16 tokens.
@@ -34,7 +34,7 @@ BASE = dataclasses.replace(
 )
 PAGED = {"cache": "paged", "slots": 8}
 MESH = {"train": "1-4-2", "generate": "1-2-2-2", "fsdp": 2}
-SETTINGS = DrawSettings(seed=5, step=2, temperature=0.7)
+SETTINGS = SamplingOptions(seed=5, step=2, temperature=0.7)
 
 
 @functools.cache
@@ -54,13 +54,13 @@ def loop_of(engine: Engine, scale=1.0, **options) -> DecodeLoop:
     return DecodeLoop(engine, params, StopSearch(decode), **options)
 
 
-def task_of(prompt, index=0, max_tokens=24) -> SampleTask:
-    start = StartSequence(np.asarray(prompt, np.int32))
-    return SampleTask(Sample(0, index, SETTINGS.step), start, 3, SETTINGS, max_tokens)
+def sample_of(prompt, index=0, max_tokens=24) -> Sample:
+    start = prompt if isinstance(prompt, Start) else Start(np.asarray(prompt, np.int32))
+    return Sample(0, index, SETTINGS.step).request(start, 3, SETTINGS, max_tokens)
 
 
-def run(loop: DecodeLoop, *tasks: SampleTask) -> None:
-    loop.add(tasks)
+def run(loop: DecodeLoop, *samples: Sample) -> None:
+    loop.add(samples)
     while loop.unfinished:
         loop.dispatch()
 
@@ -72,17 +72,17 @@ def words(seed: int, count: int) -> np.ndarray:
 @functools.cache
 def expected(prompt: tuple[int, ...], index: int, max_tokens: int, scale=1.0) -> Sample:
     """The sample of a contiguous cache."""
-    task = task_of(prompt, index, max_tokens)
-    run(loop_of(engine_of(), scale), task)
-    return task.sample
+    sample = sample_of(prompt, index, max_tokens)
+    run(loop_of(engine_of(), scale), sample)
+    return sample
 
 
-def assert_expected(task: SampleTask, scale=1.0) -> None:
-    prompt = tuple(task.start.tokens[: task.prompt_tokens].tolist())
-    want = expected(prompt, task.sample.index, task.max_tokens, scale)
-    assert task.sample.tokens.tolist() == want.tokens.tolist()
-    assert_close(task.sample.logprob, want.logprob, scale=1)
-    assert_close(task.sample.entropy, want.entropy, scale=1)
+def assert_expected(sample: Sample, scale=1.0) -> None:
+    prompt = tuple(sample.start.tokens[: sample.prompt_tokens].tolist())
+    want = expected(prompt, sample.index, sample.max_tokens, scale)
+    assert sample.tokens.tolist() == want.tokens.tolist()
+    assert_close(sample.logprob, want.logprob, scale=1)
+    assert_close(sample.entropy, want.entropy, scale=1)
 
 
 @pytest.fixture
@@ -114,11 +114,11 @@ def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
     loop = loop_of(engine_of(layout, prefill_chunk_tokens=chunk, **PAGED), reuse_prefixes=True)
     prompt, full = words(0, 21), 0
     for turn in range(3):
-        task = task_of(prompt)
-        run(loop, task)
-        assert_expected(task)
-        before, cached = len(prompt), len(prompt) + len(task.sample) - 1
-        prompt = np.concatenate([prompt, task.sample.tokens, words(turn + 1, 5)])[:80]
+        sample = sample_of(prompt)
+        run(loop, sample)
+        assert_expected(sample)
+        before, cached = len(prompt), len(prompt) + len(sample) - 1
+        prompt = np.concatenate([prompt, sample.tokens, words(turn + 1, 5)])[:80]
         if turn:
             assert prefilled[-1] == (before, full)
         full = cached // 16 * 16
@@ -128,24 +128,24 @@ def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
 def test_samples_of_a_prompt_share_one_reused_prefix(prefilled):
     loop = loop_of(engine_of(**PAGED), reuse_prefixes=True)
     shared = words(0, 50)
-    run(loop, task_of(shared))
+    run(loop, sample_of(shared))
     # Four samples of each of three prompts; the second has another beginning, the third is known entirely.
     prompts = [np.concatenate([shared[:40], words(1, 9)]), words(2, 50), shared[:49]]
-    tasks = []
+    samples = []
     for prompt in prompts:
-        first = task_of(prompt)
-        tasks.append(first)
-        tasks += [dataclasses.replace(first, sample=Sample(0, i, SETTINGS.step)) for i in (1, 2, 3)]
-    run(loop, *tasks)
-    for task in tasks:
-        assert_expected(task)
+        first = sample_of(prompt)
+        samples.append(first)
+        samples += [sample_of(first.start, i) for i in (1, 2, 3)]
+    run(loop, *samples)
+    for sample in samples:
+        assert_expected(sample)
     assert sorted(prefilled[1:]) == [(49, 32), (49, 48), (50, 0)]
 
 
 def test_without_the_option_everything_is_prefilled(prefilled):
     loop = loop_of(engine_of(**PAGED))
     for _ in range(2):
-        run(loop, task_of(words(0, 50)))
+        run(loop, sample_of(words(0, 50)))
     assert prefilled == [(50, 0)] * 2
 
 
@@ -154,11 +154,11 @@ def test_other_weights_and_a_cleared_loop_know_nothing(prefilled):
     for scale in (1.0, 1.3):
         loop = loop_of(engine_of(**PAGED), scale, reuse_prefixes=True)
         for _ in range(2):
-            task = task_of(words(0, 50))
-            run(loop, task)
-            assert_expected(task, scale)
+            sample = sample_of(words(0, 50))
+            run(loop, sample)
+            assert_expected(sample, scale)
         loop.clear()
-        run(loop, task_of(words(0, 50)))
+        run(loop, sample_of(words(0, 50)))
     assert prefilled == [(50, 0), (50, 48), (50, 0)] * 2
     first, second = (expected(tuple(words(0, 50).tolist()), 0, 24, s) for s in (1.0, 1.3))
     assert first.tokens.tolist() != second.tokens.tolist()
@@ -169,16 +169,16 @@ def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
     engine = engine_of(tuple({"train": "1-1-2"}.items()), **PAGED)
     loop = loop_of(engine, reuse_prefixes=True)
     pool = loop._slots.pages.pool
-    run(loop, task_of(words(0, 20)), task_of(words(1, 60)))
+    run(loop, sample_of(words(0, 20)), sample_of(words(1, 60)))
     for prompt, replica, shared in [(words(1, 60), 1, 3), (words(2, 60), 0, 0)]:
-        task = task_of(prompt, 1)
-        loop.add([task])
+        sample = sample_of(prompt, 1)
+        loop.add([sample])
         loop.begin()
-        slot = loop._scheduler.slot_of(task)
+        slot = loop._scheduler.slot_of(sample)
         assert (pool.shard_of(slot), pool.shared_n[slot]) == (replica, shared)
         loop.finish()
         run(loop)
-        assert_expected(task)
+        assert_expected(sample)
 
 
 def test_a_sample_that_gave_way_prefills_its_last_token_only(prefilled, monkeypatch):
@@ -186,20 +186,20 @@ def test_a_sample_that_gave_way_prefills_its_last_token_only(prefilled, monkeypa
     monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
     loop = loop_of(engine_of(cache_tokens=112, **PAGED), reuse_prefixes=True)
     prompt_tokens = 49 - BASE.tokens_per_dispatch
-    tasks = [task_of(words(seed, prompt_tokens), 6) for seed in (7, 8)]
-    run(loop, *tasks)
-    for task in tasks:
-        assert_expected(task)
+    samples = [sample_of(words(seed, prompt_tokens), 6) for seed in (7, 8)]
+    run(loop, *samples)
+    for sample in samples:
+        assert_expected(sample)
     assert prefilled == [(prompt_tokens, 0), (prompt_tokens, 0), (49, 48)]
 
 
 def test_known_pages_give_way_to_samples(prefilled):
     """Pages for one sample of full length: the second prompt needs those of the first."""
     loop = loop_of(engine_of(cache_tokens=112, **PAGED), reuse_prefixes=True)
-    tasks = [task_of(words(seed, 80)) for seed in (0, 1, 0, 0)]
-    for task in tasks:
-        run(loop, task)
-        assert_expected(task)
+    samples = [sample_of(words(seed, 80)) for seed in (0, 1, 0, 0)]
+    for sample in samples:
+        run(loop, sample)
+        assert_expected(sample)
     assert [known < 32 for _, known in prefilled] == [True, True, True, False]
 
 
@@ -232,26 +232,26 @@ def test_random_requests_ends_and_preemptions(data, layout, scarce):
         shards = engine_of(layout, **PAGED).shards
         engine = engine_of(layout, cache_tokens=160 * shards if scarce else 0, **PAGED)
         loop = loop_of(engine, reuse_prefixes=True)
-        live: list[SampleTask] = []
-        done: list[SampleTask] = []
+        live: list[Sample] = []
+        done: list[Sample] = []
 
         def dispatch():
-            ended = {result.task for result in loop.dispatch() if result.end is not None}
+            ended = {result.sample for result in loop.dispatch() if result.end is not None}
             check_pages(loop)
             done.extend(ended)
-            live[:] = [task for task in live if task not in ended]
+            live[:] = [sample for sample in live if sample not in ended]
 
         for _ in range(data.draw(st.integers(2, 12))):
             for _ in range(data.draw(st.integers(0, 4))):
                 shared = data.draw(st.sampled_from([0, 16, 33, 48]))
                 own = words(data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 15, 31])))
-                task = task_of(
+                sample = sample_of(
                     np.concatenate([words(0, shared), own]),
                     data.draw(st.integers(0, 1)),
                     data.draw(st.sampled_from([3, 24])),
                 )
-                loop.add([task])
-                live.append(task)
+                loop.add([sample])
+                live.append(sample)
             if live and data.draw(st.booleans()):
                 gone = live.pop(data.draw(st.integers(0, len(live) - 1)))
                 loop.drop([gone])
@@ -262,5 +262,5 @@ def test_random_requests_ends_and_preemptions(data, layout, scarce):
         assert not live
         pool = loop._slots.pages.pool
         assert set(pool.num_free_S.tolist()) == {pool.num_pages} and not pool.table_nP.any()
-        for task in done:
-            assert_expected(task)
+        for sample in done:
+            assert_expected(sample)

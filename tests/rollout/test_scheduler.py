@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.rollout.buckets import bucket_sizes, coarse_bucket_sizes, next_below, round_up
-from jaxrl.rollout.scheduler import Admission, SampleRequest, Scheduler
+from jaxrl.rollout.engine_sizes import bucket_sizes, coarse_bucket_sizes, next_below, round_up
+from jaxrl.rollout.scheduler import Admission, Scheduler
 
 
 def requests(num_prompts, num_samples):
-    return [SampleRequest((p, k), p) for p in range(num_prompts) for k in range(num_samples)]
+    return [((p, k), p) for p in range(num_prompts) for k in range(num_samples)]
 
 
 def scheduler_of(wanted, slots, prefill_batch, shards=1):
@@ -77,7 +77,7 @@ runs = st.tuples(
 def test_every_sample_runs_exactly_once_in_order(case):
     *sizes, seed = case
     admissions, finished = run(*sizes, random.Random(seed))
-    everything = [r.owner for r in requests(*sizes[:2])]
+    everything = [owner for owner, _ in requests(*sizes[:2])]
     # Served in order, whatever order they finish in.
     assert [owner for a in admissions for _, _, owner in a.slots] == everything
     assert sorted(finished) == everything
@@ -146,7 +146,7 @@ def test_requests_that_are_added_in_time_keep_all_slots_busy(slots, shards, seed
     scheduler = scheduler_of([], slots, 4, shards)
     for _ in range(20):
         for _ in range(scheduler.places):
-            scheduler.add(SampleRequest(added, added))
+            scheduler.add(added, added)
             added += 1
         assert scheduler.places == 0
         if scheduler.resize() is not None:

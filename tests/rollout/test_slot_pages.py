@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl.rollout.engine_sizes import PageSizes
-from jaxrl.rollout.scheduler import SampleRequest, Scheduler
+from jaxrl.rollout.scheduler import Scheduler
 from jaxrl.rollout.slot_pages import LengthRecord, SlotPages
 
 W = 8
@@ -111,7 +111,7 @@ def simulate(lengths, limited: bool) -> tuple[float, float]:
     def may_start(slot, i):
         return pages.take(slot, tokens(20 + done[i], 10_000 * i), 1220, done[i])
 
-    requests = [SampleRequest(i, i) for i in range(len(lengths))]
+    requests = [(i, i) for i in range(len(lengths))]
     scheduler = Scheduler(
         requests, slot_sizes=[256], prefill_batch=16, shards=2, may_start=may_start
     )
@@ -120,7 +120,7 @@ def simulate(lengths, limited: bool) -> tuple[float, float]:
         scheduler.resize()
         for i in scheduler.finish(pages.grow()):
             again += 20 + done[i]
-            scheduler.add_first(SampleRequest(i, (i, done[i])))
+            scheduler.add_first(i, (i, done[i]))
         while scheduler.admit() is not None:
             pass
         running = scheduler.running

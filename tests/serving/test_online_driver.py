@@ -23,8 +23,13 @@ from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
-from jaxrl.serving.online_driver import OnlineDriver, Request
-from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
+from jaxrl.serving.online_driver import (
+    OnlineDriver,
+    Overloaded,
+    Request,
+    ServingError,
+    Stopped,
+)
 from jaxrl.serving.server import _warm_up
 from jaxrl.types import Prompts
 

@@ -12,7 +12,6 @@ from jaxrl.errors import UserError  # noqa: E402
 from jaxrl.serving.openai.calls import (  # noqa: E402
     ApiError,
     RequestLimits,
-    error_of,
     read_chat,
     read_completion,
 )
@@ -102,7 +101,7 @@ def outcome(read, body):
     except ApiError as error:
         return error
     except UserError as error:
-        return error_of(error)
+        return ApiError(400, str(error))
 
 
 def check(result):

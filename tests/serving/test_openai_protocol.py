@@ -1,29 +1,20 @@
 """What is a request and what is none, in terms of the request; that OpenAI's client reads the answers."""
 
+import json
+
+import numpy as np
 import pytest
 from extras import import_extra
 
 import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
+from jaxrl.serving.online_driver import Delta, Request  # noqa: E402
+from jaxrl.serving.openai.calls import CHAT, COMPLETION, Answer, Call  # noqa: E402
 from jaxrl.serving.openai.protocol import (  # noqa: E402
-    AssistantMessage,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
     ChatRequest,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
     InvalidRequest,
-    MessageDelta,
-    Model,
-    ModelList,
-    TokenLogprob,
-    Usage,
     read_request,
 )
 
@@ -209,89 +200,75 @@ def test_however_much_is_wrong_the_answer_is_short(fields):
     assert raised.value.__cause__.error_count() <= 4
 
 
-HEAD = {"id": "cmpl-1", "created": 1, "model": "tiny"}
-USAGE = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
-LOGPROB = TokenLogprob(token="a", logprob=-0.5, bytes=[97])
+def answer_of(form, *, logprobs: bool = True, include_usage: bool = False) -> Answer:
+    request = Request(np.zeros(3, np.int32), num_samples=2, max_tokens=9, seed=0)
+    call = Call((request,), stream=True, include_usage=include_usage, logprobs=logprobs)
+    return Answer(call, form, "tiny")
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        (
-            Completion(
-                **HEAD,
-                usage=USAGE,
-                choices=[
-                    CompletionChoice(
-                        index=0,
-                        text="ab",
-                        logprobs=CompletionLogprobs(
-                            tokens=["a", "b"], token_logprobs=[-0.5, -1.0], text_offset=[0, 1]
-                        ),
-                        finish_reason="stop",
-                    )
-                ],
-            ),
-            "Completion",
-        ),
-        (
-            ChatCompletion(
-                **HEAD,
-                usage=USAGE,
-                choices=[
-                    ChatChoice(
-                        index=0,
-                        message=AssistantMessage(content="a"),
-                        logprobs=ChatLogprobs(content=[LOGPROB]),
-                        finish_reason="length",
-                    )
-                ],
-            ),
-            "chat.ChatCompletion",
-        ),
-        (
-            ChatCompletionChunk(
-                **HEAD,
-                choices=[
-                    ChatChunkChoice(
-                        index=1,
-                        delta=MessageDelta(role="assistant", content="a"),
-                        logprobs=None,
-                        finish_reason=None,
-                    )
-                ],
-            ),
-            "chat.ChatCompletionChunk",
-        ),
-        (Model(id="tiny", created=1, max_model_len=64), "Model"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_openais_client_reads_an_answer_whole(answer, kind):
+def delta(index: int, finish: str = "") -> Delta:
+    logprob = np.array([-0.5, -1.0], np.float32)
+    return Delta(index, np.array([5, 6], np.int32), logprob, ("a", "é"), "aé", finish)
+
+
+def read_by_openai(kind: str, answer: str) -> dict:
+    """What OpenAI's types read, strictly and without fields that they do not know."""
     theirs = openai_types
     for name in kind.split("."):
         theirs = getattr(theirs, name)
-    read = theirs.model_validate_json(answer.model_dump_json(), strict=True)
-    assert set(read.model_extra or {}) <= {"max_model_len"}
-    assert read.model_dump(exclude_unset=True) == answer.model_dump()
+    read = theirs.model_validate_json(answer, strict=True)
+    assert not read.model_extra
+    assert read.model_dump(exclude_unset=True) == json.loads(answer)
+    return json.loads(answer)
 
 
-def test_the_role_of_a_stream_is_told_once():
-    assert "role" not in MessageDelta(content="a").model_dump()
-    assert MessageDelta(role="assistant", content="a").model_dump()["role"] == "assistant"
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize(
+    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+)
+def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
+    answer = answer_of(form, logprobs=logprobs)
+    answer.add(0, delta(0))
+    answer.add(1, delta(1, "length"))
+    assert not answer.complete
+    answer.add(0, delta(0, "stop"))
+    assert answer.complete
+    read = read_by_openai(kind, answer.whole())
+    first, second = read["choices"]
+    assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
+    text = first["text"] if form is COMPLETION else first["message"]["content"]
+    assert text == "aéaé"
+    assert read["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    if not logprobs:
+        assert first["logprobs"] is None
+    elif form is COMPLETION:
+        assert first["logprobs"]["text_offset"] == [0, 1, 2, 3]
+        assert first["logprobs"]["token_logprobs"] == [-0.5, -1.0] * 2
+    else:
+        assert first["logprobs"]["content"][1]["bytes"] == list("é".encode())
 
 
-def test_a_list_of_models_has_openais_shape():
-    listed = ModelList(data=[Model(id="tiny", created=1, max_model_len=64)]).model_dump()
-    assert listed == {
-        "object": "list",
-        "data": [
-            {
-                "id": "tiny",
-                "object": "model",
-                "created": 1,
-                "owned_by": "jaxrl",
-                "max_model_len": 64,
-            }
-        ],
-    }
+def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():
+    answer = answer_of(CHAT, include_usage=True)
+    deltas = []
+    for finish in ("", "stop"):
+        answer.add(1, delta(1, finish))
+        event = read_by_openai("chat.ChatCompletionChunk", answer.event(1))
+        assert event["usage"] is None
+        deltas.append(event["choices"][0]["delta"])
+    assert deltas == [{"role": "assistant", "content": "aé"}, {"content": "aé"}]
+    last = read_by_openai("chat.ChatCompletionChunk", answer.usage_event())
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
+    plain = answer_of(CHAT)
+    plain.add(0, delta(0))
+    assert "usage" not in json.loads(plain.event(0))
+
+
+def test_offsets_of_a_streamed_completion_go_on():
+    answer = answer_of(COMPLETION)
+    offsets = []
+    for _ in range(2):
+        answer.add(0, delta(0))
+        event = json.loads(answer.event(0))
+        offsets += event["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 2, 3]

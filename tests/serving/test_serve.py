@@ -1,10 +1,9 @@
-"""launch/serve.py and what it serves, over real sockets: OpenAI's client, JetStream's stubs, rude clients."""
+"""launch/serve.py and what it serves, over real sockets: OpenAI's client, rude clients."""
 
 import asyncio
 import contextlib
 import dataclasses
 import http.client
-import importlib
 import json
 import os
 import pathlib
@@ -21,10 +20,9 @@ from closeness import assert_close
 from extras import import_extra
 from processes import started
 
-for package in ("pydantic", "starlette", "uvicorn", "jetstream"):
+for package in ("pydantic", "starlette", "uvicorn"):
     import_extra("dev", package)
 openai = import_extra("dev", "openai")
-grpc = import_extra("dev", "grpc")
 
 from jaxrl import cli  # noqa: E402
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
@@ -77,7 +75,7 @@ def directory(tmp_path_factory) -> pathlib.Path:
 
 
 def config_of(directory, **changes) -> ServeConfig:
-    given = {"http_port": 0, "grpc_port": 0, "grace_s": 5.0, **SIZES}
+    given = {"http_port": 0, "grace_s": 5.0, **SIZES}
     return ServeConfig(model=str(directory), **{**given, **changes})
 
 
@@ -502,23 +500,6 @@ def test_broken_weights_are_noticed_before_the_port_opens(directory, loaded):
         raise AssertionError("it serves")
 
 
-# gRPC, from the same weights
-
-
-def test_jetstreams_stubs_stream_beside_http(server, client, loaded):
-    pb2 = importlib.import_module("jetstream.core.proto.jetstream_pb2")
-    stubs = importlib.import_module("jetstream.core.proto.jetstream_pb2_grpc")
-    request = pb2.DecodeRequest(
-        text_content=pb2.DecodeRequest.TextContent(text="one two"), max_tokens=30
-    )
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        stub = stubs.OrchestratorStub(channel)
-        parts = [part.stream_content.samples[0].text for part in stub.Decode(request)]
-    over_http = client.completions.create(**MODEL, prompt="one two", max_tokens=30, temperature=0)
-    assert "".join(parts) == over_http.choices[0].text
-    assert len(parts) > 1
-
-
 # The command
 
 
@@ -534,7 +515,7 @@ def changed_config(directory, tmp_path, **changes) -> pathlib.Path:
 
 def test_without_limits_a_prompt_and_its_response_share_the_models_context(directory, tmp_path):
     path = changed_config(directory, tmp_path, max_position_embeddings=4200)
-    free = {"max_prompt_tokens": 0, "max_response_tokens": 0, "grpc": False, "name": "tiny-model"}
+    free = {"max_prompt_tokens": 0, "max_response_tokens": 0, "name": "tiny-model"}
     config = config_of(path, **free)
     with running(config, load(config)) as other, openai.OpenAI(**address(other)) as client:
         assert client.models.retrieve("tiny-model").model_extra["max_model_len"] == 4200
@@ -604,7 +585,7 @@ def test_a_run_folder_is_told_how_to_be_exported_and_ports_are_not_shared(
 
 def test_who_waits_when_a_server_ends_is_told(directory, loaded, dispatches):
     with contextlib.ExitStack() as stack:
-        with running(config_of(directory, grace_s=0.0, grpc=False), loaded) as other:
+        with running(config_of(directory, grace_s=0.0), loaded) as other:
             client = stack.enter_context(openai.OpenAI(**address(other)))
             options = {**MODEL, "prompt": "one", "max_tokens": 44, "extra_body": {"min_tokens": 44}}
             stream = client.completions.create(**options, stream=True)
@@ -622,13 +603,12 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
         directory,
         *sizes,
         "--port=0",
-        "--grpc_port=0",
     ]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         # On a slow machine the sizes that are being compiled come first.
         line = next(line for line in process.stdout if not line.startswith("compil"))
         form = (
-            r"tiny-model: http://127.0.0.1:(\d+)/v1, gRPC 127.0.0.1:\d+, "
+            r"tiny-model: http://127.0.0.1:(\d+)/v1, "
             r"up to 92 tokens of prompt and response, in float32"
         )
         port = re.fullmatch(form, line.strip())[1]
@@ -655,17 +635,15 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
 def test_an_address_that_others_reach_needs_a_key_before_a_model_is_read(host, monkeypatch, capsys):
     monkeypatch.delenv("JAXRL_API_KEY", raising=False)
     with pytest.raises(SystemExit):
-        cli.main(["jaxrl", "serve", "--model=m", f"--host={host}", "--http_only"])
+        cli.main(["jaxrl", "serve", "--model=m", f"--host={host}"])
     assert "set a key in the variable JAXRL_API_KEY" in capsys.readouterr().err
     monkeypatch.setenv("JAXRL_API_KEY", " from the environment\n")
-    assert ServeConfig(model="m", host=host, grpc=False).key == "from the environment"
-    assert ServeConfig(model="m", host=host, grpc=False, api_key="given").key == "given"
-    with pytest.raises(UserError, match=r"knows no key.*--http_only"):
-        ServeConfig(model="m", host=host)
+    assert ServeConfig(model="m", host=host).key == "from the environment"
+    assert ServeConfig(model="m", host=host, api_key="given").key == "given"
 
 
 def test_a_client_with_the_key_is_served(directory, loaded):
-    with running(config_of(directory, host="", grpc=False, api_key="s3cret"), loaded) as other:
+    with running(config_of(directory, host="", api_key="s3cret"), loaded) as other:
         ask = {**MODEL, "prompt": "one", "max_tokens": 1}
         with (
             openai.OpenAI(**address(other)) as client,

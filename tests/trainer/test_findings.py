@@ -7,18 +7,17 @@ import re
 import jax
 import pytest
 
+from jaxrl.commands.run_commands import check_for_plan
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards import graders
 from jaxrl.rewards.sandbox import SandboxUnavailable, choose
 from jaxrl.trainer import program
-from jaxrl.trainer.findings import check_for_plan
 
 MODEL = ModelConfig(
     vocab_size=288, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -146,7 +145,7 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({"reward__model": "damaged"}, "damaged/model.safetensors is cut short"),
         (
             {"reward__model": "few_words"},
-            "the model in few_words 200; it reads the policy's tokens",
+            "the model in few_words 200; it reads the tokens",
         ),
         ({**SAFE, "cost__model": "nowhere"}, "nowhere/config.json does not exist"),
         ({**SAFE, "cost__model": "few_words"}, "the model in few_words 200"),
@@ -160,7 +159,7 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({**JUDGE, "reward__judge__model": "scores"}, "which says nothing in words"),
         (
             {**JUDGE, "reward__judge__model": "few_words_language"},
-            "258 tokens, the model's embedding",
+            "the tokenizer has 258 tokens, the model in few_words_language 200",
         ),
         ({"reward__grader": "choice"}, "train.jsonl:1: ground truth"),
         (
@@ -194,16 +193,24 @@ def test_code_without_a_sandbox_is_refused_first(run, setting, monkeypatch):
     assert "bubblewrap: is not installed; install bubblewrap, or set reward.code_sandbox" in line
 
 
-def test_everything_is_told_at_once(run):
+def test_a_laptop_hears_everything_at_once(run):
     line = run(
+        mesh__train="1-8-16",
+        weights="models/none",
+        tokenizer__path="models/none",
         reward__functions=function("absent.py:f"),
         rollout__environment="broken.py:f",
         reward__model="nowhere",
         data__train__path="gone.jsonl",
     )
-    assert line.startswith("this run lacks 4 things: (1) data.train: gone.jsonl does not exist")
+    assert line.startswith("this run lacks 7 things: (1) devices: layout 1-8-16")
+    assert "needs 128, found 1 cpu; run on as many" in line
+    assert "weights: models/none/" in line or "weights: " in line
+    assert "tokenizer: models/none/tokenizer.json" in line
+    assert "data.train: gone.jsonl does not exist" in line
     for setting in ("reward.functions.mine: ", "rollout.environment: ", "reward.model: "):
         assert setting in line
+    assert "Paths are relative to " in line
 
 
 def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):

@@ -10,7 +10,7 @@ from test_recipes import curve, folder, make_config  # noqa: F401, a fixture
 from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.errors import UserError
 from jaxrl.roles.policy import Actor
-from jaxrl.rollout.group_loop import GroupLoop
+from jaxrl.rollout.sample_groups import GroupLoop
 from jaxrl.trainer import program
 
 APART = {

@@ -11,6 +11,7 @@ import pytest
 from test_loop import Counter, rows_of, run
 from test_program import curve, make_config, one_device, problems, warm, whole  # noqa: F401
 
+from jaxrl.commands.run_commands import write_report
 from jaxrl.config.config_tree import flatten_config, format_config
 from jaxrl.errors import EXIT_USER_ERROR, UserError
 from jaxrl.tracking.durable import disk_errors
@@ -100,17 +101,17 @@ def test_files_of_the_run_and_its_report(disk, problems, whole):  # noqa: F811
     (config.run_folder.path / "lock").unlink()
     disk.leave(0)
     with pytest.raises(UserError, match=r"(lock|seed0).* \(No space left on device\)"):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
     disk.leave(8192)
     with pytest.raises(UserError, match=r"report\.html could not .* \(No space left on device\)"):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
     assert config.run_folder.report.read_bytes() == report
     # Where a run is new its settings come first.
     fresh = dataclasses.replace(config, name="fresh")
     with pytest.raises(UserError, match=r"No space left on device"):
-        program.train(fresh, devices=one_device())
+        program.train(fresh, devices=one_device(), report=write_report)
     disk.resize(10**8)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert config.run_folder.config.read_text() == format_config(config)
     assert curve(config) == curve(whole)
 
@@ -144,5 +145,5 @@ def test_the_command_ends_with_status_2_and_goes_on(disk, problems, whole):  # n
     assert last.startswith("error: ") and "(No space left on device)" in last
     assert not any(line.startswith(("error: ", "ERROR")) for line in before), ended.stderr
     disk.resize(10**8)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert curve(config) == curve(whole)

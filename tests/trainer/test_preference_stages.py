@@ -7,6 +7,7 @@ import shutil
 import jax
 import pytest
 
+from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
@@ -98,7 +99,7 @@ def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
             tokenizer=TokenizerConfig(vocab_size=288),
             train=TrainConfig(rows=4, row_tokens=512),
         )
-    assert program.train_reward_model(config, devices=one_device()) == 0
+    assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [1, 2]
     assert not any("accuracy" in name for name in rows[-1] if name.startswith("val-"))
@@ -106,7 +107,7 @@ def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
 
 def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     config = make_config(files, tmp_path)
-    assert program.train_reward_model(config, devices=one_device()) == 0
+    assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0
     rows = rows_of(config)
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
@@ -121,14 +122,14 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
 def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
     cost = {"loss": "cost_preference", "harm_fields": ("chosen_harms", "rejected_harms")}
     whole = make_config(files, tmp_path / "whole", **cost)
-    program.train_reward_model(whole, devices=one_device())
+    program.train_reward_model(whole, devices=one_device(), report=write_report)
     assert rows_of(whole)[-1]["val-core/pairs/accuracy"] == 1.0
     assert rows_of(whole)[-1]["pairs/sign_accuracy"] == 1.0
     half = make_config(files, tmp_path / "half", **cost, **{"num_steps": 8})
-    program.train_reward_model(half, devices=one_device())
+    program.train_reward_model(half, devices=one_device(), report=write_report)
     shutil.rmtree(half.run_folder.trained_model)
     rest = make_config(files, tmp_path / "half", **cost)
-    program.train_reward_model(rest, devices=one_device())
+    program.train_reward_model(rest, devices=one_device(), report=write_report)
     for ours, theirs in zip(rows_of(rest)[-4:], rows_of(whole)[-4:], strict=True):
         assert ours["pairs/loss"] == theirs["pairs/loss"]
 
@@ -139,7 +140,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
     config = dataclasses.replace(
         config, mesh=dataclasses.replace(config.mesh, train="1-2-4", fsdp=2)
     )
-    assert program.train_dpo(config) == 0
+    assert program.train_dpo(config, report=write_report) == 0
     rows = rows_of(config)
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
@@ -159,5 +160,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
 )
 def test_refused(changes, message, files, tmp_path):
     with pytest.raises(UserError) as error:
-        program.train_reward_model(make_config(files, tmp_path, **changes), devices=one_device())
+        program.train_reward_model(
+            make_config(files, tmp_path, **changes), devices=one_device(), report=write_report
+        )
     assert message in str(error.value)

@@ -14,6 +14,7 @@ from closeness import assert_close
 from extras import import_extra
 from slow_values import mostly_slow
 
+from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, SftConfig
 from jaxrl.data.data_config import (
@@ -141,7 +142,7 @@ def rollouts(config: Config) -> dict[int, bytes]:
 def whole(tmp_path_factory, problems):
     """A run from start to end, never interrupted."""
     config = make_config(tmp_path_factory.mktemp("whole"), problems, num_steps=4)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     return config
 
 
@@ -199,7 +200,7 @@ def test_the_report_says_which_step_was_evaluated():
 def test_the_last_step_is_evaluated_once_whatever_the_interval(tmp_path, problems, whole):
     settings = dataclasses.replace(whole.evaluation, every=2)
     config = make_config(tmp_path, problems, num_steps=3, evaluation=settings)
-    program.train(warm(config, whole), devices=one_device())
+    program.train(warm(config, whole), devices=one_device(), report=write_report)
     key = "val-core/repeat/acc/mean@4"
     assert [row["step"] for row in curve(config) if key in row] == [0, 2, 3]
     assert (
@@ -211,7 +212,7 @@ def test_the_last_step_is_evaluated_once_whatever_the_interval(tmp_path, problem
 def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, capsys):
     data = dataclasses.replace(whole.data, evaluation=EvaluationSourceConfig())
     config = make_config(tmp_path, problems, num_steps=2, data=data)
-    assert program.train(warm(config, whole), devices=one_device()) == 0
+    assert program.train(warm(config, whole), devices=one_device(), report=write_report) == 0
     said = "data.evaluation names no problems, so there is no accuracy"
     assert f"evaluation: none: {said}" in capsys.readouterr().out
     rows = curve(config)
@@ -244,7 +245,7 @@ def test_prompts_need_no_truth_where_only_functions_score(
         "reward": dataclasses.replace(whole.reward, functions=odd, grader_weight=0.0),
     }
     config = make_config(tmp_path, problems, num_steps=1, **settings)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert "39 prompts without a truth" in capsys.readouterr().out
     step = curve(config)[-1]
     assert step["reward/odd/mean"] > 0 and step["reward/grader/failed"] == 0
@@ -255,27 +256,31 @@ def test_prompts_need_no_truth_where_only_functions_score(
     settings["reward"] = dataclasses.replace(settings["reward"], grader_weight=1.0)
     config = make_config(tmp_path / "graded", problems, num_steps=1, **settings)
     with pytest.raises(UserError, match=r"Set answer_field .*reward\.grader_weight=0"):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
 
 
 def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
-    program.train(warm(make_config(tmp_path, problems, num_steps=2), whole), devices=one_device())
+    program.train(
+        warm(make_config(tmp_path, problems, num_steps=2), whole),
+        devices=one_device(),
+        report=write_report,
+    )
     config = make_config(tmp_path, problems, num_steps=4)
-    program.train(config, devices=one_device())
+    program.train(config, devices=one_device(), report=write_report)
     assert curve(config) == curve(whole)
     assert rollouts(config) == rollouts(whole)
 
 
 def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog):
     config = warm(make_config(tmp_path, problems, num_steps=2), whole)
-    program.train(config, devices=one_device())
+    program.train(config, devices=one_device(), report=write_report)
     newest = config.run_folder.path / "rl" / "checkpoints" / "2"
     largest = max(newest.rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     config = make_config(tmp_path, problems, num_steps=4)
-    program.train(config, devices=one_device())
+    program.train(config, devices=one_device(), report=write_report)
     assert "checkpoint of step 2 skipped" in caplog.text
     assert curve(config) == curve(whole)
     assert rollouts(config) == rollouts(whole)
@@ -290,7 +295,7 @@ def test_all_checkpoints_damaged_is_refused(tmp_path, problems, whole):
     rows = curve(config)
     for _ in range(2):
         with pytest.raises(UserError, match="no intact checkpoint is left"):
-            program.train(config, devices=one_device())
+            program.train(config, devices=one_device(), report=write_report)
         assert curve(config) == rows
 
 
@@ -319,16 +324,16 @@ def test_signal_saves_and_the_next_run_goes_on(
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(ActorPhase, "update", signal_then_update)
-        assert program.train(config, devices=one_device()) == status
+        assert program.train(config, devices=one_device(), report=write_report) == status
     assert curve(config)[-1]["step"] == 2
     assert "<svg" in config.run_folder.report.read_text()
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert curve(config) == curve(whole)
 
 
 def test_finished_run_is_left_alone(whole):
     before = curve(whole)
-    assert program.train(whole, devices=one_device()) == 0
+    assert program.train(whole, devices=one_device(), report=write_report) == 0
     assert curve(whole) == before
 
 
@@ -340,7 +345,7 @@ def test_a_run_from_weights_keeps_and_shows_their_shape(tmp_path, problems, whol
         sft=dataclasses.replace(config.sft, num_steps=2),
     )
     for _ in range(2):
-        assert program.fine_tune(config, devices=one_device()) == 0
+        assert program.fine_tune(config, devices=one_device(), report=write_report) == 0
         kept = config.run_folder.config.read_text().splitlines()
         assert {"model.num_layers = 2", "model.d_model = 32", "model.vocab_size = 288"} < set(kept)
         assert "model.d_model = 32" in (config.run_folder.path / "report.html").read_text()
@@ -383,7 +388,7 @@ def test_data_that_teaches_nothing_ends_with_a_clear_error(tmp_path, problems):
     with pytest.raises(
         UserError, match=r"10 generation batches .* gave 0 of the 8 groups.*What was sampled is in"
     ):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
     rows = list(map(json.loads, config.run_folder.rollouts.step(1).read_text().splitlines()))
     assert rows and all(row["step"] == 1 and "completion" in row for row in rows)
 
@@ -391,7 +396,7 @@ def test_data_that_teaches_nothing_ends_with_a_clear_error(tmp_path, problems):
 def test_run_that_may_not_resume(whole):
     config = dataclasses.replace(whole, run=dataclasses.replace(whole.run, resume="never"))
     with pytest.raises(UserError, match="already holds a run"):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
 
 
 @pytest.mark.parametrize("content", ["", "[", "[1]", "{}", '[{"prompt": "1"}]', "\x00"])
@@ -399,7 +404,7 @@ def test_a_damaged_file_of_samples_costs_the_report_its_answers(content, tmp_pat
     config = make_config(tmp_path, problems)
     shutil.copytree(whole.run_folder.path, config.run_folder.path)
     config.run_folder.samples("before").write_text(content)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert "<svg" in config.run_folder.report.read_text()
 
 
@@ -410,7 +415,7 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path, problems, whole)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     wide = dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96))
     with pytest.raises(UserError, match=r"does not fit the model of this config \(actor: .*64"):
-        program.train(wide, devices=one_device())
+        program.train(wide, devices=one_device(), report=write_report)
     (config.run_folder.path / "lock").unlink()
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     export_run(config.run_folder.path, tmp_path / "hf", dtype="float32", max_shard_bytes=10**9)
@@ -446,7 +451,7 @@ def test_a_run_that_has_lost_rows_is_refused_and_left_as_it_was(
         with pytest.raises(
             UserError, match=r"metrics\.jsonl .*go on without the lost rows"
         ) as error:
-            program.train(config, devices=one_device())
+            program.train(config, devices=one_device(), report=write_report)
         assert f"/{stage}/" in str(error.value), name
         (config.run_folder.path / "lock").unlink()
         assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before, name
@@ -464,19 +469,19 @@ def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
     accepting = dataclasses.replace(config.run, resume="accept_lost_rows")
     # A finished run has its report written again from what is left.
     config = dataclasses.replace(config, run=accepting)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert "sft/metrics.jsonl has a line 2 that is no row" in caplog.text
     assert "<svg" in config.run_folder.report.read_text()
     # Another one goes on.
     config = dataclasses.replace(config, run=dataclasses.replace(accepting, num_steps=5))
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert curve(config)[:-1] == [rows[0], *rows[3:]]
 
 
 def test_a_second_run_in_the_folder_is_refused(whole):
     rows = curve(whole)
     with run_lock(whole.run_folder.path), pytest.raises(UserError, match="is in use by process"):
-        program.train(whole, devices=one_device())
+        program.train(whole, devices=one_device(), report=write_report)
     assert curve(whole) == rows
 
 
@@ -488,10 +493,10 @@ def test_a_shared_sft_stage_is_trained_by_one_and_read_by_all(tmp_path, problems
         run_lock(first.run_folder.path),
         pytest.raises(UserError, match="first/seed0 is in use by process"),
     ):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
     shutil.copytree(whole.run_folder.path / "sft", first.run_folder.path / "sft")
     with run_lock(first.run_folder.path):
-        assert program.train(config, devices=one_device()) == 0
+        assert program.train(config, devices=one_device(), report=write_report) == 0
     assert curve(config) == curve(whole)[:3]
 
 
@@ -499,7 +504,7 @@ def test_no_sft_stage_leaves_no_folder(tmp_path, problems):
     sft = SftConfig(num_steps=0)
     algorithm = AlgorithmConfig(dataflow="grpo")
     config = make_config(tmp_path, problems, num_steps=1, sft=sft, algorithm=algorithm)
-    assert program.train(config, devices=one_device()) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     assert not (config.run_folder.path / "sft").exists()
     with pytest.raises(ValueError, match="names an SFT stage to begin with, and num_steps 0"):
         SftConfig(run="other", num_steps=0)
@@ -538,12 +543,12 @@ def rewarded(folder, problems, whole, function, **changes) -> Config:
 def test_a_reward_that_raises_loses_no_step(tmp_path, problems, whole, capfd):
     config = rewarded(tmp_path, problems, whole, "fails_in_step_3")
     with pytest.raises(UserError, match=r"fails_in_step_3' raised KeyError: 'lost'"):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
     assert (
         "DAPO: step 3 was not finished; the last checkpoint is of step 2" in capfd.readouterr().out
     )
     plain = dataclasses.replace(config, reward=whole.reward)
-    assert program.train(plain, devices=one_device()) == 0
+    assert program.train(plain, devices=one_device(), report=write_report) == 0
     own = ("reward/own/",)
     rows = [{k: v for k, v in row.items() if not k.startswith(own)} for row in curve(config)]
     assert rows == curve(whole)
@@ -578,9 +583,9 @@ def test_a_curriculum_and_generated_problems_resume_to_the_same_curve(tmp_path, 
             algorithm=AlgorithmConfig(dataflow="grpo"),
         )
 
-    program.train(config("whole", 4), devices=one_device())
+    program.train(config("whole", 4), devices=one_device(), report=write_report)
     for num_steps in (2, 4):
-        program.train(config("parts", num_steps), devices=one_device())
+        program.train(config("parts", num_steps), devices=one_device(), report=write_report)
     rows = curve(config("whole", 4))
     assert curve(config("parts", 4)) == rows
     assert rollouts(config("parts", 4)) == rollouts(config("whole", 4))
@@ -603,7 +608,7 @@ def test_a_learning_rate_that_is_far_too_high_leaves_a_checkpoint_from_before(
         optim=OptimConfig(lr=3.0, lr_warmup_steps=0),
         run=dataclasses.replace(whole.run, output=str(tmp_path), num_steps=4, keep_checkpoints=1),
     )
-    assert program.train(warm(config, whole), devices=one_device()) == 0
+    assert program.train(warm(config, whole), devices=one_device(), report=write_report) == 0
     assert "the model may have diverged" in capfd.readouterr().out
     checkpoints = StoredCheckpoints(config.run_folder.path / "rl" / "checkpoints")
     assert checkpoints.steps == [0, 4]
@@ -611,7 +616,7 @@ def test_a_learning_rate_that_is_far_too_high_leaves_a_checkpoint_from_before(
 
 def test_a_signal_ends_a_reward_that_hangs(tmp_path, problems, whole):
     config = rewarded(tmp_path, problems, whole, "hangs")
-    assert program.train(config, devices=one_device()) == EXIT_TRY_AGAIN
+    assert program.train(config, devices=one_device(), report=write_report) == EXIT_TRY_AGAIN
     assert [row["step"] for row in curve(config)] == [0]
 
 
@@ -643,7 +648,7 @@ def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
 ):
     def train(folder, *, num_steps):
         config = partial_config(tmp_path / folder, problems, whole, num_steps=num_steps, **changes)
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
         return config
 
     config = train("whole", num_steps=4)
@@ -662,7 +667,7 @@ def test_jetstream_samples_what_the_offline_driver_does(tmp_path, problems, whol
     import_extra("dev", "jetstream")
     rollout = dataclasses.replace(whole.rollout, driver="jetstream")
     config = warm(make_config(tmp_path, problems, num_steps=1, rollout=rollout), whole)
-    program.train(config, devices=one_device())
+    program.train(config, devices=one_device(), report=write_report)
     sampled = ("train/accuracy", "response_length/mean", "train/num_response_tokens_sampled")
     for one, other in zip(curve(config), curve(whole), strict=False):
         assert [one.get(name) for name in sampled] == [other.get(name) for name in sampled]
@@ -681,7 +686,7 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
     )
     train = TrainConfig(rows=4, row_tokens=64)
     config = make_config(tmp_path, problems, num_steps=1, rollout=rollout, train=train)
-    program.train(warm(config, whole), devices=one_device())
+    program.train(warm(config, whole), devices=one_device(), report=write_report)
     assert curve(config)[1]["response_length/mean"] > curve(whole)[1]["response_length/mean"] + 1
     # It answers in evaluation too.
     shown = json.loads((config.run_folder.path / "samples_before.json").read_text())
@@ -689,7 +694,7 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
     lost = dataclasses.replace(rollout, environment=f"{asks}:lost")
     config = make_config(tmp_path / "lost", problems, num_steps=1, rollout=lost, train=train)
     with pytest.raises(UserError, match=r"lost' returned token ids from 9999 to 9999; .* to 268"):
-        program.train(warm(config, whole), devices=one_device())
+        program.train(warm(config, whole), devices=one_device(), report=write_report)
 
 
 @pytest.mark.parametrize(
@@ -704,7 +709,11 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
 def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
     rollout = dataclasses.replace(whole.rollout, **changes)
     with pytest.raises(UserError, match=message):
-        program.train(make_config(tmp_path, problems, rollout=rollout), devices=one_device())
+        program.train(
+            make_config(tmp_path, problems, rollout=rollout),
+            devices=one_device(),
+            report=write_report,
+        )
 
 
 def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
@@ -712,7 +721,7 @@ def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
     algorithm = dataclasses.replace(whole.algorithm, dataflow="grpo")
     config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
     with pytest.raises(UserError, match=r"dataflow 'grpo' takes what it gets; use dataflow dapo"):
-        program.train(config, devices=one_device())
+        program.train(config, devices=one_device(), report=write_report)
 
 
 def test_a_run_with_top_p_trains_the_policy_that_sampled(tmp_path, problems, whole):
@@ -722,7 +731,7 @@ def test_a_run_with_top_p_trains_the_policy_that_sampled(tmp_path, problems, who
     )
     config = dataclasses.replace(config, rollout=rollout)
     assert config.truncates_logprobs
-    assert program.train(warm(config, whole), devices=one_device()) == 0
+    assert program.train(warm(config, whole), devices=one_device(), report=write_report) == 0
     for row in curve(config)[1:]:
         assert 0 <= row["rollout_corr/truncation_masked_fraction"] < 1e-3
         assert row["training/rollout_probs_diff_max"] < 1e-4
@@ -736,7 +745,7 @@ def test_a_run_with_top_p_trains_the_policy_that_sampled(tmp_path, problems, who
         name="untold",
         algorithm=dataclasses.replace(config.algorithm, truncated_logprobs=False),
     )
-    assert program.train(warm(untold, whole), devices=one_device()) == 0
+    assert program.train(warm(untold, whole), devices=one_device(), report=write_report) == 0
     assert all("rollout_corr/truncation_masked_fraction" not in row for row in curve(untold))
     ppl = "rollout_corr/rollout_ppl"
     assert curve(config)[1][ppl] < curve(untold)[1][ppl] - 0.01

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.commands.run_commands import write_report
 from jaxrl.config.batch_shapes import row_limits
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import SftConfig
@@ -60,7 +61,7 @@ def make_config(folder, lines: list[str]) -> Config:
 
 def test_two_steps_from_a_file(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    assert program.fine_tune(config, devices=jax.devices()[:1]) == 0
+    assert program.fine_tune(config, devices=jax.devices()[:1], report=write_report) == 0
     first, second = read_metrics(config.sft_folder.path / "metrics.jsonl")
     tokenizer = load_tokenizer(config.run_folder.path / "model")
     # Each answer, and that it ends.
@@ -101,7 +102,7 @@ def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
 def test_a_broken_row_is_named(line, message, tmp_path):
     config = make_config(tmp_path, [json.dumps(ROWS[0]), line])
     with pytest.raises(UserError) as error:
-        program.fine_tune(config, devices=jax.devices()[:1])
+        program.fine_tune(config, devices=jax.devices()[:1], report=write_report)
     assert message in str(error.value)
     assert not config.sft_folder.path.exists()
 
@@ -109,4 +110,4 @@ def test_a_broken_row_is_named(line, message, tmp_path):
 def test_reinforcement_learning_needs_problems(tmp_path):
     config = make_config(tmp_path, [json.dumps(ROWS[0])])
     with pytest.raises(UserError, match=r"data\.train names neither a file nor a task"):
-        program.train(config, devices=jax.devices()[:1])
+        program.train(config, devices=jax.devices()[:1], report=write_report)

@@ -2,13 +2,12 @@
 
     prefill              sequences -> a cache of exactly their tokens
     extend               a cache, T new tokens -> a cache of the new tokens, which `write` adds to the first
-    decoding             a cache (read only), a buffer -> one token at a time, each put into the buffer; in
-    the
-                         end `write` adds the buffer to the cache
+    decoding             a cache (read only), a buffer -> one token at a time, each put into the buffer; at
+                         the end `write` adds the buffer to the cache
     take, copy, resize   move slots, change their capacity
 
-Implementations: `stacked_cache.py` (one array for all layers), `per_layer_cache.py` (one array per layer)
-and `paged_cache.py` (slots are tables of pages). A cache is a pytree whose content only its `CacheKind`
+Implementations: `contiguous_cache.py` (slots are rows of arrays) and `paged_cache.py` (slots are tables of
+pages). A cache is a pytree whose content only its `CacheKind`
 knows. The engine passes it on, shards it by its `axes`, and frees it. Slots, prefixes and buffers may be
 different trees.
 

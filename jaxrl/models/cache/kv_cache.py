@@ -1,8 +1,10 @@
-"""The arrays of a key-value cache, of one layer or of all layers.
+"""The arrays of a key-value cache, and moves of its slots on the device that holds them.
 
-    B sequences   C capacity in tokens   L layers   K kv heads   H head size
+    B sequences   C capacity in tokens   L layers   K kv heads   H head size   n slots   P pages of a slot
+    W new tokens
 
-Types: float32, bfloat16, or 8 bits with a scale per token and head.
+Types: float32, bfloat16, or int8 with a scale per token and head. The moves take a tree of arrays, and a tree
+of the same structure with a tuple of logical axes per leaf. "batch" counts slots, "length" cached tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.bits import moved_as_bits
-from jaxrl.quantized import is_eight_bits, quantize
+from jaxrl.quantized import quantize
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +30,7 @@ class KVCache:
     Attributes:
       k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
       v: [.., B, K, C, H].
-      k_scale, v_scale: float32 [.., B, K, C], factors of 8-bit entries; None for other types.
+      k_scale, v_scale: float32 [.., B, K, C], factors of int8 entries; None for other types.
       keys_last: last dimension of k, "length" or "head_dim".
     """
 
@@ -44,13 +46,32 @@ class KVCache:
         return self.v.shape[-2]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedSlots:
+    """A cache whose slots are lists of pages. The host assigns the pages (`rollout.page_pool`).
+
+    Token t of a slot is token t % page of page table[slot, t // page]. Page 0 of a device belongs to nobody:
+    unused entries of the table name it, and it takes whatever is written beyond the pages of a slot.
+
+    Attributes:
+      pool: the pages; a tree of arrays with the axes "batch" (pages) and "length" (tokens of a page).
+      table: int32 [n, P], the pages of each slot, numbered on the device that holds them.
+      shared: int32 [n], number of leading pages that a copy into the slot leaves unchanged.
+    """
+
+    pool: Any
+    table: jax.Array
+    shared: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
     """Sizes and types of all caches of an engine.
 
     Attributes:
       num_layers, num_kv_heads, head_dim: sizes of the model.
-      dtype: float32, bfloat16, int8 or float8_e4m3fn.
+      dtype: float32, bfloat16 or int8.
       keys_last: see `KVCache`.
     """
 
@@ -75,7 +96,7 @@ class CacheShape:
     def _zeros(self, leading: tuple[int, ...], capacity: int) -> KVCache:
         K, H, C = self.num_kv_heads, self.head_dim, capacity
         scales: Any = [None, None]
-        if is_eight_bits(self.dtype):
+        if self.dtype == jnp.int8:
             scales = [jnp.zeros((*leading, K, C)) for _ in range(2)]
         k_shape = (*leading, K, C, H) if self.keys_last == "head_dim" else (*leading, K, H, C)
         return KVCache(
@@ -99,8 +120,8 @@ def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "l
     """A cache that holds exactly the given keys and values, [.., T, K, H]."""
     k_KTH, v_KTH = (x.swapaxes(-3, -2) for x in (k_TKH, v_TKH))
     scales: Any = [None, None]
-    if is_eight_bits(dtype):
-        k, v = (quantize(x, dtype, (x.ndim - 1,)) for x in (k_KTH, v_KTH))
+    if dtype == jnp.int8:
+        k, v = (quantize(x, (x.ndim - 1,)) for x in (k_KTH, v_KTH))
         k_KTH, v_KTH, scales = k.values, v.values, [k.scale[..., 0], v.scale[..., 0]]
     k = k_KTH if keys_last == "head_dim" else k_KTH.swapaxes(-1, -2)
     return KVCache(k.astype(dtype), v_KTH.astype(dtype), *scales, keys_last=keys_last)
@@ -114,3 +135,83 @@ def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
 
     axes = cache_axes(cache)
     return moved_as_bits(lambda cache, new: jax.tree.map(put, cache, new, axes), cache, new)
+
+
+def take_slots(tree: Any, axes: Any, slots_n: jax.Array) -> Any:
+    """Takes the slots with numbers `slots_n`, int32, from `tree`."""
+    return jax.tree.map(
+        lambda leaf, names: jnp.take(leaf, slots_n, axis=names.index("batch")), tree, axes
+    )
+
+
+def with_capacity(tree: Any, axes: Any, capacity: int) -> Any:
+    """Changes the capacity of `tree`: appends zeros or cuts off the end."""
+
+    def one(leaf, names):
+        if "length" not in names:
+            return leaf
+        dim = names.index("length")
+        if capacity <= leaf.shape[dim]:
+            return jax.lax.slice_in_dim(leaf, 0, capacity, axis=dim)
+        pad = [(0, 0)] * leaf.ndim
+        pad[dim] = (0, capacity - leaf.shape[dim])
+        return jnp.pad(leaf, pad)
+
+    return jax.tree.map(one, tree, axes)
+
+
+def copy_slots(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
+    """Replaces slot i of `tree` by slot source_n[i] of `other` if that number is not negative.
+
+    Capacities may differ, but the tokens must fit. The cost grows with the number of replaced slots.
+    """
+    order_n = jnp.argsort(source_n < 0, stable=True)
+
+    def copy(j, trees):
+        slot = order_n[j]
+
+        def one(leaf, new, names):
+            batch = names.index("batch")
+            # Copy the smaller of the two capacities; all other dimensions are equal.
+            sizes = [min(pair) for pair in zip(leaf.shape, new.shape, strict=True)]
+            sizes[batch] = 1
+            new = jax.lax.dynamic_slice(new, starts({batch: source_n[slot]}, leaf.ndim), sizes)
+            return jax.lax.dynamic_update_slice(leaf, new, starts({batch: slot}, leaf.ndim))
+
+        tree, other = trees
+        return jax.tree.map(one, tree, other, axes), other
+
+    return _each(copy, (source_n >= 0).sum(), tree, other)
+
+
+def write_slots(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Array) -> Any:
+    """Writes the W tokens of `new` to every live slot of `tree`, at `start_n`; other slots stay unchanged.
+
+    A live slot must have room for W tokens from its start.
+    """
+    # Slot by slot: for a scatter XLA would copy the whole tree into another memory layout.
+    order_n = jnp.argsort(~live_n, stable=True)
+
+    def write(j, trees):
+        slot = order_n[j]
+
+        def one(leaf, new, names):
+            batch, length = names.index("batch"), names.index("length")
+            new = jax.lax.dynamic_index_in_dim(new, slot, batch)
+            start = starts({batch: slot, length: start_n[slot]}, leaf.ndim)
+            return jax.lax.dynamic_update_slice(leaf, new, start)
+
+        tree, new = trees
+        return jax.tree.map(one, tree, new, axes), new
+
+    return _each(write, live_n.sum(), tree, new)
+
+
+def _each(move: Any, times: jax.Array, tree: Any, other: Any) -> Any:
+    """Applies `move(j, (tree, other))` for j < times; returns the new `tree`."""
+    return moved_as_bits(lambda *trees: jax.lax.fori_loop(0, times, move, trees)[0], tree, other)
+
+
+def starts(at: dict[int, Any], ndim: int) -> list[Any]:
+    """Start indices by dimension; 0 where `at` has none."""
+    return [at.get(d, 0) for d in range(ndim)]

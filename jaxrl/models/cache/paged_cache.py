@@ -5,21 +5,23 @@
 Prefixes and the buffer of a dispatch are contiguous caches of another kind. A dispatch reads the pages, by a
 kernel that follows the table or by gathering them once, and appends the buffer to them at its end.
 
-    n slots   P pages of a slot   L layers   K kv heads   H head size   W tokens of a dispatch
+A pool is a contiguous cache whose "slots" are pages: its axis "batch" counts pages, "length" the tokens of a
+page.
+
+    n slots   N pages of a device   P pages of a slot   L layers   K kv heads   H head size   W new tokens
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.cache import page_moves
 from jaxrl.models.cache.interface import Attention, Cache, CacheKind, CachePass, DecodeStep
-from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.kv_cache import PagedSlots, starts, with_capacity
 from jaxrl.models.decoder import Decoder
 
 # (slots, logical axes of their arrays) -> the contiguous cache that they hold
@@ -55,7 +57,7 @@ class PagedCache:
         return True
 
     def empty(self, num_slots: int, capacity: int) -> PagedSlots:
-        """See `CacheKind.empty`. The pool has `num_pages` pages for any number of slots."""
+        """The pool has `num_pages` pages for any number of slots."""
         return PagedSlots(
             self.contiguous.empty(self.num_pages, self.page_tokens),
             jnp.zeros((num_slots, capacity // self.page_tokens), jnp.int32),
@@ -63,51 +65,161 @@ class PagedCache:
         )
 
     def buffer(self, num_slots: int, tokens: int) -> Cache:
-        """See `CacheKind.buffer`."""
         return self.contiguous.buffer(num_slots, tokens)
 
     def axes(self, cache: Cache) -> Cache:
-        """See `CacheKind.axes`."""
         if not isinstance(cache, PagedSlots):
             return self.contiguous.axes(cache)
         table, shared = ("batch", None), ("batch",)
         return PagedSlots(self.contiguous.axes(cache.pool), table, shared)  # pyright: ignore
 
     def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
-        """See `CacheKind.prefill`."""
         return self.contiguous.prefill(attention, segment_ids_BT)
 
     def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
-        """See `CacheKind.extend`; for prefixes only."""
+        """For prefixes only."""
         return self.contiguous.extend(model, cache, length_B)
 
     def decoding(self, model: Decoder, cache: PagedSlots, length_B: jax.Array) -> DecodeStep:
-        """See `CacheKind.decoding`."""
         past = cache if self.gather is None else self.gather(cache, self.axes(cache))
         return self.contiguous.decoding(model, past, length_B)
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
-        """See `CacheKind.put`."""
         return self.contiguous.put(buffer, new, i)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
-        """See `CacheKind.write`. In pages, tokens beyond those of a slot are lost."""
+        """In pages, tokens beyond those of a slot are lost."""
         if not isinstance(cache, PagedSlots):
             return self.contiguous.write(cache, new, start_B, live_B)
-        return page_moves.written(cache, self.contiguous.axes(cache.pool), new, start_B, live_B)
+        return written_to_pages(cache, self.contiguous.axes(cache.pool), new, start_B, live_B)
 
     def take(self, cache: PagedSlots, slots: jax.Array) -> Cache:
-        """See `CacheKind.take`; the result is contiguous."""
+        """The result is contiguous."""
         return self.take_pages(cache, cache.table[slots])
 
     def take_pages(self, cache: PagedSlots, table_Pp: jax.Array) -> Cache:
         """Copies pages, int32 [P, p], one after another into a contiguous cache of P sequences."""
-        return page_moves.gathered(cache.pool, self.contiguous.axes(cache.pool), table_Pp)
+        return gathered_pages(cache.pool, self.contiguous.axes(cache.pool), table_Pp)
 
     def copy(self, cache: PagedSlots, other: Cache, source_B: jax.Array) -> PagedSlots:
-        """See `CacheKind.copy`; `other` is contiguous."""
-        return page_moves.copied(cache, self.contiguous.axes(cache.pool), other, source_B)
+        """`other` is contiguous."""
+        return copied_to_pages(cache, self.contiguous.axes(cache.pool), other, source_B)
 
     def resize(self, cache: Cache, capacity: int) -> Cache:
-        """See `CacheKind.resize`; for prefixes only."""
+        """For prefixes only."""
         return self.contiguous.resize(cache, capacity)
+
+
+def gathered_pages(pool: Any, axes: Any, table_nP: jax.Array) -> Any:
+    """The pages of each slot one after another: a contiguous cache of n slots, 0 where a slot has no page."""
+    n, P = table_nP.shape
+    order = jnp.argsort((table_nP == 0).reshape(-1), stable=True)
+
+    def empty(leaf, names):
+        shape = list(leaf.shape)
+        shape[names.index("batch")] = n
+        shape[names.index("length")] *= P
+        return jnp.zeros(shape, leaf.dtype)
+
+    def copy_page(j, cache):
+        slot, p = order[j] // P, order[j] % P
+
+        def one(old, leaf, names):
+            batch, length = names.index("batch"), names.index("length")
+            page = jax.lax.dynamic_slice_in_dim(leaf, table_nP[slot, p], 1, batch)
+            at = {batch: slot, length: p * leaf.shape[length]}
+            return jax.lax.dynamic_update_slice(old, page, starts(at, leaf.ndim))
+
+        return jax.tree.map(one, cache, pool, axes)
+
+    # Page by page: for a gather XLA would copy the pool into another memory layout.
+    used = (table_nP > 0).sum()
+    return jax.lax.fori_loop(0, used, copy_page, jax.tree.map(empty, pool, axes))
+
+
+def copied_to_pages(slots: PagedSlots, axes: Any, other: Any, source_n: jax.Array) -> PagedSlots:
+    """Writes slot source_n[i] of the contiguous cache `other` to the pages of slot i.
+
+    Slots with a negative source and the shared pages of a slot stay unchanged. The cost grows with the number
+    of pages written.
+
+    Args:
+      slots: slots that are written.
+      axes: logical axes of the pool, and of `other`.
+      other: contiguous cache.
+      source_n: int32 [n].
+    """
+    page, capacity = _page_tokens(slots.pool, axes), _page_tokens(other, axes)
+    most = -(-capacity // page)
+    other = with_capacity(other, axes, most * page)
+    order_n = jnp.argsort(source_n < 0, stable=True)
+
+    def copy_slot(j, pool):
+        slot = order_n[j]
+        row_P = slots.table[slot]
+
+        def copy_page(p, pool):
+            def one(leaf, new, names):
+                batch, length = names.index("batch"), names.index("length")
+                sizes = list(new.shape)
+                sizes[batch], sizes[length] = 1, page
+                at = {batch: source_n[slot], length: p * page}
+                new = jax.lax.dynamic_slice(new, starts(at, leaf.ndim), sizes)
+                return jax.lax.dynamic_update_slice(leaf, new, starts({batch: row_P[p]}, leaf.ndim))
+
+            return jax.tree.map(one, pool, other, axes)
+
+        used = jnp.minimum((row_P > 0).sum(), most)
+        return jax.lax.fori_loop(slots.shared[slot], used, copy_page, pool)
+
+    pool = jax.lax.fori_loop(0, (source_n >= 0).sum(), copy_slot, slots.pool)
+    return dataclasses.replace(slots, pool=pool)
+
+
+def written_to_pages(
+    slots: PagedSlots, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Array
+) -> PagedSlots:
+    """Writes the W tokens of `new` to every live slot, at `start_n`. Tokens beyond its pages are lost.
+
+    Args:
+      slots: slots that are written.
+      axes: logical axes of the pool, and of `new`.
+      new: contiguous cache of W tokens in n slots.
+      start_n: int32 [n], position of the first new token.
+      live_n: bool [n].
+    """
+    page, W = _page_tokens(slots.pool, axes), _page_tokens(new, axes)
+    # W tokens touch at most this many pages, wherever they begin.
+    touched = (W + page - 2) // page + 1
+    table_nP = jnp.pad(slots.table, ((0, 0), (0, touched)))
+    order_n = jnp.argsort(~live_n, stable=True)
+
+    def write(j, pool):
+        slot = order_n[j // touched]
+        place = start_n[slot] // page + j % touched
+        # The index among the new tokens of the first token of the page; negative if older ones precede.
+        first = place * page - start_n[slot]
+        index = first + jnp.arange(page)
+        is_new = (index >= 0) & (index < W)
+
+        def one(leaf, new, names):
+            batch, length = names.index("batch"), names.index("length")
+            new = jax.lax.dynamic_index_in_dim(new, slot, batch)
+            pads = [(page, page) if d == length else (0, 0) for d in range(leaf.ndim)]
+            new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, pads), first + page, page, length)
+            start = starts({batch: table_nP[slot, place]}, leaf.ndim)
+            # Pages are read and written whole: a write of single tokens needs a loop over tokens.
+            old = jax.lax.dynamic_slice(leaf, start, new.shape)
+            chosen = is_new.reshape([page if d == length else 1 for d in range(leaf.ndim)])
+            return jax.lax.dynamic_update_slice(leaf, jnp.where(chosen, new, old), start)
+
+        return jax.tree.map(one, pool, new, axes)
+
+    pool = jax.lax.fori_loop(0, live_n.sum() * touched, write, slots.pool)
+    return dataclasses.replace(slots, pool=pool)
+
+
+def _page_tokens(tree: Any, axes: Any) -> int:
+    """The size of the axis "length" of a tree."""
+    sizes = jax.tree.map(lambda leaf, names: leaf.shape[names.index("length")], tree, axes)
+    return jax.tree.leaves(sizes)[0]

@@ -40,8 +40,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kern
 
 from jaxrl.errors import UserError
 from jaxrl.models.cache.cached_attention import PartialAttention
-from jaxrl.models.cache.kv_cache import KVCache
-from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.kv_cache import KVCache, PagedSlots
 
 # Rows of a float32 tile in a TPU's vector memory, and rows of the smallest matmul on a GPU.
 _TPU_QUERIES, _GPU_QUERIES = 8, 16

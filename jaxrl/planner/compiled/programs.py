@@ -28,13 +28,12 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.trace import abstract_batch, bytes_of, matmul_flops, sampler_shapes
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_load import StepLoad
-from jaxrl.roles.objective import Objective
+from jaxrl.roles.losses import Objective
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.roles.reward_model import RewardModel
-from jaxrl.roles.score_learner import ScoreLearner
-from jaxrl.rollout.buckets import round_up
+from jaxrl.roles.scores import RewardModel, ScoreLearner
 from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.engine_sizes import round_up
 from jaxrl.rollout.sampling import untruncated
 from jaxrl.types import PackedBatch, ValueBatch
 

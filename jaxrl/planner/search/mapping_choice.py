@@ -27,8 +27,7 @@ from jaxrl.planner.search.search import search_mapping_of_common_rows
 from jaxrl.planner.simulation.step_tasks import TASKS
 from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.step_load import StepLengths, assumptions_of, load_of
-from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.cross_checks import roles_of
+from jaxrl.trainer.algorithm import algorithm_of, roles_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
 

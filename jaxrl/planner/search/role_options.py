@@ -62,7 +62,7 @@ def strategies_of(
 
 
 def _exchanges(model: ModelConfig, t: int, context: int) -> bool:
-    """Whether the heads of a device divide over the context axis (mesh.attention_parallel)."""
+    """Whether the heads of a device divide over the context axis (mesh.parallel_layers)."""
     keys = max(1, model.num_kv_heads // t)
     return (model.num_heads // t) % context == 0 and (keys % context == 0 or context % keys == 0)
 

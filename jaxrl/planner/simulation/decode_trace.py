@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.rollout.buckets import coarse_bucket_sizes, round_up
+from jaxrl.rollout.engine_sizes import coarse_bucket_sizes, round_up
 
 _MOST_STRETCHES = 512
 

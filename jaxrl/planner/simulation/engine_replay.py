@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl.planner.simulation.decode_trace import DecodeTrace, PrefillSizes, PrefillWork
 from jaxrl.rollout.engine_sizes import PageSizes
-from jaxrl.rollout.scheduler import SampleRequest, Scheduler
+from jaxrl.rollout.scheduler import Scheduler
 from jaxrl.rollout.slot_pages import SlotPages
 
 
@@ -295,10 +295,7 @@ class _Loop:
     def add(self, samples: Iterable[int]) -> None:
         """Queues samples; they start in this order."""
         for i in samples:
-            self.scheduler.add(self._request(i))
-
-    def _request(self, i: int) -> SampleRequest:
-        return SampleRequest(i, self._samples.source(i))
+            self.scheduler.add(i, self._samples.source(i))
 
     def _take(self, slot: int, i: int) -> bool:
         if self._pages is None:
@@ -315,7 +312,7 @@ class _Loop:
         dropped = [] if self._pages is None else self._pages.grow()
         self.call.preempted += len(dropped)
         for i in scheduler.finish(dropped):
-            scheduler.add_first(self._request(i))
+            scheduler.add_first(i, self._samples.source(i))
         while (admission := scheduler.admit()) is not None:
             if admission.needs_prefill:
                 tokens = [self._samples.source_tokens(source) for source in admission.sources]

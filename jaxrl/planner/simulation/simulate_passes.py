@@ -236,11 +236,11 @@ class PassSimulator:
         one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
         found = {"tensor all-reduces": 2 * layers * one}
         if strategy.expert > 1:
-            # The tokens of a group are gathered, and the sums scattered (mesh.expert_parallel).
+            # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers).
             group = shared.ring(layout, "expert")
             found["tokens to experts"] = layers * shared.reduce_s(strategy.expert * size, group)
         if strategy.context > 1:
-            # Queries, keys, values and outputs, all but a device's own part (mesh.attention_parallel).
+            # Queries, keys, values and outputs, all but a device's own part (mesh.parallel_layers).
             keys = max(numbers.kv_heads / strategy.t, strategy.context, 1)
             heads = 2 * model.num_heads / strategy.t + 2 * keys
             sent = flushes.microbatch_tokens * heads * model.head_dim * assume.compute_bytes

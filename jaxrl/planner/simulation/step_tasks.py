@@ -64,7 +64,7 @@ def role_tasks(
         row = ROLES[role]
         # A reward model scores the greedy answers too.
         greedy = flow.greedy_baseline and role == "reward"
-        optional = row.where_used or role in _UNKNOWN_COSTS
+        optional = row.optional or role in _UNKNOWN_COSTS
         return RoleTasks(role, trains=row.trains, greedy=greedy, optional=optional)
 
     return tuple(of(role) for role in roles or flow.roles)

@@ -1,26 +1,94 @@
-"""Adapts our engine to JetStream's contract, `jetstream.engine.engine_api.Engine`.
+"""Our engine under JetStream's contract, `jetstream.engine.engine_api.Engine`.
 
-W tokens of a dispatch   n slots   C columns per token
+JetStream is archived; the contract is kept, not followed. Its last release, google-jetstream 0.2.2, was
+written for jax 0.4. Only this file imports the package, with these workarounds:
+
+    seqio, hence TensorFlow, is imported for tokenizers that we do not use    a stub during the import
+    the root logger is set to DEBUG and prints to stdout                      restored after the import
+    `logging.info` on every step, which installs handlers by itself           a logger of its own
+    `jax.tree_map` is gone from jax                                           `_delete_arrays`
+    an exception in a thread is answered with SIGKILL                         `JetStreamDriver._guarded`
+    stopping leaves callers waiting for ever                                  `JetStreamDriver.stop`
+    BOS is put before every prompt                                            `_process_prefill_content`
+    prompts are padded to a fixed list of sizes, longer ones cut              the same
+    `max_tokens` is checked per dispatch, not per token                       the engine's own limit
+
+Not covered: JetStream's driver has no settings per request, and its state always has full size. On several
+hosts its threads would dispatch in different orders and hang.
+
+    W tokens of a dispatch   n slots   C columns per token
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import logging
+import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.errors import UserError
 from jaxrl.mesh.rules import replicated
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
-from jaxrl.rollout.jetstream.package import engine_api, tokenizer_api, tokenizer_pb2
-from jaxrl.rollout.slots import DrawSettings, SlotAssignment, insert, prefilled, settings_on_device
+from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.slots import insert, prefilled, settings_on_device
+
+
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """Makes JetStream importable without TensorFlow and without side effects on logging."""
+    if importlib.util.find_spec("jetstream") is None:
+        raise UserError("JetStream is not installed; run pip install google-jetstream==0.2.2")
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    stubs: dict[str, types.ModuleType] = {}
+    if "seqio" not in sys.modules:
+        vocabularies: Any = types.ModuleType("seqio.vocabularies")
+        vocabularies.Vocabulary = type("Vocabulary", (), {})
+        vocabularies.SentencePieceVocabulary = vocabularies.Vocabulary
+        stubs = {"seqio": types.ModuleType("seqio"), "seqio.vocabularies": vocabularies}
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+# JetStream imports gRPC, which registers fork handlers that check its file descriptors in every child. A
+# child that closes all inherited descriptors, such as a sandboxed grader, would be aborted.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+with _importable():
+    from jetstream.core import orchestrator
+    from jetstream.core.utils.return_sample import ReturnSample
+    from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
+
+__all__ = ["LOG", "JetStreamEngine", "ReturnSample", "Work", "orchestrator", "tokenizer_api"]
+
+LOG = logging.getLogger("jetstream")
+
+
+def _delete_arrays(tree: Any) -> None:
+    """Frees the memory of a prefix after it was inserted."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+
+
+orchestrator.delete_pytree = _delete_arrays
+orchestrator.logging = token_utils.logging = LOG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +122,18 @@ class WorkPrefix:
 class JetstreamTokenizer(tokenizer_api.Tokenizer):
     """Wraps an encode and a decode function as JetStream's tokenizer. It neither pads nor adds tokens."""
 
+    # The model never sees padding, and BOS, if any, is already part of the prompt.
+    pad_id = bos_id = eos_id = 0  # pyright: ignore
+    stop_tokens: set[int] = frozenset()  # pyright: ignore
+
     def __init__(
         self,
         encode_text: Callable[[str], np.ndarray],
         decode_text: Callable[[np.ndarray], str],
         stop_ids: Sequence[int],
     ):
-        self._encode_text = encode_text
-        self.decode_text = decode_text
-        self._stop_ids = tuple(stop_ids)
+        self._encode_text, self._decode_text = encode_text, decode_text
+        self.stop_tokens = set(stop_ids)  # pyright: ignore
 
     def encode(self, s: str, **kwargs) -> tuple[np.ndarray, int]:
         """Token ids, int32 [T], and T. JetStream's padding arguments are ignored."""
@@ -70,37 +141,16 @@ class JetstreamTokenizer(tokenizer_api.Tokenizer):
         return tokens, len(tokens)
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
-        """The text of `token_ids`."""
-        return self.decode_text(np.asarray(token_ids, np.int32))
-
-    @property
-    def stop_tokens(self) -> set[int]:
-        """Ids that end a response and are not part of the output."""
-        return set(self._stop_ids)
-
-    @property
-    def pad_id(self) -> int:
-        """Id of padding; the model never sees it."""
-        return 0
-
-    @property
-    def eos_id(self) -> int:
-        """The first of the stop ids, 0 if there is none."""
-        return next(iter(self._stop_ids), 0)
-
-    @property
-    def bos_id(self) -> int:
-        """Not used: BOS, if any, is already part of the prompt."""
-        return self.eos_id
+        return self._decode_text(np.asarray(token_ids, np.int32))
 
 
 class JetStreamEngine(engine_api.Engine):
     """Our engine under JetStream's contract. A dispatch returns up to W tokens, JetStream's "speculations".
 
     One of JetStream's slots stands for `samples_per_slot` consecutive slots of ours, all with the same
-    prompt. With `columns` each token is followed by the bits of float values of the state, so that they reach
-    the host with it. Such bits can look like a stop id. The tokenizer must then have no stop ids, and a
-    sample ends where no entry is valid.
+    prompt. With `columns`, log-probability and entropy travel as extra integer columns beside each token.
+    Such bits can look like a stop id. The tokenizer must then have no stop ids, and a sample ends where no
+    entry is valid.
     """
 
     def __init__(
@@ -108,31 +158,29 @@ class JetStreamEngine(engine_api.Engine):
         engine: Engine,
         params: Params,
         tokenizer: JetstreamTokenizer,
-        settings: DrawSettings,
+        options: SamplingOptions,
         *,
         samples_per_slot: int = 1,
         columns: Sequence[str] = (),
-        lock: contextlib.AbstractContextManager | None = None,
     ):
         """Makes the adapter. Device memory for the decode state is first taken by `insert`.
 
         Args:
           engine, params, tokenizer: engine, weights and tokenizer of the model.
-          settings: sampling settings of all requests.
+          options: how tokens of all requests are drawn.
           samples_per_slot: number of our slots per JetStream slot; divides the number of our slots.
           columns: names of float32 fields of `DecodedTokens` that accompany the tokens.
-          lock: context manager that is held during each dispatch. It is needed if another driver uses the
-            devices, and on a mesh because JetStream dispatches from several threads: all devices must get
-            their programs in the same order.
         """
         assert engine.pages is None, "JetStream assigns slots, and nobody would assign their pages"
         self.engine = engine
         self.tokenizer = tokenizer
         self._params = params
-        self._settings = settings_on_device(engine, settings)
+        self._settings = settings_on_device(engine, options)
         self._samples_per_slot = samples_per_slot
         self._columns = tuple(columns)
-        self._lock = threading.Lock() if lock is None else lock
+        # JetStream dispatches from several threads, and all devices of a mesh must get their programs in the
+        # same order.
+        self._lock = threading.Lock()
         self._packed = jax.jit(self._pack)
         (self._none_active,) = host_inputs(engine.mesh, np.int32(0))
 
@@ -174,15 +222,13 @@ class JetStreamEngine(engine_api.Engine):
     ) -> DecodeState:
         """Starts a request's samples in a slot."""
         first = slot * self.samples_per_slot
-        assignments = [
-            SlotAssignment(
-                first + k, 0, prefix.prompt_id, prefix.first_sample + k, prefix.max_tokens
-            )
+        samples = [
+            (first + k, 0, prefix.prompt_id, prefix.first_sample + k, prefix.max_tokens, 0)
             for k in range(self.samples_per_slot)
         ]
         with self._lock:
             state = self.engine.init_decode_state() if decode_state is None else decode_state
-            return insert(self.engine, prefix.prefix, state, assignments, self._settings)
+            return insert(self.engine, prefix.prefix, state, samples, self._settings)
 
     def generate(
         self, params: Params, decode_state: DecodeState

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,18 +23,27 @@ from jaxrl.rollout.backend import (
     expected_or_prompt_lengths,
 )
 from jaxrl.rollout.driver import EngineBackend
-from jaxrl.rollout.jetstream.engine_adapter import JetStreamEngine, JetstreamTokenizer, Work
-from jaxrl.rollout.jetstream.orchestrator_driver import JetStreamDriver
-from jaxrl.rollout.jetstream.package import ReturnSample
+from jaxrl.rollout.jetstream.engine_adapter import (
+    LOG,
+    JetStreamEngine,
+    JetstreamTokenizer,
+    ReturnSample,
+    Work,
+    orchestrator,
+    tokenizer_api,
+)
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
-from jaxrl.rollout.slots import DrawSettings
 from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
 # Fields of the decode state that accompany each token.
 FIELDS = ("logprob", "entropy")
 _COLUMNS = 1 + len(FIELDS)
+
+
+class DriverFailed(RuntimeError):
+    """The engine has failed or the driver was stopped, so a request was not answered."""
 
 
 class CollectedSamples:
@@ -48,18 +58,15 @@ class CollectedSamples:
         """Receives the samples of a dispatch."""
         self._parts.append(samples)
 
-    def cancelled(self) -> bool:
-        """Always False: the sender waits."""
-        return False
-
     def close(self) -> None:
         """Marks all samples as complete."""
         self._done.set()
 
     def set_exception(self, error: Exception) -> None:
-        """Ends the request with an error."""
-        self._error = error
-        self._done.set()
+        """Ends the request with an error, unless it is complete."""
+        if not self._done.is_set():
+            self._error = error
+            self._done.set()
 
     def wait(self) -> list[np.ndarray]:
         """Waits for the samples; returns int32 [R, C] for each, or raises the error of `set_exception`."""
@@ -71,6 +78,90 @@ class CollectedSamples:
             np.array([i for part in parts for i in part.token_ids], np.int32).reshape(-1, _COLUMNS)
             for parts in each
         ]
+
+
+class JetStreamDriver(orchestrator.Driver):
+    """JetStream's driver of one engine, an orchestrator of threads that alternates prefill and decode.
+
+    If one of its threads fails, every open request gets `DriverFailed`, later requests are refused, and
+    `stop` ends the other threads.
+    """
+
+    def __init__(self, engine: JetStreamEngine):
+        """Starts the threads. Without a call of `stop` the process does not end."""
+        self._guard = threading.Lock()
+        self._channels: list[CollectedSamples] = []
+        self._failure: DriverFailed | None = None
+        params = engine.load_params()
+        super().__init__(
+            prefill_engines=[engine],
+            generate_engines=[engine],
+            prefill_params=[params],
+            generate_params=[params],
+            interleaved_mode=True,
+        )
+
+    def stop(self) -> None:
+        """Stops all threads; open requests get `DriverFailed`."""
+        super().stop()
+        self._fail(DriverFailed("the driver has stopped before the answer was complete"))
+
+    def submit(self, work: Work, channel: CollectedSamples) -> None:
+        """Queues a request; its channel receives the results as token ids."""
+        content: Any = work
+        to: Any = channel
+        request = orchestrator.ActiveRequest(
+            max_tokens=work.max_tokens, return_channel=to, prefill_content=content
+        )
+        # Without this the detokenize thread would decode token by token.
+        request.is_client_side_tokenization = True
+        with self._guard:
+            if self._failure is not None:
+                raise self._failure
+            self._channels.append(channel)
+        self.place_request_on_prefill_queue(request)
+
+    def _process_prefill_content(
+        self,
+        request: orchestrator.ActiveRequest,
+        tokenizer: tokenizer_api.Tokenizer,
+        is_bos: bool,
+        max_prefill_length: int,
+    ) -> tuple[Any, int]:
+        """Returns the prompt unchanged: the engine pads to its own sizes, and no BOS is added."""
+        work: Any = request.prefill_content
+        return work, len(work.tokens)
+
+    def _prefill_thread(self, idx: int) -> None:
+        self._guarded(super()._prefill_thread, idx)
+
+    def _transfer_thread(self, idx: int) -> None:
+        self._guarded(super()._transfer_thread, idx)
+
+    def _generate_thread(self, idx: int) -> None:
+        self._guarded(super()._generate_thread, idx)
+
+    def _detokenize_thread(self, idx: int) -> None:
+        self._guarded(super()._detokenize_thread, idx)
+
+    def _guarded(self, body: Callable[[int], None], idx: int) -> None:
+        try:
+            body(idx)
+        # Catches every exception: JetStream kills the process (SIGKILL) if one leaves a thread. Nothing is
+        # hidden, because everybody who waits for a result gets the error.
+        except Exception as error:
+            failure = DriverFailed(f"the engine has failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            LOG.error("JetStream's driver has failed", exc_info=error)
+            self.live = False
+            self._fail(failure)
+
+    def _fail(self, error: DriverFailed) -> None:
+        with self._guard:
+            self._failure = self._failure or error
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.set_exception(error)
 
 
 class JetStreamBackend(EngineBackend):
@@ -146,7 +237,7 @@ class JetStreamBackend(EngineBackend):
             self.engine,
             self.params,
             JetstreamTokenizer(_no_text, self._decode_text, stop_ids=()),
-            DrawSettings(options.seed, options.step, options.temperature, options.truncation),
+            options,
             samples_per_slot=per_slot,
             columns=FIELDS,
         )

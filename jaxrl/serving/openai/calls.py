@@ -1,29 +1,32 @@
-"""Converts OpenAI's requests to requests of the online driver: JSON objects in, `Request`s out.
+"""Converts between OpenAI's JSON and the online driver: bodies to `Request`s, `Delta`s to answers.
 
     POST /v1/completions        prompt: text, token ids, or a list of either
+                                choices have `text`
     POST /v1/chat/completions   messages through the model's chat template
+                                choices have `message`, or `delta` in the events of a stream
 
 `protocol` checks the form of a body. This module checks it against the model: name, tokenizer, lengths.
+Log-probabilities are those of the tempered distribution before truncation, the same that training uses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.errors import UserError
 from jaxrl.rollout.sampling import truncation_of
-from jaxrl.serving.online_driver import Request
+from jaxrl.serving.online_driver import Delta, Request
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
-    ErrorDetail,
-    ErrorResponse,
     InvalidRequest,
     RequestType,
     read_request,
@@ -63,13 +66,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
-        detail = ErrorDetail(
-            message=message,
-            type="rate_limit_error" if status == 429 else kind,
-            param=param,
-            code=code or None,
-        )
-        self.body = ErrorResponse(error=detail).model_dump()
+        kind = "rate_limit_error" if status == 429 else kind
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param, "code": code or None}
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +273,152 @@ def _check_sizes(
         )
 
 
-def error_of(error: UserError) -> ApiError:
-    """The ApiError for a request that can never be served."""
-    return ApiError(400, str(error))
+class Choice:
+    """One sample as it grows.
+
+    Attributes:
+      text: new text since the last `take`.
+      num_tokens: number of tokens so far.
+      finish: reason why it has ended; None before.
+    """
+
+    def __init__(self):
+        self.text = ""
+        self.num_tokens = 0
+        self.finish: str | None = None
+        self._tokens: list[tuple[str, float]] = []
+        self._spelled = 0
+
+    def add(self, delta: Delta) -> None:
+        """Appends a delta."""
+        self.text += delta.text
+        self.num_tokens += len(delta.tokens)
+        self.finish = delta.finish or None
+        self._tokens += zip(delta.pieces, map(float, delta.logprob), strict=True)
+
+    def take(self) -> tuple[str, list[tuple[str, float]], int]:
+        """What is new since the last call: text, (token, log-probability) pairs, and their text offset."""
+        text, tokens, start = self.text, self._tokens, self._spelled
+        self.text, self._tokens = "", []
+        self._spelled += sum(len(piece) for piece, _ in tokens)
+        return text, tokens, start
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The shape of an endpoint's answers.
+
+    Attributes:
+      prefix: start of the ids.
+      whole, event: kind of a whole answer and of an event of a stream.
+      choice: (index, choice, with log-probabilities) -> the choice of a whole answer.
+      new_part: (index, choice, with log-probabilities, is the first) -> the choice of an event.
+    """
+
+    prefix: str
+    whole: str
+    event: str
+    choice: Callable[[int, Choice, bool], Json]
+    new_part: Callable[[int, Choice, bool, bool], Json]
+
+
+def _completion_choice(index: int, choice: Choice, logprobs: bool, _: bool = False) -> Json:
+    text, tokens, start = choice.take()
+    ends = itertools.accumulate((len(piece) for piece, _ in tokens), initial=start)
+    of_tokens = {
+        "tokens": [piece for piece, _ in tokens],
+        "token_logprobs": [logprob for _, logprob in tokens],
+        "top_logprobs": None,
+        "text_offset": list(ends)[:-1],
+    }
+    part = {"text": text, "logprobs": of_tokens if logprobs else None}
+    return {"index": index, **part, "finish_reason": choice.finish}
+
+
+def _chat_choice(
+    index: int, choice: Choice, logprobs: bool, first: bool = True, *, name: str = "message"
+) -> Json:
+    text, tokens, _ = choice.take()
+    # Only the first event of a stream has the role.
+    message: Json = ({"role": "assistant"} if first else {}) | {"content": text}
+    if name == "message":
+        message["refusal"] = None
+    content = [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, logprob in tokens
+    ]
+    of_tokens = {"content": content, "refusal": None} if logprobs else None
+    return {"index": index, name: message, "logprobs": of_tokens, "finish_reason": choice.finish}
+
+
+def _chat_delta(index: int, choice: Choice, logprobs: bool, first: bool) -> Json:
+    return _chat_choice(index, choice, logprobs, first, name="delta")
+
+
+COMPLETION = Form(
+    "cmpl-", "text_completion", "text_completion", _completion_choice, _completion_choice
+)
+CHAT = Form("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_delta)
+
+
+class Answer:
+    """The choices of a call, assembled from deltas; returns whole answers and events as JSON."""
+
+    def __init__(self, call: Call, form: Form, model: str):
+        self._call = call
+        self._form = form
+        self._head = {
+            "id": form.prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._choices = [Choice() for _ in range(call.num_choices)]
+        self._begun: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish for choice in self._choices)
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Appends a delta to a choice."""
+        self._choices[index].add(delta)
+
+    def whole(self) -> str:
+        """The whole answer, once it is complete."""
+        logprobs = self._call.logprobs
+        choices = [self._form.choice(i, x, logprobs) for i, x in enumerate(self._choices)]
+        return self._json(self._form.whole, choices, self._usage())
+
+    def event(self, index: int) -> str:
+        """The event with the new part of a choice. If the counts are asked for, its own are null."""
+        first = index not in self._begun
+        self._begun.add(index)
+        part = self._form.new_part(index, self._choices[index], self._call.logprobs, first)
+        return self._json(
+            self._form.event, [part], {"usage": None} if self._call.include_usage else {}
+        )
+
+    def usage_event(self) -> str:
+        """The event with the token counts."""
+        return self._json(self._form.event, [], self._usage())
+
+    def _json(self, kind: str, choices: list[Json], usage: Json) -> str:
+        return to_json({**self._head, **usage, "object": kind, "choices": choices})
+
+    def _usage(self) -> Json:
+        """Every prompt counts once, however many choices it has."""
+        prompt = self._call.prompt_tokens
+        completion = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+        }
+
+
+def to_json(body: Json) -> str:
+    """The body of an answer, without spaces."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))

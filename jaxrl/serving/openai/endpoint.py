@@ -24,21 +24,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.errors import UserError
-from jaxrl.serving.online_driver import Delta, OnlineDriver
-from jaxrl.serving.openai.answers import CHAT, COMPLETION, Answer, Form
+from jaxrl.serving.online_driver import Delta, OnlineDriver, Overloaded, ServingError, Stopped
 from jaxrl.serving.openai.calls import (
+    CHAT,
+    COMPLETION,
+    Answer,
     ApiError,
     Call,
+    Form,
     Json,
     RequestLimits,
     RequestTokenizer,
     check_model,
-    error_of,
     read_chat,
     read_completion,
+    to_json,
 )
-from jaxrl.serving.openai.protocol import Model, ModelList
-from jaxrl.serving.request_errors import Overloaded, ServingError, Stopped
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
@@ -114,16 +115,21 @@ def build_app(
         body = {"alive": driver.alive, "waiting": waiting, "running": running}
         return JSONResponse(body, 200 if driver.alive else 503)
 
-    model = Model(
-        id=limits.model, created=int(time.time()), max_model_len=limits.max_context_tokens
-    )
+    model = {
+        "id": limits.model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "jaxrl",
+        # As in vLLM, for clients that query the limit.
+        "max_model_len": limits.max_context_tokens,
+    }
 
     async def models(request: Request) -> Response:
-        return _json(ModelList(data=[model]).model_dump_json())
+        return _json(to_json({"object": "list", "data": [model]}))
 
     async def one_model(request: Request) -> Response:
         check_model(request.path_params["name"], limits)
-        return _json(model.model_dump_json())
+        return _json(to_json(model))
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
@@ -246,7 +252,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        return error_of(error)
+        return ApiError(400, str(error))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, f"{error.detail}: see /v1/models and the documentation")
     if not isinstance(error, ServingError):

@@ -1,9 +1,4 @@
-"""OpenAI's requests and answers as types.
-
-    POST /v1/completions        CompletionRequest -> Completion, whole or in pieces
-    POST /v1/chat/completions   ChatRequest -> ChatCompletion, or ChatCompletionChunks
-    GET  /v1/models             ModelList; /v1/models/NAME: Model
-    an error                    ErrorResponse
+"""OpenAI's requests as types: `CompletionRequest` and `ChatRequest`.
 
 The field descriptions of the request types define what a valid body holds. An unsupported field is accepted
 only at its default, because clients send their defaults. `null` means the default, as with OpenAI. Besides
@@ -13,6 +8,10 @@ named as in other servers.
 Not checked here: everything that depends on the model (its name, its tokens, its longest prompt), and the
 ranges of sampling settings such as `top_p`, which the sampler checks. OpenAI's own package is not used: it
 does not check requests, and it brings the whole client.
+
+`chat_template_kwargs` are variables that a client passes to the model's chat template. The template always
+runs in a sandbox (`data.chat`). The checks here keep a client from overriding the server's own variables, and
+ensure that the values are plain JSON.
 """
 
 from __future__ import annotations
@@ -32,11 +31,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jaxrl.serving.openai.template_variables import VARIABLES_RULE, variables_fault
+from jaxrl.data.chat import RESERVED_VARIABLES
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_VARIABLES, MAX_NAME_CHARACTERS, MAX_DEPTH = 64, 64, 8
 
-FinishReason = Literal["stop", "length"]
+# The server supports no tools and no documents. If it ever does, they will be fields of their own.
+_OF_THE_SERVER = RESERVED_VARIABLES | {"tools", "documents"}
+# eos_token and the like: they belong to the model.
+_SPECIAL_TOKEN = "_token"
+
+VARIABLES_RULE = (
+    f"an object of up to {MAX_VARIABLES} variables of the chat template, with texts, numbers, true, false, "
+    f"null, and lists and objects of them up to {MAX_DEPTH} deep"
+)
 
 
 class InvalidRequest(Exception):
@@ -61,9 +69,45 @@ def _check_encodes(text: str) -> str:
 
 
 def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    if fault := variables_fault(variables):
+    if fault := _variables_fault(variables):
         raise PydanticCustomError("refused", "refused", {"fault": fault})
     return variables
+
+
+def _variables_fault(variables: Mapping[str, Any]) -> str | None:
+    """The rule that a client's variables break; None if they are valid."""
+    if len(variables) > MAX_VARIABLES:
+        return f"there are {len(variables)}; give at most {MAX_VARIABLES}"
+    for name, value in variables.items():
+        if not (name.isascii() and name.isidentifier() and len(name) <= MAX_NAME_CHARACTERS):
+            return (
+                f"{ascii(name)[:60]} is no name of a variable: letters, digits and _, at most "
+                f"{MAX_NAME_CHARACTERS} of them, and no digit first"
+            )
+        if name in _OF_THE_SERVER or name.endswith(_SPECIAL_TOKEN):
+            return f"{name} is set by the server; name other variables of the chat template"
+        if fault := _value_fault(value):
+            return f"{name} {fault}"
+    return None
+
+
+def _value_fault(value: Any) -> str | None:
+    level = [value]
+    # Iterative: values can be nested deeper than Python's recursion limit.
+    for _ in range(MAX_DEPTH + 1):
+        objects = [item for item in level if isinstance(item, dict)]
+        texts = [item for item in level if isinstance(item, str)]
+        texts += [name for item in objects for name in item]
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            return "holds half of a surrogate pair, which is no text"
+        inner = [part for item in objects for part in item.values()]
+        inner += [part for item in level if isinstance(item, list) for part in item]
+        if not inner:
+            return None
+        level = inner
+    return f"is nested too deeply; {MAX_DEPTH} levels are read"
 
 
 _Text = Annotated[str, AfterValidator(_check_encodes)]
@@ -297,143 +341,3 @@ def _short(text: str) -> str:
     # The name of an unknown field can contain anything, including half of a surrogate pair.
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# Answers
-
-
-class Usage(BaseModel):
-    """Token counts. Every prompt counts once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class _Answer(BaseModel):
-    """Fields of every answer; `usage` is null in all events of a stream but the last."""
-
-    id: str
-    created: int
-    model: str
-    usage: Usage | None = None
-
-
-class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the sampled tokens, and their text offsets."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: None = None
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    """A sample, or its new part in an event."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class Completion(_Answer):
-    """The answer of POST /v1/completions, or one event of it."""
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
-
-
-class TokenLogprob(BaseModel):
-    """A sampled token and its log-probability."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[None] = []
-
-
-class ChatLogprobs(BaseModel):
-    """Log-probabilities of the sampled tokens."""
-
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class AssistantMessage(BaseModel):
-    """A message of the model."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class MessageDelta(BaseModel):
-    """The new part of the model's message; only the first one has the role."""
-
-    role: Literal["assistant"] | None = Field(default=None, exclude_if=lambda role: role is None)
-    content: str
-
-
-class ChatChoice(BaseModel):
-    """A sample."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class ChatChunkChoice(BaseModel):
-    """The new part of a sample."""
-
-    index: int
-    delta: MessageDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class ChatCompletion(_Answer):
-    """The answer of POST /v1/chat/completions."""
-
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-
-
-class ChatCompletionChunk(_Answer):
-    """An event of a streamed answer."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-
-
-class Model(BaseModel):
-    """The model that the server serves."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "jaxrl"
-    max_model_len: int  # as in vLLM, for clients that query the limit
-
-
-class ModelList(BaseModel):
-    """The answer of GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class ErrorDetail(BaseModel):
-    """An error, and the field of the request that caused it."""
-
-    message: str
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(BaseModel):
-    """The body of an error answer, and the last event of a stream that fails."""
-
-    error: ErrorDetail

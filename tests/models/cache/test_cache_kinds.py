@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 from jaxrl.models.attention import attention
+from jaxrl.models.cache.contiguous_cache import ContiguousCache
 from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.cache.kv_cache import CacheShape
-from jaxrl.models.cache.per_layer_cache import PerLayerCache
-from jaxrl.models.cache.stacked_cache import StackedCache
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
@@ -30,7 +29,7 @@ MODELS = {
         TINY, sliding_window=4, layer_pattern=("sliding",), attention_softcap=2.0
     ),
 }
-KINDS = {"stacked": StackedCache, "per layer": PerLayerCache}
+UNROLLED = {"stacked": False, "per layer": True}
 COMPUTE = Compute()
 B, T, PROMPT, CHUNK, BUFFER = 2, 14, 4, 3, 4
 CAPACITY = 20
@@ -69,11 +68,11 @@ def positions(begin, end):
 
 def kind_of(name, config, dtype=jnp.float32):
     shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    return KINDS[name](shape)
+    return ContiguousCache(shape, UNROLLED[name])
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", UNROLLED)
 def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config):
     kind = kind_of(name, config)
     graph, params = model_of(config)
@@ -124,7 +123,7 @@ def test_prefill_extension_and_decoding_equal_the_full_forward_pass(name, config
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", UNROLLED)
 def test_slots_move_with_all_they_hold(name, dtype):
     kind = kind_of(name, TINY, dtype)
     rng = np.random.default_rng(0)
@@ -141,7 +140,7 @@ def test_slots_move_with_all_they_hold(name, dtype):
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), untouched)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", UNROLLED)
 def test_bytes_are_those_of_the_arrays(name):
     kind = kind_of(name, TINY, jnp.int8)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(kind.empty(3, 8)))
@@ -149,7 +148,7 @@ def test_bytes_are_those_of_the_arrays(name):
     assert cache_bytes(kind, 3, 8) == num_bytes == 3 * 8 * 2 * TINY.num_layers * 2 * (8 + 4)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", UNROLLED)
 def test_every_leaf_has_named_axes_and_leads_with_slots(name):
     kind = kind_of(name, TINY, jnp.int8)
     cache = kind.empty(3, 8)

@@ -12,8 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxrl.errors import UserError
 from jaxrl.models.cache.cached_attention import cached_attention
-from jaxrl.models.cache.kv_cache import KVCache, cache_of
-from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.kv_cache import KVCache, PagedSlots, cache_of
 from jaxrl.models.kernels.paged_attention import (
     IMPLEMENTATIONS,
     paged_attention_gpu,

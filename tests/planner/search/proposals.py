@@ -20,8 +20,7 @@ from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.trace_plan import trace_plan
-from jaxrl.trainer.algorithm import algorithm_of
-from jaxrl.trainer.cross_checks import pools_of
+from jaxrl.trainer.algorithm import algorithm_of, pools_of
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 # Of every covered dataflow, small and large, dense and with experts.

@@ -43,7 +43,7 @@ from jaxrl.planner.simulation.workload import (
 )
 from jaxrl.quantized import StoredType
 from jaxrl.roles.flops import attention_flops, token_flops
-from jaxrl.rollout.buckets import coarse_bucket_sizes
+from jaxrl.rollout.engine_sizes import coarse_bucket_sizes
 
 # Every rate is reached, nothing hides, nothing has a latency: numbers that can be computed on paper.
 PLAIN = Assumptions(

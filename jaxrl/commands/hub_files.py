@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
-from jaxrl.config.requirements import Finder
 from jaxrl.config.schema import Config
 from jaxrl.hub.hub_names import HubName, hub_name
 from jaxrl.hub.local_paths import EVALUATION, TRAINING, open_hub
 from jaxrl.mesh import hosts
-from jaxrl.trainer.cross_checks import pools_of
+from jaxrl.mesh.pools import take_devices
+from jaxrl.trainer.algorithm import pools_of
+from jaxrl.trainer.findings import Faults
 from jaxrl.trainer.role_table import ROLES
 
 # Besides the weights of the roles in `ROLES`.
@@ -53,12 +54,12 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
     wanted = list(_wanted(config, weights=weights))
     if not wanted:
         return config
-    find = Finder()
+    faults = Faults()
     if devices:
-        find.devices(pools_of(config), len(devices), devices[0].device_kind)
+        faults("devices", lambda: take_devices(pools_of(config), devices))
     for name in wanted:
-        find(name.setting, name.check)
-    find.check()
+        faults(name.setting, name.check)
+    faults.check()
     tree = to_config_dict(config)
     for name in wanted:
         # Processes that share a cache find the files there after the first has fetched them.

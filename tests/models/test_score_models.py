@@ -14,11 +14,11 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl.errors import UserError
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.decoder import decoder_graph, init_params
-from jaxrl.models.heads import last_scores, score_config, score_params
+from jaxrl.models.decoder import decoder_graph, init_params, score_config, score_params
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.logprobs import last_scores
 from jaxrl.models.model_config import ModelConfig
 
 ACTOR = ModelConfig(

@@ -7,6 +7,8 @@ import hub_server
 import jax
 import pytest
 
+from jaxrl.commands import hub_files
+from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import (
     DataConfig,
@@ -18,8 +20,6 @@ from jaxrl.errors import UserError
 from jaxrl.hub.downloads import Hub
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.trainer import hub_files
-from jaxrl.trainer.hub_files import with_hub_files
 
 ROWS = b'{"problem": "1+1", "answer": "2"}\n'
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
-from jaxrl.rollout.text_stream import TextStream
+from jaxrl.serving.text_stream import TextStream
 
 
 def utf8(tokens) -> str:

@@ -10,19 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.models.cache import page_moves
+from jaxrl.models.cache import paged_cache
+from jaxrl.models.cache.contiguous_cache import ContiguousCache
 from jaxrl.models.cache.interface import cache_bytes
-from jaxrl.models.cache.kv_cache import CacheShape
-from jaxrl.models.cache.page_moves import PagedSlots
+from jaxrl.models.cache.kv_cache import CacheShape, PagedSlots
 from jaxrl.models.cache.paged_cache import PagedCache
-from jaxrl.models.cache.per_layer_cache import PerLayerCache
-from jaxrl.models.cache.stacked_cache import StackedCache
 
 PAGE, SLOTS, PER_SLOT, W = 4, 3, 5, 6
 KINDS = {
-    "stacked, keys last": StackedCache(CacheShape(2, 2, 3, jnp.float32, "head_dim")),
-    "stacked, int8": StackedCache(CacheShape(2, 2, 3, jnp.int8)),
-    "per layer": PerLayerCache(CacheShape(2, 2, 3, jnp.float32)),
+    "stacked, keys last": ContiguousCache(CacheShape(2, 2, 3, jnp.float32, "head_dim")),
+    "stacked, int8": ContiguousCache(CacheShape(2, 2, 3, jnp.int8)),
+    "per layer": ContiguousCache(CacheShape(2, 2, 3, jnp.float32), unrolled=True),
 }
 
 
@@ -46,14 +44,14 @@ def slots_of(kind, seed: int, pages_of_slots) -> PagedSlots:
 
 @functools.cache
 def compiled(kind, name: str):
-    """A function of `page_moves` for the caches of a kind; compiled once per shape."""
+    """A function of `paged_cache` for the caches of a kind; compiled once per shape."""
     axes = kind.axes(kind.empty(1, 1))
-    function = getattr(page_moves, name)
+    function = getattr(paged_cache, name)
     return jax.jit(lambda first, *rest: function(first, axes, *rest))
 
 
 def contiguous(kind, slots: PagedSlots):
-    return compiled(kind, "gathered")(slots.pool, slots.table)
+    return compiled(kind, "gathered_pages")(slots.pool, slots.table)
 
 
 def only_owned(kind, cache, pages_of_slots):
@@ -82,7 +80,7 @@ def test_new_tokens_are_appended_to_live_slots(kind, data):
     live = jnp.array(data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)))
     slots = slots_of(kind, data.draw(st.integers(0, 99)), held)
     new = filled(kind.empty(SLOTS, W), 1)
-    got = compiled(kind, "written")(slots, new, start, live)
+    got = compiled(kind, "written_to_pages")(slots, new, start, live)
     before = kind.resize(contiguous(kind, slots), PER_SLOT * PAGE + W)
     want = kind.resize(jax.jit(kind.write)(before, new, start, live), PER_SLOT * PAGE)
     assert_equal(contiguous(kind, got), only_owned(kind, want, held))
@@ -97,13 +95,13 @@ def test_a_sequence_is_copied_into_the_pages_of_a_slot(kind, data):
     capacity = data.draw(st.sampled_from([3, 8, 18, 20]))
     slots = slots_of(kind, data.draw(st.integers(0, 99)), held)
     other = filled(kind.empty(2, capacity), 1)
-    got = contiguous(kind, compiled(kind, "copied")(slots, other, source))
+    got = contiguous(kind, compiled(kind, "copied_to_pages")(slots, other, source))
     whole_pages = kind.resize(other, capacity + -capacity % PAGE)
     want = jax.jit(kind.copy)(contiguous(kind, slots), whole_pages, source)
     assert_equal(got, only_owned(kind, want, held))
     # Shared pages are left as they are.
     shared = dataclasses.replace(slots, shared=jnp.full(SLOTS, PER_SLOT, jnp.int32))
-    again = compiled(kind, "copied")(shared, other, source)
+    again = compiled(kind, "copied_to_pages")(shared, other, source)
     assert_equal(contiguous(kind, again), contiguous(kind, slots))
 
 

@@ -1,0 +1,102 @@
+"""Models with a head of scores: critics, and reward or cost models, frozen and in training.
+
+A critic predicts the future reward before every token. A reward model scores every token; the score of a
+sequence is that of its last token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl.mesh.protocols import PER_TOKEN, protocol
+from jaxrl.models.decoder import Params, score_config, score_params
+from jaxrl.models.logprobs import last_scores, values_before
+from jaxrl.models.mixture import Routing
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.learner import Learner
+from jaxrl.roles.losses import ScoreOutputs, Stats, ValueOutputs
+from jaxrl.roles.packed_model import Frozen, each_micro
+from jaxrl.types import PackedBatch
+
+
+class ScoreLearner(Learner):
+    """A score model in training. Its score of a token is the first field of its `_outputs`."""
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
+        """Args as for `Learner`. `model` may be a language model; the score head replaces its unembedding."""
+        super().__init__(score_config(model), mesh, **options)
+        self.by_token_program = jax.jit(self._packed_by_token)
+
+    def start_from(self, params: Params) -> None:
+        """Starts from weights, which are donated; those of a language model get a score head of zeros."""
+        if "score_head" not in params:
+            params = score_params(params, self.model)
+        super().start_from(params)
+
+    def by_token(self, batch: PackedBatch) -> jax.Array:
+        """The score of every token, float32 [U, M, R, T]."""
+        return self.by_token_program(self.for_training().params, batch)
+
+    def _packed_by_token(self, params: Params, batch: PackedBatch) -> jax.Array:
+        def of_micro(micro: Any) -> jax.Array:
+            outputs, _ = self._outputs(params, micro)
+            return outputs[0]
+
+        return each_micro(of_micro, batch)
+
+
+class Critic(ScoreLearner):
+    """A value model on a mesh: the actor's trunk, or another one, with a head of one score."""
+
+    @protocol(PER_TOKEN)
+    def values(self, batch: PackedBatch) -> jax.Array:
+        """Value of the state before every token, float32 [U, M, R, T]; 0 at the first token of a sequence."""
+        return self.by_token(batch)
+
+    def _outputs(self, params: Params, micro: Any) -> tuple[ValueOutputs, Routing | None]:
+        scores_RTS, routing = self.scores(params, micro)
+        return ValueOutputs(values_before(scores_RTS[..., 0], micro.segment_ids)), routing
+
+    def _described(self, outputs: ValueOutputs) -> Stats:
+        return {"vpred_mean": outputs.value}
+
+
+class RewardModel(Frozen):
+    """A frozen reward or cost model: one score for each sequence. It must share the policy's tokenizer."""
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
+        """Args as for `Frozen`; `model` has a score head, of which the first score is used."""
+        super().__init__(model, mesh, **options)
+        self.scores_program = jax.jit(self._packed_scores)
+
+    @protocol(PER_TOKEN)
+    def scores_of(self, batch: PackedBatch) -> jax.Array:
+        """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
+        return self.scores_program(self.onloaded(), batch)
+
+    def _packed_scores(self, params: Params, batch: PackedBatch) -> jax.Array:
+        def of_micro(micro: PackedBatch) -> jax.Array:
+            scores_RTS, _ = self.scores(params, micro)
+            return last_scores(scores_RTS, micro.segment_ids)[..., 0]
+
+        return each_micro(of_micro, batch)
+
+
+class RewardModelLearner(ScoreLearner):
+    """A reward or cost model in training."""
+
+    @protocol(PER_TOKEN)
+    def scores_of(self, batch: PackedBatch) -> jax.Array:
+        """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
+        return self.by_token(batch)
+
+    def _outputs(self, params: Params, micro: Any) -> tuple[ScoreOutputs, Routing | None]:
+        scores_RTS, routing = self.scores(params, micro)
+        return ScoreOutputs(last_scores(scores_RTS, micro.segment_ids)[..., 0]), routing
+
+    def _described(self, outputs: ScoreOutputs) -> Stats:
+        del outputs
+        return {}
