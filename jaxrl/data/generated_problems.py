@@ -149,10 +149,10 @@ class TaskProblems:
                 "pip install reasoning-gym"
             ) from error
         if task not in factory.DATASETS:
-            near = ", ".join(difflib.get_close_matches(task, list(factory.DATASETS)))
+            near = " or ".join(difflib.get_close_matches(task, list(factory.DATASETS)))
+            near = f" (did you mean {near}?)" if near else ""
             raise UserError(
-                f"reasoning-gym has no task {task!r}; name one of its {len(factory.DATASETS)} data sets"
-                + (f", such as {near}" if near else "")
+                f"reasoning-gym has no task {task!r}{near}; name one of its {len(factory.DATASETS)} data sets"
             )
         if not 0 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
             raise UserError(

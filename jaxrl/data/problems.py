@@ -137,7 +137,7 @@ class Source:
                 check(record)
                 kept.append(record)
             except BadRow as error:
-                fault = error
+                fault = fault or error
                 _count(dropped, error)
         if fault is not None and not kept:
             raise UserError(
@@ -177,16 +177,16 @@ def read_source(
             f"{name} names {'both a file and a task' if what else 'neither a file nor a task'}; "
             f"set {name}.path to a file of problems or {name}.task to a reasoning-gym data set"
         )
-    if settings.is_endless and not may_be_endless:
-        raise UserError(
-            f"{name} is made without end by {what}, as only problems to train on may be; set {name}.size to "
-            "a number of problems"
-        )
     generated = None
     if settings.task or settings.has_function:
         make, origin, template = _numbered(settings, needs_truth=needs_truth)
         numbers = range(settings.size or NUM_FIRST)
         made: Iterator[Callable[[], Record]] = (functools.partial(make, n) for n in numbers)
+        if settings.is_endless and not may_be_endless:
+            raise UserError(
+                f"{name} is made without end by {what}, as only problems to train on may be; set {name}.size "
+                "to a number of problems"
+            )
         if settings.is_endless:
             origin += f", without end; of the first {NUM_FIRST}:"
             generated = GeneratedProblems(make, refuse=refuse_bad_rows)

@@ -283,7 +283,7 @@ def test_what_a_scorer_looks_at_comes_along():
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("chain_sums", {}, "no task 'chain_sums'.*such as chain_sum"),
+        ("chain_sums", {}, "no task 'chain_sums'.*did you mean chain_sum"),
         ("chain_sum", {"max_term": 4}, "refuses its settings .*'max_term'"),
         ("chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
         ("chain_sum", {"min_terms": "3"}, "refuses its settings .*'str'"),
