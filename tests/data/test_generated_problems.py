@@ -10,10 +10,9 @@ import pytest
 from extras import import_extra
 
 from jaxrl.data import PromptStream, encode_prompts, read_source, train_tokenizer
-from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.generated_problems import NUM_FIRST, TaskProblems
-from jaxrl.data.problems import UNREADABLE, Problems, Source
+from jaxrl.data.problems import UNREADABLE, Source
 from jaxrl.data.prompt_encoding import stream_inputs
 from jaxrl.data.row_layouts import NO_TRUTH
 from jaxrl.errors import UserError
@@ -216,15 +215,6 @@ def test_a_function_that_fails_late_is_named_with_its_index():
     next(prompts)
     with pytest.raises(UserError, match=r"puzzles\.py:make index 70: the function raised ZeroDiv"):
         next(prompts)
-
-
-def test_the_card_says_that_there_is_no_end():
-    source = read(function(SUMS))
-    card = data_card(Problems((source,)))
-    assert card.startswith(
-        "data.train: puzzles.py:make (made by a function, layout problem/answer), without end; of the first "
-        "64:\n  64 rows, 64 prompts"
-    )
 
 
 # Tasks of reasoning-gym

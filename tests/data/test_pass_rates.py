@@ -200,16 +200,6 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(num_batches):
     assert restored.metrics() == prompts.metrics()
 
 
-def test_groups_that_are_graded_after_a_restart_find_their_problem():
-    prompts = stream()
-    batch = next(prompts)
-    restored = stream()
-    restored.restore(prompts.state())
-    for one in (prompts, restored):
-        one.learn(batch.ids_N, graded(batch, by_thirds))
-    assert prompts.state() == restored.state()
-
-
 def test_a_curriculum_may_begin_and_end_in_the_midst_of_a_run():
     plain = stream(off=True)
     next(plain)

@@ -17,7 +17,6 @@ from jaxrl.data import (
     PromptStream,
     Record,
     encode_prompts,
-    load_tokenizer,
     train_tokenizer,
 )
 from jaxrl.data.demonstrations import solutions_of
@@ -101,10 +100,6 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sorted(counts.values()) == [2, 3, 3, 3, 3, 3, 3]
 
 
-def test_one_prompt_is_enough():
-    assert texts(prompts(RECORDS[:1], prompts_per_batch=2), 2) == ["0 + 0 ="] * 4
-
-
 def test_reading_starts_no_threads():
     before = threading.active_count()
     texts(prompts(), 3)
@@ -148,15 +143,6 @@ def test_another_process_continues_exactly():
     assert json.loads(result.stdout) == [next(stream).ids_N.tolist(), texts(stream, 3)]
 
 
-def test_the_batch_size_may_change_on_restart():
-    stream = prompts()
-    next(stream)
-    state, expected = stream.state(), texts(stream, 4)
-    wider = prompts(prompts_per_batch=6)
-    wider.restore(state)
-    assert texts(wider, 2) == expected
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -187,11 +173,6 @@ def test_long_prompts_are_dropped_with_one_count(caplog):
     ]
 
 
-def test_long_prompts_may_keep_their_end():
-    batch = next(prompts([Record("100 + 23 =", "123", "s")], max_prompt_tokens=6, overlong="left"))
-    assert {TOKENIZER.decode(tokens) for tokens in batch.tokens} == {"+ 23 ="}
-
-
 def test_long_prompts_may_be_an_error():
     with pytest.raises(UserError, match="row 1 has a prompt of 11 tokens, and 1 rows"):
         prompts(
@@ -216,22 +197,6 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         prompts(**settings)
 
 
-def test_chat_prompts_are_one_user_message(tmp_path):
-    TOKENIZER.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    stream = prompts(
-        [Record("{x} + 1 =", "?", "s")],
-        tokenizer=load_tokenizer(tmp_path),
-        prompts_per_batch=1,
-        template=r"{prompt} \boxed{}",
-        chat=True,
-    )
-    assert next(stream).texts == ("user: {x} + 1 = \\boxed{}\nassistant:",)
-
-
 def test_evaluation_prompts_keep_rows_and_order():
     rows = [RECORDS[0], Record("100 + 100 =", "200", "s"), *RECORDS[1:]]
     sets = [encoded(rows, max_prompt_tokens=7), encoded(RECORDS[:2])]
@@ -240,21 +205,6 @@ def test_evaluation_prompts_keep_rows_and_order():
     np.testing.assert_array_equal(evaluation.ids_N, [0, 2, 3, 4, 5, 6, 7, 8, 9])
     assert evaluation.answers[:3] == ("0", "2", "4")
     np.testing.assert_array_equal(evaluation_prompts(sets[:1]).ids_N, sets[0].prompts.ids_N)
-
-
-def test_examples_are_prompt_and_solution_with_an_end():
-    stream = examples(prompt_format=PromptFormat(template="Sum: {prompt}"))
-    for prompt, response, _ in [example for _ in range(4) for example in next(stream)]:
-        number = int(TOKENIZER.decode(response))
-        assert TOKENIZER.decode(prompt) == f"Sum: {number // 2} + {number // 2} ="
-        assert response[-1] == TOKENIZER.eos_id
-        assert prompt.dtype == response.dtype == np.int32
-
-
-def test_long_examples_are_dropped(caplog):
-    # Prompts have 7 tokens; the answers 10, 12 have two, and each response its end.
-    assert examples(max_tokens=9).num_examples == 5
-    assert "2 of 7 examples dropped: longer than max_tokens 9" in caplog.text
 
 
 def test_a_missing_solution_is_named():

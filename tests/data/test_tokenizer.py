@@ -79,12 +79,6 @@ def test_a_batch_is_decoded_like_each_of_its_sequences(count):
     assert TOKENIZER.decode_batch(sequences) == [TOKENIZER.decode(ids) for ids in sequences]
 
 
-def test_batches_agree_with_single_calls():
-    encoded = TOKENIZER.encode_batch(TEXTS[:50])
-    for text, ids in zip(TEXTS[:50], encoded, strict=True):
-        np.testing.assert_array_equal(ids, TOKENIZER.encode(text))
-
-
 def test_same_texts_same_tokenizer():
     again = train_tokenizer(iter(TEXTS), vocab_size=320)
     assert_same(again, TOKENIZER)
@@ -143,20 +137,6 @@ def test_a_list_of_templates_gives_the_default(tmp_path):
     templates = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     config = {"eos_token": "<eos>", "chat_template": templates}
     assert load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([]) == "D"
-
-
-def test_a_template_cannot_reach_python(tmp_path):
-    attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    config = {"eos_token": "<eos>", "chat_template": attack}
-    with pytest.raises(UserError, match="unsafe"):
-        load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([])
-
-
-def test_what_a_template_refuses_is_told(tmp_path):
-    config = {"eos_token": "<eos>", "chat_template": "{{ raise_exception('no system role') }}"}
-    tokenizer = load_tokenizer(write(tmp_path, tokenizer_config=config))
-    with pytest.raises(UserError, match=r"roles \['system'\]: no system role"):
-        tokenizer.render_chat([{"role": "system", "content": "x"}])
 
 
 @pytest.mark.parametrize(
