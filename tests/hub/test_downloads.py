@@ -17,8 +17,7 @@ from jaxrl.data.rows import open_rows
 from jaxrl.errors import UserError
 from jaxrl.hub import guarded_client
 from jaxrl.hub.downloads import Hub
-from jaxrl.hub.hub_names import HubName, hub_name
-from jaxrl.hub.hub_splits import inferred_splits
+from jaxrl.hub.hub_names import HubName, hub_name, inferred_splits
 
 WEIGHTS = bytes(range(256)) * 4000
 TINY = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
