@@ -67,14 +67,14 @@ def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> It
         yield f"  metrics are kept under {names[0]!r}"
     for reason, dropped in source.dropped.items():
         yield f"  {dropped.count:,} {reason}, left out"
-        yield from (f"    {_cut(message)}" for message in dropped.named)
+        yield from (
+            f"    {message if len(message) <= 200 else f'{message[:197]}...'}"
+            for message in dropped.named
+        )
     if source.own_template:
         yield "  the file's own words around each problem stay, unless a template is set"
-    if encoded is not None:
-        yield from _lengths(encoded)
-
-
-def _lengths(encoded: EncodedPrompts) -> Iterator[str]:
+    if encoded is None:
+        return
     lengths = encoded.lengths
     if encoded.num_dropped:
         yield f"  {encoded.num_dropped:,} longer than data.max_prompt_tokens, left out"
@@ -88,7 +88,3 @@ def _lengths(encoded: EncodedPrompts) -> Iterator[str]:
         f"  shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {lengths.max():,}, "
         f"all {lengths.sum():,}"
     )
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= 200 else f"{message[:197]}..."

@@ -107,10 +107,7 @@ class RowLayout:
         reason = NO_PROMPT
         try:
             prompt = as_context(value_at(row, self.prompt), f"field {self.prompt!r}")
-            # A single message of the user is treated like a text, with template and chat settings.
-            if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0]["role"] == "user":
-                prompt = prompt[0]["content"]
-            prompt = self.prompt_of(prompt)
+            prompt = self.prompt_of(_unwrapped(prompt))
             reason = NO_TRUTH
             answer = self._answer(row)
             reason, solution = MALFORMED, None
@@ -214,7 +211,8 @@ def _known_layout(rows: Sequence[Row], fields: Mapping[str, str]) -> RowLayout:
     solution = first(SOLUTION_NAMES)
     if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
         verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
-        if not all(_is_dapo(row.get(_VERL_PROMPT)) for row in rows):
+        prompts = [row.get(_VERL_PROMPT) for row in rows]
+        if not all(_has_dapo_words(_unwrapped(prompt)) for prompt in prompts):
             return verl
         return dataclasses.replace(
             verl,
@@ -231,17 +229,22 @@ def _known_layout(rows: Sequence[Row], fields: Mapping[str, str]) -> RowLayout:
     return RowLayout("", question, answer, solution)
 
 
-def _is_dapo(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or len(prompt) != 1 or not isinstance(prompt[0], Mapping):
-        return False
-    content = str(prompt[0].get("content"))
-    return content.startswith(DAPO_BEFORE) and content.endswith(DAPO_AFTER)
+def _unwrapped(prompt: Any) -> Any:
+    """The text of a single message of the user, which is treated like a question; else the prompt."""
+    if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
+        message = prompt[0]
+        return message.get("content") if message.get("role") == "user" else prompt
+    return prompt
+
+
+def _has_dapo_words(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, str) and prompt.startswith(DAPO_BEFORE) and prompt.endswith(DAPO_AFTER)
+    )
 
 
 def _without_dapo_words(context: Context) -> Context:
-    if not isinstance(context, str) or not (
-        context.startswith(DAPO_BEFORE) and context.endswith(DAPO_AFTER)
-    ):
+    if not isinstance(context, str) or not _has_dapo_words(context):
         raise BadRow("the prompt has not DAPO's words around it, as the rows before it have")
     problem = context[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
     return checked_text(problem, "the problem in DAPO's words")

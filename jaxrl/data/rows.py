@@ -16,6 +16,7 @@ import codecs
 import dataclasses
 import datetime
 import decimal
+import functools
 import json
 import os
 import pathlib
@@ -257,32 +258,12 @@ def _object(row: Any) -> Row | BadRow:
     return BadRow(f"a JSON {type(row).__name__}; every line must be an object with named fields")
 
 
-def _parquet(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
-    return _table_rows(
-        path, lambda: pq.ParquetFile(path, memory_map=True).iter_batches(batch_size=_BATCH_ROWS)
-    )
-
-
-def _arrow(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
-    def batches() -> Iterator[pa.RecordBatch]:
-        source = pa.memory_map(str(path))
-        try:
-            stream = pa.ipc.open_stream(source)
-        except pa.ArrowInvalid:
-            source.seek(0)
-            file = pa.ipc.open_file(source)
-            return map(file.get_batch, range(file.num_record_batches))
-        return iter(stream)
-
-    return _table_rows(path, batches)
-
-
 def _table_rows(
-    path: pathlib.Path, batches: Callable[[], Iterator[pa.RecordBatch]]
+    batches: Callable[[pathlib.Path], Iterator[pa.RecordBatch]], path: pathlib.Path
 ) -> Iterator[tuple[str, Row | BadRow]]:
     index = 0
     try:
-        for batch in batches():
+        for batch in batches(path):
             for row in _python_rows(batch):
                 yield f"{path} row {index}", row
                 index += 1
@@ -290,6 +271,17 @@ def _table_rows(
         raise UserError(
             f"{path} is broken from row {index} on ({one_line(error)}); {_AGAIN}"
         ) from error
+
+
+def _arrow_batches(path: pathlib.Path) -> Iterator[pa.RecordBatch]:
+    source = pa.memory_map(str(path))
+    try:
+        yield from pa.ipc.open_stream(source)
+        return
+    except pa.ArrowInvalid:  # a file, unless the stream is broken later on
+        source.seek(0)
+    file = pa.ipc.open_file(source)
+    yield from map(file.get_batch, range(file.num_record_batches))
 
 
 def _python_rows(batch: pa.RecordBatch) -> list[Row | BadRow]:
@@ -318,4 +310,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else None
 
 
-_READERS = {"JSONL": _json_lines, "JSON": _json_list, "Parquet": _parquet, "Arrow": _arrow}
+_READERS = {
+    "JSONL": _json_lines,
+    "JSON": _json_list,
+    "Parquet": functools.partial(
+        _table_rows,
+        lambda path: pq.ParquetFile(path, memory_map=True).iter_batches(batch_size=_BATCH_ROWS),
+    ),
+    "Arrow": functools.partial(_table_rows, _arrow_batches),
+}

@@ -188,7 +188,15 @@ class PromptStream:
     ):
         assert len(sources) == len(weights), "every source has a weight"
         check_order(prompts_per_batch, seed)
-        seeds = _seeds(seed, len(sources))
+        # With one seed, sources of equal length would get the same order.
+        seeds = (
+            [seed]
+            if len(sources) == 1
+            else [
+                int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+                for number in range(len(sources))
+            ]
+        )
         self._sources = [
             ShuffledPrompts(source, own, curriculum) if isinstance(source, Prompts) else source
             for source, own in zip(sources, seeds, strict=True)
@@ -280,24 +288,11 @@ class PromptStream:
             prompt = source.prompt(turn)
             assert prompt is not None, "a prompt that was drawn before can be drawn again"
         else:
-            prompt_id, prompt = self._draw_new()
+            # The source that is furthest behind its share; the first one of several.
+            due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
+            number = due.index(min(due))
+            turn, prompt = self._sources[number].draw(self._turns[number])
+            self._turns[number] = turn + 1
+            self._num_drawn[number] += 1
+            prompt_id = turn * len(self._sources) + number
         return dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64))
-
-    def _draw_new(self) -> tuple[int, Prompts]:
-        # The source that is furthest behind its share; the first one of several.
-        due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
-        number = due.index(min(due))
-        turn, prompt = self._sources[number].draw(self._turns[number])
-        self._turns[number] = turn + 1
-        self._num_drawn[number] += 1
-        return turn * len(self._sources) + number, prompt
-
-
-def _seeds(seed: int, num_sources: int) -> list[int]:
-    """A seed for each source; with one seed, sources of equal length would get the same order."""
-    if num_sources == 1:
-        return [seed]
-    return [
-        int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-        for number in range(num_sources)
-    ]

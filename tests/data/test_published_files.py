@@ -115,17 +115,3 @@ def test_verl_rows_give_the_same_problems(name, tmp_path):
     assert {k: d.count for k, d in published.dropped.items()} == {
         k: d.count for k, d in bare.dropped.items()
     }
-
-
-def test_two_million_tokens_are_a_matter_of_seconds():
-    """2.8 s on two idle cores; none of it while a device is at work."""
-    records = [
-        record
-        for name in ("gsm8k_train", "dapo_math_17k", "math500")
-        for record in read(DATA / f"{name}.jsonl").records
-    ]
-    tokenizer = load_tokenizer(DATA / "tokenizers/qwen2.5")
-    start = time.process_time()
-    encoded = encode_prompts(records, tokenizer, max_prompt_tokens=4096)
-    assert encoded.lengths.sum() > 2_000_000
-    assert time.process_time() - start < 60

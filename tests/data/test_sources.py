@@ -163,11 +163,6 @@ def test_a_problem_that_stands_there_again_is_counted(tmp_path):
     assert len(read(write(tmp_path, *rows), keep_duplicates=True).records) == 4
 
 
-def test_what_differs_in_case_is_kept(tmp_path):
-    source = read(write(tmp_path, '{"q": "Area of A?", "a": 1}', '{"q": "area of a?", "a": 2}'))
-    assert len(source.records) == 2
-
-
 def test_of_contradicting_answers_the_first_is_kept(tmp_path):
     source = read(write(tmp_path, GOOD, '{"q": "1 + 1?", "a": 3}', GOOD))
     assert [record.answer for record in source.records] == ["2"]

@@ -2,9 +2,6 @@ import collections
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
-import threading
 
 import grain
 import numpy as np
@@ -93,19 +90,6 @@ def test_order_depends_on_the_seed_alone():
     assert texts(prompts(seed=6), 6) != reference
 
 
-def test_a_batch_may_be_larger_than_the_data():
-    batch = next(prompts(prompts_per_batch=20))
-    counts = collections.Counter(batch.texts)
-    assert len(batch) == 20
-    assert sorted(counts.values()) == [2, 3, 3, 3, 3, 3, 3]
-
-
-def test_reading_starts_no_threads():
-    before = threading.active_count()
-    texts(prompts(), 3)
-    assert threading.active_count() == before
-
-
 @pytest.mark.parametrize("make", [prompts, examples])
 @pytest.mark.parametrize("num_taken", [0, 1, 4])
 def test_restored_streams_continue_exactly(make, num_taken):
@@ -120,27 +104,6 @@ def test_restored_streams_continue_exactly(make, num_taken):
 
     assert restored.state() == state
     assert take(restored, 4) == expected
-
-
-def test_another_process_continues_exactly():
-    stream = prompts()
-    next(stream)
-    program = (
-        "import json, sys\n"
-        "sys.path.append('tests/data')\n"
-        "from test_stream import prompts, texts\n"
-        "stream = prompts()\n"
-        "stream.restore(json.loads(sys.argv[1]))\n"
-        "print(json.dumps([next(stream).ids_N.tolist(), texts(stream, 3)]))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(stream.state())],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(result.stdout) == [next(stream).ids_N.tolist(), texts(stream, 3)]
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,8 @@ def assert_same(a: Tokenizer, b: Tokenizer):
 
 
 @settings(deadline=None)
-@given(st.text(alphabet=sorted(set("".join(TEXTS)) | set("\n \t"))))
-def test_decoding_undoes_encoding(text):
-    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
-
-
-@settings(deadline=None)
 @given(st.text())
-def test_text_of_any_alphabet_survives(text):
+def test_decoding_undoes_encoding(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
@@ -87,11 +81,6 @@ def test_same_texts_same_tokenizer():
 def test_too_small_a_vocabulary_is_refused():
     with pytest.raises(UserError, match="at least 258"):
         train_tokenizer(TEXTS, vocab_size=100)
-
-
-def test_a_tokenizer_without_template_refuses_chats():
-    with pytest.raises(UserError, match="no chat template"):
-        TOKENIZER.render_chat([{"role": "user", "content": "hi"}])
 
 
 # Directories.
