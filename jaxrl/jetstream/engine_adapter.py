@@ -286,7 +286,7 @@ class JetStreamEngine(engine_api.Engine):
     @property
     def max_prefill_length(self) -> int:
         """The maximum number of prompt tokens."""
-        return self.engine.max_prefill_length
+        return self.engine.config.max_prompt_tokens
 
     @property
     def mesh(self) -> jax.sharding.Mesh:

@@ -54,7 +54,7 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.contiguous_cache import split_layers
-from jaxrl.models.cache.interface import Attention, cache_bytes
+from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import experts_for
@@ -97,7 +97,11 @@ class Engine:
         Raises:
           UserError: a stop id is not in the model's vocabulary, or `deterministic` is not possible.
         """
-        _check_stop_ids(config, model)
+        if unknown := [i for i in config.stop_ids if not 0 <= i < model.vocab_size]:
+            raise UserError(
+                f"stop_ids {unknown} are no tokens of a model with {model.vocab_size}: no response would end "
+                "there; give ids of its tokenizer"
+            )
         self.weight_types = weight_types(model, config.dtype, config.weights_dtype)
         if config.deterministic:
             _check_deterministic(model, mesh, config.slots)
@@ -133,7 +137,15 @@ class Engine:
         config, layout = self.config, self._layout
         compute = _compute(config, self.model, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
-        attend = _attention(config, self.model, self.mesh)
+        kernel = pick_implementation(
+            platform_of(self.mesh),
+            config.dtype,
+            config.attention,
+            softcap=self.model.attention_softcap,
+        )
+        attend = attention_parallel(
+            functools.partial(attention, implementation=kernel), self.mesh, GENERATE_RULES
+        )
         prefill = PrefillPrograms(graph, compute, attend, slots)
         decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
         speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, self.num_drafted)
@@ -171,16 +183,6 @@ class Engine:
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""
         return jax.tree.map(stored_in_place, self.weight_types, params)
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        """The maximum number of slots."""
-        return self.config.slots
-
-    @property
-    def max_prefill_length(self) -> int:
-        """The maximum number of prompt tokens."""
-        return self.config.max_prompt_tokens
 
     def init_decode_state(self, num_slots: int = 0, capacity: int = 0) -> DecodeState:
         """Returns a state with every slot idle; its arrays are created sharded.
@@ -227,15 +229,6 @@ def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:
     if sharding.is_fully_addressable:
         return tuple(jax.device_put(arrays, sharding))
     return tuple(put(a, sharding) for a in arrays)
-
-
-def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
-    unknown = [i for i in config.stop_ids if not 0 <= i < model.vocab_size]
-    if unknown:
-        raise UserError(
-            f"stop_ids {unknown} are no tokens of a model with {model.vocab_size}: no response would end "
-            "there; give ids of its tokenizer"
-        )
 
 
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
@@ -300,13 +293,3 @@ def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]
         # Qwen2.5-32B over 8 devices.
         options["xla_tpu_control_large_2nd_minor_layout_for_x16"] = False
     return options
-
-
-def _attention(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> Attention:
-    """The attention implementation for prefill on the platform of the mesh."""
-    implementation = pick_implementation(
-        platform_of(mesh), config.dtype, config.attention, softcap=model.attention_softcap
-    )
-    return attention_parallel(
-        functools.partial(attention, implementation=implementation), mesh, GENERATE_RULES
-    )

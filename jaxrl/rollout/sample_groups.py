@@ -178,7 +178,7 @@ class GroupLoop:
         self.loop = loop
         self.groups = groups
         self._options = options
-        self._longest_prompt = engine.max_prefill_length
+        self._longest_prompt = engine.config.max_prompt_tokens
         self._max_tokens = engine.config.max_response_tokens
         self._started: dict[int, list[Sample]] = {}
 
