@@ -61,11 +61,9 @@ class CollectedSamples:
         self._error: Exception | None = None
 
     def add_result(self, samples: list[ReturnSample]) -> None:
-        """Receives the samples of a dispatch."""
         self._parts.append(samples)
 
     def close(self) -> None:
-        """Marks all samples as complete."""
         self._done.set()
 
     def set_exception(self, error: Exception) -> None:

@@ -52,9 +52,7 @@ class TokenizerLike(Protocol):
     """The part of a tokenizer that is used here; the user's function gets the whole object."""
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
+    def vocab_size(self) -> int: ...
 
 
 def environment_of(path: str, tokenizer: TokenizerLike) -> Environment | None:

@@ -195,7 +195,6 @@ class Slots:
         return state
 
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
-        """See `prefilled`."""
         return prefilled(self.engine, self.params, sequences)
 
     def insert(self, prefix: Prefix, samples: Sequence[Placed], options: SamplingOptions) -> None:
@@ -292,7 +291,6 @@ class Slots:
             yield _extended(engine, self.params, engine.reuse(state, *given), rests), number_of
 
     def release(self, slots: Sequence[int]) -> None:
-        """Stops decoding in `slots`."""
         state = self._taken_state()
         keep_n = np.ones(state.num_slots, bool)
         keep_n[list(slots)] = False
