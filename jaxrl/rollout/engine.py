@@ -64,10 +64,9 @@ from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
-from jaxrl.rollout.generate_program import GenerateProgram, PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
-from jaxrl.rollout.speculate_program import SpeculateProgram
+from jaxrl.rollout.speculate_program import SpeculatingPrograms
 from jaxrl.rollout.speculation import num_drafted
 
 
@@ -146,9 +145,9 @@ class Engine:
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel), self.mesh, GENERATE_RULES
         )
-        prefill = PrefillPrograms(graph, compute, attend, slots)
-        decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
-        speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, self.num_drafted)
+        programs = SpeculatingPrograms(
+            graph, compute, attend, slots, config.stop_ids, self.num_drafted
+        )
         self._splits_layers = (
             platform_of(self.mesh) == "cpu"
             and compute.unroll >= self.model.num_layers
@@ -159,11 +158,11 @@ class Engine:
         here = replicated(self.mesh) if self.mesh.size == 1 else None
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1), out_shardings=here)
         options: Any = {"compiler_options": _compiler_options(config, self.mesh)}
-        self.prefill = jax.jit(prefill.prefill, **options)
-        self.extend = jax.jit(prefill.extend, donate_argnames="prefix", **options)
+        self.prefill = jax.jit(programs.prefill, **options)
+        self.extend = jax.jit(programs.extend, donate_argnames="prefix", **options)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
-        self.generate = jax.jit(decoding.generate, donate_argnames="state", **options)
-        self.speculate = jax.jit(speculation.speculate, donate_argnames="state", **options)
+        self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
+        self.speculate = jax.jit(programs.speculate, donate_argnames="state", **options)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.extract = jax.jit(slots.extract)
         self.reuse = jax.jit(slots.reuse)

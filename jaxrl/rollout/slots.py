@@ -308,7 +308,7 @@ class Slots:
         Args:
           rows: rows of the dispatch.
           reference_mS: int32, other answers to the prompt of each row.
-          least_active: see `SpeculateProgram.speculate`.
+          least_active: see `SpeculatingPrograms.speculate`.
         """
         state = self._taken_state()
         given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS)
