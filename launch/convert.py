@@ -1,7 +1,4 @@
-"""Converts a model: python launch/convert.py --from hf --path DIR --to orbax --out DIR2.
-
-Or exports what a run has trained: --from run --path runs/dapo_tiny/seed0 --to hf --out DIR.
-"""
+"""Exports what a run has trained: python launch/convert.py --path runs/dapo_tiny/seed0 --out DIR."""
 
 from jaxrl import cli
 

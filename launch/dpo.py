@@ -1,6 +1,6 @@
 """Direct preference optimisation: python launch/dpo.py --config configs/dpo_tiny.py.
 
-The offline comparison to reinforcement learning. `launch/convert.py --from run` exports what it has trained.
+The offline comparison to reinforcement learning. `launch/convert.py` exports what it has trained.
 """
 
 from jaxrl import cli

@@ -93,8 +93,8 @@ def test_the_folder_of_a_run_is_checked_as_a_whole():
 TINY = ["--config", "configs/dapo_tiny.py"]
 COMMANDS = {
     "train --config": ["train", "--config", "{}"],
-    "convert --path": ["convert", "--from", "hf", "--path", "{}", "--to", "orbax", "--out", "out"],
-    "convert --out": ["convert", "--from", "hf", "--path", "model", "--to", "orbax", "--out", "{}"],
+    "convert --path": ["convert", "--path", "{}", "--out", "out"],
+    "convert --out": ["convert", "--path", "run", "--out", "{}"],
     "data": ["data", "{}"],
     "data --to": ["data", "a.jsonl", "--to", "{}"],
     "data --tokenizer": ["data", "a.jsonl", "--tokenizer", "{}"],
@@ -117,8 +117,6 @@ COMMANDS = {
     "import-verl --out": ["import-verl", "run.sh", "--out", "{}"],
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
     "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
-    "plan --save": ["plan", *TINY, "--topology", "v5p:2x2x1", "--save", "{}"],
-    "calibrate --out": ["calibrate", "--out", "{}"],
     "mesh --model": ["mesh", "--train", "1-1-1", "--model", "{}"],
     "mesh --out": ["mesh", "--train", "1-1-1", "--out", "{}"],
 }

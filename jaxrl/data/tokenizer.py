@@ -22,9 +22,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl.data.chat import ChatTemplate
-from jaxrl.data.tokenizer_growth import check_growth
 from jaxrl.errors import UserError
-from jaxrl.files import json_object, read_bytes, read_json_object, read_text
+from jaxrl.files import read_bytes, read_json_object, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -234,7 +233,6 @@ def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
         "that has it",
         max_bytes=_MAX_TOKENIZER_BYTES,
     )
-    check_growth(json_object(content, path), path)
     try:
         backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and nothing narrower

@@ -313,7 +313,7 @@ def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]
     has = f"only {_some(others)}" if others else "no weights"
     raise UserError(
         f"{name} has {has}; jaxrl reads safetensors, which hold no code: take a revision that has them, or "
-        "convert it (GGUF: jaxrl convert --from gguf)"
+        "convert it with save_pretrained of Transformers"
     )
 
 

@@ -12,8 +12,8 @@ its last phase, and what to do.
 The store dies with process 0, and JAX then aborts the other processes before their threads can react, after
 a hundred lines of stack. The handler of that signal writes the line, and ends with the status of a lost
 process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2). What the
-kernel kills has no handler. So each process has a witness (`host_witness.py`), a second process that writes
-the line then.
+kernel kills has no handler. So each process has a witness (`_WITNESS`), a second process that writes the line
+then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import signal
 import socket
@@ -34,7 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import jax
 
@@ -59,17 +58,21 @@ _REMEDY = (
     "command: it goes on from what was saved"
 )
 
-
-class Store(Protocol):
-    """A key-value store that all processes share, such as JAX's coordination service."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Stores a text under a key."""
-        ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Every (key, text) below `key`."""
-        ...
+# The program of the witness. Each line of its input names the watched process and its current phase. After an
+# orderly end the watched process kills its witness. If instead the input ends, the watched process died
+# without time for a message: killed by the kernel for want of memory, or by a person. It imports nothing
+# else, so that it starts quickly and stays small.
+_WITNESS = """
+import sys
+last = ""
+for line in sys.stdin:
+    last = line.rstrip("\\n")
+print(
+    f"error: {last} was ended before it could say why: by a signal, or for want of memory; {sys.argv[1]}",
+    file=sys.stderr,
+    flush=True,
+)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,7 @@ class HostWatch:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         process: int,
         num_processes: int,
         *,
@@ -162,7 +165,7 @@ class HostWatch:
         """Prepares the watch; entering the context starts it.
 
         Args:
-          store: store that all processes share.
+          store: key-value store that all processes share, such as JAX's coordination service.
           process, num_processes: number of this process, and number of processes.
           lost_after_s: seconds without a heartbeat after which a process is lost.
           coordinator: address:port of process 0's service; "" leaves an abort as it is.
@@ -198,7 +201,14 @@ class HostWatch:
         self._tell_witness(self._name)
 
     def __enter__(self) -> HostWatch:
-        self._witness = _start_witness()
+        self._witness = subprocess.Popen(
+            [sys.executable, "-P", "-S", "-c", _WITNESS, _REMEDY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            # A session of its own: signals to the run (Ctrl-C) do not reach it.
+            start_new_session=True,
+        )
         self._tell_witness(self._name)
         self._thread.start()
         if self._coordinator and self._me.process:
@@ -234,7 +244,11 @@ class HostWatch:
                 return
         traceback.print_exception(error)
         self._leave(_FAILED)
-        self._linger()
+        # Process 0 waits for the others. It holds the store; without it JAX ends them without a message.
+        until_s = time.monotonic() + self._lost_after_s + 2 * self._every_s
+        while not self._me.process and time.monotonic() < until_s and not self._peers.all_gone:
+            time.sleep(self._every_s)
+            self._peers.note(self._read(), time.monotonic())
         self._end(_FAULT)
 
     def _leave(self, state: str) -> None:
@@ -249,13 +263,6 @@ class HostWatch:
         if witness is not None:
             witness.kill()
             witness.communicate()
-
-    def _linger(self) -> None:
-        """Process 0 waits for the others. It holds the store; without it JAX ends them without a message."""
-        until_s = time.monotonic() + self._lost_after_s + 2 * self._every_s
-        while not self._me.process and time.monotonic() < until_s and not self._peers.all_gone:
-            time.sleep(self._every_s)
-            self._peers.note(self._read(), time.monotonic())
 
     # The thread
 
@@ -276,10 +283,9 @@ class HostWatch:
                 time.monotonic(), silent_s=self._silence_s, failed_s=self._lost_after_s
             )
             if reason and not self._stop.is_set():
-                self._end_for(reason)
-                return
-
-    def _end_for(self, reason: str) -> None:
+                break
+        else:
+            return
         self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -333,16 +339,3 @@ class HostWatch:
             with contextlib.suppress(BrokenPipeError):
                 witness.stdin.write(text.replace("\n", " ") + "\n")
                 witness.stdin.flush()
-
-
-def _start_witness() -> subprocess.Popen[str]:
-    """Starts the process that reports if this process dies without dismissing it."""
-    path = pathlib.Path(__file__).with_name("host_witness.py")
-    return subprocess.Popen(
-        [sys.executable, "-P", "-S", str(path), _REMEDY],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        # A session of its own: signals to the run (Ctrl-C) do not reach it.
-        start_new_session=True,
-    )

@@ -32,8 +32,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.manual import context_mesh
-from jaxrl.mesh.rules import Rules, axes_of, shards_of
+from jaxrl.mesh.rules import Rules, axes_of, context_mesh, shards_of
 
 # (layer, x_BTD, weights, per_layer, per_row, unroll=) -> (x_BTD, (out, sums)), as `scan_layers` has it.
 Stack = Callable[..., tuple[jax.Array, tuple[Any, Any]]]

@@ -32,8 +32,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import replicated
-from jaxrl.quantized import StoredType, stored_types
+from jaxrl.quantized import StoredType, stored_in_place, stored_types
 
 # Default size of a bucket, as a share of the generation copy.
 _BUCKET_SHARE = 1 / 32
@@ -343,3 +344,29 @@ def _num_slices(weight: Weight, bucket_bytes: int) -> int:
     size = weight.shape[weight.whole_dim]
     fewest = math.ceil(weight.program_bytes / bucket_bytes)
     return next((n for n in range(fewest, size) if size % n == 0), size)
+
+
+class Transfer:
+    """Sends weights from one mesh to another with different devices; see `Resharding` for the same devices.
+
+    Each leaf is cast on its own devices and then sent; nothing waits for the copies. The training copy stays.
+
+    Attributes:
+      donate: always False: the training copy stays. Has the meaning of `Resharding.donate`.
+    """
+
+    donate = False
+
+    def __init__(self, generate: Any, dtype: Any):
+        """Args: shardings on the other mesh, and the types there, as in `Resharding`."""
+        self._generate = generate
+        self._types = stored_types(dtype, generate)
+
+    def to_generate(self, params: Any) -> Any:
+        """The weights on the other mesh."""
+
+        def send(stored: StoredType, leaf: jax.Array, where: NamedSharding) -> Any:
+            to = stored.shardings(leaf.shape, where)
+            return jax.tree.map(put, stored_in_place(stored, leaf), to)
+
+        return jax.tree.map(send, self._types, params, self._generate)

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.manual import context_mesh
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -191,3 +190,29 @@ def shards_of(axis: str, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
     """The number of parts that `rules` split a logical axis into on `mesh`."""
     sizes = dict(mesh.shape)
     return _product(rules[axis], sizes)
+
+
+# `pipeline` is a `shard_map` over the stage axes of a mesh; the other axes stay with the compiler. Code
+# inside a stage can use these other axes only. Its sharding constraints must not name the stage axes, and a
+# nested `shard_map` covers the remaining axes.
+
+
+def context_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh for sharding constraints. Inside a `shard_map` its manual axes are marked as such."""
+    inside = jax.sharding.get_abstract_mesh()
+    return mesh if inside.empty else inside
+
+
+def per_device(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Wraps `function`, which works on the shards of one device, in a `shard_map` over all remaining axes."""
+    where = context_mesh(mesh)
+    return jax.shard_map(
+        function,
+        mesh=where,
+        axis_names=frozenset(where.axis_names) - frozenset(where.manual_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )

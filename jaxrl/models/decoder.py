@@ -10,6 +10,7 @@ a layout may constrain it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -348,3 +349,25 @@ def _axes_of(param: nnx.Param) -> nnx.Variable:
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Random float32 weights: normal with variance 1 / fan-in; biases are 0, norms scale by 1."""
     return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+
+# Score heads in place of the unembedding: scores of reward and cost models, values of critics.
+
+
+def score_config(config: ModelConfig, *, num_scores: int = 1) -> ModelConfig:
+    """The model of `config` with scores instead of logits."""
+    return dataclasses.replace(config, num_scores=num_scores)
+
+
+def score_params(params: Params, config: ModelConfig) -> Params:
+    """Weights of a critic or reward model, initialised from a language model.
+
+    The trunk is taken over, and the head is 0. So a fresh critic predicts 0 everywhere, and its first
+    gradient reaches only the head.
+
+    Args:
+      params: weights of a language model, such as an actor's.
+      config: config of the new model, see `score_config`.
+    """
+    trunk = {name: leaf for name, leaf in params.items() if name != "unembedding"}
+    return trunk | {"score_head": jnp.zeros((config.d_model, config.num_scores), jnp.float32)}

@@ -63,7 +63,7 @@ def apply_experts(
       expert_BTA: int32, the experts of each token; experts that are not held here contribute 0.
       share_BTA: weight of each of these experts in the sum.
       weights: weights of the experts held here, which have consecutive numbers.
-      axes: logical axes of `weights`, for `mesh.expert_parallel`; not used here.
+      axes: logical axes of `weights`, for `mesh.parallel_layers`; not used here.
       first_expert: number of the first expert held here.
 
     Returns:

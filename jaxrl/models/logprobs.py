@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities of tokens, without ever holding [B, T, V].
+"""From hidden states to log-probabilities of tokens, without ever holding [B, T, V], and scores of segments.
 
 B sequences   T tokens   D width   V vocabulary   G devices   N positions of a device   C positions of a chunk
 """
@@ -205,3 +205,35 @@ _permuted.defvjp(
 def of_tokens(logprobs_GCV: jax.Array, tokens_GC: jax.Array) -> jax.Array:
     """The log-probability of each token, [G, C]."""
     return jnp.take_along_axis(logprobs_GCV, tokens_GC[..., None], axis=-1)[..., 0]
+
+
+def last_scores(scores_BTS: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """The scores at the last token of every segment, 0 elsewhere: the scores of whole sequences.
+
+    Args:
+      scores_BTS: scores of every token.
+      segment_ids_BT: int32; 0 is padding.
+
+    Returns:
+      [B, T, S]; entry t holds the scores of the sequence that ends with token t.
+    """
+    after_BT = jnp.pad(segment_ids_BT[:, 1:], ((0, 0), (0, 1)))
+    last_BT = (segment_ids_BT > 0) & (segment_ids_BT != after_BT)
+    return jnp.where(last_BT[..., None], scores_BTS, 0.0)
+
+
+def values_before(value_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Shifts scores to values of the state before each token: entry t is the score after token t - 1.
+
+    Example, one segment of four tokens: scores [a b c d] become values [0 a b c].
+
+    Args:
+      value_BT: score after every token.
+      segment_ids_BT: int32; 0 is padding.
+
+    Returns:
+      [B, T]; 0 at a segment's first token and on padding.
+    """
+    before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+    shifted_BT = jnp.pad(value_BT[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where((segment_ids_BT > 0) & (segment_ids_BT == before_BT), shifted_BT, 0.0)

@@ -22,8 +22,16 @@ from jaxrl.rewards.judge import (
     parse_verdicts,
     score_parser,
 )
-from jaxrl.rewards.score import AskedVerdicts, rows_of, samples_of, score_completions, verdicts_of
-from jaxrl.rewards.terms import Term, grader_term, weighted_sum
+from jaxrl.rewards.score import (
+    AskedVerdicts,
+    Term,
+    grader_term,
+    rows_of,
+    samples_of,
+    score_completions,
+    verdicts_of,
+    weighted_sum,
+)
 from jaxrl.rewards.user import Responses, RewardFunction, UserRewards, user_reward
 from jaxrl.types import GraderFailure
 

@@ -22,7 +22,13 @@ import re
 from fractions import Fraction
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.answer_reader import BOX, SCIENTIFIC, UNITS, closing_brace, without_spacing
+from jaxrl.rewards.answer_reader.answer_tokens import (
+    BOX,
+    SCIENTIFIC,
+    UNITS,
+    closing_brace,
+    without_spacing,
+)
 
 # This also bounds the digits of a number.
 _WINDOW_CHARS = 300

@@ -30,6 +30,8 @@ from jaxrl.checks import check_value
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import grade_answer, grade_gsm8k
+from jaxrl.rewards.answer_reader.answer_equality import equal
+from jaxrl.rewards.code_tests import run_tests
 from jaxrl.rewards.grading import (
     UNGRADED,
     FunctionGrader,
@@ -41,11 +43,16 @@ from jaxrl.rewards.grading import (
     Verdict,
     empty_fault,
 )
-from jaxrl.rewards.math_grader import EQUAL, MathGrader
-from jaxrl.rewards.pool_functions import load_pool_function
+from jaxrl.rewards.math_grader import MathGrader
 from jaxrl.rewards.sandbox import SandboxChoice, choose_sandbox
-from jaxrl.rewards.sandboxed_graders import CODE, TASK, CodeGrader, ReasoningGymGrader
-from jaxrl.rewards.simple_graders import SEARCH, ChoiceGrader, ExactGrader, RegexGrader
+from jaxrl.rewards.sandboxed_graders import (
+    CODE,
+    TASK,
+    CodeGrader,
+    ReasoningGymGrader,
+    load_scorer,
+)
+from jaxrl.rewards.simple_graders import ChoiceGrader, ExactGrader, RegexGrader, search
 from jaxrl.user_code import load_function
 
 logger = logging.getLogger(__name__)
@@ -68,13 +75,13 @@ class GraderKind:
       build: constructor. It takes the pool if the grader needs one, the name of the sandbox if it runs code,
         and options.
       reads: the form in which a response must give its answer, for the hint to users.
-      asks: name of its function in the pool; "" needs no pool.
+      works: its function in the processes of the pool, by its own name; None needs no pool.
       package: package that it needs; "" needs none.
     """
 
     build: Callable[..., Grader]
     reads: str
-    asks: str = ""
+    works: Callable[[Any], Any] | None = None
     package: str = ""
 
 
@@ -83,18 +90,31 @@ _FINAL_ANSWER = r'a last line such as "Answer: 42" or "#### 42", or \boxed{42}'
 GRADERS: dict[str, GraderKind] = {
     "answer": GraderKind(lambda: FunctionGrader(grade_answer), _FINAL_ANSWER),
     "gsm8k": GraderKind(lambda: FunctionGrader(grade_gsm8k), _FINAL_ANSWER),
-    "math": GraderKind(MathGrader, _FINAL_ANSWER, EQUAL),
+    "math": GraderKind(MathGrader, _FINAL_ANSWER, lambda pair: equal(*pair)),
     "choice": GraderKind(ChoiceGrader, 'a last line such as "Answer: C"'),
     "exact": GraderKind(ExactGrader, _FINAL_ANSWER),
-    "regex": GraderKind(RegexGrader, "what reward.grader_options.pattern finds", SEARCH),
-    "code": GraderKind(CodeGrader, "a fenced block of Python code", CODE),
+    "regex": GraderKind(RegexGrader, "what reward.grader_options.pattern finds", search),
+    "code": GraderKind(CodeGrader, "a fenced block of Python code", run_tests),
     "reasoning_gym": GraderKind(
         ReasoningGymGrader,
         f"<answer>42</answer>, or {_FINAL_ANSWER}",
-        TASK,
+        # Loaded in the worker, since reasoning-gym takes seconds to import.
+        lambda argument: load_scorer()(argument),
         "reasoning_gym",
     ),
 }
+
+
+def load_pool_function(name: str) -> Callable[[Any], Any]:
+    """Returns the function of a grader in a process of the pool; imports it."""
+    if ":" in name:
+        function = load_function(name, "grader", takes=("response", "answer"), own_process=True)
+        return lambda texts: function(*texts)
+    if name == TASK:
+        load_scorer()
+    works = GRADERS[name].works
+    assert works is not None, f"the grader {name} has no function in the pool"
+    return works
 
 
 def check_grader(name: str, options: Mapping[str, Any]) -> None:
@@ -132,8 +152,9 @@ class Graders:
         """
         self._needs_truths = needs_truths
         choices = {"": default, **(by_source or {})}
-        asked = [_asks(name) for name, _ in choices.values()]
-        self._pool = _pool_of({name for name in asked if name}, workers, cpu_seconds)
+        names = {name for name, _ in choices.values()}
+        asked = {n for n in names if ":" in n or (n in GRADERS and GRADERS[n].works)}
+        self._pool = _pool_of(asked, workers, cpu_seconds)
         self._sandbox = ""
         if CODE in asked and code_sandbox is not None:
             self._sandbox = _chosen_sandbox(code_sandbox)
@@ -199,27 +220,19 @@ class Graders:
 
     def _grade_waiting(self) -> None:
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        if not waiting:
-            return
         try:
-            asked = [(samples(), future) for samples, future in waiting]
-        except BaseException as error:
-            for _, future in waiting:
-                future.set_exception(error)
+            asked = [samples() for samples, _ in waiting]
+            verdicts = iter(self.grade([sample for samples in asked for sample in samples]))
+        except BaseException:
+            # One has failed, for example by a malformed ground truth; the others must get their verdicts.
+            for samples, future in waiting:
+                try:
+                    future.set_result(self.grade(samples()))
+                except BaseException as error:  # the caller gets it from the future
+                    future.set_exception(error)
             return
-        try:
-            together = self.grade([sample for samples, _ in asked for sample in samples])
-        except UserError:
-            # One has a malformed ground truth; the others must still get their verdicts.
-            for samples, future in asked:
-                _settle(future, lambda samples=samples: self.grade(samples))
-        except BaseException as error:
-            for _, future in asked:
-                future.set_exception(error)
-        else:
-            verdicts = iter(together)
-            for samples, future in asked:
-                future.set_result(list(itertools.islice(verdicts, len(samples))))
+        for samples, (_, future) in zip(asked, waiting, strict=True):
+            future.set_result(list(itertools.islice(verdicts, len(samples))))
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the ground truth of a row cannot be used; None if it can."""
@@ -278,15 +291,6 @@ class Graders:
             )
 
 
-def _settle(
-    future: concurrent.futures.Future[list[Verdict]], grade: Callable[[], list[Verdict]]
-) -> None:
-    try:
-        future.set_result(grade())
-    except BaseException as error:  # the caller gets it from the future
-        future.set_exception(error)
-
-
 class _PathGrader:
     """Calls a user's function of two texts in a worker, which can be ended if it hangs."""
 
@@ -322,11 +326,6 @@ def _pool_of(names: Set[str], workers: int, cpu_seconds: float) -> ProcessPool:
         cpu_seconds=cpu_seconds,
         memory_bytes=_MEMORY_BYTES,
     )
-
-
-def _asks(name: str) -> str:
-    """Returns the name of a grader's function in the pool; "" if it needs none."""
-    return name if ":" in name else GRADERS[name].asks if name in GRADERS else ""
 
 
 @functools.cache
@@ -367,9 +366,8 @@ def _built(
             f"pip install {kind.package.replace('_', '-')}, or use the grader 'answer'"
         )
     _check_options(name, kind, options)
-    if kind.asks == CODE:
-        return kind.build(pool, sandbox, **options)
-    return kind.build(pool, **options) if kind.asks else kind.build(**options)
+    needs = [pool, sandbox] if name == CODE else [pool] if kind.works else []
+    return kind.build(*needs, **options)
 
 
 def _check_options(name: str, kind: GraderKind, options: Mapping[str, Any]) -> None:

@@ -19,7 +19,13 @@ from fractions import Fraction
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import answer_span, normalize_answer
-from jaxrl.rewards.answer_reader import BOX, MAX_CHARS, closing_brace, spelled, undressed
+from jaxrl.rewards.answer_reader.answer_tokens import (
+    BOX,
+    MAX_CHARS,
+    closing_brace,
+    spelled,
+    undressed,
+)
 from jaxrl.rewards.grading import GradingTask, PendingVerdict, Response, Verdict, empty_fault
 
 EQUAL = "math"

@@ -6,7 +6,10 @@ A worker of the pool starts a sandbox (`jaxrl.rewards.sandbox`) for each respons
 from __future__ import annotations
 
 import functools
+import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import extract_answer
@@ -22,11 +25,16 @@ from jaxrl.rewards.grading import (
     empty_fault,
     refusal,
 )
+from jaxrl.rewards.sandbox import SandboxLimits, run_forked
 
 CODE, TASK = "code", "reasoning_gym"
 """Names of their functions in a process pool."""
 
 _BLOCK = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+# No answer to a puzzle needs these. Some scorers evaluate the answer, and these would let it do anything.
+_CODE = re.compile(
+    r"__|\b(?:import|lambda|exec|eval|open|globals|getattr|setattr)\b|\w\.[A-Za-z_]\w*\s*\("
+)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Clock time of a call. The sandbox ends slow programs; this ends a worker that hangs, on any machine.
 _PATIENCE_S = 1800.0
@@ -140,3 +148,36 @@ def _marked(mark: float, part_marks: bool, shown: str) -> Verdict:
     if not part_marks:
         return Verdict.of(correct, shown)
     return Verdict(WRONG + (RIGHT - WRONG) * min(1.0, max(0.0, mark)), correct, shown)
+
+
+@functools.cache
+def load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
+    """Returns the function of `TASK` in a worker: the mark of an answer, or why there is none."""
+    import reasoning_gym
+    from reasoning_gym import factory
+
+    scorer_of: Any = factory.get_score_answer_fn
+    # It reads word lists from its own folder.
+    readable = list(reasoning_gym.__path__)
+
+    def score(argument: tuple[str, str, dict, float]) -> float | str:
+        task, answer, entry, seconds = argument
+        if task not in factory.DATASETS:
+            return f"raised: reasoning-gym has no task {task!r}"
+        if _CODE.search(answer):
+            return 0.0
+        scorer = scorer_of(task)
+
+        def marked() -> bytes:
+            # An exception may be due to the answer or to the scorer; the child then returns no mark.
+            return json.dumps(float(scorer(answer, entry))).encode()
+
+        mark = run_forked(marked, SandboxLimits(seconds=seconds), readable)
+        if mark is None:
+            return f"timeout: the scorer of {task} has taken more than {seconds:g} s"
+        try:
+            return float(json.loads(mark))
+        except ValueError:
+            return f"raised: the scorer of {task} gave no mark"
+
+    return score

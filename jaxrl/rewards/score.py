@@ -1,8 +1,17 @@
-"""Turns completions into scores: the graders' verdicts, shaped by length."""
+"""Turns completions into scores: the graders' verdicts, shaped by length, and the sum of several rewards.
+
+    Completions -> verdicts -> Scored -> terms (grader, model, judge, functions) -> Scored, their metrics
+
+Each term has one float per response, from a grader, function, model or judge. The weighted sum becomes the
+score. Correctness is still the grader's, and dynamic sampling filters groups by correctness.
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -96,3 +105,95 @@ def score_completions(
         predictions=tuple(v.prediction for v in verdicts),
         failures=tuple(v.failure for v in verdicts),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One of several rewards.
+
+    Attributes:
+      name: name in the metrics.
+      weight: factor of the scores in the sum.
+      score_B: unweighted scores, float [B].
+    """
+
+    name: str
+    weight: float
+    score_B: np.ndarray
+
+
+def grader_term(scored: Scored, *, weight: float) -> Term:
+    """Returns the score of `score_completions`, the grader's +1 or -1, as a term."""
+    return Term("grader", weight, scored.score_B)
+
+
+def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[str, float]]:
+    """Replaces the scores by the sum of weight * score over the terms, and stores the terms too.
+
+    Args:
+      scored: graded responses. Their score is part of the sum only as a term (`grader_term`).
+      terms: one or more terms with different names.
+
+    Returns:
+      The responses with new scores, and for each term `reward/<name>/mean` and `reward/<name>/std` of its
+      unweighted scores.
+
+    Raises:
+      UserError: Two terms share a name, or a term's scores are too many, too few or not finite.
+    """
+    names = collections.Counter(term.name for term in terms)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UserError(
+            f"{len(terms)} rewards share the names {', '.join(map(repr, twice))}; metrics are kept "
+            "by name, so give each reward its own"
+        )
+    assert terms, "a sum without terms is no reward"
+    metrics: dict[str, float] = {}
+    total_B = np.zeros(len(scored), np.float32)
+    columns = []
+    for term in terms:
+        score_B = checked_scores(term.score_B, len(scored), f"reward {term.name!r}")
+        total_B += np.float32(term.weight) * score_B
+        columns.append(score_B)
+        metrics[f"reward/{term.name}/mean"] = float(score_B.mean())
+        metrics[f"reward/{term.name}/std"] = float(score_B.std())
+    scored = scored.replace(
+        score_B=total_B,
+        term_BK=np.stack(columns, axis=1),
+        term_weight_K=np.array([term.weight for term in terms], np.float32),
+    )
+    return scored, metrics
+
+
+def checked_scores(values: Any, count: int, what: str) -> np.ndarray:
+    """Converts the scores of a reward to float32 [count].
+
+    Args:
+      values: list or array with one number per response.
+      count: number of responses.
+      what: name of the reward, for messages.
+
+    Raises:
+      UserError: The values are no numbers, too many, too few, or not finite in float32.
+    """
+    rule = f"it must return {count} numbers, one for each response"
+    try:
+        value_B = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} returned {_shown(values)}: {error}; {rule}") from error
+    if value_B.shape != (count,):
+        raise UserError(f"{what} returned an array of shape {value_B.shape}; {rule}")
+    # Written so that NaN, which compares false, counts as wrong.
+    wrong = np.flatnonzero(~(np.abs(value_B) <= np.finfo(np.float32).max))
+    if len(wrong):
+        raise UserError(
+            f"{what} returned {value_B[wrong[0]]} for response {wrong[0]} and {len(wrong)} of {count} "
+            "numbers that are not finite in float32; one would make every weight NaN, so return a "
+            "number for every response, such as 0 where there is nothing to score"
+        )
+    return value_B.astype(np.float32)
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:80]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool, WorkerFault
-from jaxrl.rewards.terms import checked_scores
+from jaxrl.rewards.score import checked_scores
 from jaxrl.types import Completions, TurnText
 from jaxrl.user_code import load_function
 

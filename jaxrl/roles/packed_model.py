@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import Attention, attention_parallel
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.offload import check_host_memory, offload, onloaded_copy
+from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
 from jaxrl.mesh.rules import (

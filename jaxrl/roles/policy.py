@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.mesh.resharding import Resharding
+from jaxrl.mesh.resharding import Resharding, Transfer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.mesh.transfer import Transfer
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.logprobs import squared_probabilities

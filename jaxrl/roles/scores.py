@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.models.decoder import Params
-from jaxrl.models.heads import last_scores, score_config, score_params, values_before
+from jaxrl.models.decoder import Params, score_config, score_params
+from jaxrl.models.logprobs import last_scores, values_before
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner

@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.manual import per_device
-from jaxrl.mesh.rules import GENERATE_RULES, Rules, axes_of, partition_spec, shards_of
+from jaxrl.mesh.rules import GENERATE_RULES, Rules, axes_of, partition_spec, per_device, shards_of
 from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.contiguous_cache import ContiguousCache, PastAttention
 from jaxrl.models.cache.interface import Cache, CacheKind

@@ -26,8 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.mesh.manual import per_device
-from jaxrl.mesh.rules import GENERATE_RULES, constraint, partition_spec, shardings, with_shardings
+from jaxrl.mesh.rules import (
+    GENERATE_RULES,
+    constraint,
+    partition_spec,
+    per_device,
+    shardings,
+    with_shardings,
+)
 from jaxrl.models.cache.interface import Cache, CacheKind
 from jaxrl.models.cache.kv_cache import copy_slots, take_slots, with_capacity, write_slots
 from jaxrl.models.cache.paged_cache import PagedCache

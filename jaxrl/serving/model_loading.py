@@ -50,8 +50,8 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     model_directory.check_is_directory(directory)
     if model_directory.is_run_folder(directory):
         raise UserError(
-            f"{directory} is the folder of a run; export it first: python launch/convert.py --from run "
-            f"--path {directory} --to hf --out DIR, and serve DIR"
+            f"{directory} is the folder of a run; export it first: python launch/convert.py "
+            f"--path {directory} --out DIR, and serve DIR"
         )
     found = model_directory.read_model(directory)
     model, tokenizer = found.model, found.tokenizer

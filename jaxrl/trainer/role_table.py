@@ -25,17 +25,21 @@ from jaxrl.config.batch_shapes import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.dataflows.costs import CostPhase
 from jaxrl.dataflows.distill import OwnRows, TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
-from jaxrl.dataflows.rewarding import JudgeReward, ModelReward, RewardTerm, SequenceScores
+from jaxrl.dataflows.rewarding import (
+    CostPhase,
+    JudgeReward,
+    ModelReward,
+    RewardTerm,
+    SequenceScores,
+)
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import decoder_graph, score_config
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig

@@ -7,10 +7,9 @@ import pytest
 from closeness import assert_close
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles

@@ -11,10 +11,9 @@ from closeness import BFLOAT16, assert_close
 from flax import nnx
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.attention_parallel import attention_parallel
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.expert_parallel import expert_parallel
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import bubble, check_microbatches, microbatches_of, pipeline
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings
 from jaxrl.models.attention import attention

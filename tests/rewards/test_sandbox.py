@@ -715,7 +715,7 @@ def test_where_bubblewrap_cannot_be_started_the_next_sandbox_is_tried(
 
 def test_a_kernel_without_landlock_is_named(monkeypatch):
     for version, words in ((0, "has no Landlock"), (2, "has version 2")):
-        monkeypatch.setattr("jaxrl.rewards.sandbox.landlock.landlock_version", lambda v=version: v)
+        monkeypatch.setattr("jaxrl.rewards.sandbox.lockdown.landlock_version", lambda v=version: v)
         assert words in works("landlock")
 
 

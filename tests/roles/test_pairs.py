@@ -11,8 +11,7 @@ from jaxrl.data.preferences import PreferencePair
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.pairs import (

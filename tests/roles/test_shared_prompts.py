@@ -10,13 +10,12 @@ from slow_values import mostly_slow
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
 
 from jaxrl.data.packing import PackedShape
-from jaxrl.dataflows.work_metrics import work_metrics
+from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import pick_implementation
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import policy
 from jaxrl.roles.packed_model import PackedModel

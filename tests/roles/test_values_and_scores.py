@@ -10,8 +10,7 @@ from packed import SHAPES, packed, sequences
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.optim_config import OptimConfig

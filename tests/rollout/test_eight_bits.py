@@ -24,7 +24,7 @@ from test_engine import (
 )
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.transfer import Transfer
+from jaxrl.mesh.resharding import Transfer
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
@@ -183,7 +183,7 @@ def test_weights_for_other_devices_are_rounded_before_they_are_sent(monkeypatch)
     )
     sent = []
     monkeypatch.setattr(
-        "jaxrl.mesh.transfer.put", lambda leaf, to: sent.append(leaf) or jax.device_put(leaf, to)
+        "jaxrl.mesh.resharding.put", lambda leaf, to: sent.append(leaf) or jax.device_put(leaf, to)
     )
     params = actor.for_training().params
     moved = Transfer(where, weight_types(MODEL, "bfloat16", "int8")).to_generate(params)

@@ -4,17 +4,20 @@ import dataclasses
 import json
 import types
 
+import hub_server
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxrl import cli
 from jaxrl.commands.convert import main as convert
 from jaxrl.config.model_shape import check_weights
 from jaxrl.config.schema import Config
 from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
+from jaxrl.hub.downloads import Hub
 from jaxrl.mesh.pools import take_devices
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
@@ -90,11 +93,41 @@ def test_the_newest_weights_of_the_last_stage(tmp_path):
 
 def test_the_command_prints_the_dtype(tmp_path, capsys):
     run = finished_run(tmp_path / "run", TINY, {"rl": {3: random_params(TINY, seed=3)}})
-    command = ["convert", "--from", "run", "--path", str(run), "--to", "hf", "--out"]
+    command = ["convert", "--path", str(run), "--out"]
     assert convert([*command, str(tmp_path / "short")]) == 0
     assert "step 3 in bfloat16; --dtype float32 writes" in capsys.readouterr().out
     assert convert([*command, str(tmp_path / "long"), "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.endswith("step 3 in float32\n")
+
+
+def test_the_command_pushes_to_the_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    run = finished_run(tmp_path / "run", TINY, {"rl": {3: random_params(TINY, seed=3)}})
+    out = tmp_path / "hf"
+    with hub_server.serving() as server:
+        hub = Hub(endpoint=server.url, cache_dir=tmp_path / "cache")
+        monkeypatch.setattr("jaxrl.commands.convert.open_hub", lambda: hub)
+        assert convert(["convert", "--path", str(run), "--out", str(out), "--push=me/mine"]) == 0
+        assert capsys.readouterr().out.endswith(f"{server.url}/me/mine\n")
+        pushed = server.repos["models", "me/mine"]
+    assert pushed.keys() == {file.name for file in out.iterdir()}
+    assert pushed["config.json"] == (out / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max_shard_bytes=0",), "max_shard_bytes 0 is below 1"),
+        (("--push=mine",), "is no name on the hub; write OWNER/NAME"),
+        ((), "name the folder of a run"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(tmp_path, capsys, options, message):
+    paths = ["--path", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    assert cli.main(["jaxrl", "convert", *paths, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_export_of_a_running_job_changes_nothing(tmp_path):

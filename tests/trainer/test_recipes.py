@@ -12,8 +12,7 @@ from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import init_params
-from jaxrl.models.heads import score_config
+from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.metrics import read_metrics, without_timings
@@ -472,7 +471,6 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
             TRPO | {"rollout__top_p": 0.9},
             "truncated_logprobs True its loss would be one of",
         ),
-        ("trpo", TRPO | {"algorithm__old_logprobs": "update"}, "searches along its step with them"),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],
 )

@@ -156,16 +156,6 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
     return stored
 
 
-def checkpoint_dtype(directory: str | pathlib.Path) -> np.dtype:
-    """The narrowest of bfloat16 and float32 that holds all tensors of a directory exactly.
-
-    float64 would be rounded; no published model has it. Raises UserError as `load_params` does.
-    """
-    stored = _read_headers(pathlib.Path(directory))
-    narrow = all(tensor.dtype == "BF16" for tensor in stored.values())
-    return jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-
-
 # Headers
 
 

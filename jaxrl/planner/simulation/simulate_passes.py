@@ -24,7 +24,6 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.filled_rows import (
     FilledRows,
     filled_rows,
@@ -32,6 +31,7 @@ from jaxrl.planner.simulation.filled_rows import (
     pairs_of_one_text,
 )
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
+from jaxrl.planner.simulation.step_costs import CostBreakdown
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
 
@@ -236,11 +236,11 @@ class PassSimulator:
         one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
         found = {"tensor all-reduces": 2 * layers * one}
         if strategy.expert > 1:
-            # The tokens of a group are gathered, and the sums scattered (mesh.expert_parallel).
+            # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers).
             group = shared.ring(layout, "expert")
             found["tokens to experts"] = layers * shared.reduce_s(strategy.expert * size, group)
         if strategy.context > 1:
-            # Queries, keys, values and outputs, all but a device's own part (mesh.attention_parallel).
+            # Queries, keys, values and outputs, all but a device's own part (mesh.parallel_layers).
             keys = max(numbers.kv_heads / strategy.t, strategy.context, 1)
             heads = 2 * model.num_heads / strategy.t + 2 * keys
             sent = flushes.microbatch_tokens * heads * model.head_dim * assume.compute_bytes

@@ -1,7 +1,7 @@
 """Compares two answers kind by kind: words, several answers, relations, sets, quantities.
 
 one, other  ->  spelled alike?  ->  parsed (`answer_parser`)  ->  compared by kind
-             ->  sets as intervals (`real_sets`), expressions by value (`quantity_equality`)
+             ->  sets as intervals (`real_sets`), expressions by value (`answer_values`)
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ from jaxrl.rewards.answer_reader.answer_kinds import (
     Union,
     Words,
 )
-from jaxrl.rewards.answer_reader.answer_markup import spelled
 from jaxrl.rewards.answer_reader.answer_parser import read_answer
-from jaxrl.rewards.answer_reader.answer_tokens import Unreadable
-from jaxrl.rewards.answer_reader.answer_values import Undecided, exact, proportional, symbols, value
-from jaxrl.rewards.answer_reader.quantity_equality import is_numeral, same_quantity, same_value
+from jaxrl.rewards.answer_reader.answer_tokens import Unreadable, spelled
+from jaxrl.rewards.answer_reader.answer_values import (
+    Undecided,
+    exact,
+    is_numeral,
+    proportional,
+    same_quantity,
+    same_value,
+    symbols,
+    value,
+)
 from jaxrl.rewards.answer_reader.real_sets import ORDERS, is_plain_name, same_set
 
 # Relative error allowed in an approximation beside the exact value: "1/3 \approx 0.33".

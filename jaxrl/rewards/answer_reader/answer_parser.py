@@ -38,7 +38,6 @@ from jaxrl.rewards.answer_reader.answer_kinds import (
     Union,
     Words,
 )
-from jaxrl.rewards.answer_reader.answer_markup import undressed
 from jaxrl.rewards.answer_reader.answer_tokens import (
     MAX_CHARS,
     WORDS,
@@ -46,6 +45,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     Unreadable,
     is_op,
     tokens_of,
+    undressed,
 )
 from jaxrl.rewards.answer_reader.answer_values import exact
 from jaxrl.rewards.answer_reader.quantity_parser import quantity

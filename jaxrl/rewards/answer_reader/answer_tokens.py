@@ -1,4 +1,4 @@
-r"""Splits answers in LaTeX or plain text into tokens; different notations of one thing give the same token.
+r"""Removes the markup around an answer, and splits it into tokens: one token for all notations of a thing.
 
     "$x = 10,\!080\text{ cm}^2$."  ->  sym x, op =, num 10080, word cm, op ^, num 2
 
@@ -7,9 +7,11 @@ units after a number, "or" and "and". Outside brackets a comma between groups of
 number, if `thousands` is set.
 """
 
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -151,63 +153,12 @@ _GREEK = frozenset({
 })  # fmt: skip
 WORDS = frozenset(("or", "and", "in", "not"))
 
-# Units and counted things. The first name of each group stands for all. Whole words after a number only.
-_UNIT_NAMES = """
-cm centimeter centimeters centimetre centimetres 厘米 公分 センチメートル センチ см
-сантиметр сантиметра сантиметров 센티미터; mm millimeter millimeters
-millimetre millimetres 毫米 ミリメートル мм; km kilometer kilometers kilometre
-kilometres 千米 公里 キロメートル キロ км километр километра километров 킬로미터; meter
-meters metre metres 米 公尺 メートル м метр метра метров 미터; mile miles mi 英里;
-foot feet ft 英尺; inch inches 英寸; yard yards yd yds; kg kilogram kilograms
-kilo kilos 千克 公斤 キログラム кг килограмм килограмма килограммов 킬로그램; gram
-grams gramme grammes 克 グラム г грамм грамма граммов 그램; mg milligram
-milligrams 毫克; pound pounds lb lbs; ounce ounces oz; ton tons tonne tonnes
-吨 噸 トン т тонн тонны тонна; liter liters litre litres 升 公升 リットル л литр
-литра литров 리터; ml milliliter milliliters millilitre millilitres 毫升
-ミリリットル мл; gallon gallons gal; cup cups; quart quarts; pint pints; second
-seconds sec secs 秒 秒钟 с сек секунда секунды секунд 초; minute minutes min
-mins 分钟 分鐘 мин минута минуты минут 分 분; hour hours hr hrs 小时 小時 个小时 時間 ч
-час часа часов 시간; day days 天 дней день дня сутки суток; week weeks 周 星期
-週間 недель недели неделя; month months 个月 ヶ月 か月 месяц месяца месяцев; year
-years yr yrs 年 岁 歲 歳 год года лет 년; dollar dollars usd 美元 ドル доллар
-доллара долларов 달러; cent cents 美分; euro euros 欧元 ユーロ евро; mph; acre
-acres; radian radians rad; unit units; point points 点; way ways 种 種 通り
-способов способа; time times 次 回 раз; people person persons 人 名 человек
-человека 명; student students 学生 учеников; boy boys; girl girls; child
-children; man men; woman women; integer integers; number numbers; digit
-digits; edge edges; vertex vertices; side sides; meal meals; piece pieces
-个 個 块 枚 つ штук шт 개 只 隻 条 條 张 張 頭 头 支 辆 輛 页 匹 羽 台 箱 瓶 袋 杯 组 組 对 對 双 份 场 座
-根 棵 题 位 位数 件; value values; solution solutions; root roots; zero zeros
-zeroes; term terms; factor factors; divisor divisors; prime primes; pair
-pairs; triple triples; subset subsets; set sets; element elements;
-function functions; triangle triangles; square squares; rectangle
-rectangles; circle circles; line lines; path paths; route routes; card
-cards; ball balls; marble marbles; book books 本; page pages; apple apples
-яблок яблока; orange oranges; egg eggs; coin coins; penny pennies; nickel
-nickels; dime dimes; quarter quarters; ticket tickets; game games; team
-teams; player players; match matches; car cars; bus buses; tree trees;
-flower flowers; dog dogs; cat cats; fish; bird birds; cow cows; sheep;
-chicken chickens; cookie cookies; candy candies; cake cakes; pizza pizzas;
-slice slices; box boxes; bag bags; bottle bottles; toy toys; pencil
-pencils; pen pens; house houses; room rooms; table tables; chair chairs;
-seat seats; shirt shirts; shoe shoes; step steps; trip trips; lap laps;
-floor floors; arrangement arrangements; combination combinations;
-permutation permutations; outcome outcomes; choice choices; possibility
-possibilities; case cases; color colors; colour colours; item items;
-member members; committee committees; word words; letter letters; question
-questions; problem problems; answer answers; vote votes; stamp stamps;
-sticker stickers; calorie calories; joule joules; watt watts; newton
-newtons; volt volts; ohm ohms; mole moles; bacteria; block blocks; cube
-cubes; tile tiles; region regions; rabbit rabbits; kilowatt kilowatts;
-knot knots; gold; kph kmph; handshake handshakes; diagonal diagonals;
-daps; baps; yaps; worker workers; friend friends; guest guests; chocolate
-chocolates; gift gifts; yuan 元; yen 円 エン; rouble rubles rouble roubles руб
-рубль рубля рублей; won 원; hertz; pascal; ampere amperes; kelvin; coulomb
-coulombs; kilojoule kilojoules; megawatt megawatts; kwh; rpm; mpg
-"""
-# ruff: noqa: RUF001
+# Units and counted things, a group of names in each line. The first name of a group stands for all. They are
+# whole words after a number only.
 UNITS: dict[str, str] = {
-    name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()
+    name: names.split()[0]
+    for names in pathlib.Path(__file__).with_name("units.txt").read_text("utf-8").splitlines()
+    for name in names.split()
 }
 # Words allowed before or between units.
 UNIT_WORDS = frozenset((
@@ -440,3 +391,75 @@ def is_op(token: Token, *texts: str) -> bool:
 def number_of(token: Token) -> Fraction:
     """Returns the value of a number's token."""
     return Fraction(token.text)
+
+
+# Markup around an answer: Markdown, dollars, boxes
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+"""Matches the beginning of a box, its opening brace included."""
+
+# No "~": before a number it reads as "about".
+_SPACING = r"(?:\s|\\[ ,;:!]|\\q?quad(?![A-Za-z])|\\hspace\s*\{[^{}]*\})+"
+_SPACING_AROUND = re.compile(rf"\A{_SPACING}|(?<!\\){_SPACING}\Z")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def undressed(text: str) -> str:
+    """Returns an answer without Markdown, dollars, box and full stop around it."""
+    while True:
+        before = text
+        text = without_spacing(without_spacing(text).strip("`"))
+        if text.startswith("**") and text.endswith("**") and len(text) > 4:
+            text = text[2:-2]
+        text = re.sub(r"\A\*\*\s+|\s+\*\*\Z", "", text)
+        text = re.sub(r"(?<![.\\])[.,;:\u3002]\s*\Z", "", text)
+        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            if (
+                text.startswith(opening)
+                and text.endswith(closing)
+                and len(text) > len(opening + closing)
+                and opening not in text[len(opening) : -len(closing)]
+                and not text.endswith(r"\$")
+            ):
+                text = text[len(opening) : -len(closing)]
+        box = BOX.match(text)
+        if box and text.endswith("}") and closing_brace(text, box.end()) == len(text) - 1:
+            text = text[box.end() : -1]
+        if text == before:
+            return text
+
+
+def without_spacing(text: str) -> str:
+    """Returns `text` without the space around it, typed or in TeX: "\\ 42\\," -> "42"."""
+    return _SPACING_AROUND.sub("", text)
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Returns the position of the brace that closes the one before `start`; -1 if none does."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return -1
+
+
+def spelled(text: str) -> str:
+    """Returns one text for all answers that differ in markup only; empty if there is only markup."""
+    text = undressed(text)
+    if len(text) > MAX_CHARS:
+        return " ".join(text.split())
+    try:
+        tokens = tokens_of(text)
+    except Unreadable:
+        return " ".join(text.split())
+    out: list[str] = []
+    for n, token in enumerate(tokens):
+        # Braces around a single token have no meaning.
+        if is_op(token, "{") and any(is_op(t, "}") for t in tokens[n + 2 : n + 3]):
+            continue
+        if is_op(token, "}") and n >= 2 and is_op(tokens[n - 2], "{"):
+            continue
+        lower = token.kind == "word" and token.text not in SYMBOLS
+        out.append(token.text.lower() if lower else token.text)
+    return " ".join(out)

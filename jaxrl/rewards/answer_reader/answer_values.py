@@ -1,4 +1,4 @@
-"""Evaluates expressions: exactly if they are rational, else to 50 digits at fixed points.
+"""Evaluates expressions, exactly if rational, else to 50 digits at fixed points; compares quantities.
 
 Two expressions are equal if they agree to 30 digits at eight points, two of them negative. 30 digits separate
 e^(pi sqrt(163)) from the nearest integer. A computer algebra system, tried on all pairs that agree, never
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import mpmath
 
 from jaxrl.rewards.answer_reader.answer_expressions import Node, num
+from jaxrl.rewards.answer_reader.answer_kinds import Quantity
 
 # Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000
@@ -46,56 +48,33 @@ def exact(node: Node) -> Fraction | None:
                 return exact(_written_out(node, {}))
             except (Undecided, KeyError):
                 return None
-    values = [exact(part) for part in parts]
-    if any(value is None for value in values):
+    numbers = [exact(part) for part in parts]
+    operation = _EXACT.get(node.kind)
+    if operation is None or None in numbers:
         return None
-    numbers = [value for value in values if value is not None]
     try:
-        return _arithmetic(node.kind, numbers)
+        value = operation(*numbers)
     except ZeroDivisionError:
         return None
+    return value if value is not None and _bits(value) <= _MAX_BITS else None
 
 
-def _arithmetic(kind: str, numbers: list[Fraction]) -> Fraction | None:
-    first = numbers[0]
-    match kind:
-        case "add" | "mixed":
-            value = sum(numbers, Fraction(0))
-        case "mul":
-            value = first * numbers[1]
-        case "div":
-            value = first / numbers[1]
-        case "neg":
-            value = -first
-        case "abs":
-            value = abs(first)
-        case "pow":
-            exponent = numbers[1]
-            if exponent.denominator != 1 or abs(exponent) * _bits(first) > _MAX_BITS:
-                return None
-            value = first ** int(exponent)
-        case "fact":
-            if first.denominator != 1 or not 0 <= first <= _MAX_FACTORIAL:
-                return None
-            value = Fraction(math.factorial(int(first)))
-        case "binom":
-            top, bottom = numbers
-            if (
-                top.denominator != 1
-                or bottom.denominator != 1
-                or not 0 <= bottom <= top <= _MAX_FACTORIAL
-            ):
-                return None
-            value = Fraction(math.comb(int(top), int(bottom)))
-        case "root":
-            return _exact_root(first, numbers[1])
-        case "floor":
-            value = Fraction(math.floor(first))
-        case "ceil":
-            value = Fraction(math.ceil(first))
-        case _:
-            return None
-    return value if _bits(value) <= _MAX_BITS else None
+def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1 or abs(exponent) * _bits(base) > _MAX_BITS:
+        return None
+    return base ** int(exponent)
+
+
+def _exact_factorial(n: Fraction) -> Fraction | None:
+    if n.denominator != 1 or not 0 <= n <= _MAX_FACTORIAL:
+        return None
+    return Fraction(math.factorial(int(n)))
+
+
+def _exact_binomial(top: Fraction, bottom: Fraction) -> Fraction | None:
+    if top.denominator != 1 or bottom.denominator != 1 or not 0 <= bottom <= top <= _MAX_FACTORIAL:
+        return None
+    return Fraction(math.comb(int(top), int(bottom)))
 
 
 def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
@@ -111,6 +90,23 @@ def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
         ]
     root = Fraction(parts[0] if radicand >= 0 else -parts[0], parts[1])
     return root if root**n == radicand else None
+
+
+# Operations on rational numbers. A result of None is irrational or would take too long.
+_EXACT: dict[str, Callable[..., Any]] = {
+    "add": lambda *terms: sum(terms, Fraction(0)),
+    "mixed": lambda *terms: sum(terms, Fraction(0)),
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "abs": abs,
+    "floor": lambda x: Fraction(math.floor(x)),
+    "ceil": lambda x: Fraction(math.ceil(x)),
+    "pow": _exact_power,
+    "root": _exact_root,
+    "fact": _exact_factorial,
+    "binom": _exact_binomial,
+}
 
 
 def _written_out(node: Node, at: Mapping[str, Any]) -> Node:
@@ -165,12 +161,13 @@ def _in_bounds(node: Node) -> frozenset[str]:
     return frozenset().union(*names)
 
 
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sin": mpmath.sin, "cos": mpmath.cos, "tan": mpmath.tan, "cot": mpmath.cot, "sec": mpmath.sec,
     "csc": mpmath.csc,
     "arcsin": mpmath.asin, "arccos": mpmath.acos, "arctan": mpmath.atan, "sinh": mpmath.sinh,
     "cosh": mpmath.cosh,
     "tanh": mpmath.tanh, "ln": mpmath.log, "exp": mpmath.exp, "abs": abs, "floor": mpmath.floor,
+    "neg": operator.neg, "mul": operator.mul, "div": operator.truediv,
     "ceil": mpmath.ceil,
     "log": lambda x: mpmath.log(x) / mpmath.log(10),
 }  # fmt: skip
@@ -223,15 +220,8 @@ def _value(node: Node, at: Mapping[str, Any], real: bool) -> Any:
 def _operation(kind: str, parts: list[Any]) -> Any:
     match kind:
         case "add" | "mixed":
-            return (
-                mpmath.fsum(parts) if all(isinstance(p, mpmath.mpf) for p in parts) else sum(parts)
-            )
-        case "mul":
-            return parts[0] * parts[1]
-        case "div":
-            return parts[0] / parts[1]
-        case "neg":
-            return -parts[0]
+            real = all(isinstance(p, mpmath.mpf) for p in parts)
+            return mpmath.fsum(parts) if real else sum(parts)
         case "pow":
             base, exponent = parts
             if base != 0 and abs(exponent * mpmath.log(abs(base) + 1)) > 200_000:
@@ -253,7 +243,7 @@ def _operation(kind: str, parts: list[Any]) -> Any:
         case _:
             if kind == "exp" and abs(parts[0]) > 200_000:
                 raise Undecided("too large")
-            return _FUNCTIONS[kind](parts[0])
+            return _FUNCTIONS[kind](*parts)
 
 
 # Values of a variable at the points; two are negative. No two have a simple ratio.
@@ -335,3 +325,111 @@ def proportional(one: Node, other: Node) -> bool:
         if not close(a / b, ratio):
             return False
     return decided >= 4
+
+
+# Quantities: value, unit, percent and degrees
+
+_RADIANS = Node("div", (Node("const", ("pi",)), num(180)))
+_HUNDREDTH = Node("div", (num(1), num(100)))
+_ARITHMETIC = {
+    "num", "neg", "add", "mul", "div", "pow", "root", "fact", "binom", "mixed", "abs", "floor", "ceil",
+}  # fmt: skip
+# A number from here on may be written as a sum of powers: 2^{100} - 2.
+_LARGE = 10**6
+
+
+def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> bool:
+    """Returns whether two quantities are equal; a unit may be left out of one of them.
+
+    Args:
+      one: quantity.
+      other: quantity.
+      evaluated: whether a number differs from an unevaluated sum or product ("6 * 7").
+    """
+    if not _same_unit(one, other):
+        return False
+    if (one.percent and other.degrees) or (one.degrees and other.percent):
+        return False
+    if evaluated and (
+        (is_numeral(one.node) and _is_unevaluated(other.node))
+        or (is_numeral(other.node) and _is_unevaluated(one.node))
+    ):
+        return False
+    if same_value(one.node, other.node):
+        # "42%" is 42, which counts percents; "0.2%" is not 0.2.
+        return one.percent == other.percent or not _is_below_one(one.node)
+    if one.percent != other.percent:
+        return _scaled(one, other, one.percent, _HUNDREDTH)
+    if one.degrees != other.degrees:
+        return _scaled(one, other, one.degrees, _RADIANS)
+    return False
+
+
+def _is_below_one(node: Node) -> bool:
+    rational = exact(node)
+    return rational is not None and abs(rational) < 1
+
+
+def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:
+    """Compares values after multiplying the one with the sign (percent, degrees) by its factor."""
+    left, right = one.node, other.node
+    if first:
+        left = Node("mul", (left, factor))
+    else:
+        right = Node("mul", (right, factor))
+    return same_value(left, right)
+
+
+def _same_unit(one: Quantity, other: Quantity) -> bool:
+    if (one.unit and (other.percent or other.degrees)) or (
+        other.unit and (one.percent or one.degrees)
+    ):
+        return False
+    ours, theirs = (
+        [u for u in q.unit if u not in (("radian", 1), ("unit", 1))] for q in (one, other)
+    )
+    if ours and theirs:
+        return ours == theirs and one.known_unit == other.known_unit
+    return one.known_unit and other.known_unit
+
+
+def is_numeral(node: Node) -> bool:
+    """Returns whether an expression is a number or a fraction of two numbers, signed or not."""
+    if node.kind == "neg":
+        node = node.parts[0]
+    if node.kind == "div":
+        return all(part.kind == "num" for part in node.parts)
+    return node.kind == "num"
+
+
+def _is_unevaluated(node: Node) -> bool:
+    """Returns whether a sum or product is unevaluated: "6 * 7", "40 + 2", but not "5 * 10^3"."""
+    kinds = {part.kind for part in node.nodes()}
+    if not kinds <= _ARITHMETIC:
+        return False
+    if "add" in kinds:
+        rational = exact(node)
+        return "pow" not in kinds or rational is None or abs(rational) < _LARGE
+    # Large numbers are written as a factor and a power.
+    return not kinds & {"pow", "root", "fact", "binom"} and bool(
+        kinds & {"mul", "abs", "floor", "ceil"}
+    )
+
+
+def same_value(one: Node, other: Node) -> bool:
+    """Returns whether two expressions are equal for all values of their variables."""
+    if one == other:
+        return True
+    infinite = [_infinite(x) for x in (one, other)]
+    if any(infinite):
+        return infinite[0] == infinite[1]
+    try:
+        return agree(one, other)
+    except Undecided:
+        return False
+
+
+def _infinite(node: Node) -> int:
+    if node.kind == "neg":
+        return -_infinite(node.parts[0])
+    return int(node == Node("const", ("inf",)))

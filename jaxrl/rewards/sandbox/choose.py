@@ -6,9 +6,7 @@ import functools
 from typing import Literal
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.sandbox.bubblewrap import Bubblewrap
-from jaxrl.rewards.sandbox.landlock import Landlock
-from jaxrl.rewards.sandbox.native import Unconfined
+from jaxrl.rewards.sandbox.native import Bubblewrap, Landlock, Unconfined
 from jaxrl.rewards.sandbox.sandbox_interface import Sandbox, SandboxUnavailable
 from jaxrl.rewards.sandbox.webassembly import WebAssembly
 

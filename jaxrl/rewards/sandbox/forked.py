@@ -16,14 +16,13 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.native import READABLE
+from jaxrl.rewards.sandbox.native import READABLE, syscall_filter
 from jaxrl.rewards.sandbox.sandbox_interface import (
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
     SandboxLimits,
     SandboxUnavailable,
 )
-from jaxrl.rewards.sandbox.syscalls import syscall_filter
 
 
 def run_forked(

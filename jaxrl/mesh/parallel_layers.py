@@ -1,0 +1,157 @@
+"""Layers on a mesh: attention over split heads and sequences, and experts on several devices.
+
+**Attention.** Every device attends with its own heads to its own rows. If sequences are split over `context`,
+an all-to-all exchanges parts of the sequence for parts of the heads before attention, and another one
+reverses it (DeepSpeed-Ulysses, arXiv 2309.14509). The kernel always sees whole sequences, packed ones too:
+
+    [B, T/c, Q, H] --all-to-all over context--> [B, T, Q/c, H] --attention--> --all-to-all--> [B, T/c, Q, H]
+
+Kernels written by hand cannot be partitioned by the compiler, so all of them run inside `shard_map`.
+
+**Experts.** Every device of an `expert` group holds consecutive experts and a share of the batch. The tokens
+of the group are gathered, each device sums the outputs of its own experts, and the sums return to the owners
+of the tokens:
+
+    tokens [B/e, T, D] --all-gather over expert--> [B, T, D] --own experts--> part of the sum [B, T, D]
+                        --reduce-scatter over expert--> [B/e, T, D], and summed over the tensor axes
+
+No token is dropped, because every device has room for all tokens of its group. The price is that memory, and
+the traffic: each token (D numbers) goes to every device of the group, not only to the owners of its experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.errors import UserError
+from jaxrl.mesh.rules import Rules, axes_of, partition_spec, per_device
+
+# (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. `ids` is a pytree of [B, T], such as segment ids. `rest`
+# are pytrees of scalars that are equal on every device, such as the attention kind.
+Attention = Callable[..., jax.Array]
+
+
+def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attention:
+    """Runs `attention` on every device for its own rows and heads.
+
+    Args:
+      attention: attention over whole sequences on one device.
+      mesh, rules: mesh, and sharding rules of rows, heads and parts of sequences.
+
+    Raises:
+      UserError: the heads of a device do not divide over the context axis (raised at trace time).
+    """
+    if mesh.size == 1:
+        return attention
+    sizes = dict(mesh.shape)
+    head_axes = axes_of("heads", rules, sizes)
+    context_axes = axes_of("length", rules, sizes)
+    num_parts = math.prod(sizes[axis] for axis in context_axes)
+
+    def spec(axes, array):
+        return partition_spec(axes, array.shape, rules, sizes, "attention")
+
+    def on_mesh(q_BTQH, k_BTKH, v_BTKH, ids, *rest):
+        group = q_BTQH.shape[2] // k_BTKH.shape[2]
+
+        def shard(q, k, v, ids, *rest):
+            k, v = (_kv_heads_of(q, x, group, head_axes) for x in (k, v))
+            if not context_axes:
+                return attention(q, k, v, ids, *rest)
+            num_queries, num_keys = q.shape[2], k.shape[2]
+            if num_queries % num_parts or (num_keys % num_parts and num_parts % num_keys):
+                raise UserError(
+                    f"{num_queries} query heads and {num_keys} key-value heads on a device do not divide "
+                    f"over {' x '.join(context_axes)} = {num_parts}; sequences are exchanged for heads, so "
+                    f"mesh.context must divide {num_queries}, and divide {num_keys} or be a multiple of it"
+                )
+            if num_keys % num_parts:
+                # Each part of the context axis gets at least one key-value head.
+                k, v = (jnp.repeat(x, num_parts // num_keys, axis=2) for x in (k, v))
+            q, k, v = (
+                jax.lax.all_to_all(x, context_axes, split_axis=2, concat_axis=1, tiled=True)
+                for x in (q, k, v)
+            )
+            ids = jax.lax.all_gather(ids, context_axes, axis=1, tiled=True)
+            out = attention(q, k, v, ids, *rest)
+            return jax.lax.all_to_all(out, context_axes, split_axis=1, concat_axis=2, tiled=True)
+
+        queries = ("batch", "length", "heads", "head_dim")
+        keys = ("batch", "length", "kv_heads", "head_dim")
+        of_queries, of_keys = spec(queries, q_BTQH), spec(keys, k_BTKH)
+        of_ids = jax.tree.map(functools.partial(spec, queries[:2]), ids)
+        in_specs = (of_queries, of_keys, of_keys, of_ids, *[P()] * len(rest))
+        attend = per_device(shard, mesh, in_specs=in_specs, out_specs=of_queries)
+        return attend(q_BTQH, k_BTKH, v_BTKH, ids, *rest)
+
+    return on_mesh
+
+
+def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, ...]) -> jax.Array:
+    """Selects the key-value heads that this device's query heads use.
+
+    A device holds more than these if key-value heads are replicated, because there are fewer of them than
+    tensor shards. Example: 8 query heads, 2 key-value heads, tensor_gen = 4. Each device has 2 query heads
+    and holds both key-value heads; devices 0 and 1 use the first, devices 2 and 3 the second.
+    """
+    num_queries, num_held = q.shape[2], x.shape[2]
+    num_used = max(1, num_queries // group)
+    if num_used == num_held:
+        return x
+    first_query = jax.lax.axis_index(head_axes) * num_queries
+    # The first held head is a multiple of `num_held`, so the remainder is the position among held heads.
+    first = (first_query // group) % num_held
+    return jax.lax.dynamic_slice_in_dim(x, first, num_used, axis=2)
+
+
+# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights) -> out_BTD
+Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
+
+
+def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -> Layer:
+    """Runs `layer` on every device for the experts that it holds.
+
+    Args:
+      layer: a function that sums over given experts; its `first_expert` is the number of the first of them.
+      mesh, rules: mesh, and sharding rules of experts, tokens and the width of an expert.
+    """
+    if mesh.size == 1:
+        return layer
+    sizes = dict(mesh.shape)
+    expert_axes = axes_of("experts", rules, sizes)
+    inner_axes = axes_of("mlp", rules, sizes)
+
+    def spec(axes, array):
+        # "embed" is None: the compiler gathers weights that are split over their width (fsdp) before this.
+        whole = tuple(None if axis == "embed" else axis for axis in axes)
+        return partition_spec(whole, array.shape, rules, sizes, "experts")
+
+    def shard(x, expert, share, weights):
+        for axis in expert_axes:
+            x, expert, share = (
+                jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, expert, share)
+            )
+        num_held = weights["gate"]["weight"].shape[0]
+        first = jax.lax.axis_index(expert_axes) * num_held if expert_axes else 0
+        out = layer(x, expert, share, weights, first_expert=first)
+        for axis in reversed(expert_axes):
+            out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(out, inner_axes) if inner_axes else out
+
+    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes):
+        tokens = ("batch", "length", None)
+        token_specs = [spec(tokens, a) for a in (x_BTD, expert_BTA, share_BTA)]
+        weight_specs = jax.tree.map(spec, axes, weights, is_leaf=lambda v: isinstance(v, tuple))
+        return per_device(
+            shard, mesh, in_specs=(*token_specs, weight_specs), out_specs=token_specs[0]
+        )(x_BTD, expert_BTA, share_BTA, weights)
+
+    return on_mesh
