@@ -16,11 +16,10 @@ from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
-from jaxrl.planner import plan_tables, profiling
-from jaxrl.planner.cpu_devices import with_cpu_devices
+from jaxrl.planner import plan_output
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.peak_memory import peak_memory_line
-from jaxrl.planner.resolve import resolved
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_report import write_run_report
@@ -34,7 +33,7 @@ from jaxrl.user_code import load_function, names_function
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     if dry_run:
-        plan_tables.show(trace_plan(with_cpu_devices(config)))
+        plan_output.show(trace_plan(with_cpu_devices(config)))
         check_for_plan(config)
         return 0
     return _start(config, _train, REINFORCEMENT)
@@ -45,11 +44,6 @@ def _train(config: Config) -> int:
     if not status and hosts.is_first():
         print(peak_memory_line(config))
     return status
-
-
-def profile(config: Config) -> int:
-    """Traces one step of a recipe and prints where its time goes."""
-    return _start(config, profiling.profile, REINFORCEMENT)
 
 
 def fine_tune(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""The commands that train from a config: train, profile, sft, dpo and reward-model.
+"""The commands that train from a config: train, sft, dpo and reward-model.
 
 Each takes the program's name and its arguments, and returns the exit status. The planner resolves the
 settings "auto" of a config before the trainer sees it.
@@ -39,12 +39,6 @@ def reward_model(argv: Sequence[str]) -> int:
     command = _later(
         "train_reward_model", "Trains a reward or cost model on the pairs that the config names."
     )
-    return command_line.run(command, Config, argv=argv)
-
-
-def profile(argv: Sequence[str]) -> int:
-    """Shows where the time of one step of a recipe goes."""
-    command = _later("profile", "Traces one step of a recipe, and prints where its time goes.")
     return command_line.run(command, Config, argv=argv)
 
 

@@ -47,7 +47,7 @@ class LayoutConfig:
       layout: "auto" searches for the fastest mapping of roles to devices before the run begins, by simulation
         (docs/planner.md), and sets layouts, pools and slots.
       hardware: description of the devices for that search: a name of `mesh.hardware.ACCELERATORS`, or the
-        path of a file that `jaxrl calibrate` wrote; "" looks up the kind of the devices.
+        path of a JSON file (docs/planner.md); "" looks up the kind of the devices.
       train: "p-t-d", pipeline, tensor and data parallel size of training.
       generate: "p_g-t_g-d_g-d" of generation; "" keeps p and t of training.
       fsdp: number of replicas (of the d) that share one sharded copy of weights and optimiser state.

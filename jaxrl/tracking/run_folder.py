@@ -1,7 +1,6 @@
 """Paths of the files of a run and of an evaluation; docs/runs.md describes the files.
 
 <output>/<name>/seed<seed>      RunFolder          settings, model files, report
-  profile/                                         traces of single steps
   rollouts/                     RolloutFolder      samples of some steps
   sft/ rl/ preference/          StageFolder        metric rows and checkpoints of one training stage
     checkpoints/                CheckpointFolder   checkpoints, their manifests, damaged ones
@@ -158,11 +157,6 @@ class RunFolder:
           when: "before" or "after" training.
         """
         return self.path / f"samples_{when}.json"
-
-    @property
-    def profile(self) -> pathlib.Path:
-        """Traces of single steps."""
-        return self.path / "profile"
 
     @property
     def rollouts(self) -> RolloutFolder:
