@@ -10,8 +10,7 @@ from jaxrl.data.data_config import MAX_ROWS
 from jaxrl.data.records import MAX_TASK_SEED
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
-from jaxrl.rewards.reward_config import MAX_GRADER_WORKERS
-from jaxrl.rewards.sandbox import SandboxChoice
+from jaxrl.rewards.reward_config import MAX_GRADER_WORKERS, SandboxChoice
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P
 from jaxrl.rollout.settings import EngineSettings
 
