@@ -1,6 +1,6 @@
 """A cost model on two CPU cores: answers without steps cost, answers with steps do not.
 
-    python launch/reward_model.py --config configs/cost_tiny.py
+    python launch/train.py --config configs/cost_tiny.py
 
 The pairs are generated from the demo's solutions. Training starts from the demo's SFT stage.
 

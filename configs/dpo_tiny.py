@@ -1,6 +1,6 @@
 """DPO on two CPU cores: the demo's task from pairs, without sampling.
 
-    python launch/dpo.py --config configs/dpo_tiny.py
+    python launch/train.py --config configs/dpo_tiny.py
 
 Worked solutions are preferred to guesses. Training starts from the demo's SFT stage.
 

@@ -94,21 +94,27 @@ def run(
         ) from error
 
 
-def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
+def load_config(
+    config_class: type[C],
+    recipe: str | ml_config_dict.ConfigDict | None,
+    overrides: Mapping[str, Any],
+) -> C:
     """Loads a recipe, applies overrides and returns the checked config.
 
     Args:
       config_class: class of all settings.
-      recipe: path of the recipe, as in `load_recipe`.
-      overrides: text of each override by dotted name, applied in order. The text `none` means None where
-        None is allowed.
+      recipe: path of the recipe, as in `load_recipe`; or its settings, which are changed.
+      overrides: value or text of each override by dotted name, applied in order. The text `none` means None
+        where None is allowed.
 
     Raises:
       UserError: the recipe cannot be used, or a setting is unknown, mistyped or refused.
     """
     if not recipe:
         raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
-    tree = load_recipe(recipe, known=config_tree.leaf_names(config_class))
+    tree = recipe
+    if not isinstance(tree, ml_config_dict.ConfigDict):
+        tree = load_recipe(tree, known=config_tree.leaf_names(config_class))
     for name, text in overrides.items():
         override(config_class, tree, name, text)
     return config_tree.from_config_dict(config_class, tree)

@@ -62,7 +62,8 @@ class PreferenceConfig:
       margin_field: name of the field with the margin of a pair; "" for files without margins.
       harm_fields: names of the two fields that tell whether each answer is harmful; () for none.
       loss, options: name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
-        "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy.
+        "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy. "" learns from
+        no pairs.
       pairs_per_step: number of pairs per update.
       evaluation_pairs: number of pairs that the accuracy is measured on.
     """
@@ -72,7 +73,7 @@ class PreferenceConfig:
     pair_generator: Annotated[str, NAME] = "right_or_wrong"
     margin_field: Annotated[str, NAME] = ""
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
-    loss: Annotated[str, NAME] = "bradley_terry"
+    loss: Annotated[str, NAME] = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     pairs_per_step: Annotated[int, count(1)] = 16
     evaluation_pairs: Annotated[int, count(1)] = 256

@@ -39,7 +39,7 @@ class RunConfig:
 
     Attributes:
       output: parent folder of runs; a run is in <output>/<name>/seed<seed>.
-      num_steps: number of rollout steps.
+      num_steps: number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone.
       save_every: number of steps between checkpoints; the last step is always saved.
       keep_checkpoints: number of newest checkpoints to keep. After a divergence one from before is kept too.
       divergence: thresholds of metrics that detect divergence.
@@ -58,7 +58,7 @@ class RunConfig:
     """
 
     output: Annotated[str, PATH] = "runs"
-    num_steps: Annotated[int, steps(1)] = 100
+    num_steps: Annotated[int, steps(0)] = 100
     save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
     divergence: DivergenceConfig = dataclasses.field(default_factory=DivergenceConfig)

@@ -193,24 +193,14 @@ class EvaluationFolder:
         return str(self.path)
 
     @property
-    def settings(self) -> pathlib.Path:
-        """The settings of the evaluation and the model's identity."""
-        return self.path / "settings.json"
-
-    @property
     def samples(self) -> pathlib.Path:
         """The answers, one row of `tracking.sample_rows` each."""
         return self.path / "samples.jsonl"
 
     @property
     def results(self) -> pathlib.Path:
-        """The statistics of each problem set."""
+        """The settings of the evaluation, and the metrics of each problem set."""
         return self.path / "results.json"
-
-    @property
-    def page(self) -> pathlib.Path:
-        """An HTML page with the results and some answers."""
-        return self.path / "samples.html"
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -59,8 +59,9 @@ def algorithm_of(config: Config) -> Algorithm:
     config.data.curriculum.check_rewards(config.reward.grader_weight)
     pairs = config.preference
     lookup(PAIR_GENERATORS, pairs.pair_generator, "preference.pair_generator")
-    pair_loss = lookup(PREFERENCE_LOSSES, pairs.loss, "preference.loss")
-    check_options(pair_loss, pairs.options, f"preference.loss {pairs.loss!r}")
+    if pairs.loss:
+        pair_loss = lookup(PREFERENCE_LOSSES, pairs.loss, "preference.loss")
+        check_options(pair_loss, pairs.options, f"preference.loss {pairs.loss!r}")
     if settings.loss in SEQUENCE_LOSSES:
         settings.correction.check_sequence_loss(settings.loss)
     settings.correction.check_load_balancing(coef)

@@ -22,7 +22,7 @@ from jaxrl.data.prompt_sources import GeneratedPrompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
-from jaxrl.evaluation.sampled_answers import check_answers_fit
+from jaxrl.evaluation.evaluation_metrics import check_answers_fit
 from jaxrl.mesh.pools import Placement, read_placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -212,7 +212,6 @@ def check_evaluation_fits(config: Config, num_problems: int) -> None:
         tokens,
         settings=f"evaluation.num_samples {num_samples:,} x {num_problems:,} problems x "
         f"rollout.max_response_tokens {tokens:,}",
-        remedy="lower evaluation.num_samples, or data.evaluation.size",
     )
 
 
