@@ -64,7 +64,7 @@ from jaxrl.planner.simulation.workload import (
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_programs import programs_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
-from jaxrl.tracking import timers
+from jaxrl.tracking import metrics as run_metrics
 from jaxrl.tracking.compared_runs import read_runs
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
@@ -171,7 +171,7 @@ _SHORTEST_PROMPT = 64
 
 def measure(arguments: Sequence[str]) -> int:
     """Trains as `jaxrl train` with timers that count seconds of the processor; returns the exit status."""
-    timers.time = types.SimpleNamespace(perf_counter=time.process_time)
+    run_metrics.time = types.SimpleNamespace(perf_counter=time.process_time, time=time.time)
     return cli.run("train", ["predictions.py", *arguments])
 
 

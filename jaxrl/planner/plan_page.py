@@ -20,7 +20,7 @@ from jaxrl.planner.plan import Plan, PlannedPool
 from jaxrl.planner.step_times import StepTimes, TaskTime
 from jaxrl.tracking.readable import number
 from jaxrl.tracking.report.page import write_page
-from jaxrl.tracking.report.svg import NUM_COLORS
+from jaxrl.tracking.report.plots import NUM_COLORS
 
 _GB = 1e9
 # The drawing of the devices shows whole hosts, up to this many devices.

@@ -30,8 +30,7 @@ from jaxrl.planner.compiled.profile_reading import (
     read_profile,
 )
 from jaxrl.planner.hardware.calibration import measured_roof
-from jaxrl.tracking.durable import ensure_writable
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import ensure_writable, run_lock
 from jaxrl.trainer.context import build_context
 from jaxrl.trainer.findings import REINFORCEMENT
 from jaxrl.trainer.rl import RlStage

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from jaxrl.checks import NAME, PATH, Rule, at_least, count, settings, steps
-from jaxrl.tracking.divergence import DivergenceConfig
+from jaxrl.checks import NAME, PATH, Rule, at_least, count, positive, settings, shown, steps
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 """Names of loggers (`tracking.loggers`). Each but TensorBoard needs the extra of its name."""
@@ -31,6 +30,38 @@ class _LoggerRule(Rule):
         if value == f"{name}:":
             return f'names no project; write "{name}" or "{name}:PROJECT"'
         return NAME.fault(project)
+
+
+@settings
+class DivergenceConfig:
+    """Thresholds for divergence. On divergence the run prints a message and keeps a checkpoint from before.
+
+    Attributes:
+      accuracy_loss: largest allowed loss of evaluation accuracy (any `val-core/` metric), as a share of its
+        best value: 0.5 detects divergence below half of the best. 1 disables the check.
+      ranges: allowed range of metrics: metric -> (low, high). The defaults are far outside of healthy
+        training: a KL of half a nat per token is already a large policy step, and a loss of 20 nats per token
+        is worse than guessing among a million tokens.
+    """
+
+    accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
+    ranges: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"actor/ppo_kl": (-5.0, 5.0), "sft/loss": (0.0, 20.0)}
+    )
+
+    def __post_init__(self):
+        for name, bounds in self.ranges.items():
+            if not _is_range(bounds):
+                raise ValueError(
+                    f"ranges.{name} is {shown(bounds)}; give two numbers, (low, high) with low < high"
+                )
+
+
+def _is_range(bounds: Any) -> bool:
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        return False
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in bounds)
+    return numbers and bounds[0] < bounds[1]
 
 
 @settings

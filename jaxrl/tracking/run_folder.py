@@ -29,7 +29,7 @@ class CheckpointFolder:
 
     @property
     def manifests(self) -> pathlib.Path:
-        """The folder of the manifests (`tracking.manifests`)."""
+        """The folder of the manifests (`tracking.checkpoints`)."""
         return self._beside("seals")
 
     def manifest(self, step: int) -> pathlib.Path:
@@ -40,11 +40,6 @@ class CheckpointFolder:
     def damaged(self) -> pathlib.Path:
         """The folder of damaged checkpoints, which a run could not resume from."""
         return self._beside("damaged")
-
-    @property
-    def deleted(self) -> pathlib.Path:
-        """The folder of checkpoints that are being deleted."""
-        return self._beside("deleted")
 
     def _beside(self, what: str) -> pathlib.Path:
         return self.path.with_name(f"{self.path.name}.{what}")

@@ -8,6 +8,7 @@ save_after_failure           the last finished step, unless the failed one has c
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,15 +17,23 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.checkpoints import Checkpoints, wait_for_all_processes
-from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
-from jaxrl.tracking.row_checksum import RowChecksum
+from jaxrl.tracking.checkpoints import (
+    Checkpoints,
+    StoredCheckpoints,
+    wait_for_all_processes,
+)
+from jaxrl.tracking.metrics import RowChecksum, parse_row
+from jaxrl.tracking.run_config import DivergenceConfig
 from jaxrl.tracking.run_folder import StageFolder
 
 # Key of the divergence detector's state in a checkpoint's record; checkpoints of older versions use it too.
 _DIVERGENCE = "collapse"
 # Seconds that a failed process waits for the others to fail in the same way.
 _MEET_S = 30
+
+
+# Prefix of evaluation accuracies; higher is better.
+_EVALUATION = "val-core/"
 
 
 class StageCheckpoints(Checkpoints):
@@ -170,3 +179,154 @@ class StageCheckpoints(Checkpoints):
                 "rate, say"
             )
         return f"step {step}: the model may have diverged ({'; '.join(faults)}); {kept}"
+
+
+class DivergenceDetector:
+    """Checks the metrics of a training stage for divergence, so that a checkpoint from before it is kept.
+
+    With a learning rate that is too high, the weights can diverge within one step and stay finite. The run
+    continues, and a few saves later all of its checkpoints are useless. The detector therefore remembers the
+    newest steps with sound weights:
+
+        step               18      19      20      21      22
+        training metrics   fine    fine    fine    out     out     measured before the step: 19 is sound
+        evaluation         .75             .74             .02     measured after the step: 20 is sound
+
+    Stopping the run or going back to a checkpoint is left to the user.
+
+    Attributes:
+      found: present faults: metric -> one sentence.
+    """
+
+    def __init__(self, config: DivergenceConfig):
+        """Args: the thresholds."""
+        self._config = config
+        self._best: dict[str, float] = {}
+        self._evaluated_step: int | None = None
+        self._trained_step: int | None = None
+        self.found: dict[str, str] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Checks the metrics of one step.
+
+        Args:
+          step: number of the step.
+          metrics: metrics of the step. Training metrics are measured with the weights at its beginning,
+            evaluation metrics with those at its end.
+
+        Returns:
+          One sentence for each fault that is new at this step.
+        """
+        before = dict(self.found)
+        for name in metrics:
+            fault = self._fault(name, metrics[name])
+            self.found.pop(name, None)
+            if fault is not None:
+                self.found[name] = fault
+        if not self.found:
+            # Training metrics of a step are measured with the weights of the step before.
+            self._trained_step = max(step - 1, 0)
+            if any(name.startswith(_EVALUATION) for name in metrics):
+                self._evaluated_step = step
+        return [fault for name, fault in self.found.items() if name not in before]
+
+    @property
+    def sound_steps(self) -> list[int]:
+        """The newest step that an evaluation found sound, and the newest by training metrics if later."""
+        evaluated, trained = self._evaluated_step, self._trained_step
+        if trained is None:
+            return []
+        if evaluated is None:
+            return [trained]
+        return [evaluated] if trained <= evaluated else [evaluated, trained]
+
+    def _fault(self, name: str, value: float) -> str | None:
+        if name in self._config.ranges:
+            low, high = self._config.ranges[name]
+            if not low <= value <= high:
+                return f"{name} {value:.3g} is not between {low:g} and {high:g}"
+        if name.startswith(_EVALUATION) and self._config.accuracy_loss < 1:
+            best = self._best_of(name, value)
+            if value < (1 - self._config.accuracy_loss) * best:
+                return f"{name} {value:.3g} has lost more than {self._config.accuracy_loss:.0%} of {best:.3g}"
+        return None
+
+    def _best_of(self, name: str, value: float) -> float:
+        self._best[name] = max(value, self._best.get(name, value))
+        return self._best[name]
+
+    # Saving and restoring
+
+    def record(self) -> dict[str, Any]:
+        """The state of the detector as JSON-able values, for a checkpoint."""
+        return {
+            "best": dict(self._best),
+            "evaluated_step": self._evaluated_step,
+            "trained_step": self._trained_step,
+            "found": dict(self.found),
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Restores the state that `record` returned."""
+        self._best, self.found = dict(record["best"]), dict(record["found"])
+        self._evaluated_step, self._trained_step = record["evaluated_step"], record["trained_step"]
+
+
+def lost_rows(folder: StageFolder) -> str | None:
+    """Compares metrics.jsonl with the checksum in the newest intact checkpoint. Only reads.
+
+    Rows of later steps are not compared: a run that resumes from the checkpoint writes them again.
+
+    Returns:
+      One line with the file and its fault; None if the rows are unchanged.
+    """
+    stored = StoredCheckpoints(folder.checkpoints.path)
+    for step in reversed(stored.manifest_steps):
+        # Read the manifest before the rows: a run at work only appends to the rows.
+        written = stored.rows(step)
+        fault = None if written is None else _rows_fault(folder.metrics, written)
+        if fault is None:
+            return None
+        # Reading a whole checkpoint is slow, so it is done only after a mismatch.
+        if stored.fault(step) is None:
+            return f"{folder.metrics} {fault}, with which the checkpoint of step {step} was saved"
+    return None
+
+
+def _rows_fault(path: pathlib.Path, written: RowChecksum) -> str | None:
+    content = path.read_bytes() if path.exists() else b""
+    expected = f"of the {written.num_rows} rows to step {written.last_step}"
+    if not written.matches(content):
+        return _rows_difference(path, content, written, expected)
+    after = content[written.num_bytes :].splitlines()
+    step = _step_of(after[0]) if after else None
+    if step is not None and step <= written.last_step:
+        return f"has a second row of step {step} after the last {expected}"
+    return None
+
+
+def _rows_difference(
+    path: pathlib.Path, content: bytes, written: RowChecksum, expected: str
+) -> str:
+    if not content:
+        return f"{'is empty' if path.exists() else 'is missing'} and has none {expected}"
+    last = -1
+    found = 0
+    for number, line in enumerate(content.splitlines(), start=1):
+        step = _step_of(line)
+        if step is None:
+            return f"has a line {number} that is no row, instead {expected}"
+        if step <= last:
+            return f"has a row of step {step} after that of step {last} in the place {expected}"
+        last = step
+        found += step <= written.last_step
+    if found < written.num_rows:
+        return f"has {found} {expected}"
+    return f"has other content than that {expected}"
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return parse_row(line)["step"]
+    except (TypeError, ValueError):
+        return None

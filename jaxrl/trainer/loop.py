@@ -24,13 +24,12 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.loggers import LoggedRun
-from jaxrl.tracking.metrics import MetricsWriter
+from jaxrl.tracking.metrics import MetricsWriter, Timers
 from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.stage_checkpoints import StageCheckpoints
-from jaxrl.tracking.timers import Timers
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.run_files import keep_run_files
 

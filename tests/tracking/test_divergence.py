@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
+from jaxrl.tracking.run_config import DivergenceConfig
+from jaxrl.tracking.stage_checkpoints import DivergenceDetector
 
 ACCURACY = "val-core/sums/acc/mean@8"
 

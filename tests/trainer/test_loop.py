@@ -14,11 +14,10 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.divergence import DivergenceConfig
-from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import MetricsWriter, read_metrics
+from jaxrl.tracking.run_config import DivergenceConfig
 from jaxrl.tracking.run_folder import StageFolder
-from jaxrl.tracking.stage_checkpoints import StageCheckpoints
+from jaxrl.tracking.stage_checkpoints import StageCheckpoints, lost_rows
 from jaxrl.trainer.loop import Loop, Schedule, TrainingStage
 
 # A machine may be busy, and what is over time ends this process.

@@ -15,8 +15,7 @@ import jinja2
 
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.readable import visible
-from jaxrl.tracking.report.plots import Plot, compared_plots, plots_of
-from jaxrl.tracking.report.svg import draw_svg
+from jaxrl.tracking.report.plots import Plot, compared_plots, draw_svg, plots_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jaxrl.tracking.compared_runs import (
 )
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.report.page import PromptResponses, Response, write_comparison
-from jaxrl.tracking.report.svg import NUM_COLORS
+from jaxrl.tracking.report.plots import NUM_COLORS
 
 # Prompts of a training step that are shown; evaluations store 8.
 _MAX_TRAINING_PROMPTS = 4
