@@ -1,13 +1,13 @@
-"""The mapping search: its findings beside those of the HybridFlow paper, its times, and its generation term.
+"""The mapping search: its findings beside those of the HybridFlow paper, and its times.
 
-    python benchmarks/mapping.py [--part placements|scaling|tensor|times|rollout] [--as hybridflow-2024]
+    python benchmarks/mapping.py [--part placements|scaling|tensor|times] [--as hybridflow-2024]
 
 Every second of a step here is predicted; the times of the search are measured. The paper's cluster (section
 8.1): up to 16 hosts of 8 A100-80GB, NVLink of 600 GB/s, 200 Gbps from each host to the others, Llama models,
 prompts and responses of 1,024 tokens, 1,024 of them a step, PPO with one epoch of 8 updates; bfloat16 weights
 with float32 gradients and Adam states. Where the paper is silent, the planner's assumptions stand
 (docs/planner.md). Placements, scaling and tensor have our fixed costs and those of the paper's
-system in turn; --as names one of them.
+system in turn; --as names one of them. docs/planner.md gives the source of each fixed cost.
 """
 
 import argparse
@@ -15,18 +15,16 @@ import dataclasses
 import time
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import accelerator
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.hardware.accelerators import accelerator
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.mapping_problem import SearchLimits
-from jaxrl.planner.search.placements import placement_name
+from jaxrl.planner.search.mapping import SearchLimits, placement_name
 from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.systems import SYSTEMS, System
 from jaxrl.planner.simulation.workload import (
     GenerationStrategy,
     LengthDistribution,
@@ -52,6 +50,47 @@ WORK = Workload(
     updates=8,
     pipeline_microbatches=8,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """A training system: fields of `Assumptions` that differ, and tokens between visits of the host."""
+
+    name: str
+    costs: dict[str, float]
+    tokens_per_dispatch: int = WORK.tokens_per_dispatch
+
+    @property
+    def assumptions(self) -> Assumptions:
+        return dataclasses.replace(PAPER, **self.costs)
+
+    @property
+    def work(self) -> Workload:
+        return dataclasses.replace(WORK, tokens_per_dispatch=self.tokens_per_dispatch)
+
+
+SYSTEMS = {
+    "jaxrl": System("jaxrl", {}),
+    # Ray, Megatron-core 0.6.0, vLLM 0.3.1.
+    "hybridflow-2024": System(
+        "hybridflow-2024",
+        {
+            # The host schedules each sequence after each token: 29% of vLLM's time, beside 38% on the GPU
+            # (blog post of v0.6.0: Llama 3 8B on an H100). 40 us for each of 256 sequences is 29/38 of 13 ms,
+            # our estimate of a decoding step there.
+            "slot_host_s": 40e-6,
+            # A guess: Python starts each kernel of a step, and messages go between Ray's workers.
+            "hosts_step_s": 5e-3,
+            # A guess: Ray's remote calls with batches as objects, and kernels started from Python.
+            "pass_s": 0.5,
+            # Part of the three above.
+            "call_s": 0.0,
+            "host_s": 0.0,
+        },
+        tokens_per_dispatch=1,
+    ),
+}
+
 # Generation returns the log-probabilities, so the actor has no pass of its own in preparation.
 PPO = tuple(dataclasses.replace(r, forwards=0) if r.generates else r for r in TASKS["ppo"])
 
@@ -145,9 +184,9 @@ def placement_row(actor, critic, devices, expected, fsdp, system):
         found = search_mapping(
             "ppo",
             models_of(LLAMA[actor], LLAMA[critic]),
-            system.work(WORK),
+            system.work,
             Cluster(A100, (devices // 8, 8), whole_hosts=True),
-            assumptions=system.assumptions(PAPER),
+            assumptions=system.assumptions,
             limits=SearchLimits(fsdp=fsdp),
             tasks=PPO,
             every_placement=True,
@@ -191,8 +230,8 @@ def scaled(dataflow, name, system, overlap):
     model, scored = LLAMA[name], ("critic", "reward", "cost", "cost_critic")
     tasks = tuple(dataclasses.replace(r, forwards=0) if r.generates else r for r in TASKS[dataflow])
     models = {r.name: scoring(model) if r.name in scored else model for r in tasks}
-    assume = dataclasses.replace(system.assumptions(PAPER), overlap=overlap)
-    work = system.work(WORK)
+    assume = dataclasses.replace(system.assumptions, overlap=overlap)
+    work = system.work
 
     def seconds(hosts):
         cluster = Cluster(A100, (hosts, 8), whole_hosts=True)
@@ -234,7 +273,7 @@ class Generated:
 
 def generation_by_tensor(model, cluster, strategy, system):
     """The actor's training state stays."""
-    work, assume = system.work(WORK), system.assumptions(PAPER)
+    work, assume = system.work, system.assumptions
     simulator = GenerationSimulator(cluster, work, assume)
     kept = PassSimulator(cluster, work, assume).training(model, strategy).resident_bytes
     budget = (A100.memory_gb * assume.memory_share - assume.scratch_gb) * 1e9 - kept
@@ -302,40 +341,20 @@ def times():
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
-def rollout():
-    """A generation batch of 1,536 x 16 samples: the search's short way, and the engine's own scheduler."""
-    print("\n### Minutes of a generation batch of 1,536 x 16 samples, Qwen2.5-32B, t_g 8\n")
-    print(
-        "| cluster | slots | one replica for all | the engine's scheduler, all replicas in lockstep |"
-    )
-    print("|---|---|---|---|")
-    model = model_shapes("qwen2.5-32b")
-    for name, slots in (("v5p:4x4x8", 98), ("h100:16x8", 80)):
-        cluster = Cluster.parse(name)
-        simulator = GenerationSimulator(cluster, REASONING, Assumptions())
-        strategy, chosen = Strategy(1, 8, 16, 16), GenerationStrategy(1, 8, slots)
-        minutes = [
-            simulator.generation(model, strategy, chosen, replay=replay).total_s / 60
-            for replay in (False, True)
-        ]
-        print(f"| {name} | {slots} | {minutes[0]:.1f} | {minutes[1]:.1f} |", flush=True)
-
-
 OF_PAPER = {"placements": placements, "scaling": scaling, "tensor": tensor_sizes}
-OF_SEARCH = {"times": times, "rollout": rollout}
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = (*OF_PAPER, *OF_SEARCH)
+    parts = (*OF_PAPER, "times")
     parser.add_argument("--part", choices=parts, help="one of them; all by default")
     parser.add_argument("--as", dest="system", choices=SYSTEMS, help="one system; all by default")
     args = parser.parse_args()
     for name in parts if args.part is None else (args.part,):
-        if name in OF_SEARCH:
-            OF_SEARCH[name]()
+        if name == "times":
+            times()
             continue
         for system in SYSTEMS.values():
             if args.system in (None, system.name):

@@ -39,6 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 # XLA complains of every host that is not there.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import calibrate
 import jax
 from safetensors.numpy import load_file, save_file
 
@@ -47,11 +48,9 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.planner.compile_plan import roles_on
 from jaxrl.planner.compiled.ahead import compile_program
-from jaxrl.planner.hardware import calibration
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import Topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, Topology, read_topology
+from jaxrl.planner.make_plan import roles_on
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -62,7 +61,6 @@ from jaxrl.planner.simulation.workload import (
     Workload,
 )
 from jaxrl.planner.step_load import assumptions_of, load_of
-from jaxrl.planner.step_programs import programs_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
 from jaxrl.tracking import metrics as run_metrics
 from jaxrl.tracking.compared_runs import read_runs
@@ -133,10 +131,14 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
         (pool,) = roles.pools.values()
         (update,) = (
             (program, mesh)
-            for role, program, mesh in programs_of(roles, load_of(config))
+            for role, program, mesh in roles.programs(load_of(config))
             if (role, program.name) == ("actor", "update")
         )
-        found = compile_program(update[0], topology, roles.resident_buffers(pool), mesh=update[1])
+        found = compile_program(
+            *(update[0], topology, roles.resident_buffers(pool)),
+            mesh=update[1],
+            dtype=config.train.dtype,
+        )
         yield (
             f"{layout.strategy.name}, {layout.rows} x {layout.tokens:,} tokens",
             terms.resident_bytes + terms.transient_bytes,
@@ -336,9 +338,9 @@ def calibrated(run: Ran, cluster: Cluster) -> Rates:
 
 def show_seconds(folders: Sequence[pathlib.Path]) -> None:
     """Prints what each run took beside what the first one's calibration predicts."""
-    calibration.time = types.SimpleNamespace(perf_counter=time.process_time)
+    calibrate.time = types.SimpleNamespace(perf_counter=time.process_time)
     runs = [Ran.read(folder) for folder in folders]
-    here = calibration.calibrate("here")
+    here = calibrate.calibrate("here")
     cluster = Cluster(dataclasses.replace(here, devices_per_host=1), (1, 1))
     rates = calibrated(runs[0], cluster)
     print(

@@ -218,7 +218,7 @@ def build_config(
     Raises:
       UserError: as `train`.
     """
-    tree = _tree_of(recipe)
+    tree: Any = _tree_of(recipe)
     if "num_steps" in overrides:
         overrides["run__num_steps"] = overrides.pop("num_steps")
     settings: dict[str, Any] = {key.replace("__", "."): value for key, value in overrides.items()}

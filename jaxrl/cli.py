@@ -53,15 +53,9 @@ COMMANDS = {
     "data": Command(
         "jaxrl.commands.data_command:main", "shows what a run would read; converts files"
     ),
-    "profile": Command(
-        "jaxrl.commands.training_commands:profile", "traces one step and says where its time goes"
-    ),
     "plan": Command(
         "jaxrl.planner.plan_command:main",
         "what a recipe would take: traced, or compiled for accelerators that are not here",
-    ),
-    "calibrate": Command(
-        "jaxrl.planner.hardware.calibrate_command:main", "measures this machine for the planner"
     ),
     "new": Command("jaxrl.commands.new_command:main", "writes a recipe to start from"),
     "import-verl": Command(

@@ -108,8 +108,6 @@ COMMANDS = {
     "import-verl --out": ["import-verl", "run.sh", "--out", "{}"],
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
     "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
-    "plan --save": ["plan", *TINY, "--topology", "v5p:2x2x1", "--save", "{}"],
-    "calibrate --out": ["calibrate", "--out", "{}"],
     "mesh --model": ["mesh", "--train", "1-1-1", "--model", "{}"],
     "mesh --out": ["mesh", "--train", "1-1-1", "--out", "{}"],
 }

@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 
-from jaxrl.mesh.hardware import Accelerator
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.placements import placements_of
-from jaxrl.planner.search.role_options import divisors, strategies_of
+from jaxrl.planner.search.mapping import placements_of
+from jaxrl.planner.search.pool_fronts import divisors, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -23,8 +23,7 @@ def toy(memory_gb: float = 1.0, *, per_host: int = 4, **changes) -> Accelerator:
     return Accelerator(
         **{
             "name": "toy",
-            "device_kinds": ("toy",),
-            "arrangement": "hosts",
+            "platform": "cpu",
             "memory_gb": memory_gb,
             "bfloat16_tflops": 1.0,
             "float32_tflops": 0.5,

@@ -19,11 +19,10 @@ from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
-from jaxrl.planner import plan_tables, profiling
-from jaxrl.planner.cpu_devices import with_cpu_devices
+from jaxrl.planner import plan_output
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.peak_memory import peak_memory_line
-from jaxrl.planner.resolve import resolved
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_folder import StageFolder
@@ -80,14 +79,9 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
             "--dry_run plans reinforcement learning, and this recipe has none (run.num_steps "
             f"{config.run.num_steps}, preference.loss {config.preference.loss!r}); leave it out"
         )
-    plan_tables.show(trace_plan(with_cpu_devices(config)))
+    plan_output.show(trace_plan(with_cpu_devices(config)))
     check_for_plan(config)
     return 0
-
-
-def profile(config: Config) -> int:
-    """Traces one step of a recipe and prints where its time goes."""
-    return _start(config, profiling.profile, REINFORCEMENT)
 
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:

@@ -140,7 +140,7 @@ NO_COUNTERPART = {
     "mesh.fsdp and mesh.sharding; XLA schedules gathers": "actor.fsdp_config.*",
     "mesh (docs/placement.md)": "actor.megatron.*",
     "seed": "actor.*seed*",
-    "jaxrl profile traces one step": "actor.profiler.* global_profiler.*",
+    "jax.profiler traces a run (docs/learning.md)": "actor.profiler.* global_profiler.*",
     "options of losses that are not used": "actor.policy_loss.*",
     "sampler and trainer route by the same program": "actor.router_replay.*",
     "train.matmuls has int8 and fp8": "actor.qat.*",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from jaxrl.algos.kl import FULL, KL_ESTIMATES
 from jaxrl.algos.policy_losses import RATIO_FREE
@@ -157,11 +157,6 @@ class AlgorithmConfig:
       kl: KL penalty to the reference policy.
       trust_region: step of dataflow `trpo`, which has no optimiser.
       correction: correction for a sampler whose probabilities differ from the trainer's.
-      old_logprobs: source of the log-probabilities of the start of a step. "forward" is a forward pass of the
-        trainer before the updates. "update" uses the forward pass of the first update for the first
-        minibatch: the numbers are the same, because the weights are, and with one update per step no other
-        pass is needed. It is refused if a setting needs them earlier. "auto" is "update" if no setting does
-        and the dataflow is one of this package.
       truncated_logprobs: with `rollout.top_k`, `top_p` or `min_p`, log-probabilities are those among the
         tokens that these keep, in the sampler and in training. So the policy that is trained is the one that
         sampled. Without such a limit it has no effect.
@@ -186,7 +181,6 @@ class AlgorithmConfig:
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
-    old_logprobs: Literal["auto", "forward", "update"] = "auto"
     truncated_logprobs: bool = True
     updates_per_step: Annotated[int, count(1)] = 4
     epochs: Annotated[int, between(1, 1000)] = 1

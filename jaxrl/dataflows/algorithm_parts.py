@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from jaxrl.dataflows import old_logprobs
+from jaxrl.algos.covariance import SELECTIONS
+from jaxrl.algos.registry import options_of
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
-from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.dataflows.lookup import DATAFLOWS, find_dataflow
 from jaxrl.roles import losses
-from jaxrl.roles.advantage_estimator import Estimator
+from jaxrl.roles.advantage_estimator import IMPORTANCE_WEIGHT, SUM_PI_SQUARED, Estimator
 from jaxrl.roles.losses import Objective
 
 
@@ -25,8 +26,29 @@ def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
 
 
 def shares_forward(algorithm: AlgorithmConfig, load_balancing_coef: float) -> bool:
-    """Whether the first update also computes the old log-probabilities of its minibatch."""
-    return old_logprobs.shares_forward(algorithm, estimator_of(algorithm), load_balancing_coef)
+    """Whether the first minibatch takes its old log-probabilities from the forward pass of its own update.
+
+    The numbers are those of a forward pass before the updates, because the weights are. A user's dataflow may
+    look at them earlier, and so do these settings:
+    """
+    estimator, correction = estimator_of(algorithm), algorithm.correction
+    arrays = estimator.inputs | set(options_of(estimator.function))
+    seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())
+    corrects = correction.weighs or bool(correction.rejections)
+    adds_terms = bool(algorithm.entropy_coef or algorithm.entropy_target or algorithm.kl.loss_coef)
+    early = (
+        correction.bypass,  # takes the sampler's
+        algorithm.kl.reward_coef > 0,  # penalises rewards by them
+        algorithm.loss in SELECTIONS,  # selects tokens by them
+        arrays & seen,  # the advantage is made of them
+        find_dataflow(algorithm.dataflow).trust_region,  # searches along its step with them
+        algorithm.epochs > 1,  # needs those of all minibatches
+        corrects and algorithm.updates_per_step > 1,  # compares them over all minibatches
+        # Inside the loss their mean is known only at the end of the minibatch.
+        correction.weighs and correction.normalize and adds_terms,
+        corrects and load_balancing_coef > 0,  # counts the tokens that they leave
+    )
+    return algorithm.dataflow in DATAFLOWS and not any(early)
 
 
 def policy_objective(

@@ -41,17 +41,18 @@ class OwnRows:
     shape: PackedShape
 
 
+@dataclasses.dataclass(eq=False)
 class TeacherPhase:
-    """The teacher in a step."""
+    """The teacher in a step.
 
-    def __init__(
-        self, teacher: Reference, actor: Actor, timer: StepTimer, own: OwnRows | None = None
-    ):
-        """Args: teacher, student, timer, and the teacher's own rows (None if it reads the student's)."""
-        self._teacher = teacher
-        self._actor = actor
-        self._timer = timer
-        self._own = own
+    Attributes:
+      own: the teacher's own rows; None if it reads the student's.
+    """
+
+    teacher: Reference
+    actor: Actor
+    timer: StepTimer
+    own: OwnRows | None = None
 
     def logprobs(self, experience: Experience) -> tuple[Experience, jax.Array]:
         """The teacher's log-probability of every token of the student, float32 [U, M, R, T].
@@ -62,17 +63,17 @@ class TeacherPhase:
           (the experience with the metric `teacher/reverse_kl`, log-probabilities). The metric is the mean of
           log p_S - log p_T over trained tokens, in nats.
         """
-        with self._timer.phase("teacher"):
+        with self.timer.phase("teacher"):
             batch, metrics = experience.batch, {}
             found: Any
-            if self._own is None:
-                found = self._teacher.logprobs(batch)
+            if self.own is None:
+                found = self.teacher.logprobs(batch)
             else:
-                found, num_cut = self._of_own_rows(experience, self._own)
+                found, num_cut = self._of_own_rows(experience, self.own)
                 metrics["teacher/cut_prompts"] = num_cut
-            logprob: jax.Array = self._actor.place(found)
+            logprob: jax.Array = self.actor.place(found)
             kl = _mean_difference(batch.old_logprob, logprob, batch.loss_mask)
-            metrics["teacher/reverse_kl"] = self._timer.when_done(kl)
+            metrics["teacher/reverse_kl"] = self.timer.when_done(kl)
             return experience.extended(batch, metrics), logprob
 
     def _of_own_rows(self, experience: Experience, own: OwnRows) -> tuple[np.ndarray, int]:
@@ -81,11 +82,11 @@ class TeacherPhase:
         student = experience.batch
         sequence, positions = hosts.fetch((student.sequence, student.positions))
         ours = _places(sequence, positions, completions.prompts, completions)
-        shards = shards_of("batch", TRAIN_RULES, self._teacher.mesh)
+        shards = shards_of("batch", TRAIN_RULES, self.teacher.mesh)
         rows = pack_completions(
             dataclasses.replace(completions, prompts=prompts), own.shape, shards=shards
         )
-        logprob = hosts.fetch(self._teacher.logprobs(self._teacher.place(rows)))
+        logprob = hosts.fetch(self.teacher.logprobs(self.teacher.place(rows)))
         theirs = _places(rows.sequence, rows.positions, prompts, completions)
         longest = max(len(tokens) for tokens in completions.tokens)
         by_sequence = np.zeros((len(completions), longest), np.float32)

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.algos.controllers import raised_multiplier
 from jaxrl.algos.segments import to_sequences
 from jaxrl.algos.shaping import soft_overlong_penalty
 from jaxrl.data.packing import RowLimits
-from jaxrl.dataflows.experience import Sampled
+from jaxrl.dataflows.experience import Metrics, Sampled
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.process_pool import Interrupted
@@ -81,28 +82,32 @@ class FunctionReward:
             return None
 
 
+@dataclasses.dataclass(eq=False)
 class SequenceScores:
-    """Scores of whole sequences by a reward or cost model."""
+    """Scores of whole sequences by a reward or cost model.
 
-    def __init__(self, model: RewardModel, rows: RowLimits, *, most_sequences: int = 0):
-        """Args: the model, its rows, and the most sequences to score at once; 0 for all of a batch."""
-        self._model = model
-        self._rows = rows
-        self._most_sequences = most_sequences
+    Attributes:
+      most_sequences: the most sequences to score at once; 0 for all of a batch.
+    """
+
+    model: RewardModel
+    rows: RowLimits
+    _: dataclasses.KW_ONLY
+    most_sequences: int = 0
 
     def __call__(self, completions: Completions) -> np.ndarray:
         """Scores of B responses, float32 [B]."""
         N, G = len(completions.prompts), completions.num_samples
-        each = self._most_sequences // G or max(1, N)
+        each = self.most_sequences // G or max(1, N)
         parts = (range(n, min(n + each, N)) for n in range(0, max(1, N), each))
         return np.concatenate([self._scores_of(completions.take(part)) for part in parts])
 
     def _scores_of(self, completions: Completions) -> np.ndarray:
         # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
-        sequences = max(self._most_sequences, len(completions))
-        packed = pack_completions(completions, self._rows.shape(sequences, minibatches=1))
-        batch = self._model.place(packed)
-        score_B = hosts.fetch(_by_sequence(self._model.scores_of(batch), batch, sequences))
+        sequences = max(self.most_sequences, len(completions))
+        packed = pack_completions(completions, self.rows.shape(sequences, minibatches=1))
+        batch = self.model.place(packed)
+        score_B = hosts.fetch(_by_sequence(self.model.scores_of(batch), batch, sequences))
         return score_B[: len(completions)]
 
 
@@ -248,18 +253,20 @@ def _of_json(
     return Verdict(score, correct, prediction, GraderFailure(*failure) if failure else None)
 
 
+@dataclasses.dataclass(eq=False)
 class GroupsBeside:
     """Grades groups while others are still sampled. A sampler calls it with each finished group."""
 
-    def __init__(self, grading: Grading):
-        self._grading = grading
-        self._begun: dict[tuple[str, int], BegunGrading] = {}
+    grading: Grading
+    _begun: dict[tuple[str, int], BegunGrading] = dataclasses.field(
+        default_factory=dict, init=False
+    )
 
     def __call__(self, group: Completions) -> None:
         """Starts grading a finished group."""
         (key,) = _keys(group)
         assert key not in self._begun, "a batch has each prompt once, by its source and id"
-        self._begun[key] = self._grading.begin(group)
+        self._begun[key] = self.grading.begin(group)
 
     def of(self, completions: Completions) -> list[BegunGrading]:
         """The grading of a batch, in the order of its prompts."""
@@ -357,3 +364,54 @@ def _by_sequence(score: jax.Array, batch: PackedBatch, num_sequences: int) -> ja
         x.reshape(-1, T) for x in (score, batch.segment_ids, batch.sequence)
     )
     return to_sequences(score_BT, live_BT, sequence_BT, num_sequences=num_sequences)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The costs of a step's responses.
+
+    Attributes:
+      cost_B: float32 [B], cost of each response.
+      metrics: metrics of the costs.
+    """
+
+    cost_B: np.ndarray
+    metrics: Metrics
+
+
+@dataclasses.dataclass(eq=False)
+class CostPhase:
+    """The cost model in a step."""
+
+    scores: SequenceScores
+    timer: StepTimer
+
+    def score(self, sampled: Sampled) -> Costs:
+        """The cost of each response."""
+        with self.timer.phase("cost"):
+            cost_B = self.scores(sampled.completions)
+            return Costs(cost_B, {"cost/mean": cost_B.mean(), "cost/max": cost_B.max()})
+
+
+@dataclasses.dataclass(eq=False)
+class Multiplier:
+    """The Lagrange multiplier: the reward that one unit of cost takes away.
+
+    Attributes:
+      value: multiplier of the next step.
+      limit: largest acceptable mean cost.
+      learning_rate: rate of its logarithm.
+    """
+
+    value: float
+    limit: float
+    learning_rate: float
+
+    def update(self, costs: Costs) -> Metrics:
+        """Raises it if the mean cost is above the limit, else lowers it; reports the previous value."""
+        used = self.value
+        excess = jnp.float32(costs.cost_B.mean() - self.limit)
+        self.value = float(
+            raised_multiplier(jnp.float32(used), excess, learning_rate=self.learning_rate)
+        )
+        return {"cost/multiplier": used}

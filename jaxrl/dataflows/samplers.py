@@ -15,11 +15,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
 
+from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.step_timer import StepTimer
@@ -118,6 +120,7 @@ class Policy(Protocol):
         ...
 
 
+@dataclasses.dataclass(eq=False)
 class Generation:
     """Generates responses with the actor; earlier steps tell their expected lengths.
 
@@ -127,12 +130,11 @@ class Generation:
       timer: timer of the step.
     """
 
-    def __init__(self, actor: Policy, options: SamplingOptions, timer: StepTimer):
-        self.actor = actor
-        self.options = options
-        self.timer = timer
-        # Checksum of a prompt -> mean length of the responses when it was last sampled.
-        self._lengths: dict[int, int] = {}
+    actor: Policy
+    options: SamplingOptions
+    timer: StepTimer
+    # Checksum of a prompt -> mean length of the responses when it was last sampled.
+    _lengths: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
 
     def load_weights(self) -> None:
         """Reshards the actor's weights to the generation layout, unless they are there already."""
@@ -183,31 +185,31 @@ class Generation:
         self._lengths = {text: length for text, length in record["lengths"]}
 
 
+@dataclasses.dataclass(eq=False)
 class Sampling:
     """Samples one generation batch; every response is finished."""
 
-    def __init__(self, generation: Generation, rewards: Rewards):
-        self._generation = generation
-        self._rewards = rewards
+    generation: Generation
+    rewards: Rewards
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The next generation batch with its rewards."""
         del enough
-        batch, beside = next(prompts), self._rewards.beside()
-        with self._generation.timer.phase("gen", shown="generate", may_stop=True):
-            check_same_prompts(batch, self._generation.timer.step)
-            completions = self._generation.generate(batch, beside)
-            metrics = self._generation.actor.sampling_metrics
-        return with_metrics(self._rewards(completions, beside), metrics)
+        batch, beside = next(prompts), self.rewards.beside()
+        with self.generation.timer.phase("gen", shown="generate", may_stop=True):
+            check_same_prompts(batch, self.generation.timer.step)
+            completions = self.generation.generate(batch, beside)
+            metrics = self.generation.actor.sampling_metrics
+        return with_metrics(self.rewards(completions, beside), metrics)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Expected lengths, and the position in the prompts."""
-        return {"prompts": prompts.state(), **self._generation.record()}
+        return {"prompts": prompts.state(), **self.generation.record()}
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
         """Continues from a record."""
         prompts.restore(record["prompts"])
-        self._generation.restore(record)
+        self.generation.restore(record)
 
 
 def with_metrics(sampled: Sampled, metrics: Mapping[str, float]) -> Sampled:
@@ -215,21 +217,22 @@ def with_metrics(sampled: Sampled, metrics: Mapping[str, float]) -> Sampled:
     return dataclasses.replace(sampled, metrics={**sampled.metrics, **metrics})
 
 
+@dataclasses.dataclass(eq=False)
 class GreedySampling:
     """Samples the greedy response to each prompt (temperature 0), with its reward."""
 
-    def __init__(self, generation: Generation, rewards: Rewards):
-        self._generation = generation
-        self._rewards = rewards
+    generation: Generation
+    rewards: Rewards
 
     def __call__(self, prompts: Prompts) -> Sampled:
         """One response to each prompt."""
-        beside = self._rewards.beside()
-        with self._generation.timer.phase("gen_max", shown="generate"):
-            completions = self._generation.generate(prompts, beside, num_samples=1, temperature=0.0)
-        return self._rewards(completions, beside)
+        beside = self.rewards.beside()
+        with self.generation.timer.phase("gen_max", shown="generate"):
+            completions = self.generation.generate(prompts, beside, num_samples=1, temperature=0.0)
+        return self.rewards(completions, beside)
 
 
+@dataclasses.dataclass(eq=False)
 class PartialSampling:
     """Keeps all slots busy: prompts are drawn as slots fall free, until a step has enough groups.
 
@@ -238,48 +241,40 @@ class PartialSampling:
 
     The other groups keep their tokens and log-probabilities, and continue with the next weights (as in
     DAPO's code, Kimi k1.5 and AReaL). A group with tokens that are too old is dropped.
+
+    Attributes:
+      generation, rewards: how responses are sampled and scored.
+      prompts_per_batch: number of groups of a generation batch, after which sampling ends in any case. If
+        there are slots, as many groups of samples decode at the same time, and not more.
+      max_staleness: largest number of steps between the weights that sampled a token and those that train
+        on it.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        rewards: Rewards,
-        *,
-        prompts_per_batch: int,
-        max_staleness: int,
-    ):
-        """Args.
-
-        generation, rewards: how responses are sampled and scored.
-        prompts_per_batch: number of groups of a generation batch, after which sampling ends in any case. If
-          there are slots, as many groups of samples decode at the same time, and not more.
-        max_staleness: largest number of steps between the weights that sampled a token and those that train
-          on it.
-        """
-        self._generation = generation
-        self._rewards = rewards
-        self._prompts_per_batch = prompts_per_batch
-        self._max_staleness = max_staleness
-        self._unfinished: UnfinishedGroups | None = None
-        # The step of the last generation batch; a step may have several.
-        self._last_step = -1
+    generation: Generation
+    rewards: Rewards
+    _: dataclasses.KW_ONLY
+    prompts_per_batch: int
+    max_staleness: int
+    _unfinished: UnfinishedGroups | None = dataclasses.field(default=None, init=False)
+    # The step of the last generation batch; a step may have several.
+    _last_step: int = dataclasses.field(default=-1, init=False)
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The groups that are finished once there are enough, or a generation batch of them."""
-        generation, step = self._generation, self._generation.timer.step
+        generation, step = self.generation, self.generation.timer.step
         counts = self._drop_stale(step)
-        beside = self._rewards.beside()
+        beside = self.rewards.beside()
         num_finished = 0
 
         def has_enough(group: Completions) -> bool:
             nonlocal num_finished
             beside(group)
             num_finished += 1
-            whole_batch = num_finished >= self._prompts_per_batch
+            whole_batch = num_finished >= self.prompts_per_batch
             if enough is None:
                 # No decision depends on the verdict, so grading continues in the background.
                 return whole_batch
-            scored, asked = self._rewards.graded(beside.of(group)), enough
+            scored, asked = self.rewards.graded(beside.of(group)), enough
             return hosts.on_first(lambda: asked(scored)) or whole_batch
 
         with generation.timer.phase("gen", shown="generate", may_stop=True):
@@ -293,25 +288,25 @@ class PartialSampling:
             )
         self._unfinished = rollout.unfinished
         stale = sum(int((version < step).sum()) for version in rollout.versions)
-        sampled = self._rewards(rollout.completions, beside)
+        sampled = self.rewards(rollout.completions, beside)
         counts["rollout/stale_tokens"] = stale
         sampled = dataclasses.replace(sampled, counts=counts)
         return with_metrics(sampled, generation.actor.sampling_metrics)
 
     def _draw(self, prompts: PromptSource, places: int, unfinished: int) -> Prompts:
         """Draws groups for free places, but not more samples than a generation batch has."""
-        G = self._generation.options.num_samples
-        places = min(places, self._prompts_per_batch * G - unfinished)
+        G = self.generation.options.num_samples
+        places = min(places, self.prompts_per_batch * G - unfinished)
         drawn = Prompts.concatenate([next(prompts) for _ in range(0, places, G)])
         if len(drawn):
-            check_same_prompts(drawn, self._generation.timer.step)
+            check_same_prompts(drawn, self.generation.timer.step)
         return drawn
 
     def _drop_stale(self, step: int) -> dict[str, int]:
         """Drops unfinished groups whose oldest token is past the limit; returns counts for the metrics."""
         carried = dropped = 0
         if self._unfinished is not None and step != self._last_step:
-            fresh = np.flatnonzero(step - self._unfinished.oldest_version_N <= self._max_staleness)
+            fresh = np.flatnonzero(step - self._unfinished.oldest_version_N <= self.max_staleness)
             carried, dropped = len(fresh), len(self._unfinished.prompts) - len(fresh)
             self._unfinished = self._unfinished.take(fresh)
         self._last_step = step
@@ -323,13 +318,13 @@ class PartialSampling:
         return {
             "prompts": prompts.state(),
             "unfinished": unfinished,
-            **self._generation.record(),
+            **self.generation.record(),
         }
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
         """Continues from a record."""
         prompts.restore(record["prompts"])
-        self._generation.restore(record)
+        self.generation.restore(record)
         stored = record["unfinished"]
         self._unfinished = None if stored is None else UnfinishedGroups.of_record(stored)
 
@@ -343,3 +338,40 @@ def check_same_prompts(prompts: Prompts, step: int) -> None:
 
 def _checksum(tokens: np.ndarray) -> int:
     return zlib.crc32(tokens.tobytes())
+
+
+class CurriculumSampling:
+    """Updates the pass rates of the prompt stream with every graded group, and counts skipped problems.
+
+    Dynamic sampling wraps it, so groups that are dropped later count too. Prompts drawn already stay.
+    All processes have the same verdicts (`rewarding.Rewards` checks this), so they draw the same prompts.
+    """
+
+    def __init__(self, inner: Sampler, stream: PromptStream):
+        """Args: the wrapped sampler, and the stream of its prompts."""
+        self._inner = inner
+        self._stream = stream
+        self._counted = stream.counts()
+
+    def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
+        """Groups of the wrapped sampler."""
+        sampled = self._inner.sample(prompts, enough=enough)
+        self._stream.learn(sampled.completions.prompts.ids_N, sampled.scored.correct_NG)
+        counts = Counter(sampled.counts)
+        counts.update(self._new_counts())
+        return dataclasses.replace(
+            sampled, metrics={**sampled.metrics, **self._stream.metrics()}, counts=counts
+        )
+
+    def _new_counts(self) -> dict[str, int]:
+        before, self._counted = self._counted, self._stream.counts()
+        return {name: count - before[name] for name, count in self._counted.items()}
+
+    def record(self, prompts: PromptSource) -> dict[str, Any]:
+        """The record of the wrapped sampler; the stream saves the pass rates."""
+        return self._inner.record(prompts)
+
+    def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
+        """Continues from a record."""
+        self._inner.restore(record, prompts)
+        self._counted = self._stream.counts()

@@ -18,10 +18,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jaxrl.dataflows.costs import CostPhase, Multiplier
 from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.learning import ActorPhase, CriticPhase
 from jaxrl.dataflows.preparation import Advantages, Packer, ReferencePhase
+from jaxrl.dataflows.rewarding import CostPhase, Multiplier
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.types import Prompts
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.cache.kv_cache import PagedSlots
 from jaxrl.models.decoder import Params
-from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
+from jaxrl.planner.compiled.programs import SamplerShapes, bytes_of, layer_memory, nbytes_of
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.quantized import Quantized
 from jaxrl.roles.learner import Learner, TrainState
@@ -68,7 +68,7 @@ def training_memory(
     actor: Actor, layout: ParallelLayout, state: TrainState, *, offload: bool
 ) -> list[ResidentBuffers]:
     """The buffers of the actor that live between updates."""
-    rank = actor.model.lora.rank
+    rank, here = actor.model.lora.rank, not offload
     adapters = f", adapters of rank {rank} in float32 included" if rank else ""
     trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
@@ -76,20 +76,12 @@ def training_memory(
         like = _PASSING
     elif offload:
         like = _OFFLOADED
-    of_optimizer = f"{_moments(state)}, {train_name(layout)}, {like}"
+    weights = trained if here else f"{trained}, {_OFFLOADED}"
+    moments = f"{_moments(state)}, {train_name(layout)}, {like}"
+    stay = here and not actor.moments_on_host
     return [
-        _buffers(
-            "actor in training",
-            f"{trained}, {_OFFLOADED}" if offload else trained,
-            state.params,
-            sampling=not offload,
-        ),
-        _buffers(
-            "optimiser state",
-            of_optimizer,
-            state.opt_state,
-            sampling=not (offload or actor.moments_on_host),
-        ),
+        _buffers("actor in training", weights, state.params, sampling=here),
+        _buffers("optimiser state", moments, state.opt_state, sampling=stay),
     ]
 
 
@@ -104,21 +96,23 @@ def sampling_memory(
     what, tokens = "slots", sampler.slots.capacity
     if isinstance(cache, PagedSlots):
         what, tokens = "pages", tokens // cache.table.shape[1]
-    weights = _buffers(
-        "actor in generation",
-        f"{_stored_types(sampler.params)}, {generate_name(layout)}",
-        sampler.params,
-    )
-    moved = bytes_of(_moved(state.params, sampler.params))
+    stored = f"{_stored_types(sampler.params)}, {generate_name(layout)}"
+    weights = _buffers("actor in generation", stored, sampler.params)
+    # Leaves that share no memory with training, as `mesh.resharding` decides.
+    trained = jax.tree.leaves(state.params)
+    sampled = jax.tree.structure(state.params).flatten_up_to(sampler.params)
+    moved = [
+        after
+        for before, after in zip(trained, sampled, strict=True)
+        if isinstance(after, Quantized)
+        or before.dtype != after.dtype
+        or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
+    ]
+    held = f"{slots:,} {what} x {kv_heads} kv heads a device, {tokens:,} tokens each"
     return [
         # Released before the actor's update, which makes new weights anyway.
-        dataclasses.replace(weights, bytes_per_device=moved, not_at="actor"),
-        _buffers(
-            "KV cache and slots",
-            f"{slots:,} {what} x {kv_heads} kv heads a device, {tokens:,} tokens each",
-            sampler.slots,
-            learning=False,
-        ),
+        dataclasses.replace(weights, bytes_per_device=bytes_of(moved), not_at="actor"),
+        _buffers("KV cache and slots", held, sampler.slots, learning=False),
     ]
 
 
@@ -139,16 +133,12 @@ def role_memory(
         weights = role.abstract_params()
         here = not offload
         return [_buffers(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
-    state = role.abstract_state()
+    state, stay = role.abstract_state(), not role.moments_on_host
+    like = "like the weights" if stay else _PASSING
+    moments = f"{_moments(state)}, {train_name(layout)}, {like}"
     return [
         _buffers(f"{shown} in training", where, state.params),
-        _buffers(
-            f"{shown}, optimiser state",
-            f"{_moments(state)}, {train_name(layout)}, "
-            + (_PASSING if role.moments_on_host else "like the weights"),
-            state.opt_state,
-            sampling=not role.moments_on_host,
-        ),
+        _buffers(f"{shown}, optimiser state", moments, state.opt_state, sampling=stay),
     ]
 
 
@@ -182,79 +172,56 @@ def _moments(state: TrainState) -> str:
 
 
 def update_memory(
-    name: str, role: Learner, shape: PackedShape, batch: PackedBatch
+    name: str,
+    role: Learner,
+    layout: ParallelLayout,
+    shape: PackedShape,
+    batch: PackedBatch,
+    update: jax_core.Jaxpr,
 ) -> list[ResidentBuffers]:
-    """The temporaries of a role's update outside of its layers."""
-    row_shards, token_shards = _batch_shards(role)
-    gradients = role.abstract_gradients()
-    rows, tokens = shape.rows // row_shards, shape.tokens // token_shards
-    return [
-        _buffers(
-            _title(name, "gradients"),
-            "float32: one sum, which the backward pass adds to",
-            gradients,
-            sampling=False,
-            turn=name,
-        ),
-        _buffers(
-            _title(name, "train batch"),
-            f"{rows} x {tokens:,} tokens a device and microbatch",
-            batch,
-            sampling=False,
-            turn=name,
-        ),
-    ]
-
-
-def _title(name: str, what: str) -> str:
-    return what if name == "actor" else f"{name.replace('_', ' ')}, {what}"
-
-
-def activation_memory(
-    name: str, role: Learner, layout: ParallelLayout, rows: int, update: jax_core.Jaxpr
-) -> list[ResidentBuffers]:
-    """The temporaries of a role's update inside its layers, from the traced update.
+    """The temporaries of a role's update: outside of its layers, and inside from the traced update.
 
     Args:
       name, role: role that is updated.
       layout: layout of its mesh.
-      rows: rows of a microbatch, R; the stages of a pipeline split them further.
+      shape, batch: shape of a batch, and its arrays.
       update: traced program.
     """
-    stages = layout.p
-    micro = microbatches_of(rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
+    of_role = "" if name == "actor" else f"{name.replace('_', ' ')}, "
+    row_shards, token_shards = (
+        shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length")
+    )
+    rows, tokens, stages = shape.rows // row_shards, shape.tokens // token_shards, layout.p
+    # The stages of a pipeline split the rows of a microbatch further.
+    micro = microbatches_of(shape.rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
     kept, largest = layer_memory(
         update, role.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
     )
     kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
     beside = ", beside what is in host memory" if role.train.remat == "offload" else ""
+    in_update = functools.partial(ResidentBuffers, sampling=False, learning=True, turn=name)
+    summed = "float32: one sum, which the backward pass adds to"
+    packed = f"{rows} x {tokens:,} tokens a device and microbatch"
+    outside = {"gradients": (summed, role.abstract_gradients()), "train batch": (packed, batch)}
     return [
-        ResidentBuffers(
-            _title(name, "kept of the layers"),
+        *(
+            _buffers(f"{of_role}{what}", text, tree, sampling=False, turn=name)
+            for what, (text, tree) in outside.items()
+        ),
+        in_update(
+            f"{of_role}kept of the layers",
             f"remat {role.train.remat}, split over rows and tokens{beside}",
             sum(a.size for a in kept) * stages,
-            sum(map(nbytes_of, kept)) // math.prod(_batch_shards(role)),
-            sampling=False,
-            learning=True,
-            turn=name,
+            sum(map(nbytes_of, kept)) // (row_shards * token_shards),
         ),
-        ResidentBuffers(
-            _title(name, "largest value in a layer"),
+        in_update(
+            f"{of_role}largest value in a layer",
             f"{largest.dtype.name} {list(largest.shape)}, if split over all devices"
             + (" of a stage" if stages > 1 else ""),
             largest.size,
             nbytes_of(largest) * stages // layout.num_devices,
-            sampling=False,
-            learning=True,
-            turn=name,
         ),
     ]
-
-
-def _batch_shards(role: Learner) -> tuple[int, int]:
-    """Number of shards of the rows and of the tokens."""
-    rows, tokens = (shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length"))
-    return rows, tokens
 
 
 def _buffers(
@@ -282,19 +249,6 @@ def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
     present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
     return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)
-
-
-def _moved(trained: Params, sampled: Params) -> list[Any]:
-    """Leaves of `sampled` that share no memory with training, as `mesh.resharding` decides."""
-    leaves = jax.tree.leaves(trained)
-    pairs = zip(leaves, jax.tree.structure(trained).flatten_up_to(sampled), strict=True)
-    return [
-        after
-        for before, after in pairs
-        if isinstance(after, Quantized)
-        or before.dtype != after.dtype
-        or not before.sharding.is_equivalent_to(after.sharding, before.ndim)
-    ]
 
 
 def generate_name(layout: ParallelLayout) -> str:

@@ -6,7 +6,8 @@
     search     the same as compile, for the mapping that the search finds            minutes
 
 The memory of a program is the compiler's figure; other buffers are counted from shapes. Seconds and hours are
-predictions and are marked as such.
+predictions and are marked as such. `Plan.figures` has the headline numbers as rows of text, which are saved
+and compared; `plan_output` prints the tables.
 """
 
 from __future__ import annotations
@@ -15,38 +16,32 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.pools import Pool, take_devices
-from jaxrl.mesh.sharding_strategies import HYBRID
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.planner.compiled.ahead import CompiledProgram
-from jaxrl.planner.compiled.roofline import Seconds, seconds_of
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import Topology
-from jaxrl.planner.layouts.drawing import in_words, phase_groups
-from jaxrl.planner.measured_run import MeasuredRun
+from jaxrl.planner.hardware.cluster import Cluster, Topology
 from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes
-from jaxrl.planner.search.mapping import Alternative
+from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.planner.step_times import StepTimes
+from jaxrl.tracking.readable import number
 
 # Version of the JSON format; `jaxrl plan --compare` reads files of this version only.
-VERSION = 1
+VERSION = 2
+PHASES = ("sampling", "learning")
 _SAMPLERS = frozenset({"actor", "rollout", "judge"})
 # Settings that a saved plan keeps: those that change memory or seconds of a step.
 _SECTIONS = (
-    "model.",
-    "mesh.",
-    "placement",
-    "rollout.",
-    "train.",
-    "algorithm.",
-    "optim.",
-    "data.max",
+    *("model.", "mesh.", "placement", "rollout."),
+    *("train.", "algorithm.", "optim.", "data.max"),
 )
+_GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +54,6 @@ class PlannedPool:
       num_devices: number of devices.
       resident_buffers: buffers on each device; in traced plans also the largest temporaries of updates.
       programs: compiled programs of its roles; empty in a traced plan.
-      roles: names of its roles.
-      devices: positions of its devices among those of the cluster; empty if no devices are named.
-      groups: (kind, device groups in words) of each layout; the pool's first device is G1.
     """
 
     name: str
@@ -69,9 +61,6 @@ class PlannedPool:
     num_devices: int
     resident_buffers: tuple[ResidentBuffers, ...]
     programs: tuple[CompiledProgram, ...] = ()
-    roles: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
-    groups: tuple[tuple[str, str], ...] = ()
 
     def bytes_in(self, phase: str) -> int:
         """Bytes per device while "sampling" or "learning", without temporaries of compiled programs."""
@@ -79,21 +68,8 @@ class PlannedPool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """The devices that a plan was compiled for.
-
-    Attributes:
-      topology: devices.
-      dtype: data type of most matmuls.
-    """
-
-    topology: Topology
-    dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """The resources that a run needs. `plan_tables.show` prints it.
+    """The resources that a run needs. `plan_output.show` prints it.
 
     Attributes:
       title: title of the run.
@@ -102,9 +78,7 @@ class Plan:
       left_out: (subject, reason) pairs of everything that is not counted.
       target: devices that it was compiled for; None if it was only traced.
       times: predicted seconds of a step; None if no devices are named.
-      measured: a run to compare with; None without one.
       settings: settings that change memory or seconds, by dotted name; "auto" is replaced by what was chosen.
-      alternatives: other mappings that are nearly as fast; None without a search.
       price_per_hour: price of a device for an hour, in any currency; None if none was given.
     """
 
@@ -112,19 +86,10 @@ class Plan:
     pools: tuple[PlannedPool, ...]
     notes: tuple[tuple[str, str], ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
-    target: Target | None = None
+    target: Topology | None = None
     times: StepTimes | None = None
-    measured: MeasuredRun | None = None
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    alternatives: tuple[Alternative, ...] | None = None
     price_per_hour: float | None = None
-
-    @property
-    def price(self) -> float | None:
-        """Price of the expected run; None without a price per hour or without seconds."""
-        if self.price_per_hour is None or self.times is None:
-            return None
-        return self.price_per_hour * self.times.chip_hours(self.times.step_s)
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
@@ -136,129 +101,93 @@ class Plan:
         """Whether every compiled program fits; True for a traced plan, which has none."""
         return all(program.fits for program in self.programs)
 
-    @property
-    def compiled_s(self) -> float:
-        """Seconds that compilation took."""
-        return sum(program.compiled_s for program in self.programs)
-
-    @property
-    def compiled_for(self) -> Target:
-        """The target; only for compiled plans."""
-        assert self.target is not None, "this plan was traced, not compiled"
-        return self.target
-
-    def seconds(self, program: CompiledProgram) -> Seconds:
-        """Lower bound of the seconds per step of a program."""
-        target = self.compiled_for
-        return seconds_of(program, target.topology.accelerator, target.dtype)
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of the headline numbers: what `--compare` shows side by side."""
+        times = self.times
+        yield "recipe", self.title
+        if times is not None:
+            yield "topology", times.cluster.name
+            yield "lengths", times.load.lengths_text
+            yield "a step samples", times.load.text
+        yield "devices", f"{sum(pool.num_devices for pool in self.pools):,}"
+        if self.programs:  # only the compiler's figures tell
+            yield "fits", "yes" if self.fits else "NO"
+        for pool in self.pools:
+            of_pool = f"{pool.name}: " if len(self.pools) > 1 else ""
+            if not pool.programs:
+                for phase in PHASES:
+                    yield f"{of_pool}memory, {phase}", size_text(pool.bytes_in(phase))
+            for program in pool.programs:
+                yield f"{of_pool}memory, {program.title}", size_text(program.total)
+        if times is None:
+            return
+        for task in times.tasks:
+            yield f"{task.stage}, {task.role}", seconds_text(task.costs.total_s)
+        yield "a step", seconds_text(times.step_s)
+        yield "at least", seconds_text(times.at_least_s)
+        yield f"hours of {times.num_steps:,} steps", number(times.step_s * times.num_steps / 3600)
+        yield "chip-hours", number(times.chip_hours(times.step_s))
+        if self.price_per_hour is not None:
+            price = number(self.price_per_hour * times.chip_hours(times.step_s))
+            yield "price", f"{price}, at {self.price_per_hour:g} for a device and hour"
 
     def as_json(self) -> dict[str, Any]:
         """All figures, in bytes and seconds."""
+        times = self.times
         found: dict[str, Any] = {
             "version": VERSION,
             "title": self.title,
             "fits": self.fits,
-            "notes": [list(note) for note in self.notes],
-            "left_out": [list(each) for each in self.left_out],
+            "figures": dict(self.figures()),
+            "notes": self.notes,
+            "left_out": self.left_out,
+            "settings": dict(self.settings),
+            "pools": [
+                dataclasses.asdict(pool)
+                | {"bytes": {phase: pool.bytes_in(phase) for phase in PHASES}}
+                for pool in self.pools
+            ],
         }
-        if self.target is not None:
-            found |= self._target_json(self.target)
-        if self.times is not None:
-            found["predicted"] = self.times.as_json()
-        if self.price_per_hour is not None:
-            found |= {"price_per_hour": self.price_per_hour, "price": self.price}
-        if self.alternatives is not None:
-            found["alternatives"] = [dataclasses.asdict(each) for each in self.alternatives]
-        if self.measured is not None:
-            found["measured"] = {
-                "run": self.measured.name,
-                "steps": list(self.measured.steps),
-                "seconds": dict(self.measured.seconds),
-                "step_s": self.measured.step_s,
-                "differing_settings": list(self.measured.differing),
+        if times is not None:
+            found["predicted"] = {
+                "topology": times.cluster.name,
+                "step_s": times.step_s,
+                "at_least_s": times.at_least_s,
+                "steps": times.num_steps,
+                "chip_hours": times.chip_hours(times.step_s),
+                "tasks": [dataclasses.asdict(task) for task in times.tasks],
             }
-        found["settings"] = dict(self.settings)
-        return found | {"pools": [self._pool_json(pool) for pool in self.pools]}
-
-    def _target_json(self, target: Target) -> dict[str, Any]:
-        return {
-            "topology": target.topology.name,
-            "device": target.topology.kind,
-            "devices": len(target.topology.devices),
-            "memory_bytes": target.topology.memory_bytes,
-            "compiled_s": round(self.compiled_s, 1),
-        }
-
-    def _pool_json(self, pool: PlannedPool) -> dict[str, Any]:
-        return {
-            "name": pool.name,
-            "layout": pool.layout,
-            "devices": pool.num_devices,
-            "positions": list(pool.devices),
-            "roles": list(pool.roles),
-            "groups": [list(each) for each in pool.groups],
-            "resident_buffers": [dataclasses.asdict(held) for held in pool.resident_buffers],
-            "bytes": {phase: pool.bytes_in(phase) for phase in ("sampling", "learning")},
-            "programs": [self._program_json(program) for program in pool.programs],
-        }
-
-    def _program_json(self, program: CompiledProgram) -> dict[str, Any]:
-        named = ("role", "name", "phase", "arguments", "temporaries", "peak", "co_resident")
-        seconds = self.seconds(program)
-        return {
-            **{name: getattr(program, name) for name in named},
-            "total": program.total,
-            "spare": program.spare,
-            "fits": program.fits,
-            "compiled_s": round(program.compiled_s, 1),
-            "cached": program.cached,
-            "flops": program.flops,
-            "reads": program.reads,
-            "traffic": [dataclasses.asdict(each) for each in program.traffic],
-            "at_least_s": {**dataclasses.asdict(seconds), "total": seconds.total},
-        }
+        return found
 
 
-def positions_on(pools: Sequence[Pool], cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """The positions of each pool's devices on a cluster, in a run with a process on each host.
+def check_positions(pools: Sequence[Pool], cluster: Cluster) -> None:
+    """Raises UserError if a run with a process on each host of a cluster cannot place its pools.
 
-    Raises:
-      UserError: there are too few devices, pools overlap, or a pool does not divide over the hosts.
+    There may be too few devices, pools may overlap, or a pool may not divide over the hosts.
     """
     try:
-        placed = take_devices(pools, cluster.devices).pools
+        take_devices(pools, cluster.devices)
     except UserError as error:
         raise UserError(f"{cluster.name}, a process on each host: {error}") from error
-    return {each.name: tuple(device.id for device in each.devices) for each in placed}
 
 
-def planned_pools(
-    pools: Sequence[Pool],
-    positions: Mapping[str, tuple[int, ...]],
-    buffers: Mapping[str, Sequence[ResidentBuffers]],
-    programs: Mapping[str, Sequence[CompiledProgram]] | None = None,
-) -> tuple[PlannedPool, ...]:
-    """Describes pools: their devices, the device groups of their layouts, and what they hold.
-
-    Args:
-      pools: pools of the run.
-      positions: positions of each pool's devices; empty if no devices are named.
-      buffers: resident buffers, by name of the pool.
-      programs: compiled programs, by name of the pool; None for a traced plan.
-    """
-    return tuple(
-        PlannedPool(
-            pool.name,
-            _layout_names(pool),
-            pool.num_devices,
-            tuple(buffers[pool.name]),
-            tuple(programs[pool.name]) if programs else (),
-            roles=pool.roles,
-            devices=positions.get(pool.name, ()),
-            groups=tuple(_groups(pool)),
-        )
-        for pool in pools
-    )
+def planned_pool(
+    pool: Pool,
+    buffers: Sequence[ResidentBuffers],
+    programs: Sequence[CompiledProgram] = (),
+) -> PlannedPool:
+    """Describes a pool: how its roles are sharded, its resident buffers and its compiled programs."""
+    by_layout: dict[ParallelLayout, list[str]] = {}
+    for role, layout in pool.layouts.items():
+        by_layout.setdefault(layout, []).append(role)
+    shown = []
+    for layout, roles in by_layout.items():
+        whose = f"{' and '.join(roles)} " if len(by_layout) > 1 else ""
+        samples = not _SAMPLERS.isdisjoint(roles)
+        generation = f", generation {generate_name(layout)}" if samples else ""
+        shown.append(f"{whose}training {train_name(layout)}{generation}")
+    layouts = "; ".join(shown)
+    return PlannedPool(pool.name, layouts, pool.num_devices, tuple(buffers), tuple(programs))
 
 
 def settings_of(config: Config) -> dict[str, str]:
@@ -267,30 +196,68 @@ def settings_of(config: Config) -> dict[str, str]:
     return {name: repr(value) for name, value in values if name.startswith(_SECTIONS)}
 
 
-def _groups(pool: Pool) -> Iterator[tuple[str, str]]:
-    """(layout's roles and kind, groups in words) of the layouts of a pool."""
-    by_layout = _roles_by_layout(pool)
-    for layout, roles in by_layout.items():
-        whose = f"{' and '.join(roles)}, " if len(by_layout) > 1 else ""
-        for kind, found in phase_groups(HYBRID, abstract_mesh(layout)):
-            if kind.startswith("training") or not _SAMPLERS.isdisjoint(roles):
-                yield f"{whose}{kind}", in_words(found)
+def seconds_text(seconds: float) -> str:
+    """Formats seconds, with three digits below 10, and as ms or us below 1 s: "99 us"."""
+    size = abs(seconds)
+    if size >= 10 or not size:
+        return f"{seconds:,.1f} s" if size else "0 s"
+    unit, name = (1, "s") if size >= 1 else (1e-3, "ms") if size >= 1e-3 else (1e-6, "us")
+    return f"{seconds / unit:.3g} {name}"
 
 
-def _layout_names(pool: Pool) -> str:
-    """Describes how the roles of a pool are sharded."""
-    by_layout = _roles_by_layout(pool)
-    shown = []
-    for layout, roles in by_layout.items():
-        whose = f"{' and '.join(roles)} " if len(by_layout) > 1 else ""
-        samples = not _SAMPLERS.isdisjoint(roles)
-        generation = f", generation {generate_name(layout)}" if samples else ""
-        shown.append(f"{whose}training {train_name(layout)}{generation}")
-    return "; ".join(shown)
+def size_text(nbytes: float) -> str:
+    """Formats bytes, as GB from 0.1 GB on."""
+    return f"{nbytes / _GB:,.2f} GB" if nbytes >= _GB / 10 else f"{nbytes / 1e6:,.2f} MB"
 
 
-def _roles_by_layout(pool: Pool) -> dict[ParallelLayout, list[str]]:
-    found: dict[ParallelLayout, list[str]] = {}
-    for role, layout in pool.layouts.items():
-        found.setdefault(layout, []).append(role)
-    return found
+def describe_flow(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
+    """(stage, numbers) pairs of a step, in order."""
+    rollout, engine = roles.config.rollout, roles.engine.config
+    dataflow, replicas = roles.algorithm.dataflow, roles.engine.shards
+    dynamic = dataflow.dynamic_sampling
+    prompts = rollout.prompts_per_batch(dynamic_sampling=dynamic)
+    sampled = prompts * rollout.num_samples
+    greedy = f", and {prompts:,} greedy ones" if dataflow.greedy_baseline else ""
+    limit = rollout.max_generation_batches
+    batches = f"; at most {limit} batches a step" if limit else "; as many batches as a step takes"
+    batches = batches if dynamic else ""
+    yield (
+        "generation batch",
+        f"{prompts:,} prompts x {rollout.num_samples} samples = {sampled:,} responses of "
+        f"at most {engine.max_response_tokens:,} tokens{greedy}{batches}",
+    )
+    idle = rollout.slots != "auto" and rollout.slots > engine.slots
+    yield (
+        "decoding",
+        f"{engine.slots:,} slots over {replicas} replicas, {engine.slots // replicas} on each; every slot "
+        f"is filled {sampled / engine.slots:.1f} times a batch"
+        + (f"; rollout.slots {rollout.slots:,} are more than its samples" if idle else ""),
+    )
+    yield (
+        "prefill",
+        f"{engine.prefill_prompts} prompts x {engine.max_prompt_tokens:,} tokens, "
+        f"{engine.prefill_prompts // replicas} on each replica",
+    )
+    config, train, actor = roles.config, roles.config.train, roles.roles.actor
+    U, M, R, T = dataclasses.astuple(step_shape(config))
+    sequences = rollout.num_prompts * rollout.num_samples
+    which = "with right and wrong answers" if dynamic else "all of them"
+    yield "groups kept", f"{rollout.num_prompts:,}, {which} = {sequences:,} sequences"
+    yield (
+        "learning",
+        f"{U} updates x {sequences // U:,} sequences, each in at most {M} microbatches of {R} rows x "
+        f"{T:,} tokens",
+    )
+    for program, rules, mesh, rows, requested in (
+        ("prefill", GENERATE_RULES, roles.engine.mesh, engine.prefill_prompts, 0),
+        ("decoding", GENERATE_RULES, roles.engine.mesh, engine.slots, 0),
+        ("learning", TRAIN_RULES, actor.mesh, train.rows, train.pipeline_microbatches),
+    ):
+        stages = shards_of("layers", rules, mesh)
+        if stages > 1:
+            micro = microbatches_of(rows, rules, mesh, requested)
+            yield (
+                f"pipeline, {program}",
+                f"{stages} stages x {micro} microbatches of {rows // micro} rows: "
+                f"idle for {bubble(stages, micro):.0%} of the time",
+            )

@@ -23,7 +23,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # XLA logs an error for each host of the topology that is not present.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -36,25 +36,17 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
-from jaxrl.mesh.hardware import ACCELERATORS
-from jaxrl.planner import plan_tables
-from jaxrl.planner.compare_plans import compare_plans
-from jaxrl.planner.compile_plan import compile_plan
+from jaxrl.planner import plan_output
 from jaxrl.planner.compiled.ahead import CompiledProgram
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import check_topology, read_topology
-from jaxrl.planner.measured_run import MeasuredRun, read_measured_run
+from jaxrl.planner.hardware.accelerators import ACCELERATORS
+from jaxrl.planner.hardware.cluster import Cluster, check_topology, read_topology
+from jaxrl.planner.make_plan import compile_plan, trace_plan
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.plan_page import write_plan_page
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
-from jaxrl.planner.simulation.systems import OURS, SYSTEMS
-from jaxrl.planner.step_load import RESPONSE_SHARE, assumed_lengths
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.step_load import RESPONSE_SHARE, response_lengths
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 
 _DOES_NOT_FIT = 1
-# Share of the seconds of a step; the page says the same.
-_ALTERNATIVES_WITHIN = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,109 +57,52 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser(program)
     overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
     args = parser.parse_args(rest)
-    _check_page(args.html)
+    if args.html is not None:  # before minutes of compiling
+        check_path("--html", args.html)
+        if args.html.is_dir():
+            raise UserError(f"--html {args.html} is a directory; name a file")
+        ensure_writable(args.html.parent)
     if args.compare:
-        compare_plans(args.compare, args.html)
+        plan_output.compare(args.compare, args.html)
         return 0
     if not args.config:
         raise UserError("no recipe is named; add --config RECIPE, or --compare A.json B.json")
     config = command_line.load_config(Config, args.config, overrides)
     # The planner has its own cache of compiled programs, with the figures read from them.
     with compiled_programs_not_kept(), disk_errors("."):
-        plan = run(args, config)
+        plan = _plan(args, config)
+        if args.json:
+            print(json.dumps(plan.as_json(), indent=1))
+        plan_output.show(plan, page=args.html, quiet=args.json)
     return 0 if plan.fits else _DOES_NOT_FIT
 
 
-def run(args: argparse.Namespace, config: Config) -> Plan:
-    """Makes the plan, prints it, and writes the requested files."""
-    for name in ("topology", "save", "lengths"):
-        if getattr(args, name) is not None:
-            check_path(f"--{name}", getattr(args, name))
-    price = args.price_per_hour
-    if price is not None and not 0 < price < 1e9:
-        raise UserError(
-            f"--price-per-hour {price:g} is no price; give the price of one device for an hour, above 0"
-        )
-    plan = _on_topology(args, config) if args.topology else _traced(args, config)
-    if args.json:
-        print(json.dumps(plan.as_json(), indent=1))
-    else:
-        plan_tables.show(plan)
-    if args.html:
-        write_plan_page(args.html, plan)
-    return plan
-
-
-def _check_page(path: pathlib.Path | None) -> None:
-    """Raises UserError if the page cannot be written, before minutes of compiling."""
-    if path is None:
-        return
-    check_path("--html", path)
-    if path.is_dir():
-        raise UserError(f"--html {path} is a directory; name a file")
-    ensure_writable(path.parent)
-
-
-def _traced(args: argparse.Namespace, config: Config) -> Plan:
-    unused = {
-        "--search": args.search,
-        "--save": args.save,
-        "--trace": args.trace,
-        "--response-tokens": args.response_tokens,
-        "--cut-off": args.cut_off is not None,
-        "--lengths": args.lengths,
-        "--as": args.system != OURS.name,
-        "--price-per-hour": args.price_per_hour is not None,
-    }
-    for name, given in unused.items():
-        if given:
-            raise UserError(
-                f"{name} is about a topology, and none is named; add --topology h100:16x8, or what you have"
-            )
-    return trace_plan(config)
-
-
-def _on_topology(args: argparse.Namespace, config: Config) -> Plan:
-    kind, shape = check_topology(args.topology)
-    cluster, run, system = Cluster(kind, shape), _measured(args, config), SYSTEMS[args.system]
-    system.check_runs_on(cluster)
-    lengths = assumed_lengths(config, args.response_tokens, args.cut_off)
-    lengths = run.lengths if run else lengths
-    alternatives = None
+def _plan(args: argparse.Namespace, config: Config) -> Plan:
+    if not args.topology:
+        for name in ("search", "trace", "response_tokens", "cut_off", "price_per_hour"):
+            if getattr(args, name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} is about a topology, and none is named; add --topology "
+                    "h100:16x8, or what you have"
+                )
+        return trace_plan(config)
+    check_path("--topology", args.topology)
+    cluster = Cluster(*check_topology(args.topology))
+    responses = None
+    if args.response_tokens or args.cut_off:
+        responses = response_lengths(config, args.response_tokens, args.cut_off)
     if args.search or config.mesh.layout == "auto":
-        found, proposed = propose(
-            config, cluster, lengths=lengths, system=system, within=_ALTERNATIVES_WITHIN
-        )
-        alternatives = found.alternatives
+        found, proposed = propose(config, cluster, responses=responses)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
         config = proposed
     # The compiler has no description of a kind that is in a file only.
     if args.trace or cluster.accelerator.name not in ACCELERATORS:
-        if args.save:
-            raise UserError(
-                f"--save {args.save} keeps executables, and --trace or a kind from a file compiles nothing; "
-                "leave one of them out"
-            )
-        plan = trace_plan(config, cluster, lengths=lengths, system=system)
+        plan = trace_plan(config, cluster, responses=responses)
     else:
         topology = read_topology(args.topology)
-        plan = compile_plan(
-            config, topology, lengths=lengths, system=system, save=args.save, watch=_progress
-        )
-    return dataclasses.replace(
-        plan, measured=run, price_per_hour=args.price_per_hour, alternatives=alternatives
-    )
-
-
-def _measured(args: argparse.Namespace, config: Config) -> MeasuredRun | None:
-    if not args.lengths:
-        return None
-    if args.response_tokens or args.cut_off is not None:
-        raise UserError(
-            f"--lengths {args.lengths} has the lengths already; leave out --response-tokens and --cut-off"
-        )
-    return read_measured_run(args.lengths, config)
+        plan = compile_plan(config, topology, responses=responses, watch=_progress)
+    return dataclasses.replace(plan, price_per_hour=args.price_per_hour)
 
 
 def _progress(program: CompiledProgram) -> None:
@@ -194,30 +129,18 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--response-tokens",
-        type=_positive,
+        type=_between(0, 1e9),
         default=0.0,
         help=f"mean length of an answer, for predictions; default: {RESPONSE_SHARE} of the limit",
     )
     parser.add_argument(
         "--cut-off",
-        type=_share,
+        type=_between(0, 1),
         help="share of answers that reach the limit, for predictions; with the mean it gives the spread",
     )
     parser.add_argument(
-        "--lengths",
-        type=pathlib.Path,
-        help="folder of a run, whose lengths are used, and whose measured seconds are compared",
-    )
-    parser.add_argument(
-        "--as",
-        dest="system",
-        choices=SYSTEMS,
-        default=OURS.name,
-        help="the system whose fixed costs a predicted step has, to hold predictions against its paper",
-    )
-    parser.add_argument(
         "--price-per-hour",
-        type=float,
+        type=_between(0, 1e9),
         help="price of one device for an hour, in any currency; prints the price of the run",
     )
     parser.add_argument(
@@ -233,30 +156,18 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="prints JSON instead of tables, in bytes and seconds"
     )
-    parser.add_argument(
-        "--html", type=pathlib.Path, help="writes a page: what is rented, seconds, memory"
-    )
-    parser.add_argument(
-        "--save", type=pathlib.Path, help="folder that keeps the executables, for the pod"
-    )
+    parser.add_argument("--html", type=pathlib.Path, help="writes the tables as a page too")
     return parser
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; use a number between 0 and 1")
-    return value
+def _between(low: float, high: float) -> Callable[[str], float]:
+    """A type of options: numbers between two others, which themselves are not allowed."""
 
+    def read(text: str) -> float:
+        if not low < (value := float(text)) < high:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not between {low:g} and {high:g}; use a number in between"
+            )
+        return value
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; use one above 0")
-    return value
+    return read

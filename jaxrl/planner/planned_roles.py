@@ -1,4 +1,5 @@
-"""Builds the roles of a config for a plan: on the meshes of the placement, without weights.
+"""Builds the roles of a config for a plan, and lists their programs: on the meshes of the placement, without
+weights.
 
 They are the roles of a run (`trainer.roles.build_roles`) on a mesh of devices that need not be present, or on
 an abstract mesh. If the checkpoint of a role is missing, the plan assumes the actor's size and says so.
@@ -7,17 +8,26 @@ an abstract mesh. If the checkpoint of a role is missing, the plan assumes the a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
-from jaxrl.mesh.hardware import Accelerator
 from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.planner.compiled.trace import SamplerShapes, sampler_shapes
-from jaxrl.planner.hardware.topologies import shapes_of_at_least
+from jaxrl.planner.compiled.programs import (
+    Program,
+    critic_programs,
+    engine_programs,
+    frozen_programs,
+    policy_programs,
+    sampler_shapes,
+    sampling_programs,
+)
+from jaxrl.planner.hardware.accelerators import Accelerator
+from jaxrl.planner.hardware.cluster import shapes_of_at_least
 from jaxrl.planner.memory import (
     ResidentBuffers,
     engine_memory,
@@ -25,10 +35,13 @@ from jaxrl.planner.memory import (
     sampling_memory,
     training_memory,
 )
-from jaxrl.planner.memory_check import check_memory
+from jaxrl.planner.step_load import StepLoad
+from jaxrl.roles.losses import clipped_values
+from jaxrl.roles.policy import Reference
+from jaxrl.roles.scores import RewardModel
 from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
-from jaxrl.trainer.algorithm import Algorithm, pools_of
+from jaxrl.trainer.algorithm import Algorithm, compared_role, pools_of
 from jaxrl.trainer.context import meshes_of
 from jaxrl.trainer.role_models import RoleModels, role_models
 from jaxrl.trainer.roles import Roles, build_roles
@@ -78,38 +91,60 @@ class PlannedRoles:
         """The buffers that stay on the devices of a pool between programs."""
         found: list[ResidentBuffers] = []
         offload = {role: pool.config_of(role).offload_training_state for role in pool.roles}
+        actor = self.roles.actor
+        state = actor.abstract_state()
         if "actor" in pool.roles:
-            actor = self.roles.actor
-            state, layout = actor.abstract_state(), pool.layout_of("actor")
+            layout = pool.layout_of("actor")
             found += training_memory(actor, layout, state, offload=offload["actor"])
-        found += self._sampler_buffers(pool)
+        if pool == self.pool_of("rollout"):
+            sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
+            layout = pool.layout_of(self.sampler)
+            if "actor" in pool.roles:
+                found += sampling_memory(layout, state, sampler)
+            else:
+                found += engine_memory("rollout", layout, sampler)
         for name, role in (self.roles.critics | self.roles.frozen).items():
             if name in pool.roles:
                 found += role_memory(name, role, pool.layout_of(name), offload=offload[name])
-        return found + self._judge_buffers(pool)
+        if self.judge is not None and "judge" in pool.roles:
+            _, shapes, axes = decoder_graph(self.judge.model)
+            sampler = sampler_shapes(self.judge, shapes, axes)
+            found += engine_memory("judge", pool.layout_of("judge"), sampler)
+        return found
 
-    def _sampler_buffers(self, pool: Pool) -> list[ResidentBuffers]:
-        """The actor's weights and KV cache in generation, if it samples on this pool."""
-        if pool != self.pool_of("rollout"):
-            return []
-        actor = self.roles.actor
-        sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
-        layout = pool.layout_of(self.sampler)
-        if "actor" in pool.roles:
-            return sampling_memory(layout, actor.abstract_state(), sampler)
-        return engine_memory("rollout", layout, sampler)
-
-    def _judge_buffers(self, pool: Pool) -> list[ResidentBuffers]:
-        """The generative judge's weights and KV cache, if it is on this pool."""
-        if self.judge is None or "judge" not in pool.roles:
-            return []
-        return engine_memory("judge", pool.layout_of("judge"), judge_shapes(self.judge))
-
-
-def judge_shapes(judge: Engine) -> SamplerShapes:
-    """Shapes of the weights and slots of the generative judge."""
-    _, shapes, axes = decoder_graph(judge.model)
-    return sampler_shapes(judge, shapes, axes)
+    def programs(self, load: StepLoad) -> Iterator[tuple[str, Program, Any]]:
+        """(role, program, its mesh) of every program of a step, in the order in which they run."""
+        config, shape, roles = self.config, step_shape(self.config), self.roles
+        for program in sampling_programs(roles.actor, self.engine, load):
+            yield "rollout", program, self.meshes[self.sampler]
+        if self.judge is not None:
+            _, shapes, axes = decoder_graph(self.judge.model)
+            verdicts = load.of_verdicts(config.reward.judge.max_verdict_tokens)
+            for program in engine_programs(
+                self.judge, verdicts, role="judge", shapes=shapes, axes=axes
+            ):
+                yield "judge", program, self.meshes["judge"]
+        for name, role in roles.frozen.items():
+            assert isinstance(role, Reference | RewardModel)
+            if name != "reference" or config.algorithm.kl.needs_ref_logprobs:
+                for program in frozen_programs(name, role, shape, load):
+                    yield name, program, role.mesh
+        objective, reference = self.algorithm.objective, None
+        # A model with adapters is its own reference.
+        if objective.needs_reference and roles.compared is not None:
+            reference = roles.compared.abstract_params()
+        for program in policy_programs(
+            *(roles.actor, objective, shape, load),
+            reference=reference,
+            compared=compared_role(self.algorithm.roles),
+            first_minibatch=int(self.algorithm.shares_forward),
+            epochs=config.algorithm.epochs,
+        ):
+            yield "actor", program, self.meshes["actor"]
+        values, epochs = clipped_values(clip=config.critic.clip), config.critic.epochs
+        for name, critic in roles.critics.items():
+            for program in critic_programs(name, critic, values, shape, load, epochs=epochs):
+                yield name, program, critic.mesh
 
 
 def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any]) -> PlannedRoles:
@@ -129,8 +164,6 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
     rollout = dataclasses.replace(config.rollout, driver="offline")
     config = dataclasses.replace(config, rollout=rollout)
     models = role_models(config, algorithm.roles)
-    num_devices = sum(pool.num_devices for pool in pools.values())
-    check_memory(config, models.actor, num_devices=num_devices)
     roles = build_roles(config, meshes, models)
     return PlannedRoles(config, algorithm, models, pools, meshes, roles)
 

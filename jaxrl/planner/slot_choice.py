@@ -27,7 +27,7 @@ from jaxrl.planner.compiled.ahead import co_resident_bytes, peak_here
 from jaxrl.planner.compiled.programs import CACHE, Program, sampling_programs
 from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles, meshes_on, planned_roles
-from jaxrl.planner.step_load import StepLoad, load_of
+from jaxrl.planner.step_load import load_of
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS, round_up
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.roles import Meshes, check_role_batches
@@ -141,11 +141,24 @@ class _Choice:
         self._replicas = shards_of("batch", GENERATE_RULES, sampler)
         self._parts_of_logits = shards_of("vocab", GENERATE_RULES, sampler)
         self._load = load_of(config)
-        self._samples_per_slot = _samples_per_slot(config, self._load)
+        rollout = config.rollout
+        # Tokens of a slot of full length, in whole pages.
+        tokens = config.data.max_prompt_tokens + rollout.max_response_tokens
+        tokens += rollout.tokens_per_dispatch
+        self._longest = -(-tokens // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
+        self._samples_per_slot = 1
+        if rollout.cache == "paged":
+            if rollout.cache_tokens:
+                raise UserError(
+                    'rollout.slots "auto" chooses the pages too, and rollout.cache_tokens is '
+                    f"{rollout.cache_tokens:,}; set it to 0, or rollout.slots to a number"
+                )
+            # They share the pages of a sequence of full length.
+            self._samples_per_slot = math.floor(self._longest / self._load.work.slot_tokens)
         # More slots than a replica can use.
         most = math.ceil(self._load.prompts * self._load.samples / self._replicas)
         self._most = math.ceil(most / self._samples_per_slot)
-        self._memory = memory * config.rollout.memory_fraction
+        self._memory = memory * rollout.memory_fraction
         self._one = self._roles(1)
         buffers = self._one.resident_buffers(self._one.pool_of("rollout"))
         cache = next(h for h in buffers if h.name == CACHE or h.name.endswith("cache and slots"))
@@ -154,12 +167,16 @@ class _Choice:
 
     def config(self, slots: int) -> Config:
         """The config with this many slots per replica; raises UserError for 0."""
+        rollout = self._config.rollout
         if not slots:
-            raise self._none_fits()
-        all_slots, rollout = slots * self._replicas, self._config.rollout
-        pages: dict[str, Any] = {}
-        if rollout.cache == "paged":
-            pages["cache_tokens"] = all_slots * _longest(self._config)
+            raise UserError(
+                'rollout.slots "auto" takes as many slots as fit, and none does: rollout.memory_fraction '
+                f"{rollout.memory_fraction:g} of a device is {self._memory / 1e9:.1f} GB, of which weights "
+                f"leave {self._room / 1e9:.1f} for the programs and a slot of {self._slot / 1e9:.2f}; raise "
+                "t_g of mesh.generate, or lower rollout.prefill_prompts or rollout.max_response_tokens"
+            )
+        all_slots = slots * self._replicas
+        pages = {"cache_tokens": all_slots * self._longest} if rollout.cache == "paged" else {}
         rollout = dataclasses.replace(rollout, slots=all_slots * self._samples_per_slot, **pages)
         return dataclasses.replace(self._config, rollout=rollout)
 
@@ -176,53 +193,18 @@ class _Choice:
 
     def compiled(self, compile: Compile) -> int:
         """The number that fits by the compiler's figures."""
-        return most_that_fit(
-            lambda slots: self._most_bytes(slots, compile),
-            self._memory,
-            first=max(1, self.counted()),
-            most=self._most,
-            slot=self._slot,
-        )
 
-    def _most_bytes(self, slots: int, compile: Compile) -> int:
-        roles = self._roles(slots)
-        buffers = roles.resident_buffers(roles.pool_of("rollout"))
-        programs = sampling_programs(roles.roles.actor, roles.engine, self._load)
-        mesh = roles.engine.mesh
-        return max(compile(p, mesh, buffers) for p in programs if p.phase == "sampling")
+        def most_bytes(slots: int) -> int:
+            roles = self._roles(slots)
+            buffers = roles.resident_buffers(roles.pool_of("rollout"))
+            programs = sampling_programs(roles.roles.actor, roles.engine, self._load)
+            mesh = roles.engine.mesh
+            return max(compile(p, mesh, buffers) for p in programs if p.phase == "sampling")
+
+        first = max(1, self.counted())
+        return most_that_fit(
+            most_bytes, self._memory, first=first, most=self._most, slot=self._slot
+        )
 
     def _roles(self, slots: int) -> PlannedRoles:
         return planned_roles(self.config(slots), self._algorithm, self._meshes)
-
-    def _none_fits(self) -> UserError:
-        fraction = self._config.rollout.memory_fraction
-        return UserError(
-            'rollout.slots "auto" takes as many slots as fit, and none does: rollout.memory_fraction '
-            f"{fraction:g} of a device is {self._memory / 1e9:.1f} GB, of which weights leave "
-            f"{self._room / 1e9:.1f} for the programs and a slot of {self._slot / 1e9:.2f}; raise t_g of "
-            "mesh.generate, or lower rollout.prefill_prompts or rollout.max_response_tokens"
-        )
-
-
-def _longest(config: Config) -> int:
-    """Tokens of a slot of full length, in whole pages."""
-    rollout = config.rollout
-    tokens = config.data.max_prompt_tokens + rollout.max_response_tokens
-    return -(-(tokens + rollout.tokens_per_dispatch) // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
-
-
-def _samples_per_slot(config: Config, load: StepLoad) -> int:
-    """Samples that share the pages of a sequence of full length; 1 if the cache is contiguous.
-
-    Raises:
-      UserError: the size of a paged cache is given, which is chosen with the slots.
-    """
-    rollout = config.rollout
-    if rollout.cache != "paged":
-        return 1
-    if rollout.cache_tokens:
-        raise UserError(
-            'rollout.slots "auto" chooses the pages too, and rollout.cache_tokens is '
-            f"{rollout.cache_tokens:,}; set it to 0, or rollout.slots to a number"
-        )
-    return math.floor(_longest(config) / load.work.slot_tokens)

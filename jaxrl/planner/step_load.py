@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jaxrl.config.schema import Config
 from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.mesh.hardware import Accelerator
 from jaxrl.models.attention import pick_implementation
 from jaxrl.models.kernels.paged_attention import pick_decode_implementation
+from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.filled_rows import filled_rows
-from jaxrl.planner.simulation.systems import OURS, System
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
@@ -29,48 +28,20 @@ _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}
 
 
 @dataclasses.dataclass(frozen=True)
-class StepLengths:
-    """Lengths of a step's texts.
-
-    Attributes:
-      prompts, responses: their distributions, in tokens.
-      source: their origin, as a phrase for tables.
-      batches: mean number of generation batches of a step, of dynamic sampling; one follows the other.
-    """
-
-    prompts: LengthDistribution
-    responses: LengthDistribution
-    source: str
-    batches: float = 1.0
-
-    @property
-    def text(self) -> str:
-        """Describes the lengths of responses in a few words."""
-        found = self.responses
-        batches = f"{self.batches:.3g} generation batches, " if self.batches != 1 else ""
-        return (
-            f"answers of {found.mean:,.0f} tokens on average (deviation {found.deviation:,.0f}), "
-            f"{found.cut_off:.1%} cut off at {found.longest:,}; {batches}{self.source}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class StepLoad:
     """The assumed work of a step. All figures that depend on it are predictions.
 
     Attributes:
       work: prompts, samples, lengths, updates and microbatches.
-      lengths: the lengths of `work`, with their source.
+      source: origin of the lengths of `work`, as a phrase for tables.
       greedy: whether each prompt also gets a greedy answer.
       truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
-      system: the system whose fixed costs the step has.
     """
 
     work: Workload
-    lengths: StepLengths
+    source: str
     greedy: bool = False
     truncated: bool = False
-    system: System = OURS
 
     @property
     def prompts(self) -> int:
@@ -103,13 +74,21 @@ class StepLoad:
         return self.prompt_tokens + self.work.response_lengths.mean_in_flight
 
     @property
+    def lengths_text(self) -> str:
+        """Describes the lengths of responses in a few words."""
+        found = self.work.response_lengths
+        return (
+            f"answers of {found.mean:,.0f} tokens on average (deviation {found.deviation:,.0f}), "
+            f"{found.cut_off:.1%} cut off at {found.longest:,}; {self.source}"
+        )
+
+    @property
     def text(self) -> str:
         """Describes what a step samples and what it keeps."""
-        batch = f"{self.prompts:,} prompts x {self.samples} answers"
-        if self.lengths.batches != 1:
-            batch = f"{self.lengths.batches:.3g} x {batch}"
-        sampled = self.prompts * self.samples * self.lengths.batches
-        return f"{batch} = {sampled:,.0f} are sampled, {self.kept:,} are kept and trained on"
+        return (
+            f"{self.prompts:,} prompts x {self.samples} answers = {self.prompts * self.samples:,} are "
+            f"sampled, {self.kept:,} are kept and trained on"
+        )
 
     def microbatches(self, shape: PackedShape) -> float:
         """Mean number of microbatches that the kept sequences fill in a minibatch."""
@@ -136,41 +115,36 @@ class StepLoad:
         return dataclasses.replace(self, work=verdicts, greedy=False)
 
 
-def assumed_lengths(
-    config: Config, response_tokens: float = 0.0, cut_off: float | None = None
-) -> StepLengths:
-    """Lengths for a config that has not run.
+def response_lengths(
+    config: Config, mean: float = 0.0, cut_off: float | None = None
+) -> LengthDistribution:
+    """Lengths of answers for a config that has not run.
 
     Args:
       config: config of the run.
-      response_tokens: mean length of an answer; 0 assumes a fifth of the limit.
+      mean: mean length of an answer; 0 assumes a fifth of the limit.
       cut_off: share of answers that reach the limit; None assumes the spread of reasoning policies.
 
     Raises:
       UserError: no distribution has this mean and this share, or the mean is above the limit.
     """
     limit = config.rollout.max_response_tokens
-    mean = response_tokens or max(1.0, RESPONSE_SHARE * limit)
-    prompts = LengthDistribution(
-        max(1.0, _PROMPT_SHARE * config.data.max_prompt_tokens), config.data.max_prompt_tokens
-    )
+    mean = mean or max(1.0, RESPONSE_SHARE * limit)
     if cut_off is None:
-        responses = LengthDistribution(mean, limit, "log-normal")
-    else:
-        responses = LengthDistribution.with_cut_off(mean, limit, cut_off)
-    return StepLengths(prompts, responses, "as given" if response_tokens else "assumed")
+        return LengthDistribution(mean, limit, "log-normal")
+    return LengthDistribution.with_cut_off(mean, limit, cut_off)
 
 
-def load_of(config: Config, lengths: StepLengths | None = None, system: System = OURS) -> StepLoad:
-    """The work of a step of a config in a system; `lengths` are the assumed ones by default."""
+def load_of(config: Config, responses: LengthDistribution | None = None) -> StepLoad:
+    """The work of a step of a config; `responses` are the assumed lengths by default."""
     rollout, dataflow = config.rollout, find_dataflow(config.algorithm.dataflow)
-    lengths = lengths or assumed_lengths(config)
+    longest_prompt = config.data.max_prompt_tokens
     sampled = rollout.generation_prompts if dataflow.dynamic_sampling else rollout.num_prompts
     work = Workload(
         prompts=rollout.num_prompts,
         samples=rollout.num_samples,
-        prompt_lengths=lengths.prompts,
-        response_lengths=lengths.responses,
+        prompt_lengths=LengthDistribution(max(1.0, _PROMPT_SHARE * longest_prompt), longest_prompt),
+        response_lengths=responses or response_lengths(config),
         sampled_per_kept=max(1.0, sampled / rollout.num_prompts),
         updates=config.algorithm.updates_per_step,
         epochs=config.algorithm.epochs,
@@ -188,16 +162,16 @@ def load_of(config: Config, lengths: StepLengths | None = None, system: System =
     )
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
     truncated = truncated or rollout.repetition_penalty != 1
-    return StepLoad(system.work(work), lengths, dataflow.greedy_baseline, truncated, system)
+    source = "as given" if responses else "assumed"
+    return StepLoad(work, source, dataflow.greedy_baseline, truncated)
 
 
-def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> Assumptions:
+def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
     """The assumptions of the simulation with the settings of a recipe; critics train like the actor.
 
     Args:
       config: config of the run.
       kind: kind of its devices.
-      system: the system whose fixed costs they have.
 
     Raises:
       UserError: the attention that the recipe names does not run on these devices.
@@ -219,7 +193,7 @@ def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> 
         rollout.decode_attention,
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
-    ours = Assumptions.on(
+    return Assumptions.on(
         kind,
         attention=attention,
         dtype=train.dtype,
@@ -231,4 +205,3 @@ def assumptions_of(config: Config, kind: Accelerator, system: System = OURS) -> 
         remat="none" if train.remat == "none" else "full",
         logits_tokens=train.positions_of_logits(model.vocab_size, kind.platform),
     )
-    return system.assumptions(ours)

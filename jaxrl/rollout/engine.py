@@ -46,7 +46,7 @@ from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.hardware import accelerator_of
+from jaxrl.mesh.hardware import chip_of
 from jaxrl.mesh.hosts import put
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
@@ -292,8 +292,7 @@ def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]
         if platform_of(mesh) == "cpu":
             # YNNPACK sums in an order of its own, and XLA gives it sums of 4,096 values or more on a device.
             options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-    kind = accelerator_of(mesh.devices.flat[0].device_kind) if platform_of(mesh) == "tpu" else None
-    if kind is not None and kind.name == "7x":
+    if platform_of(mesh) == "tpu" and chip_of(mesh.devices.flat[0].device_kind) == "7x":
         # On this chip alone XLA wants 16-bit arrays in tiles of 16 x 128, and programs get them in tiles of
         # 8 x 128. So every call would copy all weights, which takes 7.4 GB and 15 GB of memory traffic for
         # Qwen2.5-32B over 8 devices.

@@ -1,7 +1,6 @@
 """Paths of the files of a run and of an evaluation; docs/runs.md describes the files.
 
 <output>/<name>/seed<seed>      RunFolder          settings, model files, report
-  profile/                                         traces of single steps
   rollouts/                     RolloutFolder      samples of some steps
   sft/ rl/ preference/          StageFolder        metric rows and checkpoints of one training stage
     checkpoints/                CheckpointFolder   checkpoints, their manifests, damaged ones
@@ -99,7 +98,6 @@ class RunFolder(_Folder):
       model: folder of the files of an exported model besides the weights: config.json and the tokenizer.
       trained_model: the trained reward or cost model, as a Hugging Face directory.
       report: the report of the run, one HTML page.
-      profile: folder of traces of single steps.
       rollouts: the saved training samples.
       sft, rl, preference: the training stages.
     """
@@ -111,7 +109,6 @@ class RunFolder(_Folder):
         self.model = path / "model"
         self.trained_model = path / "trained_model"
         self.report = path / "report.html"
-        self.profile = path / "profile"
         self.rollouts = RolloutFolder(path / "rollouts")
         self.sft, self.rl = StageFolder(path / "sft"), StageFolder(path / "rl")
         self.preference = StageFolder(path / "preference")

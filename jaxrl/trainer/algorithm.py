@@ -15,7 +15,6 @@ from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, check_options, lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.generated_pairs import PAIR_GENERATORS
-from jaxrl.dataflows import old_logprobs
 from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective, shares_forward
 from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.dataflows.lookup import find_dataflow
@@ -81,7 +80,6 @@ def algorithm_of(config: Config) -> Algorithm:
         settings.check_trust_region(
             pretrain_coef=config.cost.pretrain_coef, truncates=config.truncates_logprobs
         )
-    old_logprobs.check_old_logprobs(settings, estimator, coef)
     if "ref_logprob" in array_names(lookup(POLICY_LOSSES, settings.loss, "policy loss")):
         settings.kl.check_ref_logprobs(settings.loss)
     objective = policy_objective(settings, coef, truncated=config.truncates_logprobs)

@@ -17,8 +17,7 @@ from rich.console import Console
 
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.step_metrics import timing_per_token
-from jaxrl.dataflows.work_metrics import work_rates
+from jaxrl.dataflows.step_metrics import timing_per_token, work_rates
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import peak_memory

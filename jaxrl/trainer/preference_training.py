@@ -13,8 +13,8 @@ import numpy as np
 from jaxrl.config.batch_shapes import row_limits
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.dataflows.step_timer import StepTimer
-from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of

@@ -14,9 +14,8 @@ from typing import Any
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.free_running import FreeRunning
+from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule
 from jaxrl.dataflows.samplers import Generation
-from jaxrl.dataflows.sampling_schedule import SamplingSchedule
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError

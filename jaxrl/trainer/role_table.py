@@ -25,11 +25,16 @@ from jaxrl.config.batch_shapes import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.dataflows.costs import CostPhase
 from jaxrl.dataflows.distill import OwnRows, TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
-from jaxrl.dataflows.rewarding import JudgeReward, ModelReward, RewardTerm, SequenceScores
+from jaxrl.dataflows.rewarding import (
+    CostPhase,
+    JudgeReward,
+    ModelReward,
+    RewardTerm,
+    SequenceScores,
+)
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
 from jaxrl.mesh.rules import GENERATE_RULES, shardings

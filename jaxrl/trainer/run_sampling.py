@@ -12,22 +12,21 @@ from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.pass_rates import Curriculum
 from jaxrl.data.stream import PromptStream
-from jaxrl.dataflows.curriculum_sampling import CurriculumSampling
 from jaxrl.dataflows.dynamic_sampling import (
     DynamicSampling,
     GroupFilter,
     MixedGroups,
     SpreadGroups,
 )
-from jaxrl.dataflows.free_running import FreeRunning
+from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.samplers import (
+    CurriculumSampling,
     Generation,
     PartialSampling,
     Sampler,
     Sampling,
 )
-from jaxrl.dataflows.sampling_schedule import SamplingSchedule, VersionRow
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.schedule_file import read_schedule

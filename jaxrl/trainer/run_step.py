@@ -7,11 +7,10 @@ from typing import Any
 
 from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.data.demonstrations import solutions_of
-from jaxrl.dataflows.costs import Multiplier
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
 from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
-from jaxrl.dataflows.rewarding import Rewards
+from jaxrl.dataflows.rewarding import Multiplier, Rewards
 from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer

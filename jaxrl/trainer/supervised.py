@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -13,10 +14,8 @@ from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.sft import SupervisedStep, sft
-from jaxrl.dataflows.step_metrics import prefixed
+from jaxrl.dataflows.step_metrics import prefixed, work_metrics
 from jaxrl.dataflows.step_timer import StepTimer
-from jaxrl.dataflows.work_metrics import work_metrics
 from jaxrl.mesh import hosts
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
@@ -29,6 +28,27 @@ from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.weights import load_or_init
 from jaxrl.types import TrainBatch
+
+Examples = TypeVar("Examples")
+Batch = TypeVar("Batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedStep(Generic[Examples, Batch]):
+    """The functions of a supervised step.
+
+    Attributes:
+      pack: packs a batch of examples for the device; only responses are trained on.
+      update: runs one optimiser update.
+    """
+
+    pack: Callable[[Examples], Batch]
+    update: Callable[[Batch], Metrics]
+
+
+def sft(step: SupervisedStep[Examples, Batch], examples: Iterator[Examples]) -> Metrics:
+    """Runs one update on the next examples."""
+    return step.update(step.pack(next(examples)))
 
 
 def starting_params(run: RunContext, stop: StopSignal) -> Params:

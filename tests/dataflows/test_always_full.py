@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy
 
-from jaxrl.dataflows.free_running import FreeRunning
+from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule
 from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling
-from jaxrl.dataflows.sampling_schedule import SamplingSchedule
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
 from jaxrl.rewards import FunctionGrader, Graders

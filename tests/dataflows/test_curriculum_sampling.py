@@ -10,8 +10,7 @@ from test_samplers import Bench, dynamic, ids_of
 
 from jaxrl.data import PromptStream
 from jaxrl.data.pass_rates import Curriculum
-from jaxrl.dataflows.curriculum_sampling import CurriculumSampling
-from jaxrl.dataflows.samplers import PartialSampling, Sampling
+from jaxrl.dataflows.samplers import CurriculumSampling, PartialSampling, Sampling
 from jaxrl.types import Prompts
 
 SIZE = 60

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows import work_metrics as module
-from jaxrl.dataflows.work_metrics import work_metrics, work_rates
+from jaxrl.dataflows.step_metrics import work_metrics, work_rates
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.hardware import Roof
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout

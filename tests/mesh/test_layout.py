@@ -6,7 +6,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.planner.layouts.drawing import groups as groups_of
+from jaxrl.planner.layouts.mesh_command import groups as groups_of
 
 
 def layout_of(train: str, generate: str = "", **shares: int) -> ParallelLayout:

@@ -14,11 +14,10 @@ from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.planner.step_load import StepLengths, load_of
-from jaxrl.planner.step_programs import programs_of
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.step_load import load_of
 from jaxrl.trainer.algorithm import algorithm_of
 
 SMALL = ModelConfig(
@@ -32,9 +31,9 @@ SMALL = ModelConfig(
 )
 
 
-def programs(config: Config, lengths: StepLengths | None = None) -> dict[str, Program]:
+def programs(config: Config, responses: LengthDistribution | None = None) -> dict[str, Program]:
     planned = planned_roles(config, algorithm_of(config), abstract_meshes(config))
-    found = programs_of(planned, load_of(config, lengths))
+    found = planned.programs(load_of(config, responses))
     return {program.name: program for _, program, _ in found}
 
 
@@ -80,10 +79,8 @@ def test_a_contiguous_cache_is_read_like_a_paged_one_with_the_same_tokens():
         for cache in ("contiguous", "paged"):
             changes = {"train__row_tokens": 102, "rollout__max_response_tokens": 96}
             config = tiny_config(SMALL, **changes, rollout__cache=cache)
-            lengths = StepLengths(
-                LengthDistribution(5, 6), LengthDistribution.measured([tokens], 96), "tested"
-            )
-            reads[cache] = programs(config, lengths)["generate"].reads
+            responses = LengthDistribution(tokens, 96)
+            reads[cache] = programs(config, responses)["generate"].reads
         assert reads["contiguous"] == pytest.approx(reads["paged"], rel=1e-3)
 
 
@@ -109,13 +106,9 @@ def random_plan(seed: int):
     )
     longest = int(pick(10, 100, 2_000))
     prompt = int(pick(6, 64, 700))
-    kind = pick("constant", "log-normal", "measured")
-    if kind == "measured":
-        responses = LengthDistribution.measured(draw.integers(1, longest + 1, 64), longest)
-    else:
-        mean = draw.uniform(0.1, 0.7) * longest
-        responses = LengthDistribution(max(1.0, mean), longest, kind)
-    prompts = LengthDistribution(draw.uniform(1, prompt), prompt)
+    mean, sigma = draw.uniform(0.1, 0.7) * longest, draw.uniform(0.3, 1.5)
+    kind = pick("constant", "log-normal")
+    responses = LengthDistribution(max(1.0, mean), longest, kind, sigma)
     config = tiny_config(
         SMALL,
         mesh=pick(
@@ -136,16 +129,16 @@ def random_plan(seed: int):
         rollout__tokens_per_dispatch=int(pick(1, 4, 64)),
         rollout__partial=bool(pick(False, False, True)),
     )
-    return config, cluster, StepLengths(prompts, responses, "tested", batches=pick(1.0, 2.3))
+    return config, cluster, responses
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(40), fast=range(6)))
 def test_no_phase_is_expected_below_its_lower_bound(seed):
-    config, cluster, lengths = random_plan(seed)
-    times = trace_plan(config, cluster, lengths=lengths).times
+    config, cluster, responses = random_plan(seed)
+    times = trace_plan(config, cluster, responses=responses).times
     assert times is not None
     for task in times.tasks:
-        assert 0 < task.at_least_s <= task.expected.total_s, task
+        assert 0 < task.at_least_s <= task.costs.total_s, task
     assert times.at_least_s <= times.step_s
 
 
@@ -156,12 +149,12 @@ def test_a_plan_counts_experts_and_rows_that_are_split():
     times = trace_plan(config, Cluster.parse("h100:1x8")).times
     assert times is not None
     for task in times.tasks:
-        assert 0 < task.at_least_s <= task.expected.total_s, task
-        assert task.expected.seconds["tokens to experts"] > 0
-        assert ("rows for heads" in task.expected.seconds) == (task.stage != "generation")
+        assert 0 < task.at_least_s <= task.costs.total_s, task
+        assert task.costs.seconds["tokens to experts"] > 0
+        assert ("rows for heads" in task.costs.seconds) == (task.stage != "generation")
     # A device has half of 8 experts of 3 x 256 x 768 weights in 4 layers, and t_g = 2 halves everything.
     experts = 4 * 8 * 3 * 256 * 768
     (sampling,) = times.of_stage("generation")
-    weights = sampling.expected.transient["weights of generation"]
+    weights = sampling.costs.transient["weights of generation"]
     float32 = 4 * (experts / 2 + mixture.num_params - experts) / 2
     assert weights == pytest.approx(float32, rel=1e-3)

@@ -1,5 +1,6 @@
 """`jaxrl plan` as a user calls it: what is refused before compiling, and a small run compiled for a slice."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -11,11 +12,11 @@ from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.mesh.hardware import accelerator
-from jaxrl.planner.compile_plan import compile_plan
-from jaxrl.planner.compiled.ahead import load_executable
-from jaxrl.planner.hardware import topologies
-from jaxrl.planner.step_load import assumed_lengths, load_of
+from jaxrl.planner.hardware import cluster
+from jaxrl.planner.hardware.accelerators import accelerator
+from jaxrl.planner.hardware.cluster import Cluster, Topology
+from jaxrl.planner.make_plan import compile_plan, trace_plan
+from jaxrl.planner.step_load import load_of, response_lengths
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = [
@@ -51,7 +52,7 @@ def test_an_impossible_topology_is_one_line(topology, words, capsys):
 def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        topologies.importlib.util,
+        cluster.importlib.util,
         "find_spec",
         lambda name, *rest: None if name == "libtpu" else found(name, *rest),
     )
@@ -61,7 +62,7 @@ def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
 def test_a_topology_that_is_too_small_is_refused_with_those_that_exist():
     config = load_config(Config, str(CONFIGS / "dapo_qwen7b.py"), {"rollout.slots": "16"})
     # Eight simulated devices in the place of a slice's: nothing is compiled before this is counted.
-    slice_of_8 = topologies.Topology("v5e:2x4", accelerator("v5e"), tuple(jax.devices()), 8)
+    slice_of_8 = Topology("v5e:2x4", accelerator("v5e"), tuple(jax.devices()), 8)
     with pytest.raises(UserError, match=r"use v5e:4x4 \(16 devices\) or v5e:4x8 \(32 devices\)"):
         compile_plan(config, slice_of_8)
 
@@ -85,17 +86,58 @@ def test_a_recipe_alone_is_traced(capsys):
 
 
 @pytest.mark.parametrize(
-    "option", ["--search", "--trace", "--save=here", "--response-tokens=9", "--cut-off=.1"]
+    "option", ["--search", "--trace", "--price-per-hour=2", "--response-tokens=9", "--cut-off=.1"]
 )
 def test_what_is_about_a_topology_wants_one(option, capsys):
     error = refused(capsys, option)
     assert "none is named; add --topology" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "many"])
-def test_a_length_that_cannot_be_is_refused(text, capsys):
+@pytest.mark.parametrize("option", ["response-tokens", "price-per-hour", "cut-off"])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "many"])
+def test_a_number_that_cannot_be_is_refused(option, text, capsys):
     with pytest.raises(SystemExit):
-        refused(capsys, "--topology", "v5e:2x2", "--response-tokens", text)
+        refused(capsys, "--topology", "v5e:2x2", f"--{option}={text}")
+    assert option in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_planning(tmp_path, capsys):
+    assert "is a directory" in refused(capsys, "--html", str(tmp_path))
+
+
+def test_a_plan_needs_a_recipe(capsys):
+    assert cli.run("plan", ["plan"]) == 2
+    assert "no recipe is named; add --config" in capsys.readouterr().err
+
+
+def test_pools_that_do_not_divide_over_hosts_are_refused():
+    placement = {
+        "policy": {"roles": ("actor", "reference"), "train": "1-1-9", "generate": "1-1-1-9"},
+        "value": {"roles": ("critic",), "train": "1-1-7", "generate": "1-1-1-7"},
+    }
+    config = load_config(Config, str(CONFIGS / "ppo_tiny.py"), {"mesh.fsdp": "1"})
+    config = dataclasses.replace(
+        config,
+        placement=placement,
+        train=dataclasses.replace(config.train, rows=63),
+        rollout=dataclasses.replace(config.rollout, slots=63, prefill_prompts=63),
+    )
+    rule = "h100:2x8, a process on each host: pool policy .* a multiple of 2"
+    with pytest.raises(UserError, match=rule):
+        trace_plan(config, Cluster.parse("h100:2x8"))
+
+
+def test_a_layout_of_25_devices_is_told_the_next_topology_that_exists():
+    changes = {"mesh.train": "1-1-25", "mesh.generate": "1-1-1-25", "mesh.fsdp": "1"}
+    config = load_config(
+        Config,
+        str(CONFIGS / "grpo_tiny.py"),
+        changes
+        | {"mesh.simulated_devices": "0", "train.rows": "25", "rollout.slots": "25"}
+        | {"rollout.prefill_prompts": "25"},
+    )
+    with pytest.raises(UserError, match=r"choose v5e:4x8 \(32 devices\)"):
+        trace_plan(config, Cluster.parse("v5e:2x4"))
 
 
 def test_the_load_is_what_the_dataflow_samples():
@@ -104,17 +146,16 @@ def test_the_load_is_what_the_dataflow_samples():
     )
     assert load_of(dapo).prompts == dapo.rollout.generation_prompts
     assert load_of(dapo).kept == 512 * 16 and load_of(dapo).response_tokens == 4096
-    given = load_of(ppo, assumed_lengths(ppo, 7.0))
+    given = load_of(ppo, response_lengths(ppo, 7.0))
     assert given.prompts == ppo.rollout.num_prompts and given.response_tokens == 7
 
 
 @pytest.mark.tpu
 @pytest.mark.slow
-def test_a_small_run_is_planned_saved_and_kept(tmp_path, capsys, monkeypatch):
+def test_a_small_run_is_planned_and_kept(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = ["plan", "--config", str(CONFIGS / "ppo_tiny.py"), *TINY, "--topology", "v5e:2x2"]
-    saved = tmp_path / "saved"
-    assert cli.run("plan", [*arguments, "--json", "--save", str(saved)]) == 0
+    assert cli.run("plan", [*arguments, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     (pool,) = plan["pools"]
     titles = {(p["role"], p["name"]) for p in pool["programs"]}
@@ -127,10 +168,6 @@ def test_a_small_run_is_planned_saved_and_kept(tmp_path, capsys, monkeypatch):
     assert {("actor", "prefill"), ("actor", "insert"), ("reference", "logprobs")} <= titles
     assert plan["fits"] and plan["predicted"]["step_s"] > plan["predicted"]["at_least_s"] > 0
     assert all(p["flops"] > 0 for p in pool["programs"] if p["name"] in ("update", "generate"))
-    assert any(saved.glob("actor-update-0.executable"))
-    # A machine without such a TPU cannot load it, and says so.
-    with pytest.raises(UserError, match="cannot be loaded here"):
-        load_executable(saved / "actor-update-0.executable")
     page = tmp_path / "plan.html"
     assert cli.run("plan", [*arguments, "--html", str(page)]) == 0
     out = capsys.readouterr()

@@ -10,7 +10,6 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.planner import resolve
 from jaxrl.planner.resolve import resolved
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer import program
 from jaxrl.trainer.findings import REINFORCEMENT
 
@@ -51,17 +50,3 @@ def test_a_run_does_not_accept_open_settings(tmp_path):
     config = tiny(tmp_path, rollout__slots="auto")
     with pytest.raises(UserError, match=r"jaxrl\.planner\.resolve\.resolved decides"):
         program.train(config, devices=jax.devices()[:1])
-
-
-@pytest.mark.parametrize("slots", ["64", "auto"])
-def test_what_no_memory_holds_is_refused_before_the_run(tmp_path, slots):
-    config = tiny(tmp_path, rollout__slots=slots, train__rows="1000000", train__row_tokens="100000")
-    with pytest.raises(UserError, match=r"train.rows 1,000,000 x train.row_tokens 100,000: .* TB"):
-        resolved(config, jax.devices()[:1], kind=REINFORCEMENT)
-    assert not config.run_folder.path.exists()
-
-
-def test_a_plan_refuses_what_no_memory_holds(tmp_path):
-    config = tiny(tmp_path, train__rows="1000000", train__row_tokens="100000")
-    with pytest.raises(UserError, match=r"train.rows 1,000,000 x train.row_tokens 100,000: .* TB"):
-        trace_plan(config)

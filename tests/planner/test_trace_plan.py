@@ -15,10 +15,10 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.planner import plan_tables
+from jaxrl.planner import plan_output
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.trace_plan import trace_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = {
@@ -118,7 +118,7 @@ def test_every_role_is_counted_and_what_is_assumed_is_said():
     assert notes["cost"].startswith("counted as large as the actor: nowhere/cost is not here")
     assert "nowhere/judge" in notes["judge"] and "SFT" in notes
     out = io.StringIO()
-    plan_tables.show(found, Console(file=out))
+    plan_output.show(found, Console(file=out))
     assert [name for name, _ in found.left_out] == ["cost.pretrain_coef"]
     assert "not counted: cost.pretrain_coef" in out.getvalue() and "may fit" not in out.getvalue()
     partial = plan_of("dapo_tiny", rollout__partial="True", sft__num_steps="0")
@@ -148,7 +148,7 @@ def test_pools_of_a_placement_are_counted_each():
     assert not any("critic" in h.name for h in policy.resident_buffers)
     assert {"critic in training", "reference, frozen"} <= {h.name for h in rest.resident_buffers}
     out = io.StringIO()
-    plan_tables.show(found, Console(file=out))
+    plan_output.show(found, Console(file=out))
     assert "pool rest, 2 devices" in out.getvalue()
     assert "pool rest, learning, before temporaries" in out.getvalue()
 

@@ -21,9 +21,7 @@ from jaxrl.dataflows import algorithm_parts
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.step_timer import NoTimer
-from jaxrl.errors import UserError
 from jaxrl.roles.losses import CorrectionConfig, policy
-from jaxrl.trainer.algorithm import algorithm_of
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
 CORRECTIONS = {
@@ -141,15 +139,11 @@ LOOKS = {
 @pytest.mark.parametrize("clause", LOOKS)
 def test_what_looks_at_them_before_takes_the_pass(clause):
     assert not shares_forward(changed(**LOOKS[clause]))
-    with pytest.raises(UserError, match=f'old_logprobs "update" .* {clause}.*before; set it to'):
-        algorithm_of(changed(**LOOKS[clause], old_logprobs="update"))
 
 
 def test_by_default_nothing_is_computed_twice():
     assert shares_forward(Config())
-    assert not shares_forward(changed(old_logprobs="forward"))
     # A dataflow of one's own may look at anything.
     assert not shares_forward(changed(dataflow="jaxrl.dataflows.grpo:grpo"))
-    assert shares_forward(changed(dataflow="jaxrl.dataflows.grpo:grpo", old_logprobs="update"))
     one = changed(correction=CorrectionConfig(weights="token"), updates_per_step=1)
     assert shares_forward(one)

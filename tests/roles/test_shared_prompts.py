@@ -10,7 +10,7 @@ from slow_values import mostly_slow
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
 
 from jaxrl.data.packing import PackedShape
-from jaxrl.dataflows.work_metrics import work_metrics
+from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout

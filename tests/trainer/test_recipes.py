@@ -471,7 +471,6 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
             TRPO | {"rollout__top_p": 0.9},
             "truncated_logprobs True its loss would be one of",
         ),
-        ("trpo", TRPO | {"algorithm__old_logprobs": "update"}, "searches along its step with them"),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],
 )

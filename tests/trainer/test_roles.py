@@ -8,9 +8,9 @@ import pytest
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.planner.batch_flow import describe_flow
+from jaxrl.dataflows.step_timer import NoTimer
+from jaxrl.planner.plan import describe_flow
 from jaxrl.planner.planned_roles import abstract_meshes, meshes_on, planned_roles
-from jaxrl.planner.profiling import _TracedTimer
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import build_context
 from jaxrl.trainer.findings import REINFORCEMENT
@@ -107,7 +107,7 @@ def test_a_stage_is_built_whole(tmp_path):
     run = build_context(config, jax.devices()[:1], kind=REINFORCEMENT)
     roles = build_roles(config, run.meshes, run.models)
     starting = functools.partial(load_or_init, run)
-    with contextlib.closing(RlStage(run, roles, _TracedTimer(), starting)) as stage:
+    with contextlib.closing(RlStage(run, roles, NoTimer(), starting)) as stage:
         before = dict(vars(stage))
         assert None not in before.values()
         stage.begin(None)

@@ -1,16 +1,16 @@
 """Compiles programs for accelerators that need not be present, and reads their memory and traffic.
 
     Program --> lower --> compile for the topology --> memory, by the compiler
-                  |                |                   collectives by axis, from the HLO text
-                  |                +--> --save: the executable, for the real machine
-                  +--> jaxpr --> operations, times the rounds of loops
+                  |                                    collectives by axis, from the HLO text
+                  +--> jaxpr --> operations, times the rounds of loops --> roofline
 
 Results are cached: a folder beside JAX's own cache keeps the text and the memory figures of a program under a
-hash of its inputs. Nothing here runs a program; times are predicted (`roofline`).
+hash of its inputs. Nothing here runs a program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -18,24 +18,22 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import pickle
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from jaxrl.errors import UserError
 from jaxrl.mesh.compilation_cache import cache_folder
-from jaxrl.planner.compiled.loops import runs_of
-from jaxrl.planner.compiled.programs import Piece, Program
-from jaxrl.planner.compiled.traffic import Traffic, merged, traffic_of
-from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.compiled.programs import Program
+from jaxrl.planner.compiled.traffic import Traffic, counted_collectives, merged, traffic_of
+from jaxrl.planner.hardware.accelerators import Accelerator
+from jaxrl.planner.hardware.cluster import Topology
 from jaxrl.planner.memory import ResidentBuffers
+from jaxrl.tracking.durable import write_atomically
 
 # Environment variables and packages that change the result of a compilation: part of the cache key.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -44,6 +42,68 @@ _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt")
 _USED = re.compile(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of|\))")
 _SUFFIX = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _TEXTS = "*.after_optimizations.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Predicted lower bounds of the seconds of a program in a step, each part as if it ran alone.
+
+    Not covered: element-wise operations, reads and writes of activations, the host, latencies, waiting for
+    the longest sample.
+
+    Attributes:
+      matmuls: seconds of matmuls.
+      memory: seconds of memory reads.
+      traffic: seconds of traffic between devices.
+    """
+
+    matmuls: float
+    memory: float
+    traffic: float
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """All three."""
+        return self.matmuls, self.memory, self.traffic
+
+    @property
+    def total(self) -> float:
+        """Lower bound of the seconds, as if the parts overlapped completely."""
+        return max(self.parts)
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest."""
+        return max(("matmuls", "memory", "traffic"), key=lambda name: getattr(self, name))
+
+
+def roofline(
+    kind: Accelerator,
+    flops: float,
+    reads: float,
+    traffic: Sequence[Traffic] = (),
+    *,
+    num_devices: int,
+    dtype: str,
+) -> Seconds:
+    """The seconds of a program at the vendor's rates.
+
+    Args:
+      kind: devices, whose rates are used.
+      flops: operations of matmuls, over all devices.
+      reads: bytes that a device reads.
+      traffic: traffic between devices; empty if it is not known.
+      num_devices: number of devices of the program's mesh.
+      dtype: data type of the matmuls, "float32" or "bfloat16".
+    """
+    near, far = (
+        sum(each.nbytes for each in traffic if each.across_hosts == wide) for wide in (False, True)
+    )
+    return Seconds(
+        matmuls=flops / num_devices / (kind.roof.tflops(dtype) * 1e12),
+        memory=reads / (kind.memory_gbs * 1e9),
+        traffic=near / (kind.links_gbs * 1e9) + far / (kind.network_gbs * 1e9),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +139,7 @@ class CompiledProgram:
       flops: floating-point operations of matmuls per step, over the whole mesh.
       reads: lower bound of the bytes that a device reads from its memory per step.
       traffic: traffic between devices per step.
-      num_devices: number of devices of its mesh.
+      seconds: lower bound of its seconds per step.
       compiled_s: seconds of compilation.
       cached: whether all its functions come from the cache.
       compiles: whether all its functions compile within the device's memory.
@@ -96,10 +156,20 @@ class CompiledProgram:
     flops: float
     reads: float
     traffic: tuple[Traffic, ...]
-    num_devices: int
+    seconds: Seconds
     compiled_s: float
     cached: bool
     compiles: bool = True
+
+    @property
+    def title(self) -> str:
+        """Role and name, for tables."""
+        return f"{self.role} {self.name}"
+
+    @property
+    def memory_parts(self) -> tuple[int, ...]:
+        """Bytes per device: arguments, temporaries, peak, co-resident, left."""
+        return self.arguments, self.temporaries, self.peak, self.co_resident, self.spare
 
     @property
     def total(self) -> int:
@@ -123,7 +193,7 @@ def compile_program(
     residents: Iterable[ResidentBuffers],
     *,
     mesh: Mesh,
-    save: pathlib.Path | None = None,
+    dtype: str,
 ) -> CompiledProgram:
     """Compiles the functions of a program, and sums up their figures.
 
@@ -132,19 +202,27 @@ def compile_program(
       topology: devices to compile for.
       residents: buffers that stay on the devices between programs.
       mesh: mesh of the program's role.
-      save: folder for the executables; None does not save them.
-
-    Raises:
-      UserError: the folder cannot be written.
+      dtype: data type of most matmuls, for their rate.
     """
     compiled, flops, traffic = [], 0.0, []
-    for number, piece in enumerate(program.pieces):
+    for piece in program.pieces:
         traced = piece.function.trace(*piece.arguments, **piece.keywords)
         flops += piece.flops(traced.jaxpr.jaxpr)
-        target = save and save / f"{program.role}-{program.name}-{number}.executable"
-        found = compile_piece(traced.lower(), topology, save=target)
+        found = compile_piece(traced.lower(), topology)
         compiled.append(found)
-        traffic += _traffic(found, piece, mesh, topology)
+        if found.text:
+            moved = counted_collectives(
+                *(found.text, mesh.size),
+                open_loops=piece.open_loops,
+                longest_branch=piece.longest_branch,
+            )
+            by_axes = traffic_of(moved, mesh, devices_per_host=topology.devices_per_host)
+            runs = piece.calls * piece.used
+            traffic += [each.times(runs, share=piece.share) for each in by_axes]
+    traffic = merged(traffic)
+    seconds = roofline(
+        *(topology.accelerator, flops, program.reads, traffic), num_devices=mesh.size, dtype=dtype
+    )
     return CompiledProgram(
         role=program.role,
         name=program.name,
@@ -156,8 +234,8 @@ def compile_program(
         memory=topology.memory_bytes,
         flops=flops,
         reads=program.reads,
-        traffic=tuple(merged(traffic)),
-        num_devices=mesh.size,
+        traffic=tuple(traffic),
+        seconds=seconds,
         compiled_s=sum(piece.seconds for piece in compiled),
         cached=all(piece.cached for piece in compiled),
         compiles=all(piece.fits for piece in compiled),
@@ -192,33 +270,26 @@ def co_resident_bytes(program: Program, residents: Iterable[ResidentBuffers]) ->
     )
 
 
-def _traffic(
-    found: CompiledPiece, piece: Piece, mesh: Mesh, topology: Topology
-) -> Iterable[Traffic]:
-    if not found.text:
-        return []
-    moved = runs_of(
-        found.text, open_loops=piece.open_loops, longest_branch=piece.longest_branch
-    ).collectives(mesh.size)
-    by_axes = traffic_of(moved, mesh, devices_per_host=topology.devices_per_host)
-    runs = piece.calls * piece.used
-    return [each.times(runs, share=piece.share) for each in by_axes]
-
-
-def compile_piece(
-    lowered: Any, topology: Topology, *, save: pathlib.Path | None = None
-) -> CompiledPiece:
+def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
     """Compiles a lowered function, or reads its figures from the cache.
 
     Args:
       lowered: function, lowered for devices of the topology.
       topology: the topology.
-      save: file for the executable; a path forces a compilation, since the cache keeps no executables.
     """
+    inputs = [topology.name, *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS)]
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    inputs += [f"{name} {installed.get(name, 'none')}" for name in _COMPILERS]
+    # Options of `jax.jit` are neither in the program's text nor in a public attribute.
+    inputs += [f"{name}={value}" for name, value in lowered._lowering._compiler_options_kvs]
+    key = hashlib.sha256("\n".join([*inputs, lowered.as_text()]).encode()).hexdigest()
     folder = cache_folder().parent.parent / "ahead"
-    key = _key(lowered, topology)
-    if save is None and (kept := _read(folder, key)):
-        return kept
+    figures, text_file = folder / f"{key}.json", folder / f"{key}.hlo.gz"
+    try:
+        text = gzip.decompress(text_file.read_bytes()).decode()
+        return CompiledPiece(**json.loads(figures.read_text()), text=text, cached=True)
+    except (OSError, EOFError, ValueError, TypeError):
+        pass  # absent or damaged
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as dump:
         options = {"xla_dump_to": dump} if topology.platform == "tpu" else None
@@ -228,32 +299,18 @@ def compile_piece(
             found = _too_large(error, time.perf_counter() - start)
         else:
             seconds = time.perf_counter() - start
-            found = _described(compiled, _text(compiled, pathlib.Path(dump)), seconds)
-            if save is not None:
-                _save(compiled, save)
-    _keep(folder, key, found)
+            # On TPUs from libtpu's dump: jaxlib may be too old to read its programs.
+            texts = sorted(pathlib.Path(dump).glob(_TEXTS))
+            text = texts[-1].read_text() if texts else compiled.as_text()
+            found = _described(compiled, text, seconds)
+    stored = dataclasses.asdict(found)
+    del stored["text"], stored["cached"]
+    # If the folder cannot be written, the next plan compiles again.
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(text_file, gzip.compress(found.text.encode()))
+        write_atomically(figures, json.dumps(stored).encode())
     return found
-
-
-def _key(lowered: Any, topology: Topology) -> str:
-    parts = [topology.name, *(f"{name}={os.environ.get(name, '')}" for name in _FLAGS)]
-    parts += [f"{name} {_version(name)}" for name in _COMPILERS]
-    # Options of `jax.jit` are neither in the program's text nor in a public attribute.
-    parts += [f"{name}={value}" for name, value in lowered._lowering._compiler_options_kvs]
-    return hashlib.sha256("\n".join([*parts, lowered.as_text()]).encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def _text(compiled: Any, dump: pathlib.Path) -> str:
-    """The optimised HLO. On TPUs from libtpu's dump: jaxlib may be too old to read its programs."""
-    texts = sorted(dump.glob(_TEXTS))
-    return texts[-1].read_text() if texts else compiled.as_text()
 
 
 def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
@@ -271,77 +328,3 @@ def _too_large(error: Exception, seconds: float) -> CompiledPiece:
         raise error
     used = int(float(match[1]) * _SUFFIX[match[2]])
     return CompiledPiece(0, used, used, False, "", seconds)
-
-
-def _read(folder: pathlib.Path, key: str) -> CompiledPiece | None:
-    try:
-        stored = json.loads((folder / f"{key}.json").read_text())
-        text = gzip.decompress((folder / f"{key}.hlo.gz").read_bytes()).decode()
-        return CompiledPiece(**stored, text=text, cached=True)
-    except (OSError, EOFError, ValueError, TypeError, gzip.BadGzipFile):
-        return None
-
-
-def _keep(folder: pathlib.Path, key: str, found: CompiledPiece) -> None:
-    """Writes a cache entry. If the folder cannot be written, the next plan compiles again."""
-    stored = {
-        field.name: getattr(found, field.name)
-        for field in dataclasses.fields(found)
-        if field.name not in ("text", "cached")
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{key}.hlo.gz", gzip.compress(found.text.encode()))
-        _write(folder / f"{key}.json", json.dumps(stored).encode())
-    except OSError:
-        pass
-
-
-def _save(compiled: Any, path: pathlib.Path) -> None:
-    payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, pickle.dumps((payload, in_tree, out_tree)))
-    except OSError as error:
-        raise UserError(
-            f"--save {path.parent} cannot be written ({error.strerror}); name another folder"
-        ) from error
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file atomically: two plans may write the same entry."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
-
-
-def load_executable(path: pathlib.Path) -> Any:
-    """Loads an executable of `jaxrl plan --save` on the machine that it was compiled for.
-
-    Reading the file runs code in it (pickle): load only your own files.
-
-    Raises:
-      UserError: the file does not exist, or was made for another machine.
-    """
-    try:
-        payload, in_tree, out_tree = pickle.loads(path.read_bytes())
-        return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        pickle.UnpicklingError,
-        jax.errors.JaxRuntimeError,
-    ) as error:
-        raise UserError(
-            f"{path} cannot be loaded here ({error}); save it for this machine and these versions of jax: "
-            "jaxrl plan --save"
-        ) from error
-
-
-def summary(programs: Iterable[CompiledProgram]) -> Mapping[str, int]:
-    """The largest total bytes per device of each phase."""
-    totals: dict[str, int] = {}
-    for program in programs:
-        totals[program.phase] = max(totals.get(program.phase, 0), program.total)
-    return totals

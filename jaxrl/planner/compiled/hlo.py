@@ -1,16 +1,78 @@
-"""Reads the collectives of a compiled program: their device groups, and the bytes they deliver.
+"""Parses the text of a compiled program (optimised HLO): its instructions, and its collectives.
 
-Devices are numbered in the order of the program's flattened mesh. Covered: collectives that XLA uses on CPU,
-GPU and TPU. Not covered: the rounds of loops, whose bodies the text shows once (`loops.py` counts them).
+Of a collective it reads the device groups and the bytes that they deliver. Devices are numbered in the order
+of the program's flattened mesh. Covered: collectives that XLA uses on CPU, GPU and TPU. Not covered: the
+rounds of loops, whose bodies the text shows once (`traffic.py` counts them).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
 import numpy as np
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of a computation.
+
+    Attributes:
+      name, type, opcode: name, type of the result, and operation.
+      inputs: text between its parentheses: operands, the value of a constant, or the number of a parameter.
+      rest: text after the parentheses.
+      line: the whole line.
+      is_root: whether its value is the result of the computation.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    inputs: str
+    rest: str
+    line: str
+    is_root: bool
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of its operands."""
+        return tuple(_OPERAND.findall(self.inputs))
+
+    @property
+    def parameter(self) -> int | None:
+        """Number of the computation's argument that it stands for; None for other instructions."""
+        return int(self.inputs) if self.opcode == "parameter" else None
+
+
+Computation = dict[str, Instruction]
+
+
+def computations_of(text: str) -> tuple[dict[str, Computation], str]:
+    """Computations by name, and the name of the entry."""
+    found: dict[str, Computation] = {}
+    current: Computation = {}
+    entry = ""
+    for line in text.splitlines():
+        if line.endswith("{") and (header := _HEADER.match(line)):
+            current = found.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            root, name, type, opcode, after = match.groups()
+            inputs, _, rest = after.partition(")")
+            current[name] = Instruction(name, type, opcode, inputs, rest, line, bool(root))
+    return found, entry
+
+
+def root_of(computation: Computation) -> Instruction | None:
+    """The instruction whose value is the result of the computation; None if there is none."""
+    return next((i for i in computation.values() if i.is_root), None)
+
 
 _COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"

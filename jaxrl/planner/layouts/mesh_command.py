@@ -13,32 +13,69 @@ that need not be present. User errors are one line on stderr with exit status 2.
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
+import itertools
+import math
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # XLA warns of each resharding that needs a full gather; here those are being measured.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
-from jaxrl.mesh.devices import simulate
+from jaxrl.mesh.devices import build_mesh, simulate
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.sharding_strategies import STRATEGIES
+from jaxrl.mesh.resharding import Resharding
+from jaxrl.mesh.rules import shardings
+from jaxrl.mesh.sharding_strategies import (
+    GATHER_ALL,
+    HYBRID,
+    STRATEGIES,
+    ZERO,
+    ShardingStrategy,
+)
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
-from jaxrl.planner.hardware.topologies import read_topology
-from jaxrl.planner.layouts.drawing import draw
-from jaxrl.planner.layouts.mesh_report import compare, show
+from jaxrl.planner.hardware.cluster import read_topology
+from jaxrl.planner.layouts.accounting import (
+    Measured,
+    ReshardingCosts,
+    boxes,
+    from_shardings,
+    of_gather_and_keep,
+    of_resharding,
+    state_bytes,
+    table_2,
+)
 
 _WIDTH = 160
+_MAX_COLLECTIVES, _MAX_GROUPS, _MAX_IDS, _MAX_DEVICES = 12, 8, 24, 16
+
+_TENSOR, _STAGE = ("tensor_gen", "tensor_micro"), ("stage_gen", "stage_micro")
+# Names of the device groups of a tensor- and pipeline-parallel strategy, and the mesh axes inside a group.
+_TRAIN_GROUPS = {"tensor": _TENSOR, "pipeline": _STAGE}
+_GENERATE_GROUPS = {
+    "tensor": ("tensor_gen",),
+    "pipeline": ("stage_gen",),
+    "micro data": ("tensor_micro", "stage_micro"),
+}
+_SHARES = {"fsdp": ("fsdp",), "expert": ("expert",), "context": ("context",)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,37 +83,6 @@ def main(argv: Sequence[str]) -> int:
     program, *arguments = argv
     # Nothing runs, so use the CPU: the accelerators of this machine may be busy.
     jax.config.update("jax_platforms", "cpu")
-    parser = _parser(program)
-    args = parser.parse_args(arguments)
-    run(args)
-    return 0
-
-
-def run(args: argparse.Namespace) -> None:
-    """Compares the layouts, prints tables, and draws figures if a folder is given."""
-    for name, path in (("--model", args.model), ("--topology", args.topology), ("--out", args.out)):
-        if path is not None:
-            check_path(name, path)
-    layout = ParallelLayout.from_config(
-        LayoutConfig(train=args.train, generate=args.generate, fsdp=args.fsdp)
-    )
-    model = _model(args.model)
-    names = ("gather_all", "vanilla", "hybrid") if args.grouping == "all" else (args.grouping,)
-    devices = _devices(layout, args.train, args.topology)
-    cases = compare(model, layout, [STRATEGIES[name] for name in names], devices)
-    console = Console(
-        width=_WIDTH, force_terminal=None if sys.stdout.isatty() else False, highlight=False
-    )
-    where = f"{len(devices)} {devices[0].device_kind} devices"
-    console.print(f"{args.model}, {layout.name}, {where}\n", markup=False)
-    show(cases, model, layout, console)
-    if args.out:
-        paths = [_folder(args.out) / f"mesh.{ending}" for ending in ("png", "svg")]
-        draw([(case.strategy, case.mesh) for case in cases], layout, paths)
-        console.print(f"drawn to {' and '.join(map(str, paths))}", markup=False)
-
-
-def _parser(program: str) -> argparse.ArgumentParser:
     parser = command_parser(program, __doc__)
     parser.add_argument("--train", required=True, help="p-t-d: pipeline, tensor, data parallel")
     parser.add_argument("--generate", default="", help="p_g-t_g-d_g-d; default: as in training")
@@ -92,35 +98,227 @@ def _parser(program: str) -> argparse.ArgumentParser:
         default="",
         help="a TPU slice such as v5p:4x4x8, or hosts of GPUs such as h100:16x8",
     )
-    parser.add_argument("--out", type=pathlib.Path, help="folder for mesh.png and mesh.svg")
-    return parser
-
-
-def _model(name: str) -> ModelConfig:
-    path = pathlib.Path(name)
+    args = parser.parse_args(arguments)
+    for name, path in (("--model", args.model), ("--topology", args.topology)):
+        check_path(name, path)
+    config = LayoutConfig(train=args.train, generate=args.generate, fsdp=args.fsdp)
+    layout, path = ParallelLayout.from_config(config), pathlib.Path(args.model)
     if path.suffix == ".json" or path.is_dir():
-        return read_config(path if path.is_dir() else path.parent)
-    return model_shapes(name)
+        model = read_config(path if path.is_dir() else path.parent)
+    else:
+        model = model_shapes(args.model)
+    devices = _devices(layout, args)
+    names = ("gather_all", "vanilla", "hybrid") if args.grouping == "all" else (args.grouping,)
+    cases = [compiled_case(model, layout, STRATEGIES[name], devices) for name in names]
+    console = Console(
+        width=_WIDTH, force_terminal=None if sys.stdout.isatty() else False, highlight=False
+    )
+    where = f"{len(devices)} {devices[0].device_kind} devices"
+    console.print(f"{args.model}, {layout.name}, {where}\n", markup=False)
+    for case in cases:
+        for line in _lines(case, layout):
+            console.print(line, markup=False, soft_wrap=True)
+        console.print()
+    console.print(_costs_table(cases, model.num_params * 2))
+    console.print(_state_table(model, layout, cases[-1].mesh))
+    return 0
 
 
-def _devices(layout: ParallelLayout, train: str, topology: str) -> Sequence[Any]:
-    if not topology:
+def _devices(layout: ParallelLayout, args: argparse.Namespace) -> Sequence[Any]:
+    if not args.topology:
         simulate(layout.num_devices)
         return jax.devices()[: layout.num_devices]
-    devices = read_topology(topology).devices
+    devices = read_topology(args.topology).devices
     if len(devices) != layout.num_devices:
         raise UserError(
-            f"--train {train} has p*t*d = {layout.num_devices} devices, --topology {topology} has "
+            f"--train {args.train} has p*t*d = {layout.num_devices} devices, --topology {args.topology} has "
             f"{len(devices)}; choose sizes that multiply to {len(devices)}"
         )
     return devices
 
 
-def _folder(path: pathlib.Path) -> pathlib.Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--out {path} cannot be made ({error.strerror}); name another folder"
-        ) from error
-    return path
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A sharding strategy and its costs.
+
+    Attributes:
+      strategy, mesh: the strategy, and the mesh in its order of devices.
+      formula: costs by Table 2 of the paper.
+      least: lower bound of the costs, from the shardings.
+      procedure: costs of the paper's procedure, compiled; None if a program does not fit into a device.
+      rules: costs of the programs that the compiler derives from the two sets of sharding rules; None if a
+        program does not fit into a device.
+    """
+
+    strategy: ShardingStrategy
+    mesh: Mesh
+    formula: ReshardingCosts
+    least: ReshardingCosts
+    procedure: Measured | None
+    rules: Measured | None
+
+
+def compiled_case(
+    model: ModelConfig, layout: ParallelLayout, strategy: ShardingStrategy, devices: Sequence[Any]
+) -> Case:
+    """Compiles the resharding of a bfloat16 model in a strategy."""
+    _, shapes, axes = decoder_graph(model)
+    # XLA's CPU backend has no bfloat16 collectives and would send float32.
+    dtype = jnp.dtype(jnp.uint16 if devices[0].platform == "cpu" else jnp.bfloat16)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    model_bytes = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
+    mesh = build_mesh(layout, devices, strategy.axes)
+    train, generate = (
+        shardings(axes, shapes, rules, mesh) for rules in (strategy.train, strategy.generate)
+    )
+    # Only with HybridFlow is the training shard of a device a part of its generation shard.
+    resharding = Resharding(shapes, train, generate, dtype, donate=strategy is HYBRID)
+
+    def if_it_fits(measure: Callable[[Any], Measured], what: Any) -> Measured | None:
+        try:
+            return measure(what)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return None
+
+    rules = if_it_fits(of_resharding, resharding)
+    procedure = rules if strategy is HYBRID else if_it_fits(of_gather_and_keep, resharding.weights)
+    formula, least = table_2(layout, model_bytes)[strategy.name], from_shardings(resharding.weights)
+    return Case(strategy, mesh, formula, least, procedure, rules)
+
+
+def groups(sizes: Mapping[str, int], axes: Iterable[str]) -> list[tuple[int, ...]]:
+    """Groups of devices that differ only along `axes`; devices are numbered in the order of the mesh."""
+    axes = set(axes)
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    names = list(sizes)
+    kept = [i for i, name in enumerate(names) if name not in axes]
+    moved = [i for i, name in enumerate(names) if name in axes]
+    size = math.prod(ids.shape[i] for i in moved)
+    return sorted(map(tuple, ids.transpose(*kept, *moved).reshape(-1, size).tolist()))
+
+
+def phase_groups(strategy: ShardingStrategy, mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """Groups of more than one device by phase and kind, in the paper's notation: "[G1,G3] [G2,G4]"."""
+    sizes = dict(mesh.shape)
+    split_by_model = strategy is not GATHER_ALL
+    train = _TRAIN_GROUPS | _SHARES if split_by_model else {"ZeRO-3": tuple(sizes)}
+    named = {f"training {kind}": groups(sizes, axes) for kind, axes in train.items()}
+    named |= {f"generation {kind}": groups(sizes, axes) for kind, axes in _GENERATE_GROUPS.items()}
+    return {name: in_words(found) for name, found in named.items() if len(found[0]) > 1}
+
+
+def in_words(found: Sequence[tuple[int, ...]]) -> str:
+    """Groups as many as fit in a line; device 0 is G1."""
+    limit = max(2, min(_MAX_GROUPS, _MAX_IDS // len(found[0])))
+    words = []
+    for group in found[:limit]:
+        steps = {b - a for a, b in itertools.pairwise(group)}
+        text = ",".join(f"G{i + 1}" for i in group)
+        # Long groups with a constant interval are abbreviated, to fit in a line.
+        if len(group) > _MAX_GROUPS and len(steps) == 1:
+            step = steps.pop()
+            text = f"G{group[0] + 1}..G{group[-1] + 1}" + (f" by {step}" if step > 1 else "")
+        words.append(f"[{text}]")
+    rest = [f"... {len(found)} in all"] if len(found) > limit else []
+    return " ".join(words + rest)
+
+
+def strips(
+    strategy: ShardingStrategy, layout: ParallelLayout, mesh: Mesh | AbstractMesh
+) -> Iterator[str]:
+    """Lines for the devices of the first replica: their shards in training and in generation.
+
+    The model is one weight of p layers, width N (the number of devices), and t heads. A cell is one tensor
+    shard of one stage: "#" held, "+" held in part, "." not held.
+    """
+    shape = jax.ShapeDtypeStruct((layout.p, layout.num_devices, layout.t), np.float32)
+    held = [
+        boxes(shardings(("layers", "embed", "mlp"), shape, rules, mesh), shape.shape)
+        for rules in (strategy.train, strategy.generate)
+    ]
+    for device in range(min(layout.p * layout.t, _MAX_DEVICES)):
+        cells = []
+        for (layer, last_layer), (part, last_part), (head, last_head) in (
+            h[device].tolist() for h in held
+        ):
+            mark = "#" if last_part - part == layout.num_devices else "+"
+            row = "".join(mark if head <= j < last_head else "." for j in range(layout.t))
+            rows = (row if layer <= i < last_layer else "." * layout.t for i in range(layout.p))
+            cells.append("|".join(rows))
+        yield f"G{device + 1:<3} training {cells[0]}   generation {cells[1]}"
+
+
+def _lines(case: Case, layout: ParallelLayout) -> Iterator[str]:
+    """Device groups of both phases, the shards of each device, and the first collectives of a case."""
+    yield f"{case.strategy.name} ({case.strategy.system})"
+    for name, found in phase_groups(case.strategy, case.mesh).items():
+        yield f"  {name:22} {found}"
+    for line in strips(case.strategy, layout, case.mesh):
+        yield f"  {line}"
+    yield "  the compiler wrote"
+    merged: dict[Any, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for count, collective in case.rules.collectives if case.rules else ():
+        entry = merged[collective.kind, collective.groups]
+        entry[0] += count
+        entry[1] += count * collective.result_bytes
+    for (kind, found), (count, nbytes) in list(merged.items())[:_MAX_COLLECTIVES]:
+        # A permute also lists devices that send to themselves.
+        words = in_words([group for group in found if len(set(group)) > 1])
+        where = "from, to" if kind == "collective-permute" else "in"
+        yield f"  {count:5} x {kind}, {_size(nbytes)} a device, {where} {words}"
+    if not merged:
+        yield "      nothing: no weight moves" if case.rules else "      what does not fit"
+    if len(merged) > _MAX_COLLECTIVES:
+        yield f"    ... {len(merged)} kinds in all"
+
+
+def _costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
+    """A table of received, peak and redundant bytes of every case, from all sources."""
+    title = f"Bytes of one device, of M = {_size(model_bytes)}"
+    table = Table(title=title, title_justify="left", box=box.ASCII2)
+    table.add_column("")
+    table.add_column("source")
+    for case in cases:
+        table.add_column(case.strategy.system, justify="right", no_wrap=True)
+    sources: dict[str, Callable[[Case], ReshardingCosts | None]] = {
+        "Table 2": lambda case: case.formula,
+        "specs, at least": lambda case: case.least,
+        "compiled: as in the paper": lambda case: case.procedure and case.procedure.costs,
+        "compiled: from two tables": lambda case: case.rules and case.rules.costs,
+    }
+    for field in dataclasses.fields(ReshardingCosts):
+        for number, (source, costs_of) in enumerate(sources.items()):
+            shown = []
+            for case in cases:
+                costs = costs_of(case)
+                value = 0 if costs is None else getattr(costs, field.name)
+                share = f"{_size(value)}  {float(value / model_bytes):6.4f} M"
+                shown.append("does not fit" if costs is None else share)
+            table.add_row("" if number else field.name, source, *shown)
+        table.add_section()
+    return table
+
+
+def _state_table(model: ModelConfig, layout: ParallelLayout, mesh: Mesh) -> Table:
+    """A table of the training state's bytes per device, by sharding of weights, gradients and moments."""
+    _, shapes, axes = decoder_graph(model)
+    title = "Training state of a device, float32 with Adam"
+    table = Table(title=title, title_justify="left", box=box.ASCII2)
+    for column in ("", "weights", "gradients", "moments", "sum"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, tables in ZERO.items():
+        parts = ((tables.weights, 4), (tables.gradients, 4), (tables.optimizer, 8))
+        sizes = [
+            state_bytes(shapes, shardings(axes, shapes, rules, mesh), nbytes)
+            for rules, nbytes in parts
+        ]
+        name = f"{name} over {layout.fsdp}" if name == "FSDP" else name
+        table.add_row(name, *map(_size, sizes), _size(sum(sizes)))
+    return table
+
+
+def _size(nbytes: Any) -> str:
+    value = float(nbytes)
+    return f"{value / 1e9:,.3f} GB" if value >= 1e8 else f"{value / 1e6:,.3f} MB"

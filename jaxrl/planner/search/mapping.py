@@ -1,13 +1,102 @@
-"""The result of a search: pools, strategy of each role, and the cost breakdown."""
+"""The input of a mapping search (roles and models, the work of a step, devices), and its result.
+
+A placement is a partition of the roles into pools that share devices.
+"""
 
 from __future__ import annotations
 
 import collections.abc
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
-from jaxrl.planner.search.placements import Placement, placement_name
-from jaxrl.planner.simulation.step_simulator import RoleMapping, StageBreakdown
+from jaxrl.checks import check_fields, count
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.step_costs import StepCosts
+from jaxrl.planner.simulation.step_simulator import RoleMapping
+from jaxrl.planner.simulation.step_tasks import RoleTasks
+from jaxrl.planner.simulation.workload import Workload
+
+Placement = tuple[tuple[str, ...], ...]
+
+
+def placements_of(names: Sequence[str]) -> Iterator[Placement]:
+    """All set partitions of the roles: 15 for four roles, 203 for six (Bell numbers).
+
+    The first has all roles in one pool, the last has one pool per role. Pools are in the order of their first
+    roles, and roles in the order given.
+    """
+    if not names:
+        yield ()
+        return
+    *before, last = names
+    for placement in placements_of(before):
+        for i, pool in enumerate(placement):
+            yield (*placement[:i], (*pool, last), *placement[i + 1 :])
+        yield (*placement, (last,))
+
+
+def placement_name(placement: Sequence[Sequence[str]]) -> str:
+    """The placement as text, such as "actor + reference | critic + reward"."""
+    return " | ".join(" + ".join(pool) for pool in placement)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchLimits:
+    """Limits of the strategies that a search tries.
+
+    Attributes:
+      max_tensor: maximum tensor parallelism t; it also never exceeds the devices joined by fast links.
+      max_pipeline: maximum pipeline parallelism p.
+      max_context: maximum number of replicas that share a row, also inside fast links.
+      fsdp: whether weights and optimiser states may be sharded over replicas.
+    """
+
+    max_tensor: Annotated[int, count(1)] = 8
+    max_pipeline: Annotated[int, count(1)] = 64
+    max_context: Annotated[int, count(1)] = 8
+    fsdp: bool = True
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class MappingProblem:
+    """The input of a mapping search.
+
+    Attributes:
+      dataflow: name of the dataflow.
+      roles: roles with a model, in the order of the dataflow; exactly one generates.
+      models: model of each role.
+      workload: work of a step.
+      cluster: devices.
+      assumptions: assumptions of the simulation.
+      limits: limits of the searched strategies.
+    """
+
+    dataflow: str
+    roles: tuple[RoleTasks, ...]
+    models: collections.abc.Mapping[str, ModelConfig]
+    workload: Workload
+    cluster: Cluster
+    assumptions: Assumptions
+    limits: SearchLimits
+
+    @property
+    def actor(self) -> RoleTasks:
+        """The role that generates."""
+        return next(role for role in self.roles if role.generates)
+
+    @property
+    def budget_bytes(self) -> float:
+        """Bytes of a device that a program may use."""
+        memory_gb = self.cluster.accelerator.memory_gb
+        assume = self.assumptions
+        return (memory_gb * assume.memory_share - assume.scratch_gb) * 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +135,6 @@ class PlacementResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A mapping that is nearly as fast as the fastest.
-
-    Attributes:
-      name: description of its pools, or of its layouts.
-      slower: its seconds of a step over those of the fastest, minus 1.
-    """
-
-    name: str
-    slower: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Mapping:
     """The fastest mapping of a dataflow, by simulation: all its numbers are predictions.
 
@@ -70,7 +146,6 @@ class Mapping:
       breakdown: costs of each stage.
       placements: all searched placements, fastest first.
       budget_bytes: bytes per device that no pool exceeds.
-      alternatives: mappings that are nearly as fast, fastest first; empty if the search did not keep them.
       common_rows: rows of a microbatch that all roles were simulated with; 0 if each role had its own number.
     """
 
@@ -79,16 +154,15 @@ class Mapping:
     num_devices: int
     pools: tuple[ColocatedSet, ...]
     roles: collections.abc.Mapping[str, RoleMapping]
-    breakdown: tuple[StageBreakdown, ...]
+    breakdown: StepCosts
     placements: tuple[PlacementResult, ...]
     budget_bytes: float
-    alternatives: tuple[Alternative, ...] = ()
     common_rows: int = 0
 
     @property
     def seconds(self) -> float:
         """Seconds of a step: the sum of its stages."""
-        return sum(stage.seconds for stage in self.breakdown)
+        return sum(map(self.breakdown.stage_s, self.breakdown.stages))
 
     @property
     def placement(self) -> Placement:
@@ -107,23 +181,14 @@ class Mapping:
 
     def peak_bytes(self, pool: int) -> float:
         """Peak bytes per device of a pool: all resident buffers plus the largest temporaries."""
-        resident = {
-            task.role: task.costs.resident_bytes
-            for stage in self.breakdown
-            for task in stage.tasks
-            if task.pool == pool and task.costs.resident
-        }
+        here = [task for task in self.breakdown.tasks if task.pool == pool]
         # A trained role's forward pass reuses the resident buffers of its training, its last task.
-        transient = [
-            task.costs.transient_bytes
-            for stage in self.breakdown
-            for task in stage.tasks
-            if task.pool == pool
-        ]
-        return sum(resident.values()) + max(transient, default=0.0)
+        resident = {task.role: task.costs.resident_bytes for task in here if task.costs.resident}
+        transient = max((task.costs.transient_bytes for task in here), default=0.0)
+        return sum(resident.values()) + transient
 
     def lines(self) -> list[str]:
-        """Describes the mapping with its cost breakdown, as lines of text."""
+        """Describes the mapping as lines of text; a plan has its seconds by cause."""
         found = [
             f"{self.dataflow} on {self.cluster}: {placement_name(self.placement)}, "
             f"{self.seconds:,.1f} s a step (predicted)"
@@ -139,9 +204,4 @@ class Mapping:
                 if (g := role.generation) is not None:
                     line += f"; generation {role.layout.name.split(' / ')[1]}, {g.slots} slots a replica"
                 found.append(line)
-        for stage in self.breakdown:
-            found.append(f"{stage.name}: {stage.seconds:,.2f} s (predicted)")
-            for task in stage.tasks:
-                found.append(f"  {task.role}, pool {task.pool}: {task.costs.total_s:,.2f} s")
-                found += [f"    {line}" for line in task.costs.lines()]
         return found

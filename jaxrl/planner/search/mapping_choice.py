@@ -16,38 +16,41 @@ from typing import Any
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.mesh.hardware import accelerator_of
-from jaxrl.planner.expected_step import expected_step, tasks_of_run
+from jaxrl.planner.hardware.accelerators import accelerator, accelerator_of
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.hardware_files import find_accelerator
-from jaxrl.planner.plan import positions_on
+from jaxrl.planner.plan import check_positions
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
-from jaxrl.planner.search.mapping import Mapping, RoleMapping
-from jaxrl.planner.search.search import search_mapping_of_common_rows
+from jaxrl.planner.search.mapping import Mapping
+from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.step_simulator import RoleMapping
 from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.systems import OURS, System
-from jaxrl.planner.step_load import StepLengths, assumptions_of, load_of
+from jaxrl.planner.simulation.workload import LengthDistribution
+from jaxrl.planner.step_load import assumptions_of, load_of
+from jaxrl.planner.step_times import expected_step, tasks_of_run
 from jaxrl.trainer.algorithm import algorithm_of, roles_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
+
+# Settings that a mapping changes, besides the placement.
+_CHANGED = {
+    "mesh": ("layout", "sharding", "train", "generate", "fsdp", "expert", "context"),
+    "rollout": ("slots", "cache_tokens", "prefill_prompts"),
+    "train": ("rows", "pipeline_microbatches"),
+}
 
 
 def search_for(
     config: Config,
     cluster: Cluster,
     *,
-    lengths: StepLengths | None = None,
-    system: System = OURS,
-    within: float = 0.0,
+    responses: LengthDistribution | None = None,
 ) -> Mapping:
     """Finds the fastest mapping of a recipe's roles to a cluster, by simulation.
 
     Args:
       config: config of the run.
       cluster: cluster to run on.
-      lengths: lengths of texts; None assumes them.
-      system: the system whose fixed costs a step has.
-      within: finds alternatives that are slower by at most this share.
+      responses: lengths of answers; None assumes them.
 
     Raises:
       UserError: the search does not cover the dataflow or one of its roles, or the models do not fit.
@@ -63,16 +66,16 @@ def search_for(
         )
     # The search sets rows and microbatches itself.
     work = dataclasses.replace(
-        load_of(config, lengths, system).work, microbatch_rows=0, pipeline_microbatches=0
+        load_of(config, responses).work, microbatch_rows=0, pipeline_microbatches=0
     )
-    return search_mapping_of_common_rows(
+    return search_mapping(
         dataflow,
         role_models(config, roles).by_role,
         work,
         cluster,
-        assumptions=assumptions_of(config, cluster.accelerator, system),
+        assumptions=assumptions_of(config, cluster.accelerator),
         tasks=tasks_of_run(algorithm_of(config), config),
-        within=within,
+        common_rows=True,
     )
 
 
@@ -80,29 +83,27 @@ def propose(
     config: Config,
     cluster: Cluster,
     *,
-    lengths: StepLengths | None = None,
-    system: System = OURS,
-    within: float = 0.0,
+    responses: LengthDistribution | None = None,
 ) -> tuple[Mapping, Config]:
     """The mapping found by `search_for`, and the config with it, which has passed all checks of a run.
 
-    The cost breakdown of the mapping is that of the config's plan, which replays the engine's scheduler.
+    The cost breakdown of the mapping is that of the config's plan.
 
     Raises:
       UserError: as `search_for`; or a setting of the recipe conflicts with the mapping.
     """
-    found = search_for(config, cluster, lengths=lengths, system=system, within=within)
+    found = search_for(config, cluster, responses=responses)
     proposed = with_mapping(config, found)
     try:
         meshes = abstract_meshes(proposed)
         planned = planned_roles(proposed, algorithm_of(proposed), meshes)
-        positions_on(tuple(planned.pools.values()), cluster)
+        check_positions(tuple(planned.pools.values()), cluster)
         check_role_batches(proposed, meshes)
     except UserError as error:
         raise UserError(
             f"the fastest mapping for {cluster.name} does not go with this recipe: {error}"
         ) from error
-    expected = expected_step(planned, cluster, load_of(proposed, lengths, system))
+    expected = expected_step(planned, cluster, load_of(proposed, responses))
     return dataclasses.replace(found, breakdown=expected), proposed
 
 
@@ -118,7 +119,15 @@ def with_mapping(config: Config, found: Mapping) -> Config:
     # The search counts weights and moments as FSDP shards them: another strategy needs other memory, and its
     # shards may not divide.
     whole = {"layout": "as_given", "sharding": "FSDP"} | _settings_of(actor)
-    placement = {f"pool{number}": _row(found, number) for number in range(len(found.pools))}
+    placement: dict[str, dict[str, Any]] = {}
+    for number, pool in enumerate(found.pools):
+        roles = [found.roles[name] for name in pool.roles]
+        first = next((role for role in roles if role.generation is not None), roles[0])
+        row = placement[f"pool{number}"] = {"roles": pool.roles, **_settings_of(first)}
+        if pool.devices < found.num_devices:
+            row["devices"] = pool.name
+        if layouts := {r.name: _settings_of(r) for r in roles if r.strategy != first.strategy}:
+            row["layouts"] = layouts
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
         # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
@@ -149,19 +158,6 @@ def setting_lines(config: Config, proposed: Config) -> list[str]:
     return lines
 
 
-def _row(found: Mapping, number: int) -> dict[str, Any]:
-    """A pool in the format of a placement; a pool of all devices need not list them."""
-    pool = found.pools[number]
-    roles = [found.roles[name] for name in pool.roles]
-    first = next((role for role in roles if role.generation is not None), roles[0])
-    row = {"roles": pool.roles, **_settings_of(first)}
-    if pool.devices < found.num_devices:
-        row["devices"] = pool.name
-    if layouts := {r.name: _settings_of(r) for r in roles if r.strategy != first.strategy}:
-        row["layouts"] = layouts
-    return row
-
-
 def _settings_of(role: RoleMapping) -> dict[str, Any]:
     layout = role.layout
     return {
@@ -181,27 +177,22 @@ def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
     """
     if config.mesh.layout != "auto":
         return config
+
+    def search() -> dict[str, Any]:
+        found, chosen = propose(config, cluster_of(config, devices))
+        print("\n".join(found.lines()))
+        sections = {
+            name: {setting: getattr(getattr(chosen, name), setting) for setting in settings}
+            for name, settings in _CHANGED.items()
+        }
+        return sections | {"placement": chosen.placement}
+
     # The first process searches for all, because their results must not differ.
-    found = hosts.on_first(lambda: _settings(config, devices))
+    found = hosts.on_first(search)
     sections = {
-        name: dataclasses.replace(getattr(config, name), **found[name])
-        for name in ("mesh", "rollout", "train")
+        name: dataclasses.replace(getattr(config, name), **found[name]) for name in _CHANGED
     }
     return dataclasses.replace(config, placement=found["placement"], **sections)
-
-
-def _settings(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
-    found, chosen = propose(config, cluster_of(config, devices))
-    print("\n".join(found.lines()))
-    rollout, train = chosen.rollout, chosen.train
-    return {
-        "mesh": dataclasses.asdict(chosen.mesh),
-        "placement": chosen.placement,
-        "rollout": {
-            name: getattr(rollout, name) for name in ("slots", "cache_tokens", "prefill_prompts")
-        },
-        "train": {"rows": train.rows, "pipeline_microbatches": train.pipeline_microbatches},
-    }
 
 
 def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
@@ -211,12 +202,12 @@ def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
       UserError: the kind of the devices is unknown, or their number has no known shape.
     """
     kind = devices[0].device_kind
-    known = find_accelerator(config.mesh.hardware) if config.mesh.hardware else accelerator_of(kind)
+    known = accelerator(config.mesh.hardware) if config.mesh.hardware else accelerator_of(kind)
     if known is None:
         raise UserError(
-            f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; measure it with '
-            "`jaxrl calibrate --out here.json` and set mesh.hardware=here.json, or set mesh.layout to "
-            "as_given"
+            f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; describe it in '
+            "a file (docs/planner.md), or measure it with `python benchmarks/calibrate.py --out here.json`, "
+            "and set mesh.hardware=here.json; or set mesh.layout to as_given"
         )
     num_hosts = len({device.process_index for device in devices})
     if known.arrangement == "hosts":

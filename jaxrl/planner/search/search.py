@@ -3,10 +3,10 @@
 HybridFlow's Algorithm 1 (section 6): the latency of a stage is the sum over the roles of a pool, and of these
 the maximum over pools; a step is the sum of its stages.
 
-    every placement (set partition)          placements.py
+    every placement (set partition)          mapping.py
       every size of each pool                side_by_side.py: fronts of pools, merged one by one
-        every strategy of each role          role_options.py (Algorithm 2), turns.py, pool_fronts.py
-          every p_g, t_g, slots of an actor  generation_choice.py
+        every strategy of each role          pool_fronts.py (Algorithm 2), choice_costs.py
+          every p_g, t_g, slots of an actor  pool_fronts.py
 
 Example: PPO on two hosts of 8 devices. Suppose the first placement, all roles on all 16 devices, takes 31 s
 per step. With the critic in its own pool, on 8 + 8 devices, a step takes max(generation) + max(preparation) +
@@ -15,7 +15,7 @@ devices whose critic trains for 20 s is then ruled out without looking at other 
 
 The paper enumerates allocations that use all N devices. Here devices may be idle, because a number that
 divides well can be faster than a larger one. The search drops only choices that are beaten in devices and in
-every stage (pareto.py), or slower than a known mapping (bounds.py). The optimum is never lost.
+every stage, or slower than a known mapping (side_by_side.py). The optimum is never lost.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.bounds import Bounds
-from jaxrl.planner.search.found_mapping import ChosenPool, alternatives_of, mapping_of
-from jaxrl.planner.search.mapping import Mapping, PlacementResult
-from jaxrl.planner.search.mapping_problem import MappingProblem, SearchLimits
-from jaxrl.planner.search.pareto import pareto_front
-from jaxrl.planner.search.placements import Placement, checked_placement, placements_of
-from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
-from jaxrl.planner.search.role_options import divisors
-from jaxrl.planner.search.side_by_side import DEVICES, SideBySide
+from jaxrl.planner.search.choice_costs import pareto_front
+from jaxrl.planner.search.mapping import (
+    ColocatedSet,
+    Mapping,
+    MappingProblem,
+    Placement,
+    PlacementResult,
+    SearchLimits,
+    placements_of,
+)
+from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver, divisors
+from jaxrl.planner.search.side_by_side import DEVICES, Bounds, SideBySide
 from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
 from jaxrl.planner.simulation.step_tasks import RoleTasks, tasks_of
 from jaxrl.planner.simulation.workload import Workload
 
@@ -53,9 +57,8 @@ def search_mapping(
     assumptions: Assumptions | None = None,
     limits: SearchLimits | None = None,
     tasks: Sequence[RoleTasks] | None = None,
-    placements: Sequence[Sequence[Sequence[str]]] | None = None,
     every_placement: bool = False,
-    within: float = 0.0,
+    common_rows: bool = False,
 ) -> Mapping:
     """Finds the fastest mapping of a dataflow's roles to a cluster, by simulation (HybridFlow Algorithm 1).
 
@@ -67,14 +70,14 @@ def search_mapping(
       assumptions: assumptions of the simulation; None takes those for the kind of device.
       limits: limits of the searched strategies.
       tasks: tasks of the roles, to replace those of `step_tasks.TASKS`.
-      placements: placements to choose from; None means all.
       every_placement: whether to find the best mapping of every placement, even if a bound shows it is
         slower.
-      within: finds alternatives that are slower by at most this share.
+      common_rows: whether all roles have the same number of microbatch rows, as in a run, which has a single
+        `train.rows`.
 
     Raises:
-      UserError: a name, a placement or a topology is wrong, or the models do not fit; then the message has
-        the smallest cluster of this kind that would hold them.
+      UserError: a name or a topology is wrong, or the models do not fit; then the message has the smallest
+        cluster of this kind that would hold them.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     problem = MappingProblem(
@@ -86,50 +89,17 @@ def search_mapping(
         assumptions or Assumptions.on(cluster.accelerator),
         limits or SearchLimits(),
     )
-    names = [role.name for role in problem.roles]
-    chosen = list(placements_of(names))
-    if placements is not None:
-        chosen = [checked_placement(placement, names) for placement in placements]
-    found = fastest_mapping(problem, chosen, every_placement=every_placement, within=within)
+    found = fastest_mapping(problem, every_placement=every_placement)
     if found is None:
-        raise UserError(_does_not_fit(problem, chosen))
-    return found
-
-
-def search_mapping_of_common_rows(
-    dataflow: str,
-    models: MappingOf[str, ModelConfig],
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    assumptions: Assumptions,
-    tasks: Sequence[RoleTasks] | None = None,
-    within: float = 0.0,
-) -> Mapping:
-    """The result of `search_mapping` with the same number of microbatch rows for all roles.
-
-    A run has a single `train.rows`. If the fastest mapping needs different numbers of rows, the search is
-    repeated with each divisor of their least common multiple, and the fastest result is returned.
-
-    Raises:
-      UserError: as `search_mapping`; or the models fit only with different numbers of rows.
-    """
-    found = search_mapping(
-        dataflow, models, workload, cluster, assumptions=assumptions, tasks=tasks, within=within
-    )
-    if len({role.strategy.row_parts for role in found.roles.values()}) == 1:
+        raise UserError(_does_not_fit(problem))
+    if not common_rows or len({r.strategy.row_parts for r in found.roles.values()}) == 1:
         return found
-    roles = tasks_of(dataflow, models, tasks)
-    problem = MappingProblem(
-        dataflow, roles, models, workload, cluster, assumptions, SearchLimits()
-    )
-    placements = list(placements_of([role.name for role in roles]))
+    # The fastest mapping needs different numbers of rows: search again with each divisor of their least
+    # common multiple.
     mappings = []
     for rows in divisors(found.microbatch_rows):
         work = dataclasses.replace(workload, microbatch_rows=rows)
-        with_rows = fastest_mapping(
-            dataclasses.replace(problem, workload=work), placements, within=within
-        )
+        with_rows = fastest_mapping(dataclasses.replace(problem, workload=work))
         if with_rows is not None:
             mappings.append(with_rows)
     if not mappings:
@@ -141,47 +111,71 @@ def search_mapping_of_common_rows(
     return min(mappings, key=lambda mapping: mapping.seconds)
 
 
-def fastest_mapping(
-    problem: MappingProblem,
-    placements: Sequence[Placement],
-    *,
-    every_placement: bool = False,
-    within: float = 0.0,
-) -> Mapping | None:
-    """The fastest mapping among some placements; None if the models fit in none of them.
-
-    Args:
-      problem: problem to solve.
-      placements: possible partitions of the roles into pools.
-      every_placement: whether to find the best mapping of every placement, even if a bound shows it is
-        slower.
-      within: finds alternatives that are slower by at most this share.
-    """
-    search = _Search(problem, within)
-    together = tuple(role.name for role in problem.roles)
-    if not every_placement and (together,) in placements:
-        search.look_below_all_together(together)
+def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -> Mapping | None:
+    """The fastest mapping of a problem; None if the models do not fit. Args as of `search_mapping`."""
+    search = _Search(problem)
+    names = tuple(role.name for role in problem.roles)
+    if not every_placement:
+        search.look_below_all_together(names)
     best, results = None, []
     # Placements with few pools are searched fast, and their results bound the others.
-    for placement in sorted(placements, key=len):
+    for placement in sorted(placements_of(names), key=len):
         found = search.best_of(placement)
-        results.append(search.result(placement, found))
-        if found is not None and (best is None or found.seconds < best.seconds):
+        if found is None:
+            # It does not fit, or a bound is lower.
+            bounded = math.isfinite(search.bounds.best_s)
+            results.append(PlacementResult(placement, (), None if bounded else math.inf))
+            continue
+        devices = {pool.names: pool.devices for pool in found.pools}
+        sizes = tuple(devices[pool] for pool in placement)
+        results.append(PlacementResult(placement, sizes, found.seconds))
+        if best is None or found.seconds < best.seconds:
             best = found
-        if best is not None and not every_placement:
-            search.bounds.lower(best.seconds)
+            if not every_placement:
+                search.bounds.lower(best.seconds)
     if best is None:
         return None
     results.sort(key=lambda r: math.inf if r.seconds is None else r.seconds)
-    mapping = mapping_of(problem, search.solver, best.pools, tuple(results))
-    if not within:
-        return mapping
-    fronts = [
-        search.solver.front(pool.names, pool.devices, most_passes_s=search.bounds.most_passes_s)
-        for pool in best.pools
-    ]
-    others = alternatives_of(mapping, best.pools, fronts, within=within)
-    return dataclasses.replace(mapping, alternatives=others)
+    return _mapping_of(problem, search.solver.simulator, best.pools, tuple(results))
+
+
+def _mapping_of(
+    problem: MappingProblem,
+    simulator: StepSimulator,
+    chosen: tuple[_ChosenPool, ...],
+    results: tuple[PlacementResult, ...],
+) -> Mapping:
+    """The mapping of chosen pools, with its cost breakdown."""
+    # Larger pools first: with whole hosts, none then crosses the border of another's host.
+    ordered = sorted(chosen, key=lambda pool: (-pool.devices, pool.names))
+    pools, found, first = [], {}, 0
+    for index, pool in enumerate(ordered):
+        pools.append(ColocatedSet(pool.names, first, pool.devices))
+        first += pool.devices
+        for name in pool.names:
+            generation = pool.choice.generation if name == problem.actor.name else None
+            found[name] = RoleMapping(name, index, pool.choice.strategies[name], generation)
+    roles = {role.name: found[role.name] for role in problem.roles}
+    return Mapping(
+        dataflow=problem.dataflow,
+        cluster=problem.cluster.name,
+        num_devices=problem.cluster.num_devices,
+        pools=tuple(pools),
+        roles=roles,
+        breakdown=simulator.step(problem.roles, problem.models, roles),
+        placements=results,
+        budget_bytes=problem.budget_bytes,
+        common_rows=problem.workload.microbatch_rows,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChosenPool:
+    """A chosen pool: its roles, its number of devices, and the strategies of its roles."""
+
+    names: tuple[str, ...]
+    devices: int
+    choice: PoolChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +183,7 @@ class _Found:
     """The best mapping of a placement."""
 
     seconds: float
-    pools: tuple[ChosenPool, ...]
+    pools: tuple[_ChosenPool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,16 +203,14 @@ class _Search:
         excluded. Bounds only decrease, so these points stay useless.
     """
 
-    def __init__(self, problem: MappingProblem, within: float):
+    def __init__(self, problem: MappingProblem):
         """Simulates the actor alone, to get a lower bound for every generation."""
         self._cluster = problem.cluster
         self._actor = problem.actor.name
         self.solver = PoolSolver(problem)
         sizes = problem.cluster.pool_sizes
         alone = (self.solver.front([self._actor], n).seconds[:, 0] for n in sizes)
-        self.bounds = Bounds(
-            sizes, [seconds.min(initial=np.inf) for seconds in alone], within=within
-        )
+        self.bounds = Bounds(sizes, [seconds.min(initial=np.inf) for seconds in alone])
         self._pool_points: dict[tuple[str, ...], _PoolPoints] = {}
         self._merged: dict[Placement, SideBySide] = {(): SideBySide.of_no_pools()}
 
@@ -241,17 +233,8 @@ class _Search:
         chosen = []
         for names, k in zip(pools, picks, strict=True):
             found = self._points_of(names)
-            chosen.append(ChosenPool(names, int(found.points[k, DEVICES]), found.choices[k]))
+            chosen.append(_ChosenPool(names, int(found.points[k, DEVICES]), found.choices[k]))
         return _Found(seconds, tuple(chosen))
-
-    def result(self, placement: Placement, found: _Found | None) -> PlacementResult:
-        """The outcome of a placement: its best mapping, that it does not fit, or that a bound is lower."""
-        if found is None:
-            bounded = math.isfinite(self.bounds.best_s)
-            return PlacementResult(placement, (), None if bounded else math.inf)
-        devices = {pool.names: pool.devices for pool in found.pools}
-        sizes = tuple(devices[names] for names in placement)
-        return PlacementResult(placement, sizes, found.seconds)
 
     def _points_of(self, names: tuple[str, ...]) -> _PoolPoints:
         """The trade-offs of a pool over all its sizes."""
@@ -289,7 +272,7 @@ class _Search:
         return self._merged[pools]
 
 
-def _does_not_fit(problem: MappingProblem, placements: Sequence[Placement]) -> str:
+def _does_not_fit(problem: MappingProblem) -> str:
     """Names a cluster that would hold the models that do not fit this one."""
     cluster, kind = problem.cluster, problem.cluster.accelerator
     counts = {role.name: problem.models[role.name].num_params for role in problem.roles}
@@ -302,7 +285,7 @@ def _does_not_fit(problem: MappingProblem, placements: Sequence[Placement]) -> s
         if kind.num_devices(shape) <= cluster.num_devices:
             continue
         larger = dataclasses.replace(problem, cluster=Cluster(kind, shape))
-        if fastest_mapping(larger, placements) is not None:
+        if fastest_mapping(larger) is not None:
             return start + f"the smallest cluster of this kind that does is {larger.cluster.name}"
     return start + (
         f"no {kind.name} up to {kind.largest:,} devices does: take a kind with more memory, shorter "

@@ -9,11 +9,12 @@ side by side      12         10 s           2 s          9 s      a step: 21 s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.planner.search.pareto import pareto_front
+from jaxrl.planner.search.choice_costs import pareto_front
 
 # Columns of points.
 DEVICES, GENERATION, PREPARATION, TRAINING = range(4)
@@ -73,3 +74,61 @@ class SideBySide:
                 below_s = float(seconds[i])
                 best = below_s, (*self.picks[i].tolist(), j)
         return best
+
+
+# Rounding in sums of seconds; a choice is ruled out only if it is slower by more.
+_SLACK = 1 + 1e-12
+
+
+class Bounds:
+    """Lower and upper bounds of the seconds of a step, by which the search skips what cannot be the best.
+
+    A bound is safe if it never rules out the best mapping. These rest on one fact: roles that share memory
+    with the actor leave it no more slots than it has alone, so it never generates faster than alone.
+
+    Attributes:
+      best_s: seconds of the fastest known mapping. It only decreases, so excluded choices stay excluded.
+    """
+
+    def __init__(self, sizes: Sequence[int], alone_s: Sequence[float]):
+        """Nothing is known yet.
+
+        Args:
+          sizes: possible numbers of devices of a pool, ascending; the last is the whole cluster.
+          alone_s: seconds of the fastest generation of an actor alone, by size; infinite if it does not fit.
+        """
+        self.best_s = math.inf
+        self._sizes = np.array(sizes)
+        self._generation_s = np.minimum.accumulate(alone_s)
+
+    def lower(self, seconds: float) -> None:
+        """Records that a mapping with this many seconds exists."""
+        self.best_s = min(self.best_s, seconds)
+
+    @property
+    def below_s(self) -> float:
+        """Upper bound: the best mapping takes fewer seconds per step than this."""
+        return self.best_s * _SLACK
+
+    @property
+    def most_passes_s(self) -> float:
+        """Maximum seconds of preparation and training, with any generation."""
+        return self.below_s - float(self._generation_s[-1])
+
+    def generation_s(self, devices: np.ndarray) -> np.ndarray:
+        """Seconds of the fastest generation on at most `devices`; infinite if the actor does not fit."""
+        place = np.searchsorted(self._sizes, devices, side="right") - 1
+        return np.where(place >= 0, self._generation_s[np.maximum(place, 0)], np.inf)
+
+    def may_be_best(self, points: np.ndarray) -> np.ndarray:
+        """Which pools side by side may be part of a mapping that is faster than the best known.
+
+        Their step takes preparation and training, and generation: theirs, or the fastest on what they leave.
+
+        Args:
+          points: float64 [..., 4], as of `SideBySide`.
+        """
+        left = self._sizes[-1] - points[..., DEVICES]
+        here = points[..., GENERATION]
+        generation = np.where(here > 0, here, self.generation_s(left))
+        return points[..., PREPARATION] + points[..., TRAINING] + generation <= self.below_s

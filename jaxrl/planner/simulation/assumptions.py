@@ -11,7 +11,7 @@ import dataclasses
 from typing import Annotated, Any, Literal
 
 from jaxrl.checks import at_least, between, check_fields, positive, token_count
-from jaxrl.mesh.hardware import Accelerator
+from jaxrl.planner.hardware.accelerators import Accelerator
 
 Share = Annotated[float, between(0, 1, has_low=False)]
 
@@ -28,13 +28,13 @@ class Assumptions:
       overlap: fraction of a pass's compute that hides gathers of weights and sums of gradients. A guess.
       memory_share: fraction of a device's memory that a program may use.
       scratch_gb: GB per device for temporaries that no other term counts.
-      latency_scale: factor of the latencies of collectives (`hardware.link_latency`); 0 leaves them out.
+      latency_scale: factor of the latencies of collectives (`collective_times.py`); 0 leaves them out.
       torus_step_s, hosts_step_s: overhead in seconds of a decoding step, on TPUs and on GPUs.
       call_s: fixed seconds of a program call until its first result is on the host: a forward pass, all
         updates of a step, a prefill batch, a dispatch of the engine. Measured with 800 arrays on a CPU; a
         guess for accelerators.
       pass_s: further fixed seconds of each forward pass and of each update. 0 for our system, whose passes
-        are programs (`systems.py` has others).
+        are programs; `benchmarks/mapping.py` has those of the HybridFlow paper's system.
       host_s: host seconds per dispatch for each slot of all replicas. Our engine's host works on arrays of
         all slots: measured as 0.8 ms at 4,096 slots.
       slot_host_s: host seconds per dispatch for each slot of a replica, if each replica has a host of its own

@@ -20,22 +20,12 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown, SlotUse
-from jaxrl.planner.simulation.decode_trace import (
-    DecodeTrace,
-    PrefillSizes,
-    PrefillWork,
-    quick_trace,
-)
-from jaxrl.planner.simulation.engine_replay import EngineReplay, ReplayedEngine
+from jaxrl.planner.simulation.decode_trace import DecodeTrace, trace_decoding
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
+from jaxrl.planner.simulation.step_costs import CostBreakdown, SlotUse
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
-from jaxrl.rollout.engine_sizes import page_sizes, prefill_sizes, slot_sizes
+from jaxrl.rollout.engine_sizes import prefill_sizes, round_up
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
-
-# Steps of always full slots that are replayed; the last one counts. The first one begins without unfinished
-# groups and takes longer; in the second there are as many as in the fifth, for the 32B recipe.
-_STEPS = 2
 
 
 class SlotTimes(NamedTuple):
@@ -126,7 +116,6 @@ class GenerationSimulator:
         generation: GenerationStrategy,
         *,
         greedy: bool = False,
-        replay: bool = False,
     ) -> CostBreakdown:
         """Cost of generating all responses of a step.
 
@@ -135,14 +124,10 @@ class GenerationSimulator:
           strategy: strategy of training.
           generation: p_g, t_g and slots.
           greedy: whether each prompt also gets a greedy answer (ReMax).
-          replay: whether to replay the engine's scheduler for all replicas; else one replica stands for all.
         """
         p_g, t_g, slots = generation.p_g, generation.t_g, generation.slots
         groups = self.groups(strategy, p_g, t_g)
-        if replay:
-            trace = self.replayed(model, groups.devices, generation, greedy=greedy)
-        else:
-            trace = self._trace(groups.replicas, slots, greedy)
+        trace = self._trace(groups.replicas, slots, greedy)
         decoding = self._decoding_s(model, groups, trace)
         used = min(slots, self._samples_per_replica(groups.replicas, greedy))
         full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
@@ -157,10 +142,8 @@ class GenerationSimulator:
         weights = self.weight_bytes(model, p_g, t_g, strategy.expert)
         transient = {"weights of generation": weights, "cache": cache}
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
-        use = None
-        if replay:
-            busy = float(trace.samples) * groups.replicas
-            use = SlotUse(busy, slots * groups.replicas, trace.dispatches, trace.preempted)
+        busy = float(trace.samples) * groups.replicas
+        use = SlotUse(busy, slots * groups.replicas, trace.dispatches)
         return CostBreakdown(seconds, {}, transient, idle_s, use)
 
     def groups(self, strategy: Strategy, p_g: int, t_g: int) -> GenerationGroups:
@@ -273,7 +256,7 @@ class GenerationSimulator:
         work = self.workload
         samples = self._samples_per_replica(replicas, greedy)
         fewest = fewest_slots(slots * replicas, work.response_lengths.longest) // replicas
-        trace = quick_trace(
+        trace = trace_decoding(
             work.prompt_lengths.mean,
             work.response_lengths,
             samples,
@@ -286,54 +269,18 @@ class GenerationSimulator:
             return trace
         return trace.without_idle_slots(min(slots, samples), work.tokens_per_dispatch)
 
-    def replayed(
-        self, model: ModelConfig, devices: int, generation: GenerationStrategy, *, greedy: bool
-    ) -> DecodeTrace:
-        """The trace of the engine's own scheduler and pages; args as of `generation`."""
-        work = self.workload
-        G, samples = work.samples + greedy, self._samples(greedy)
-        prompts, lengths = work.lengths_of(samples // G, G)
-        engine = self._engine(model, devices, generation)
-        replay = EngineReplay(engine, prompts, lengths)
-        if not work.always_full:
-            return replay.drained().trace(engine.replicas, self._prefill_sizes(engine.replicas))
-        batch = len(prompts)
-        steps = [
-            replay.always_full(
-                groups=batch, prompts_per_batch=batch, max_staleness=work.max_staleness
-            )
-            for _ in range(_STEPS)
-        ]
-        return steps[-1].trace(engine.replicas, self._prefill_sizes(engine.replicas))
+    def _prefill_work(
+        self, replicas: int, trace: DecodeTrace
+    ) -> tuple[int, float, float, float, float, float]:
+        """The work of all prefills, padding included: each prompt is prefilled once.
 
-    def _engine(
-        self, model: ModelConfig, devices: int, generation: GenerationStrategy
-    ) -> ReplayedEngine:
-        work, replicas = self.workload, devices // (generation.p_g * generation.t_g)
-        config = EngineConfig(
-            slots=generation.slots * replicas,
-            prefill_prompts=work.prefill_prompts,
-            tokens_per_dispatch=work.tokens_per_dispatch,
-            cache="paged" if generation.cache_tokens else "contiguous",
-            cache_tokens=generation.cache_tokens * replicas,
-            max_prompt_tokens=work.prompt_lengths.longest,
-            max_response_tokens=work.response_lengths.longest,
-            stop_ids=(),
-        )
-        kv_heads = max(1, model.num_kv_heads // generation.t_g)
-        platform = self._cluster.accelerator.platform
-        pages = page_sizes(config, shards=replicas, kv_heads=kv_heads, platform=platform)
-        fixed = self._assume.fixed_slots or pages is not None
-        return ReplayedEngine(
-            slot_sizes(config, replicas, fixed=fixed),
-            max(1, work.prefill_prompts // replicas) * replicas,
-            replicas,
-            work.tokens_per_dispatch,
-            config.max_response_tokens,
-            pages,
-        )
+        Each dispatch ends samples so that others start, and a batch is inserted in it. With slots that are
+        always full, prompts are drawn at each dispatch, and samples that were unfinished are prefilled again.
 
-    def _prefill_sizes(self, replicas: int) -> PrefillSizes:
+        Returns:
+          Number of prefills, and of their sequences; sums of the tokens of these, and of their squares;
+          number of insertions of a batch into slots, and sum of the tokens of these batches.
+        """
         work = self.workload
         config = EngineConfig(
             prefill_prompts=work.prefill_prompts,
@@ -342,17 +289,9 @@ class GenerationSimulator:
             max_response_tokens=work.response_lengths.longest,
             stop_ids=(),
         )
-        return PrefillSizes(*prefill_sizes(config, replicas))
-
-    def _prefill_work(self, replicas: int, trace: DecodeTrace) -> PrefillWork:
-        """The work if each prompt is prefilled once, and each dispatch ends samples so that others start.
-
-        With slots that are always full, prompts are drawn at each dispatch, and samples that were unfinished
-        are prefilled again.
-        """
-        work, sizes = self.workload, self._prefill_sizes(replicas)
+        batch_sizes, prompt_sizes = prefill_sizes(config, replicas)
         lengths, _ = work.lengths_of(math.ceil(work.prompts * work.sampled_per_kept), 1)
-        each = most = sizes.batches[-1]
+        each = most = batch_sizes[-1]
         again: list[int] = []
         if work.always_full:
             each = min(most, math.ceil(len(lengths) / trace.dispatches))
@@ -360,9 +299,19 @@ class GenerationSimulator:
             again = [round(live)] * round(trace.samples * replicas)
         prefills = [lengths[i : i + each].tolist() for i in range(0, len(lengths), each)]
         prefills += [again[i : i + most] for i in range(0, len(again), most)]
-        once = PrefillWork.of(prefills, sizes, range(len(prefills)))
-        more = max(1.0, trace.dispatches / once.batches)
-        return once._replace(inserts=more * once.inserts, inserted=more * once.inserted)
+        padded = []
+        for prefill in prefills:
+            # Long prompts are prefilled in chunks.
+            chunks, rest = divmod(max(prefill), prompt_sizes[-1])
+            tokens = chunks * prompt_sizes[-1] + (round_up(prompt_sizes, rest) if rest else 0)
+            padded.append((round_up(batch_sizes, len(prefill)), tokens))
+        rows, tokens = np.array(padded, float).T
+        inserts = max(float(len(prefills)), trace.dispatches)
+        total = float((rows * tokens).sum())
+        return (
+            *(len(prefills), float(rows.sum()), total, float((rows * tokens**2).sum())),
+            *(inserts, inserts / len(prefills) * total),
+        )
 
     def _prefill_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
@@ -371,20 +320,21 @@ class GenerationSimulator:
 
         A device may insert any sequence of a batch into its slots, so all of them gather the batch.
         """
-        work = trace.prefill or self._prefill_work(groups.replicas, trace)
-        mean, square = work.tokens / work.sequences, work.squares / work.sequences
-        attention = work.sequences * mean_attention_flops(model, mean, square)
-        flops = work.tokens * model_numbers(model).token_flops + attention
+        batches, rows, tokens, squares, inserts, inserted = self._prefill_work(
+            groups.replicas, trace
+        )
+        attention = rows * mean_attention_flops(model, tokens / rows, squares / rows)
+        flops = tokens * model_numbers(model).token_flops + attention
         p_g, call_s = groups.p_g, self._assume.call_s
         computed = flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
-        own = work.tokens / groups.replicas
-        computed += self._reduces_s(model, groups, own, work.batches)
-        computed += self._experts_s(model, groups, own, work.batches)
-        size = work.inserted * self._token_bytes(model, p_g, groups.t_g)
-        moved = self._collectives.gather_s(size, groups.copies, calls=work.inserts)
+        own = tokens / groups.replicas
+        computed += self._reduces_s(model, groups, own, batches)
+        computed += self._experts_s(model, groups, own, batches)
+        size = inserted * self._token_bytes(model, p_g, groups.t_g)
+        moved = self._collectives.gather_s(size, groups.copies, calls=inserts)
         return {
-            "prefill": work.batches * call_s + computed,
-            "prompts to slots": work.inserts * call_s + moved,
+            "prefill": batches * call_s + computed,
+            "prompts to slots": inserts * call_s + moved,
         }
 
     def _decoding_s(

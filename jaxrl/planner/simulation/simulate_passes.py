@@ -24,7 +24,6 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.filled_rows import (
     FilledRows,
     filled_rows,
@@ -32,6 +31,7 @@ from jaxrl.planner.simulation.filled_rows import (
     pairs_of_one_text,
 )
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
+from jaxrl.planner.simulation.step_costs import CostBreakdown
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
 

@@ -1,7 +1,6 @@
 """Simulates a whole step: the seconds and bytes of each role's tasks in each stage, for a given mapping.
 
-Plans and the search take their expectation of a step from here. A plan replays the engine's scheduler; the
-search ranks thousands of mappings by the quick trace (`decode_trace.py`).
+Plans and the search take their expectation of a step from here.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.cost_breakdown import CostBreakdown
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.step_costs import StepCosts, TaskCosts
 from jaxrl.planner.simulation.step_tasks import RoleTasks
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
 
@@ -42,51 +41,6 @@ class RoleMapping:
         return layout_of(self.strategy, self.generation)
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskCosts:
-    """The costs of a role in a stage.
-
-    Attributes:
-      role, pool: name of the role, and index of its pool.
-      costs: seconds and bytes.
-    """
-
-    role: str
-    pool: int
-    costs: CostBreakdown
-
-
-@dataclasses.dataclass(frozen=True)
-class StageBreakdown:
-    """A stage of a step: pools run in parallel, the roles of a pool in sequence.
-
-    Attributes:
-      name: one of `step_tasks.STAGES`.
-      tasks: tasks of the stage.
-    """
-
-    name: str
-    tasks: tuple[TaskCosts, ...]
-
-    def times(self, factor: float) -> StageBreakdown:
-        """The stage if every task runs `factor` times."""
-        tasks = (dataclasses.replace(t, costs=t.costs.times(factor)) for t in self.tasks)
-        return dataclasses.replace(self, tasks=tuple(tasks))
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the slowest pool."""
-        return max(self.seconds_of_pools.values(), default=0.0)
-
-    @property
-    def seconds_of_pools(self) -> dict[int, float]:
-        """Sum of the seconds of its tasks, by index of the pool."""
-        found: dict[int, float] = {}
-        for task in self.tasks:
-            found[task.pool] = found.get(task.pool, 0.0) + task.costs.total_s
-        return found
-
-
 class StepSimulator:
     """Simulates steps on one cluster.
 
@@ -105,9 +59,7 @@ class StepSimulator:
         tasks: Sequence[RoleTasks],
         models: Mapping[str, ModelConfig],
         roles: Mapping[str, RoleMapping],
-        *,
-        replay: bool = False,
-    ) -> tuple[StageBreakdown, ...]:
+    ) -> StepCosts:
         """The costs of each stage of a step.
 
         Args:
@@ -115,44 +67,25 @@ class StepSimulator:
           models: model of each role.
           roles: mapping of each role. The one that generates has a generation strategy, or else the role
             "rollout" samples for it, on devices of its own.
-          replay: whether to replay the engine's scheduler, which takes a second for a large batch.
         """
-        stages = {
-            "generation": [
-                self._generation(
-                    models[t.name], t, roles.get("rollout", roles[t.name]), replay=replay
+        generation, preparation, training = [], [], []
+        for task in tasks:
+            model, role = models[task.name], roles[task.name]
+            if task.generates:
+                sampler = roles.get("rollout", role)
+                assert sampler.generation is not None, "the sampler has a generation strategy"
+                costs = self.generating.generation(
+                    model, sampler.strategy, sampler.generation, greedy=task.greedy
                 )
-                for t in tasks
-                if t.generates
-            ],
-            "preparation": [
-                self._preparation(models[t.name], t, roles[t.name]) for t in tasks if t.forwards
-            ],
-            "training": [
-                TaskCosts(
-                    t.name,
-                    roles[t.name].pool,
-                    self.passes.training(models[t.name], roles[t.name].strategy),
-                )
-                for t in tasks
-                if t.trains
-            ],
-        }
-        return tuple(StageBreakdown(name, tuple(costs)) for name, costs in stages.items())
-
-    def _generation(
-        self, model: ModelConfig, tasks: RoleTasks, role: RoleMapping, *, replay: bool
-    ) -> TaskCosts:
-        assert role.generation is not None, "a role that generates has a generation strategy"
-        costs = self.generating.generation(
-            model, role.strategy, role.generation, greedy=tasks.greedy, replay=replay
-        )
-        return TaskCosts(role.name, role.pool, costs)
-
-    def _preparation(self, model: ModelConfig, tasks: RoleTasks, role: RoleMapping) -> TaskCosts:
-        once = self.passes.inference(model, role.strategy, share=self.passes.share_of(tasks))
-        seconds = {cause: tasks.forwards * s for cause, s in once.seconds.items()}
-        # Resident bytes of a trained role are counted once, with its training.
-        resident = {} if tasks.trains else once.resident
-        costs = dataclasses.replace(once, seconds=seconds, resident=resident)
-        return TaskCosts(tasks.name, role.pool, costs)
+                generation.append(TaskCosts("generation", sampler.name, sampler.pool, costs))
+            if task.forwards:
+                once = self.passes.inference(model, role.strategy, share=self.passes.share_of(task))
+                seconds = {cause: task.forwards * s for cause, s in once.seconds.items()}
+                # Resident bytes of a trained role are counted once, with its training.
+                resident = {} if task.trains else once.resident
+                costs = dataclasses.replace(once, seconds=seconds, resident=resident)
+                preparation.append(TaskCosts("preparation", task.name, role.pool, costs))
+            if task.trains:
+                costs = self.passes.training(model, role.strategy)
+                training.append(TaskCosts("training", task.name, role.pool, costs))
+        return StepCosts((*generation, *preparation, *training))

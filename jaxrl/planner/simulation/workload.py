@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -28,16 +27,14 @@ class LengthDistribution:
     Attributes:
       mean: mean length, truncated texts included.
       longest: maximum length; longer texts are truncated, and memory is reserved for it.
-      kind: "constant", "log-normal" with the spread of many reasoning policies, or "measured".
+      kind: "constant", or "log-normal" with the spread of many reasoning policies.
       sigma: standard deviation of the logarithm before truncation, of a log-normal.
-      values: measured lengths, ascending; empty for other kinds.
     """
 
     mean: Annotated[float, positive()]
     longest: Annotated[int, token_count(1)]
-    kind: Literal["constant", "log-normal", "measured"] = "constant"
+    kind: Literal["constant", "log-normal"] = "constant"
     sigma: Annotated[float, positive(at_most=MAX_SIGMA)] = 0.95
-    values: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
         check_fields(self)
@@ -51,18 +48,6 @@ class LengthDistribution:
     def exactly(tokens: int) -> LengthDistribution:
         """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
         return LengthDistribution(tokens, tokens)
-
-    @staticmethod
-    def measured(lengths: Sequence[int] | np.ndarray, longest: int) -> LengthDistribution:
-        """Lengths that were measured: int [N], N >= 1, in any order; `longest` is the limit of the run."""
-        ascending = np.sort(np.minimum(np.maximum(lengths, 1), longest))
-        if len(ascending) > _QUANTILES:
-            # Equally spaced, both ends included.
-            ascending = ascending[
-                np.linspace(0, len(ascending) - 1, _QUANTILES).round().astype(int)
-            ]
-        values = tuple(ascending.tolist())
-        return LengthDistribution(float(ascending.mean()), longest, "measured", values=values)
 
     @staticmethod
     def with_cut_off(mean: float, longest: int, cut_off: float) -> LengthDistribution:
@@ -112,7 +97,7 @@ class LengthDistribution:
         places = ((np.arange(count) + 0.5) / count * len(sample)).astype(np.int64)
         found = np.round(sample[places]).astype(np.int64)
         # A batch ends only with its longest sample, on whichever replica that is.
-        found[-1] = self.longest if self.kind == "log-normal" else sample[-1]
+        found[-1] = self.longest
         return found
 
     @functools.cached_property
@@ -131,22 +116,14 @@ class LengthDistribution:
         """Representative lengths, ascending: float64."""
         if self.kind == "constant":
             return np.array([self.mean])
-        if self.kind == "measured":
-            return np.array(self.values, float)
-        return np.clip(self._median * np.exp(self.sigma * _normals()), 1, self.longest)
-
-    @functools.cached_property
-    def _median(self) -> float:
-        """Median of the log-normal with the given mean after truncation, by bisection."""
+        # The median that gives the mean after truncation, by bisection.
         low, high = 1e-3, 100.0 * self.longest
         spread = np.exp(self.sigma * _normals())
         for _ in range(60):
-            middle = math.sqrt(low * high)
-            if np.minimum(middle * spread, self.longest).mean() < self.mean:
-                low = middle
-            else:
-                high = middle
-        return low
+            median = math.sqrt(low * high)
+            is_short = np.minimum(median * spread, self.longest).mean() < self.mean
+            low, high = (median, high) if is_short else (low, median)
+        return np.clip(low * spread, 1, self.longest)
 
 
 @functools.cache
@@ -256,12 +233,6 @@ class Workload:
     def least_pool_tokens(self) -> int:
         """Tokens of the pages that hold one sample of full length."""
         return -(-self.longest_tokens // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
-
-    @property
-    def mean_square_tokens(self) -> float:
-        """Mean square of their sum, for independent prompt and response lengths."""
-        prompt, response = self.prompt_lengths, self.response_lengths
-        return prompt.mean_square + response.mean_square + 2 * prompt.mean * response.mean
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.mesh.hardware import ACCELERATORS
 from jaxrl.planner.compiled.ahead import compile_piece
-from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.hardware.accelerators import ACCELERATORS
+from jaxrl.planner.hardware.cluster import Topology
 
 
 def kept(**options: bool) -> bool:

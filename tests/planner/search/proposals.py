@@ -12,14 +12,15 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import device_grid
-from jaxrl.mesh.hardware import ACCELERATORS
+from jaxrl.mesh.hardware import CHIPS
 from jaxrl.mesh.layout import AXES, ParallelLayout
 from jaxrl.mesh.pools import PlacedPool, take_devices
+from jaxrl.planner.hardware.accelerators import ACCELERATORS
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
@@ -126,7 +127,7 @@ def check_bounds(config: Config, cluster: Cluster) -> None:
     times = trace_plan(config, cluster).times
     assert times is not None and times.step_s > times.at_least_s > 0
     for task in times.tasks:
-        assert task.expected.total_s >= task.at_least_s > 0, (task.stage, task.role)
+        assert task.costs.total_s >= task.at_least_s > 0, (task.stage, task.role)
 
 
 def _with_lines(pair: Pair, lines: list[str], folder: pathlib.Path) -> Config:
@@ -193,7 +194,7 @@ def _devices_of(cluster: Cluster) -> list:
             id=device.id,
             process_index=device.process_index,
             platform="tpu",
-            device_kind=kind.device_kinds[0],
+            device_kind=CHIPS[kind.name][0][0],
             coords=chip,
             core_on_chip=core,
         )

@@ -1,6 +1,7 @@
 """What the mapping search finds, as the settings of a run."""
 
 import dataclasses
+import json
 import pathlib
 
 import jax
@@ -11,12 +12,12 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
-from jaxrl.mesh.hardware import accelerator
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.hardware.accelerators import accelerator
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.hardware_files import write_accelerator
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.search.mapping import ColocatedSet, Mapping
 from jaxrl.planner.search.mapping_choice import (
     propose,
@@ -25,17 +26,11 @@ from jaxrl.planner.search.mapping_choice import (
     with_mapping,
     with_searched_layout,
 )
-from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
+from jaxrl.planner.simulation.step_costs import StepCosts
 from jaxrl.planner.simulation.step_simulator import RoleMapping
-from jaxrl.planner.simulation.workload import (
-    GenerationStrategy,
-    LengthDistribution,
-    Strategy,
-    Workload,
-)
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.step_load import assumptions_of, load_of
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import pools_of, roles_of
 from jaxrl.trainer.role_models import role_models
 from jaxrl.trainer.roles import check_role_batches
@@ -115,7 +110,8 @@ def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
     assert proposed.rollout.cache_tokens == generation.cache_tokens * replicas
     # Of all replicas: the layouts of generation differ.
     assert proposed.rollout.slots > 2 * unpaged.rollout.slots
-    assert found.breakdown[0].seconds < 0.8 * contiguous.breakdown[0].seconds
+    paged_s, whole_s = (m.breakdown.stage_s("generation") for m in (found, contiguous))
+    assert paged_s < 0.8 * whole_s
     assert all(found.peak_bytes(i) <= found.budget_bytes for i in range(len(found.pools)))
 
 
@@ -141,7 +137,7 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     assert work.microbatch_rows == config.train.rows
     cluster = Cluster.parse("h100:16x8")
     passes = PassSimulator(cluster, work, assumptions_of(config, cluster.accelerator))
-    tasks = {task.role: task for task in found.breakdown[2].tasks}
+    tasks = {task.role: task for task in found.breakdown.of_stage("training")}
     models = role_models(config, roles_of(config)).by_role
     for role in ("actor", "critic"):
         simulated = passes.training(models[role], found.roles[role].strategy)
@@ -186,7 +182,7 @@ def mapping_of(strategies, devices=8, generation=(1, 2)):
         for name, strategy in strategies.items()
     }
     pools = (ColocatedSet(tuple(roles), 0, devices),)
-    return Mapping("ppo", "h100:1x8", 8, pools, roles, (), (), 0.0)
+    return Mapping("ppo", "h100:1x8", 8, pools, roles, StepCosts(()), (), 0.0)
 
 
 def test_roles_of_a_pool_keep_the_strategies_that_were_found():
@@ -212,19 +208,12 @@ def test_devices_that_divide_badly_stay_idle():
 
 
 def test_pools_apart_become_a_placement():
-    model = model_shapes("qwen2.5-1.5b")
-    models = {"actor": model, "critic": dataclasses.replace(model, num_scores=1)}
-    found = search_mapping(
-        "ppo",
-        models,
-        Workload(
-            prompts=64,
-            prompt_lengths=LengthDistribution(64, 128),
-            response_lengths=LengthDistribution(256, 512),
-        ),
-        Cluster(accelerator("h100"), (1, 8)),
-        placements=[[["actor"], ["critic"]]],
-    )
+    apart = mapping_of({"actor": Strategy(1, 4, 1), "critic": Strategy(1, 2, 2)}, devices=4)
+    roles = {
+        name: dataclasses.replace(r, pool=i) for i, (name, r) in enumerate(apart.roles.items())
+    }
+    pools = tuple(ColocatedSet((name,), 4 * i, 4) for i, name in enumerate(roles))
+    found = dataclasses.replace(apart, pools=pools, roles=roles)
     config = with_mapping(recipe(dataflow="ppo", advantage="gae", whiten=True), found)
     pools = {pool.roles: pool for pool in pools_of(config)}
     assert set(pools) == {("actor",), ("critic",)}
@@ -233,7 +222,8 @@ def test_pools_apart_become_a_placement():
 
 def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
     here = tmp_path / "here.json"
-    write_accelerator(dataclasses.replace(accelerator("h100"), name="here"), here)
+    kind = dataclasses.replace(accelerator("h100"), name="here")
+    here.write_text(json.dumps(dataclasses.asdict(kind)))
     config = recipe()
     config = dataclasses.replace(config, mesh=LayoutConfig(layout="auto", hardware=str(here)))
     chosen = with_searched_layout(config, jax.devices()[:8])
@@ -245,7 +235,7 @@ def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
 
 
 def test_devices_that_nobody_knows_are_to_be_measured():
-    with pytest.raises(UserError, match=r"a device of kind 'cpu' .*jaxrl calibrate --out"):
+    with pytest.raises(UserError, match=r"a device of kind 'cpu' .*benchmarks/calibrate.py --out"):
         with_searched_layout(recipe(), jax.devices())
 
 

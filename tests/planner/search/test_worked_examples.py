@@ -2,18 +2,18 @@
 
 import math
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis.extra import numpy as arrays
 
-from jaxrl.planner.search.bounds import Bounds
-from jaxrl.planner.search.choice_costs import ChoiceCosts
-from jaxrl.planner.search.pareto import pareto_front
-from jaxrl.planner.search.side_by_side import SideBySide
-from jaxrl.planner.search.turns import Turns, quick_turns
+from jaxrl.planner.search.choice_costs import ChoiceCosts, Turns, pareto_front
+from jaxrl.planner.search.side_by_side import Bounds, SideBySide
 
 # Resident and transient GB, seconds of preparation and training, as in pool_fronts.py.
-ACTOR = ChoiceCosts.from_rows(np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]]))
-CRITIC = ChoiceCosts.from_rows(np.array([[5.0, 3.0, 1.0, 2.0]]))
+ACTOR = ChoiceCosts(np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]]))
+CRITIC = ChoiceCosts(np.array([[5.0, 3.0, 1.0, 2.0]]))
 
 
 def everything(points):
@@ -25,10 +25,32 @@ def test_a_point_that_another_beats_is_off_the_front():
     assert sorted(pareto_front(points).tolist()) == [0, 1, 3]
 
 
+@hypothesis.given(
+    arrays.arrays(
+        np.float64,
+        st.tuples(st.integers(0, 40), st.integers(1, 4)),
+        elements=st.integers(0, 6).map(float),
+    )
+)
+def test_a_front_is_what_no_other_point_beats(points):
+    kept = pareto_front(points)
+    assert len(set(kept.tolist())) == len(kept)
+    for i, point in enumerate(points):
+        as_good = (points[kept] <= point).all(axis=1)
+        # Some point on the front is as good; of those on it no other is.
+        assert as_good.any()
+        if i in kept:
+            assert as_good.sum() == 1
+
+
+def test_of_equal_points_the_first_stays():
+    assert pareto_front(np.array([[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]])).tolist() == [0, 2]
+
+
 def test_roles_that_take_turns_add_up():
     together = ACTOR.in_turn(CRITIC)
     assert together.resident.tolist() == [[11], [14]]
-    assert together.transient.tolist() == [[3], [3]]
+    assert together.rows[..., 1].tolist() == [[3], [3]]
     assert together.passes_s.tolist() == [[8], [7]]
     assert together.fits(20).all() and together.fits(14).tolist() == [[True], [False]]
 
@@ -42,9 +64,9 @@ def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
 
 
 def test_quick_combinations_trade_memory_for_time():
-    options = quick_turns([ACTOR, CRITIC], budget=20).options.tolist()
+    options = Turns.quick([ACTOR, CRITIC], budget=20).options.tolist()
     assert options[0] == [1, 0] and options[-1] == [0, 0]
-    assert not len(quick_turns([ACTOR, CRITIC[:0]], budget=20).costs)
+    assert not len(Turns.quick([ACTOR, CRITIC[:0]], budget=20).costs)
 
 
 def test_pools_side_by_side_last_as_long_as_the_slower():

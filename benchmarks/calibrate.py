@@ -1,6 +1,9 @@
-"""Measures this machine and makes an entry of the hardware table from the results.
+"""Measures this machine for the planner, and writes it as a kind of device: a JSON file for `--topology
+here.json:1x8` or `mesh.hardware = "here.json"` (docs/planner.md).
 
-    matmuls of square matrices by type    -->  bfloat16_tflops, float32_tflops, int8_tops
+    python benchmarks/calibrate.py --out here.json
+
+    matmuls of square matrices by type    -->  bfloat16_tflops, float32_tflops
     one array read and written            -->  memory_gbs
     an all-gather over local devices      -->  link_gbs
     memory that a device reports          -->  memory_gb
@@ -11,6 +14,10 @@ are not measured; they get the vendor's rate or the caller's.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +28,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.devices import host_memory_bytes
-from jaxrl.mesh.hardware import Accelerator, Roof, accelerator_of
+from jaxrl.mesh.devices import host_memory_bytes, simulate
+from jaxrl.planner.hardware.accelerators import Accelerator, accelerator_of
 
 _REPEATS = 10
 
@@ -53,34 +60,20 @@ def calibrate(
     known = accelerator_of(device.device_kind)
     return Accelerator(
         name=name,
-        device_kinds=(device.device_kind,),
+        platform=device.platform,
         arrangement="hosts",
         memory_gb=_memory_gb(device, sharing),
         bfloat16_tflops=matmuls["bfloat16"],
         float32_tflops=matmuls["float32"],
-        int8_tops=matmuls["int8"],
         memory_gbs=sweep,
         link_gbs=link,
         host_gbs=host_gbs or (known.host_gbs if known else link),
         devices_per_host=len(devices),
         measured=True,
-        source=f"measured on {device.device_kind}, jax {jax.__version__}",
     )
 
 
-def measured_roof(dtype: str) -> Roof:
-    """Measures the roofline of a device that is not in the table: a large matmul and a memory sweep.
-
-    Simulated devices share one processor; the result is for all of it.
-
-    Args:
-      dtype: data type of the matmul, "float32" or "bfloat16"; the entry uses this rate for both.
-    """
-    tflops = _tera_operations(dtype, 1024)
-    return Roof(tflops, tflops, _memory_gbs(67))
-
-
-_MATMULS = ("bfloat16", "float32", "int8")
+_MATMULS = ("bfloat16", "float32")
 
 
 def _num_sharing(devices: list[Any]) -> int:
@@ -90,11 +83,10 @@ def _num_sharing(devices: list[Any]) -> int:
 
 def _tera_operations(dtype: str, side: int) -> float:
     """10^12 operations per second of a matmul of square matrices."""
-    accumulate = jnp.int32 if dtype == "int8" else jnp.float32
 
     @jax.jit
     def matmul(x):
-        return jax.lax.dot(x, x, preferred_element_type=accumulate)
+        return jax.lax.dot(x, x, preferred_element_type=jnp.float32)
 
     x = jnp.ones((side, side), dtype)
     return 2 * side**3 / _fastest_s(lambda: matmul(x)) / 1e12
@@ -138,3 +130,34 @@ def _fastest_s(run: Callable[[], Any]) -> float:
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def main() -> None:
+    """Measures and writes the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
+    parser.add_argument("--name", default="here", help="name of the kind (default: %(default)s)")
+    parser.add_argument(
+        "--side", type=int, default=1024, help="side of the square matrices; 8192 keeps a GPU busy"
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=64, help="size of the sweep; must exceed the caches"
+    )
+    parser.add_argument(
+        "--simulated-devices", type=int, default=0, help="number of simulated devices on this CPU"
+    )
+    args = parser.parse_args()
+    if args.simulated_devices:
+        simulate(args.simulated_devices)
+    found = calibrate(args.name, side=args.side, megabytes=args.megabytes)
+    args.out.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+    print(
+        f"{args.out}: {found.float32_tflops:.3g} TFLOP/s in float32, {found.bfloat16_tflops:.3g} in "
+        f"bfloat16, {found.memory_gbs:.3g} GB/s of memory, {found.link_gbs:.3g} between devices"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.planner.compiled.loops import runs_of
-from jaxrl.planner.compiled.traffic import merged, traffic_of
+from jaxrl.planner.compiled.hlo import computations_of
+from jaxrl.planner.compiled.traffic import counted_collectives, merged, runs_of, traffic_of
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def compiled(mesh: Mesh, rounds: int, *, open_end: bool):
 
 @pytest.mark.parametrize("open_end", [False, True])
 def test_loops_are_multiplied_out(mesh, open_end):
-    runs = runs_of(compiled(mesh, 5, open_end=open_end), open_loops=5)
-    found = runs.collectives(8)
+    text = compiled(mesh, 5, open_end=open_end)
+    found = list(counted_collectives(text, 8, open_loops=5))
     assert sum(times for times, _ in found) == 1 + 5 * 3
     (along,) = traffic_of(found, mesh, devices_per_host=2)
     assert (along.kind, along.axes, along.calls) == ("all-reduce", ("tensor",), 16)
@@ -97,10 +97,10 @@ ENTRY %main (x: f32[4], b: s32[]) -> f32[4] {
 
 
 def test_counters_branches_and_fused_cuts_of_a_tpu():
-    runs = runs_of(HLO)
+    runs = runs_of(*computations_of(HLO))
     # From 1 to below 8 in steps of 2.
-    assert runs.times["body"] == 4
-    assert "few" not in runs.times and runs.times["many"] == 1
-    assert "many" not in runs_of(HLO, longest_branch=False).times
-    kinds = {each.kind: each.result_bytes for _, each in runs.collectives(2)}
+    assert runs["body"] == 4
+    assert "few" not in runs and runs["many"] == 1
+    assert "many" not in runs_of(*computations_of(HLO), longest_branch=False)
+    kinds = {each.kind: each.result_bytes for _, each in counted_collectives(HLO, 2)}
     assert kinds == {"all-reduce": 16, "reduce-scatter": 8}

@@ -128,7 +128,7 @@ class JetstreamTokenizer(tokenizer_api.Tokenizer):
 
     def __init__(
         self,
-        encode_text: Callable[[str], np.ndarray],
+        encode_text: Callable[[str], np.ndarray] | None,
         decode_text: Callable[[np.ndarray], str],
         stop_ids: Sequence[int],
     ):
@@ -137,6 +137,7 @@ class JetstreamTokenizer(tokenizer_api.Tokenizer):
 
     def encode(self, s: str, **kwargs) -> tuple[np.ndarray, int]:
         """Token ids, int32 [T], and T. JetStream's padding arguments are ignored."""
+        assert self._encode_text is not None, "rollouts begin with tokens, not with texts"
         tokens = self._encode_text(s)
         return tokens, len(tokens)
 

@@ -1,0 +1,289 @@
+"""Prints a plan, or two saved plans side by side: tables for a terminal, plain text, or a page.
+
+    role or event       layout                              values   per device
+    actor in training   float32, 1-8-16 fsdp 16     32,763,876,352      1.02 GB
+    sampling, ...       leaves 3.2 GB of v5p                           91.80 GB    traced plans
+
+Compiled plans also have rows for programs, with further columns:
+
+    role or event   layout            values   per device   arguments ... left   at least   bound by
+    actor update    fits, kept   12.3 PFLOP      22.14 GB        3.53 ... 72.9    219.2 s   matmuls
+
+If devices are named, a second table has the seconds of a step, by phase, role and cause:
+
+    phase        role, causes   expected, PREDICTED   at least, PREDICTED   bound by
+    generation   actor                      1,078 s                 514 s   memory
+                   cache read                 465 s
+
+A page is what rich exports of the same tables: one file without scripts that loads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl.checks import check_path
+from jaxrl.errors import UserError
+from jaxrl.planner.hardware.accelerators import accelerator
+from jaxrl.planner.plan import PHASES, VERSION, Plan, seconds_text, size_text
+from jaxrl.tracking.readable import number
+
+# Devices that the totals of a traced plan are compared with, by ascending memory.
+_COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
+
+_GB = 1e9
+# Of plain text, without the columns of programs and with them.
+_PLAIN_WIDTH, _WIDE = 200, 240
+# Causes below this share of a phase are not printed.
+_SMALLEST_SHARE = 0.001
+
+# Of programs, in compiled plans: GB of a device, and what a step of theirs takes.
+_OF_PROGRAMS = (
+    *("arguments", "temporary", "peak", "co-resident", "left"),
+    *("at least, PREDICTED", "matmuls", "memory", "traffic", "bound by"),
+)
+_TEXTS = ("role or event", "layout", "phase", "role, causes", "bound by", "")
+# Columns that a table leaves out if it has less than its whole width, and if it is narrow.
+_DETAILS = ("arguments", "temporary", "peak", "co-resident", "matmuls", "memory", "traffic")
+_MORE_DETAILS = ("values", "left", "bound by")
+_NARROW = 80
+
+_Row = tuple[str, ...]
+_Sections = Iterable[Iterable[_Row]]
+
+
+def show(
+    plan: Plan,
+    console: Console | None = None,
+    *,
+    page: pathlib.Path | None = None,
+    quiet: bool = False,
+) -> None:
+    """Prints the tables in the width of a terminal; elsewhere as plain text, as wide as COLUMNS or whole.
+
+    Where there is too little room, columns are left out and texts folded.
+
+    Args:
+      plan: the plan.
+      console: where to print; None is the standard output.
+      page: file to which the same is written, in the whole width; None writes none.
+      quiet: whether to print nothing.
+    """
+    whole = _PLAIN_WIDTH if plan.target is None else _WIDE
+    if quiet:
+        console = Console(quiet=True)
+    for each in _consoles(console, page, whole):
+        for title, names, sections in _tables(plan):
+            each.print(_table(title, names, sections, each))
+        if plan.times is not None:
+            each.print("\n".join(_verdict(plan)), markup=False, highlight=False)
+        if each.record and page is not None:
+            page.write_text(each.export_html(inline_styles=True), encoding="utf-8")
+
+
+def compare(paths: Sequence[pathlib.Path], page: pathlib.Path | None = None) -> None:
+    """Prints plans that `jaxrl plan --json` wrote side by side, and the settings in which they differ.
+
+    Args:
+      paths: files of the plans.
+      page: page with the same tables; None writes none.
+
+    Raises:
+      UserError: a file cannot be read, is no plan, or is a plan of another version.
+    """
+    plans = [_read(path) for path in paths]
+    settings = list(_side_by_side([plan["settings"] for plan in plans]))
+    differing = [row for row in settings if len(set(row[1:])) > 1]
+    names = ("", *map(str, paths))
+    for each in _consoles(None, page, 160):
+        figures = _side_by_side([plan["figures"] for plan in plans])
+        each.print(_table("predicted", names, [figures], each))
+        if differing:
+            each.print(_table("settings that differ", names, [differing], each))
+        else:
+            each.print("The plans have the same settings.")
+        if each.record and page is not None:
+            page.write_text(each.export_html(inline_styles=True), encoding="utf-8")
+
+
+def _read(path: pathlib.Path) -> dict[str, dict[str, str]]:
+    check_path("--compare", path)
+    try:
+        found = json.loads(path.read_bytes())
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']}, and this jaxrl reads {VERSION}")
+        return {name: {**found[name]} for name in ("figures", "settings")}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"--compare {path} is no plan of this version of jaxrl ({error}); name a file that "
+            "`jaxrl plan --json` wrote"
+        ) from error
+
+
+def _side_by_side(columns: Sequence[dict[str, str]]) -> Iterator[_Row]:
+    """Rows of a name and a value of each plan, or "" if it has none."""
+    for name in dict.fromkeys(name for column in columns for name in column):
+        yield name, *(str(column.get(name, "")) for column in columns)
+
+
+def _consoles(
+    console: Console | None, page: pathlib.Path | None, plain_width: int
+) -> Iterator[Console]:
+    """The console to print to, and one whose record becomes the page."""
+    # CI systems set FORCE_COLOR, and rich would then take a log for a terminal.
+    if console is None:
+        console = Console(force_terminal=None if sys.stdout.isatty() else False)
+    if not console.is_terminal:
+        width = console.width if "COLUMNS" in os.environ else plain_width
+        plain = {"force_terminal": False, "color_system": None, "quiet": console.quiet}
+        console = Console(file=console.file, width=width, **plain)
+    yield console
+    if page is not None:
+        with open(os.devnull, "w") as nowhere:
+            yield Console(file=nowhere, width=plain_width, record=True, force_terminal=True)
+
+
+def _table(title: str, names: Sequence[str], sections: _Sections, console: Console) -> Table:
+    width = console.width
+    out = (*_DETAILS, *_MORE_DETAILS) if width < _NARROW else _DETAILS if width < _WIDE else ()
+    kept = [n for n, name in enumerate(names) if name not in out]
+    lines = box.ROUNDED if console.is_terminal else box.ASCII2
+    found = Table(title=title, title_justify="left", box=lines)
+    for n in kept:
+        left = names[n] in _TEXTS
+        found.add_column(names[n], justify="left" if left else "right", overflow="fold")
+    for section in sections:
+        for row in section:
+            found.add_row(*(row[n] for n in kept if n < len(row)))
+        found.add_section()
+    return found
+
+
+def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
+    """(title, columns, groups of rows) of the tables of a plan."""
+    first, *others = plan.pools
+    title = f"{plan.title}: {first.num_devices} devices, {first.layout}"
+    if others:
+        devices = sum(pool.num_devices for pool in plan.pools)
+        title = f"{plan.title}: {devices} devices in {len(plan.pools)} pools"
+    names = ("role or event", "layout", "values", "per device")
+    if (target := plan.target) is not None:
+        title += f"\n{target.name}: {target.kind}, {target.memory_bytes / _GB:.0f} GB each"
+        names += _OF_PROGRAMS
+    yield title, names, _sections(plan)
+    if (times := plan.times) is None:
+        return
+    sections: list[list[_Row]] = []
+    for stage in times.stages:
+        rows: list[_Row] = []
+        for task in times.of_stage(stage):
+            costs, least = task.costs, seconds_text(task.at_least_s)
+            name = "" if rows else stage
+            rows.append((name, task.role, seconds_text(costs.total_s), least, task.bound))
+            for cause, seconds in costs.seconds.items():
+                if abs(seconds) >= _SMALLEST_SHARE * costs.total_s:
+                    rows.append(("", f"  {cause}", seconds_text(seconds), "", ""))
+            if costs.idle_s:
+                rows.append(("", "  idle slots, part of these", seconds_text(costs.idle_s), "", ""))
+        sections.append(rows)
+    total = ("a step", "", seconds_text(times.step_s), seconds_text(times.at_least_s), "")
+    title = f"a step on {times.cluster.name}: {times.load.lengths_text}"
+    names = ("phase", "role, causes", "expected, PREDICTED", "at least, PREDICTED", "bound by")
+    yield title, names, [*sections, [total]]
+
+
+def _sections(plan: Plan) -> Iterator[list[_Row]]:
+    """Buffers, programs and traffic of each pool, and notes."""
+    for pool in plan.pools:
+        of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
+        if of_pool:
+            yield [(f"{of_pool}{pool.num_devices} devices", pool.layout, "", "")]
+        yield [
+            (held.name, held.layout, f"{held.num_values:,}", size_text(held.bytes_per_device))
+            for held in pool.resident_buffers
+        ]
+        if plan.target is None:
+            totals = {phase: pool.bytes_in(phase) for phase in PHASES}
+            yield [
+                (f"{of_pool}{phase}, before temporaries", _left(n), "", size_text(n))
+                for phase, n in totals.items()
+            ]
+        yield [
+            (
+                program.title,
+                f"{'fits' if program.fits else 'DOES NOT FIT'}, "
+                + ("kept" if program.cached else f"compiled in {program.compiled_s:.0f} s"),
+                f"{program.flops / 1e15:,.1f} PFLOP",
+                f"{program.total / _GB:,.2f} GB",
+                *(f"{nbytes / _GB:.2f}" for nbytes in program.memory_parts),
+                *map(seconds_text, (program.seconds.total, *program.seconds.parts)),
+                program.seconds.bound,
+            )
+            for program in pool.programs
+        ]
+        # Bytes that a device receives from others in a step of a program.
+        for program in pool.programs:
+            yield [
+                (
+                    f"{program.title}, {traffic.kind}",
+                    f"received along {', '.join(traffic.axes)}, "
+                    + ("network" if traffic.across_hosts else "near"),
+                    f"{traffic.calls:,.0f} calls",
+                    f"{traffic.nbytes / _GB:{',.2f' if traffic.nbytes > 1e7 else '.1e'}} GB",
+                )
+                for traffic in program.traffic
+            ]
+    yield [(what, which, "", "") for what, which in plan.notes]
+    yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]
+
+
+def _left(nbytes: int) -> str:
+    """Memory left on the smallest device that holds `nbytes`, and the devices that are too small."""
+    sizes = {name: accelerator(name).memory_gb * _GB for name in _COMPARED}
+    fitting = [name for name, size in sizes.items() if size > nbytes]
+    too_small = [name for name in sizes if name not in fitting]
+    parts = (
+        [f"too much for {too_small[-1]}" + " or less" * (len(too_small) > 1)] if too_small else []
+    )
+    if fitting:
+        parts.append(f"leaves {(sizes[fitting[0]] - nbytes) / _GB:.1f} GB of {fitting[0]}")
+    return "; ".join(parts)
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    """A few lines: whether the run fits, and its predicted time."""
+    times = plan.times
+    assert times is not None, "only plans on a topology have a verdict"
+    if plan.target is not None:
+        tightest = min(plan.programs, key=lambda program: program.spare)
+        spare = tightest.spare / _GB
+        if plan.fits:
+            yield (
+                f"fits: {spare:.1f} GB of each device ({tightest.spare / tightest.memory:.0%}) are left at "
+                f"the worst moment, {tightest.title}"
+            )
+        else:
+            yield f"DOES NOT FIT: {tightest.title} lacks {-spare:.1f} GB of each device"
+    hours, least = times.chip_hours(times.step_s), times.chip_hours(times.at_least_s)
+    yield (
+        f"predicted: {seconds_text(times.step_s)} a step, {hours:,.0f} "
+        f"chip-hours for {times.num_steps:,} steps; at the vendor's rates and with no slot idle at least "
+        f"{seconds_text(times.at_least_s)} and {least:,.0f} chip-hours"
+    )
+    yield f"a step: {times.load.text}"
+    for task in times.tasks:
+        if (use := task.costs.slot_use) is not None:
+            yield f"{task.stage}, {task.role}: {use.text}"
+    if plan.price_per_hour is not None:
+        price = number(plan.price_per_hour * hours)
+        yield f"price: {price}, at {plan.price_per_hour:g} for a device and hour"
+    if plan.target is not None:
+        yield f"compiled in {sum(program.compiled_s for program in plan.programs):,.0f} s"
