@@ -63,7 +63,7 @@ from jaxrl.planner.simulation.workload import (
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
 from jaxrl.tracking import metrics as run_metrics
-from jaxrl.tracking.compared_runs import read_runs
+from jaxrl.tracking.report.report_command import read_runs
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2

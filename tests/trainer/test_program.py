@@ -35,8 +35,8 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.metrics import read_metrics, without_timings
-from jaxrl.tracking.report_content import evaluation_lines
 from jaxrl.tracking.run_config import RunConfig
+from jaxrl.tracking.run_report import evaluation_lines
 from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
 from jaxrl.trainer.algorithm import algorithm_of
