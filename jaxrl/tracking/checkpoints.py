@@ -32,7 +32,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -263,18 +263,16 @@ class Checkpoints:
         assert saved, f"Orbax did not save step {step}"
         self._saving = step
 
-    def commit(self, sound_steps: Collection[int] = (), *, rows: RowChecksum | None = None) -> None:
+    def commit(self, rows: RowChecksum | None = None) -> None:
         """Starts a thread that waits for `save`, writes the manifest and removes old checkpoints.
 
         Args:
-          sound_steps: steps before a divergence. The newest checkpoint up to each of them is kept, in
-            addition to the newest `keep`.
           rows: checksum of the metric rows up to the checkpoint's step, on the first process; None if the
             stage keeps no metrics.
         """
         assert self._saving is not None, "save comes before commit"
         step, self._saving = self._saving, None
-        self._committing = self._committer.submit(self._commit, step, tuple(sound_steps), rows)
+        self._committing = self._committer.submit(self._commit, step, rows)
 
     def wait(self) -> None:
         """Waits until the last committed checkpoint is on disk with its manifest.
@@ -384,22 +382,15 @@ class Checkpoints:
         for step in set(self.stored.manifest_steps) - set(self.stored.steps):
             self.stored.paths.manifest(step).unlink()
 
-    def _commit(self, step: int, sound_steps: Collection[int], rows: RowChecksum | None) -> None:
+    def _commit(self, step: int, rows: RowChecksum | None) -> None:
         """Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread."""
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
         self.stored.write_manifest(step, rows)
-        self._remove_older(step, sound_steps)
-
-    def _remove_older(self, newest: int, sound_steps: Collection[int]) -> None:
-        if self._keep is None:
-            return
-        steps = [step for step in self.stored.steps if step <= newest]
-        stay = {self.stored.newest_complete(up_to=step) for step in sound_steps}
-        for step in steps[: -self._keep]:
-            if step not in stay:
-                self._remove(step)
+        if self._keep is not None:
+            for old in [each for each in self.stored.steps if each <= step][: -self._keep]:
+                self._remove(old)
 
     def _remove(self, step: int) -> None:
         """Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint."""

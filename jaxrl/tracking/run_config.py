@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from jaxrl.checks import NAME, PATH, Rule, at_least, count, positive, settings, shown, steps
+from jaxrl.checks import NAME, PATH, Rule, at_least, count, settings, steps
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 """Names of loggers (`tracking.loggers`). Each but TensorBoard needs the extra of its name."""
@@ -33,38 +32,6 @@ class _LoggerRule(Rule):
 
 
 @settings
-class DivergenceConfig:
-    """Thresholds for divergence. On divergence the run prints a message and keeps a checkpoint from before.
-
-    Attributes:
-      accuracy_loss: largest allowed loss of evaluation accuracy (any `val-core/` metric), as a share of its
-        best value: 0.5 detects divergence below half of the best. 1 disables the check.
-      ranges: allowed range of metrics: metric -> (low, high). The defaults are far outside of healthy
-        training: a KL of half a nat per token is already a large policy step, and a loss of 20 nats per token
-        is worse than guessing among a million tokens.
-    """
-
-    accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
-    ranges: dict[str, Any] = dataclasses.field(
-        default_factory=lambda: {"actor/ppo_kl": (-5.0, 5.0), "sft/loss": (0.0, 20.0)}
-    )
-
-    def __post_init__(self):
-        for name, bounds in self.ranges.items():
-            if not _is_range(bounds):
-                raise ValueError(
-                    f"ranges.{name} is {shown(bounds)}; give two numbers, (low, high) with low < high"
-                )
-
-
-def _is_range(bounds: Any) -> bool:
-    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
-        return False
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in bounds)
-    return numbers and bounds[0] < bounds[1]
-
-
-@settings
 class RunConfig:
     """The length, the folder and the checkpoints of a run.
 
@@ -72,8 +39,7 @@ class RunConfig:
       output: parent folder of runs; a run is in <output>/<name>/seed<seed>.
       num_steps: number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone.
       save_every: number of steps between checkpoints; the last step is always saved.
-      keep_checkpoints: number of newest checkpoints to keep. After a divergence one from before is kept too.
-      divergence: thresholds of metrics that detect divergence.
+      keep_checkpoints: number of newest checkpoints to keep.
       resume: what a command does in the folder of an earlier run. "auto" continues from the newest intact
         checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has lost metric rows.
         "or_restart" starts such a stage again and moves its old files aside. "accept_lost_rows" continues
@@ -92,7 +58,6 @@ class RunConfig:
     num_steps: Annotated[int, steps(0)] = 100
     save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
-    divergence: DivergenceConfig = dataclasses.field(default_factory=DivergenceConfig)
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
     loggers: tuple[Annotated[str, _LoggerRule()], ...] = ("tensorboard",)
     rollouts_every: Annotated[int, steps(0)] = 10

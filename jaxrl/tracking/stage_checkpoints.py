@@ -23,42 +23,31 @@ from jaxrl.tracking.checkpoints import (
     wait_for_all_processes,
 )
 from jaxrl.tracking.metrics import RowChecksum, parse_row
-from jaxrl.tracking.run_config import DivergenceConfig
 from jaxrl.tracking.run_folder import StageFolder
 
-# Key of the divergence detector's state in a checkpoint's record; checkpoints of older versions use it too.
-_DIVERGENCE = "collapse"
 # Seconds that a failed process waits for the others to fail in the same way.
 _MEET_S = 30
 
 
-# Prefix of evaluation accuracies; higher is better.
-_EVALUATION = "val-core/"
-
-
 class StageCheckpoints(Checkpoints):
-    """The checkpoints of one training stage, and whether its model has diverged since.
+    """The checkpoints of one training stage.
 
     Attributes:
       saved_step: step of the newest checkpoint; None without one.
     """
 
-    def __init__(
-        self, folder: StageFolder, *, keep: int, divergence: DivergenceConfig, may_restart: bool
-    ):
+    def __init__(self, folder: StageFolder, *, keep: int, may_restart: bool):
         """Writes nothing.
 
         Args:
           folder: folder of the stage.
           keep: number of the newest checkpoints that are kept.
-          divergence: settings of the divergence detector, which keeps an additional checkpoint.
           may_restart: whether a stage without a usable checkpoint starts again.
         """
         super().__init__(folder.checkpoints.path, keep=keep)
         self.saved_step: int | None = None
         self._folder = folder
         self._may_restart = may_restart
-        self._detector = DivergenceDetector(divergence)
         self._record: dict[str, Any] = {}
         # The last step with a written row, and the update count of each learner at that step.
         self._noted_step = 0
@@ -76,8 +65,6 @@ class StageCheckpoints(Checkpoints):
         for name, state in self.restore(step, like).items():
             learners[name].state = state
         self._record = self.read_record(step)
-        if _DIVERGENCE in self._record:
-            self._detector.restore(self._record[_DIVERGENCE])
         self.saved_step = step
         return self._record
 
@@ -114,7 +101,7 @@ class StageCheckpoints(Checkpoints):
 
     def note_record(self, record: Mapping[str, Any]) -> None:
         """Keeps the record of a step for its checkpoint."""
-        self._record = {**record, _DIVERGENCE: self._detector.record()}
+        self._record = dict(record)
 
     def note_finished(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Marks a step as finished and its row as written, so that its state may be saved."""
@@ -129,7 +116,7 @@ class StageCheckpoints(Checkpoints):
 
     def commit_step(self, step: int, rows: RowChecksum | None) -> None:
         """Completes the checkpoint of a step once the rows of the log have reached it."""
-        self.commit(self._detector.sound_steps, rows=rows)
+        self.commit(rows)
         self.saved_step = step
 
     def save_after_failure(
@@ -162,114 +149,6 @@ class StageCheckpoints(Checkpoints):
             self.wait()
         last = self.stored.newest_complete(up_to=self._noted_step)
         return f"{failed} {fault}; the last checkpoint is of step {last}"
-
-    def divergence(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Takes in the metrics of a step; returns a warning when a divergence begins, otherwise None."""
-        faults = self._detector.observe(step, metrics)
-        if not faults:
-            return None
-        self.wait()
-        sound = max(self._detector.sound_steps, default=None)
-        last = None if sound is None else self.stored.newest_complete(up_to=sound)
-        kept = "no checkpoint from before was saved"
-        if last is not None:
-            kept = (
-                f"the checkpoint of step {last}, from before, is kept. To go on from it stop the run, move "
-                f"the newer ones out of {self.stored.paths.path}, and start again with a lower learning "
-                "rate, say"
-            )
-        return f"step {step}: the model may have diverged ({'; '.join(faults)}); {kept}"
-
-
-class DivergenceDetector:
-    """Checks the metrics of a training stage for divergence, so that a checkpoint from before it is kept.
-
-    With a learning rate that is too high, the weights can diverge within one step and stay finite. The run
-    continues, and a few saves later all of its checkpoints are useless. The detector therefore remembers the
-    newest steps with sound weights:
-
-        step               18      19      20      21      22
-        training metrics   fine    fine    fine    out     out     measured before the step: 19 is sound
-        evaluation         .75             .74             .02     measured after the step: 20 is sound
-
-    Stopping the run or going back to a checkpoint is left to the user.
-
-    Attributes:
-      found: present faults: metric -> one sentence.
-    """
-
-    def __init__(self, config: DivergenceConfig):
-        """Args: the thresholds."""
-        self._config = config
-        self._best: dict[str, float] = {}
-        self._evaluated_step: int | None = None
-        self._trained_step: int | None = None
-        self.found: dict[str, str] = {}
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Checks the metrics of one step.
-
-        Args:
-          step: number of the step.
-          metrics: metrics of the step. Training metrics are measured with the weights at its beginning,
-            evaluation metrics with those at its end.
-
-        Returns:
-          One sentence for each fault that is new at this step.
-        """
-        before = dict(self.found)
-        for name in metrics:
-            fault = self._fault(name, metrics[name])
-            self.found.pop(name, None)
-            if fault is not None:
-                self.found[name] = fault
-        if not self.found:
-            # Training metrics of a step are measured with the weights of the step before.
-            self._trained_step = max(step - 1, 0)
-            if any(name.startswith(_EVALUATION) for name in metrics):
-                self._evaluated_step = step
-        return [fault for name, fault in self.found.items() if name not in before]
-
-    @property
-    def sound_steps(self) -> list[int]:
-        """The newest step that an evaluation found sound, and the newest by training metrics if later."""
-        evaluated, trained = self._evaluated_step, self._trained_step
-        if trained is None:
-            return []
-        if evaluated is None:
-            return [trained]
-        return [evaluated] if trained <= evaluated else [evaluated, trained]
-
-    def _fault(self, name: str, value: float) -> str | None:
-        if name in self._config.ranges:
-            low, high = self._config.ranges[name]
-            if not low <= value <= high:
-                return f"{name} {value:.3g} is not between {low:g} and {high:g}"
-        if name.startswith(_EVALUATION) and self._config.accuracy_loss < 1:
-            best = self._best_of(name, value)
-            if value < (1 - self._config.accuracy_loss) * best:
-                return f"{name} {value:.3g} has lost more than {self._config.accuracy_loss:.0%} of {best:.3g}"
-        return None
-
-    def _best_of(self, name: str, value: float) -> float:
-        self._best[name] = max(value, self._best.get(name, value))
-        return self._best[name]
-
-    # Saving and restoring
-
-    def record(self) -> dict[str, Any]:
-        """The state of the detector as JSON-able values, for a checkpoint."""
-        return {
-            "best": dict(self._best),
-            "evaluated_step": self._evaluated_step,
-            "trained_step": self._trained_step,
-            "found": dict(self.found),
-        }
-
-    def restore(self, record: Mapping[str, Any]) -> None:
-        """Restores the state that `record` returned."""
-        self._best, self.found = dict(record["best"]), dict(record["found"])
-        self._evaluated_step, self._trained_step = record["evaluated_step"], record["trained_step"]
 
 
 def lost_rows(folder: StageFolder) -> str | None:

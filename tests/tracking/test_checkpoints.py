@@ -67,20 +67,13 @@ def resumes_from(folder: pathlib.Path) -> int | None:
     return step
 
 
-def test_the_newest_and_sound_checkpoints_stay(tmp_path):
+def test_the_newest_checkpoints_stay(tmp_path):
     folder = written(tmp_path / "two", *range(1, 6), keep=2)
     assert StoredCheckpoints(folder).steps == [4, 5]
     assert [path.name for path in sorted(manifest_of(folder, 4).parent.iterdir())] == [
         "4.json",
         "5.json",
     ]
-    checkpoints = Checkpoints(tmp_path / "sound" / "checkpoints", keep=1)
-    checkpoints.prepare(None)
-    for step in (10, 20, 30, 40):
-        save(checkpoints, step, sound_steps=(25,))
-    checkpoints.close()
-    # 20 is the newest that step 25 goes back to.
-    assert checkpoints.stored.steps == [20, 40]
 
 
 # Death
