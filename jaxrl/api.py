@@ -218,8 +218,9 @@ def build_config(
     Raises:
       UserError: as `train`.
     """
+    tree: Any  # ml_collections types no entries
     if isinstance(recipe, Config):
-        tree: ConfigDict = to_config_dict(recipe)
+        tree = to_config_dict(recipe)
     else:
         if not isinstance(recipe, ConfigDict):
             recipe = load_recipe(recipe, known=leaf_names(Config))
