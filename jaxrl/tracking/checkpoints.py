@@ -376,7 +376,12 @@ class Checkpoints:
             if newest is None:
                 self._remove(step)
             elif step > newest:
-                self._set_aside(step)
+                fault = self.stored.fault(step)
+                aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
+                aside.parent.mkdir(exist_ok=True)
+                self.stored.path(step).rename(aside)
+                self.stored.paths.manifest(step).unlink(missing_ok=True)
+                logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
         for path in self.stored.paths.path.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path)
         for step in set(self.stored.manifest_steps) - set(self.stored.steps):
@@ -396,14 +401,6 @@ class Checkpoints:
         """Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint."""
         self.stored.paths.manifest(step).unlink(missing_ok=True)
         shutil.rmtree(self.stored.path(step))
-
-    def _set_aside(self, step: int) -> None:
-        fault = self.stored.fault(step)
-        aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
-        aside.parent.mkdir(exist_ok=True)
-        self.stored.path(step).rename(aside)
-        self.stored.paths.manifest(step).unlink(missing_ok=True)
-        logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
 
     def _open(self) -> ocp.CheckpointManager:
         """Returns Orbax's manager. It is created on first use, because it reads the folder at once."""

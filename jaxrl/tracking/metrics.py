@@ -199,7 +199,8 @@ class _JsonlFile:
         last = self.checksum.last_step
         assert step > last, f"step {step} after step {last}: one row per step, in increasing order"
         row = {"step": step, "time_s": round(time.time(), 3)}
-        row |= {key: _to_json(value) for key, value in values.items()}
+        # JSON has no NaN or infinity. Every parser accepts them as strings, and float() converts them back.
+        row |= {key: x if math.isfinite(x) else str(x) for key, x in values.items()}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         self._file.append(line)
         self.checksum = self.checksum.extended_by(line, step)
@@ -250,11 +251,6 @@ def parse_row(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError('expected an object with an integer "step"')
     return {key: value if key == "step" else float(value) for key, value in row.items()}
-
-
-def _to_json(value: float) -> float | str:
-    # JSON has no NaN or infinity. Every parser accepts them as strings, and float() converts them back.
-    return value if math.isfinite(value) else str(value)
 
 
 class Timers:

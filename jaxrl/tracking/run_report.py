@@ -92,12 +92,6 @@ def rows_of(folder: StageFolder, *, accepts_lost_rows: bool) -> Rows:
     return read_metrics(path) if path.exists() else []
 
 
-def _minutes_of(rows: Rows) -> float:
-    """Minutes of a stage, even if its log has a row only every few steps."""
-    seconds = [row["timing_s/step"] for row in rows if "timing_s/step" in row]
-    return float(np.mean(seconds)) * rows[-1]["step"] / 60 if seconds else 0.0
-
-
 def evaluation_lines(
     rows: Rows, sources: Sequence[str], *, num_samples: int
 ) -> list[tuple[str, str]]:
@@ -173,11 +167,14 @@ def write_run_report(
     rl = rows[next(iter(stages))]
     # A supervised run may have no problems; then accuracy is left out.
     accuracy = evaluation_lines(rl, evaluation_sources, num_samples=num_samples) if rl else []
-    lengths = [
-        (f"{name}, steps and minutes", f"{found[-1]['step']:,}, {_minutes_of(found):.1f}")
-        for name, found in rows.items()
-        if found
-    ]
+    lengths = []
+    for name, found in rows.items():
+        if found:
+            # The log may have a row only every few steps.
+            seconds = [row["timing_s/step"] for row in found if "timing_s/step" in row]
+            step = found[-1]["step"]
+            minutes = float(np.mean(seconds)) * step / 60 if seconds else 0.0
+            lengths.append((f"{name}, steps and minutes", f"{step:,}, {minutes:.1f}"))
     page.write_report(
         folder.report,
         title=title,

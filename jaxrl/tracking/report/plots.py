@@ -435,13 +435,12 @@ def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
         for key in sorted(keys - {"timing_s/step"})  # the step is the sum of its phases
     }
     by_size = sorted(seconds, key=lambda name: -seconds[name].sum())
-    shown = {name: seconds[name] for name in sorted(by_size[:_MAX_PHASES], key=_phase_rank)}
+    # Phases without a place in the order come last, alphabetically.
+    ranks = {name: rank for rank, name in enumerate(_PHASE_ORDER)}
+    names = sorted(by_size[:_MAX_PHASES], key=lambda name: (ranks.get(name, len(ranks)), name))
+    shown = {name: seconds[name] for name in names}
     rest = [seconds[name] for name in by_size[_MAX_PHASES:]]
     return shown | ({"other": np.sum(rest, axis=0)} if rest else {})
-
-
-def _phase_rank(name: str) -> tuple[int, str]:
-    return (_PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER), name)
 
 
 def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:

@@ -14,7 +14,6 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -84,6 +83,9 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
         )
     check_shared_metrics(runs)
     settings, num_settings = differing_settings(runs)
+    evaluated = [evaluation_samples(run) for run in runs]
+    step, trained = training_samples(runs)
+    training = _side_by_side(runs, [(samples, "") for samples in trained])
     if out.is_dir():
         raise UserError(f"--out {out} is a directory; name a file")
     ensure_writable(out.parent)
@@ -96,19 +98,11 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             stages=shared_stages(runs),
             settings=settings,
             num_settings=num_settings,
-            samples=_samples(runs),
+            samples=[
+                ("Answers to evaluation problems", _side_by_side(runs, evaluated)),
+                (f"Samples of training step {step}", training[:_MAX_TRAINING_PROMPTS]),
+            ],
         )
-
-
-def _samples(runs: Sequence[ComparedRun]) -> list[tuple[str, list[PromptResponses]]]:
-    """(heading, prompts that two runs have answered) of evaluation problems and of training prompts."""
-    evaluated = [evaluation_samples(run) for run in runs]
-    step, trained = training_samples(runs)
-    training = _side_by_side(runs, [(samples, "") for samples in trained])
-    return [
-        ("Answers to evaluation problems", _side_by_side(runs, evaluated)),
-        (f"Samples of training step {step}", training[:_MAX_TRAINING_PROMPTS]),
-    ]
 
 
 def _side_by_side(
@@ -305,16 +299,11 @@ def _first_responses(path: pathlib.Path) -> Samples:
     found: Samples = {}
     with open_file(path, absent=_NO_RUN) as file:
         for line in file:
-            row = _row(line)
+            try:
+                row = read_head(line)
+            except ValueError:
+                continue  # files of samples are not trusted
             if isinstance(prompt := row.get("prompt"), str):
                 key = (prompt, str(row.get("answer")))
                 found.setdefault(key, (str(row.get("completion")), row.get("correct") is True))
     return found
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """A row of samples without its tokens; empty if the line is invalid."""
-    try:
-        return read_head(line)
-    except ValueError:
-        return {}
