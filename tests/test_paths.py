@@ -25,7 +25,7 @@ NO_PATHS = {
     *("data.template", "data.system_prompt", "data.answer_prefix"),
     *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
-    *("preference.pair_generator", "preference.margin_field", "preference.loss"),
+    *("preference.margin_field", "preference.loss"),
     *(
         f"data.{name}.{field}"
         for name in ("train", "evaluation")

@@ -37,8 +37,8 @@ from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to
 from jaxrl.config.schema import Config
 from jaxrl.data import model_directory
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.problems import ProblemReader, Problems, encode
-from jaxrl.data.prompt_encoding import evaluation_prompts
+from jaxrl.data.problems import ProblemReader, Problems
+from jaxrl.data.prompt_encoding import encode, evaluation_prompts
 from jaxrl.dataflows.rewarding import Grading
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
