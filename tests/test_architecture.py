@@ -61,7 +61,7 @@ LATE_IMPORTS = {
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     (
         "jaxrl/tracking/run_report.py",
-        "jaxrl.tracking.report",
+        "jaxrl.tracking.report.page",
     ): "matplotlib takes a second to import",
 }
 

@@ -109,7 +109,6 @@ COMMANDS = {
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
     "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
     "mesh --model": ["mesh", "--train", "1-1-1", "--model", "{}"],
-    "mesh --out": ["mesh", "--train", "1-1-1", "--out", "{}"],
 }
 
 

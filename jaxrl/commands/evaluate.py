@@ -127,7 +127,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
     """
     run = is_run(path)
     directory = RunFolder(path).model if run else path
-    tree: Any
+    tree: Any  # ml_collections types no entries
     if recipe:
         tree = load_recipe(recipe, known=list(leaf_types(Config))).copy_and_resolve_references()
     else:
