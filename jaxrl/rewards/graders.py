@@ -244,7 +244,6 @@ class Graders:
         return empty_fault(row) or self._grader_of(row).validate(row)
 
     def close(self) -> None:
-        """Ends the thread and the processes."""
         # The pool first: then the thread, which may wait for the pool, gets an answer.
         self._pool.close()
         if self._aside is not None:
