@@ -62,8 +62,8 @@ from jaxrl.planner.simulation.workload import (
 )
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
-from jaxrl.tracking import timers
-from jaxrl.tracking.compared_runs import read_runs
+from jaxrl.tracking import metrics as run_metrics
+from jaxrl.tracking.report.report_command import read_runs
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2
@@ -173,7 +173,7 @@ _SHORTEST_PROMPT = 64
 
 def measure(arguments: Sequence[str]) -> int:
     """Trains as `jaxrl train` with timers that count seconds of the processor; returns the exit status."""
-    timers.time = types.SimpleNamespace(perf_counter=time.process_time)
+    run_metrics.time = types.SimpleNamespace(perf_counter=time.process_time, time=time.time)
     return cli.run("train", ["predictions.py", *arguments])
 
 

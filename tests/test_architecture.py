@@ -45,7 +45,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 LATE_IMPORTS = {
     ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
-    ("jaxrl/data/records.py", "reasoning_gym"): "extra `tasks`",
+    ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/rewards/sandboxed_graders.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/hub/smollm2.py", "gguf"): "extra `gguf`",
     ("jaxrl/rewards/sandbox/native.py", "pyseccomp"): "fails where libseccomp is not installed",
@@ -61,7 +61,7 @@ LATE_IMPORTS = {
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     (
         "jaxrl/tracking/run_report.py",
-        "jaxrl.tracking.report",
+        "jaxrl.tracking.report.page",
     ): "matplotlib takes a second to import",
 }
 

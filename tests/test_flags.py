@@ -16,9 +16,9 @@ from jaxrl.serving import server
 from jaxrl.serving.serve_config import ServeConfig
 
 
-def parsed(cls, *arguments: str, without=()):
+def parsed(cls, *arguments: str):
     parser = argparse.ArgumentParser()
-    add_flags(parser, cls, without=without)
+    add_flags(parser, cls)
     return settings_of(cls, parser.parse_args(arguments))
 
 

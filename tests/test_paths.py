@@ -25,7 +25,7 @@ NO_PATHS = {
     *("data.template", "data.system_prompt", "data.answer_prefix"),
     *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
-    *("preference.pair_generator", "preference.margin_field", "preference.loss"),
+    *("preference.margin_field", "preference.loss"),
     *(
         f"data.{name}.{field}"
         for name in ("train", "evaluation")
@@ -109,7 +109,6 @@ COMMANDS = {
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
     "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
     "mesh --model": ["mesh", "--train", "1-1-1", "--model", "{}"],
-    "mesh --out": ["mesh", "--train", "1-1-1", "--out", "{}"],
 }
 
 

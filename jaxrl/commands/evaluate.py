@@ -37,8 +37,8 @@ from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to
 from jaxrl.config.schema import Config
 from jaxrl.data import model_directory
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.problems import ProblemReader, Problems, encode
-from jaxrl.data.prompt_encoding import evaluation_prompts
+from jaxrl.data.problems import ProblemReader, Problems
+from jaxrl.data.prompt_encoding import encode, evaluation_prompts
 from jaxrl.dataflows.rewarding import Grading
 from jaxrl.errors import UserError
 from jaxrl.evaluation.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
@@ -127,7 +127,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
     """
     run = is_run(path)
     directory = RunFolder(path).model if run else path
-    tree: Any
+    tree: Any  # ml_collections types no entries
     if recipe:
         tree = load_recipe(recipe, known=list(leaf_types(Config))).copy_and_resolve_references()
     else:

@@ -22,6 +22,7 @@ from jaxrl.mesh import hosts
 from jaxrl.planner import plan_output
 from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
+from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_folder import StageFolder
@@ -113,6 +114,13 @@ def check_for_plan(config: Config) -> None:
     paths |= {"sft.path": config.sft.path if config.sft.num_steps else ""}
     for setting, path in paths.items():
         faults(setting, functools.partial(_check_there, path))
+    graders = {"reward.grader": (config.reward.grader, config.reward.grader_options)}
+    for name, source in sources.items():
+        graders |= (
+            {f"{name}.grader": (source.grader, source.grader_options)} if source.grader else {}
+        )
+    for setting, grader in graders.items():
+        faults(setting, functools.partial(check_grader, *grader))
     for name, function in config.reward.functions.items():
         faults(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
     if path := config.rollout.environment:

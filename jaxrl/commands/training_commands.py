@@ -1,13 +1,12 @@
-"""The command that trains from a config.
+"""`jaxrl train`: reads the command line, then imports what trains.
 
-It takes the program's name and its arguments, and returns the exit status. The planner resolves the settings
-"auto" of a config before the trainer sees it.
+Kept apart from `run_commands`, so that a mistyped setting is reported before JAX is imported.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
@@ -15,20 +14,11 @@ from jaxrl.config.schema import Config
 
 def train(argv: Sequence[str]) -> int:
     """Trains a recipe, by reinforcement learning, on pairs or on examples, or only plans it."""
-    command = _later(
-        "train_or_plan", "Trains a recipe, or only checks it and prints what it would take."
-    )
+
+    def command(config: Config, *, dry_run: bool) -> int:
+        """Trains a recipe, or only checks it and prints what it would take."""
+        module = importlib.import_module("jaxrl.commands.run_commands")
+        return module.train_or_plan(config, dry_run=dry_run)
+
     switches = {"dry_run": "check and print, allocate nothing"}
     return command_line.run(command, Config, switches=switches, argv=argv)
-
-
-def _later(function: str, about: str) -> Callable[..., int]:
-    """Wraps a function of `run_commands`, with `about` as the first line of `--help`."""
-
-    def command(config: Config, **switches: bool) -> int:
-        # Imported at the call: a mistyped setting is reported before JAX is imported.
-        module = importlib.import_module("jaxrl.commands.run_commands")
-        return getattr(module, function)(config, **switches)
-
-    command.__doc__ = about
-    return command

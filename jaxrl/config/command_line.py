@@ -31,15 +31,13 @@ from ml_collections import config_dict as ml_config_dict
 from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
+from jaxrl.user_code import bundled_recipes
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 C = TypeVar("C")
 
-# Recipes of a clone, and of an installed package.
-_CLONE = pathlib.Path(__file__).parents[2] / "configs"
-_PACKAGE = pathlib.Path(__file__).parents[1] / "recipes"
 _HERE = pathlib.Path("configs")
 _MAX_LISTED = 8
 _HELP_WIDTH = 110
@@ -219,11 +217,6 @@ def load_recipe(
     if not isinstance(tree, ml_config_dict.ConfigDict):
         raise UserError(f"get_config() of {path} returned {tree!r}, not a ConfigDict")
     return tree.lock()
-
-
-def bundled_recipes() -> pathlib.Path:
-    """Returns the folder of the recipes that come with the package."""
-    return _PACKAGE if _PACKAGE.is_dir() else _CLONE
 
 
 def recipe_path(recipe: str) -> str:

@@ -58,7 +58,8 @@ class PreferenceConfig:
       path: JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates pairs
         from the problems of `data`, for training and for evaluation.
       evaluation_path: JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set.
-      pair_generator: method that generates pairs, a name of `data.generated_pairs.PAIR_GENERATORS`.
+      pair_generator: function that makes pairs of problems, file.py:name: it takes `data.Record`s and returns
+        `data.Preference`s.
       margin_field: name of the field with the margin of a pair; "" for files without margins.
       harm_fields: names of the two fields that tell whether each answer is harmful; () for none.
       loss, options: name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
@@ -70,7 +71,7 @@ class PreferenceConfig:
 
     path: Annotated[str, PATH] = ""
     evaluation_path: Annotated[str, PATH] = ""
-    pair_generator: Annotated[str, NAME] = "right_or_wrong"
+    pair_generator: Annotated[str, PATH] = ""
     margin_field: Annotated[str, NAME] = ""
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
     loss: Annotated[str, NAME] = ""

@@ -8,8 +8,7 @@
     val-aux/<source>/without_answer         share of answers in which the grader found nothing to read
     val-aux/all/...                         the same of all sources together, if there are several
 
-verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains only the accuracy, by which
-divergence is detected.
+verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains only the accuracy.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
         metrics |= {
             name: value for name, value in _metrics_of(ALL, scored).items() if "/acc/" in name
         }
-        # Divergence is detected by `val-core` metrics. The sources have one each; all together need none.
+        # `val-core` has the accuracy of each source, and nothing twice.
         core = f"val-core/{ALL}/acc/mean@{completions.num_samples}"
         metrics[core.replace("core", "aux", 1)] = metrics.pop(core)
     return metrics

@@ -61,11 +61,9 @@ class CollectedSamples:
         self._error: Exception | None = None
 
     def add_result(self, samples: list[ReturnSample]) -> None:
-        """Receives the samples of a dispatch."""
         self._parts.append(samples)
 
     def close(self) -> None:
-        """Marks all samples as complete."""
         self._done.set()
 
     def set_exception(self, error: Exception) -> None:
@@ -202,7 +200,7 @@ class JetStreamBackend(EngineBackend):
                 "rollout.driver=jetstream with an environment: JetStream cannot continue a finished sample; "
                 "use the driver of our own"
             )
-        check_lengths(prompts, self.engine.max_prefill_length)
+        check_lengths(prompts, self.engine.config.max_prompt_tokens)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
         groups = SampleGroups(options, self._decode_texts)

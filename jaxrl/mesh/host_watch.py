@@ -109,7 +109,6 @@ class Peers:
         self._since_s = dict.fromkeys(unseen, now_s)
 
     def note(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
-        """Records the heartbeats in the store."""
         for new in heartbeats:
             if new.process in self._last and new != self._last[new.process]:
                 # A failed process keeps the time of its failure, whatever it still sends.
@@ -191,7 +190,6 @@ class HostWatch:
 
     @property
     def phase(self) -> str:
-        """See the class."""
         return self._me.phase
 
     @phase.setter

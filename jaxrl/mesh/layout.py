@@ -94,7 +94,6 @@ class ParallelLayout:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices."""
         return self.p * self.t * self.d
 
     @property

@@ -67,16 +67,13 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the pool."""
         return self.layout.num_devices
 
     @property
     def layouts(self) -> dict[str, ParallelLayout]:
-        """The layout of each role."""
         return {role: self.layout_of(role) for role in self.roles}
 
     def config_of(self, role: str) -> LayoutConfig:
-        """The layout settings of a role."""
         return self.own.get(role, self.config)
 
     def layout_of(self, role: str) -> ParallelLayout:
@@ -102,12 +99,10 @@ class PlacedPool:
 
     @property
     def name(self) -> str:
-        """Name of the pool."""
         return self.pool.name
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the pool."""
         return self.pool.roles
 
     def mesh_of(self, role: str) -> Mesh:
@@ -255,11 +250,9 @@ class Placement:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of all pools."""
         return sum(len(pool.devices) for pool in self.pools)
 
     def pool_of(self, role: str) -> PlacedPool:
-        """The pool of a role."""
         return next(pool for pool in self.pools if role in pool.roles)
 
 

@@ -258,5 +258,4 @@ class LengthRecord:
         return np.rint(np.cumprod(stays_KK, axis=1) * _ONE).astype(np.int64)
 
     def intervals(self, length_n: np.ndarray) -> np.ndarray:
-        """The interval of each length, int [n]."""
         return np.minimum(length_n // self.width, self.count - 1)

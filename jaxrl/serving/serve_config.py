@@ -65,7 +65,6 @@ class ServeConfig(EngineSettings):
 
     @property
     def model_name(self) -> str:
-        """The model name that requests must use."""
         return self.name or pathlib.Path(self.model).resolve().name
 
     @property

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 from jaxrl.checks import NAME, PATH, Rule, at_least, count, settings, steps
-from jaxrl.tracking.divergence import DivergenceConfig
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 """Names of loggers (`tracking.loggers`). Each but TensorBoard needs the extra of its name."""
@@ -41,8 +39,7 @@ class RunConfig:
       output: parent folder of runs; a run is in <output>/<name>/seed<seed>.
       num_steps: number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone.
       save_every: number of steps between checkpoints; the last step is always saved.
-      keep_checkpoints: number of newest checkpoints to keep. After a divergence one from before is kept too.
-      divergence: thresholds of metrics that detect divergence.
+      keep_checkpoints: number of newest checkpoints to keep.
       resume: what a command does in the folder of an earlier run. "auto" continues from the newest intact
         checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has lost metric rows.
         "or_restart" starts such a stage again and moves its old files aside. "accept_lost_rows" continues
@@ -61,7 +58,6 @@ class RunConfig:
     num_steps: Annotated[int, steps(0)] = 100
     save_every: Annotated[int, steps(1)] = 10
     keep_checkpoints: Annotated[int, count(1)] = 2
-    divergence: DivergenceConfig = dataclasses.field(default_factory=DivergenceConfig)
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
     loggers: tuple[Annotated[str, _LoggerRule()], ...] = ("tensorboard",)
     rollouts_every: Annotated[int, steps(0)] = 10

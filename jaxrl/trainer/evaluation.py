@@ -14,7 +14,7 @@ from jaxrl.evaluation.evaluation_metrics import (
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
-from jaxrl.tracking.report_content import keep_samples
+from jaxrl.tracking.run_report import keep_samples
 from jaxrl.trainer.context import RunContext
 from jaxrl.types import Completions, Prompts, Scored
 

@@ -17,8 +17,7 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
-from jaxrl.tracking.durable import disk_errors, ensure_writable
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import disk_errors, ensure_writable, run_lock
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning

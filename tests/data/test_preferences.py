@@ -57,17 +57,9 @@ def test_rows_with_texts(tmp_path):
     assert read(tmp_path, row, "", row) == (Preference("1+1=", "2", "3", "s"),) * 2
 
 
-def test_fields_may_have_other_names(tmp_path):
-    row = {"q": "1+1=", "good": "2", "bad": "3", "by": 1, "bad_good": False, "bad_bad": None}
-    pairs = read(
-        tmp_path,
-        row,
-        prompt_field="q",
-        chosen_field="good",
-        rejected_field="bad",
-        margin_field="by",
-        harm_fields=("bad_good", "bad_bad"),
-    )
+def test_margins_and_harms_have_fields_with_names(tmp_path):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "by": 1, "a": False, "b": None}
+    pairs = read(tmp_path, row, margin_field="by", harm_fields=("a", "b"))
     assert pairs == (Preference("1+1=", "2", "3", "s", 1.0, -1, 0),)
 
 

@@ -321,7 +321,7 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         "evaluation.top_p": [*model, *sets, "--config.evaluation.top_p=0"],
         "positions of the model": [*model, *sets, "--config.rollout.max_response_tokens=32768"],
         "longer than": [*model, *sets, "--config.data.max_prompt_tokens=2"],
-        "16 devices": [*model, *sets, "--config.mesh.train=1-1-16"],
+        "needs 16": [*model, *sets, "--config.mesh.train=1-1-16"],
         "rollout.slots": [*model, *sets, "--config.mesh.train=1-1-2", "--config.rollout.slots=3"],
         "cannot write": [*model, *sets, "--out", "/dev/null/x"],
         "unknown setting": [*model, *sets, "--config.rollout.slotz=3"],

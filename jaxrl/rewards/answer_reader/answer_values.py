@@ -357,17 +357,13 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
         return False
     if same_value(one.node, other.node):
         # "42%" is 42, which counts percents; "0.2%" is not 0.2.
-        return one.percent == other.percent or not _is_below_one(one.node)
+        rational = exact(one.node)
+        return one.percent == other.percent or rational is None or abs(rational) >= 1
     if one.percent != other.percent:
         return _scaled(one, other, one.percent, _HUNDREDTH)
     if one.degrees != other.degrees:
         return _scaled(one, other, one.degrees, _RADIANS)
     return False
-
-
-def _is_below_one(node: Node) -> bool:
-    rational = exact(node)
-    return rational is not None and abs(rational) < 1
 
 
 def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:
