@@ -37,7 +37,9 @@ _PATHS = ("path", "rfilename")
 
 
 def guard() -> None:
-    """Makes `huggingface_hub` use the client in this process."""
+    """Makes `huggingface_hub` use the client in this process, for all that it downloads."""
+    # `hf_xet` downloads with a client of its own, which knows no limits.
+    huggingface_hub.constants.HF_HUB_DISABLE_XET = True
     huggingface_hub.set_client_factory(_client)
 
 

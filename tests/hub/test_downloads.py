@@ -9,6 +9,7 @@ import sys
 import time
 
 import hub_server
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -392,3 +393,8 @@ def test_a_command_takes_names(server, tmp_path):
     assert ran.returncode == 0, ran.stderr
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["answer"] for line in lines] == ["1", "2", "3"]
+
+
+def test_no_download_passes_the_guarded_client_by(hub):
+    """Where `hf_xet` is installed, `huggingface_hub` would fetch files with that library's own client."""
+    assert not huggingface_hub.utils.is_xet_available()

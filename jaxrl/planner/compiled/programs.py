@@ -409,7 +409,8 @@ def engine_programs(
         longest_branch=load.truncated,
     )
     weights = bytes_of(params)
-    step = weights + busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
+    step = weights - _unread_experts(engine, params, busy)
+    step += busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
     yield Program(
         *(role, "prefill", "sampling", (prefill,), frozenset({own})),
         prefill.calls * weights,
@@ -424,6 +425,20 @@ def engine_programs(
         frozenset({own, cached}),
         generate.calls * config.tokens_per_dispatch * step,
     )
+
+
+def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
+    """Bytes of a device's experts that no token of a decoding step chooses, if all are chosen equally often."""
+    model = engine.model
+    if not model.num_experts:
+        return 0.0
+    # The replicas that share the experts send their tokens to each other.
+    tokens = busy / engine.shards * engine.mesh.shape["expert"]
+    unread = (1 - model.experts_per_token / model.num_experts) ** tokens
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    held = [leaf for name, leaf in names if "['mlp']" in name and "['router']" not in name]
+    return unread * bytes_of(held)
 
 
 def _token_bytes(engine: Engine, state: DecodeState) -> float:

@@ -1,11 +1,16 @@
 """Seconds and bytes with experts and rows split over devices, by hand."""
 
 import dataclasses
+import types
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import model_shapes
+from jaxrl.planner.compiled import programs
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
@@ -56,6 +61,19 @@ def test_a_device_reads_its_own_experts_in_a_decoding_step():
         # 64 samples in 64 slots of 8 replicas: 1,000 steps, at 3,350 GB/s.
         expected = 1_000 * read / (H100.accelerator.memory_gbs * 1e9)
         assert costs.seconds["weights read"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_few_tokens_leave_experts_unread(tokens):
+    """8 of 128 experts a token: one token leaves 120 / 128, two the square of that, if all are as likely."""
+    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), decoder_graph(MIXTURE)[1]
+    )
+    mesh = types.SimpleNamespace(shape={"expert": 4})
+    engine: Any = types.SimpleNamespace(model=MIXTURE, shards=4, mesh=mesh)
+    unread = 4 * EXPERTS * (120 / 128) ** tokens
+    assert programs._unread_experts(engine, params, tokens) == pytest.approx(unread, rel=1e-9)
 
 
 def test_tokens_go_to_their_experts_and_back():
