@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from jaxrl.checks import FOLDER_NAME, NAME, PATH, count, settings, steps
 from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P, truncation_of
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_K, TOP_P, truncation_of
 
 
 @settings
@@ -19,8 +19,6 @@ class SftConfig:
       num_steps: number of optimiser updates; 0 skips the stage.
       path: JSONL file of conversations, or of questions with answers, in the format of
         `data.demonstrations.read_demonstrations`; "" uses the written solutions of the training problems.
-      prompt_field, response_field, messages_field: names of the fields in the file. In a conversation all
-        messages of the assistant are trained on.
       run: name of the run whose folder holds the result, so that several runs can share it; "" is this run.
       examples_per_step: number of examples per update.
       optim: optimiser of this stage.
@@ -30,9 +28,6 @@ class SftConfig:
 
     num_steps: Annotated[int, steps(0)] = 0
     path: Annotated[str, PATH] = ""
-    prompt_field: Annotated[str, NAME] = "prompt"
-    response_field: Annotated[str, NAME] = "response"
-    messages_field: Annotated[str, NAME] = "messages"
     run: Annotated[str, FOLDER_NAME] = ""
     examples_per_step: Annotated[int, count(1)] = 32
     optim: StageOptimConfig = dataclasses.field(default_factory=StageOptimConfig)
@@ -59,23 +54,19 @@ class PreferenceConfig:
         from the problems of `data`, for training and for evaluation.
       evaluation_path: JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set.
       pair_generator: method that generates pairs, a name of `data.generated_pairs.PAIR_GENERATORS`.
-      margin_field: name of the field with the margin of a pair; "" for files without margins.
       harm_fields: names of the two fields that tell whether each answer is harmful; () for none.
       loss, options: name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
         "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy.
       pairs_per_step: number of pairs per update.
-      evaluation_pairs: number of pairs that the accuracy is measured on.
     """
 
     path: Annotated[str, PATH] = ""
     evaluation_path: Annotated[str, PATH] = ""
     pair_generator: Annotated[str, NAME] = "right_or_wrong"
-    margin_field: Annotated[str, NAME] = ""
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
     loss: Annotated[str, NAME] = "bradley_terry"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     pairs_per_step: Annotated[int, count(1)] = 16
-    evaluation_pairs: Annotated[int, count(1)] = 256
 
     def __post_init__(self):
         if self.evaluation_path and not self.path:
@@ -97,7 +88,7 @@ class EvaluationConfig:
       every: number of steps between evaluations. One more runs before the first step and after the last.
       num_samples: number of answers per problem; accuracy is their mean (avg@n).
       temperature: sampling temperature; 0 is greedy.
-      top_k, top_p, min_p: limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`.
+      top_k, top_p: limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`.
     """
 
     every: Annotated[int, steps(1)] = 10
@@ -105,7 +96,6 @@ class EvaluationConfig:
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    min_p: Annotated[float, MIN_P] = 0.0
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
@@ -117,5 +107,5 @@ class EvaluationConfig:
             num_samples=self.num_samples,
             step=step,
             temperature=self.temperature,
-            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p),
+            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=0.0),
         )

@@ -113,36 +113,29 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         )
 
 
-def read_demonstrations(
-    path: str | pathlib.Path,
-    *,
-    source: str,
-    prompt_field: str = "prompt",
-    response_field: str = "response",
-    messages_field: str = "messages",
-) -> tuple[Demonstration, ...]:
+def read_demonstrations(path: str | pathlib.Path, *, source: str) -> tuple[Demonstration, ...]:
     """Reads a JSONL file of questions with answers, of conversations, or of both.
+
+    "prompt" is the question, or the messages before the answer, and only "response" is trained on. "messages"
+    is a conversation that ends with the assistant; all of the assistant's turns are trained on, and the other
+    two fields are ignored.
 
     Args:
       path: The file, UTF-8.
       source: Name of the data set.
-      prompt_field: Field with the question, or with the messages before the answer.
-      response_field: Field with the answer; only the answer is trained on.
-      messages_field: Field with a conversation that ends with the assistant; all of the assistant's turns are
-        trained on. In rows with this field the other two are ignored.
 
     Raises:
       UserError: The file is missing or empty, or a row is broken ("file:line: ...").
     """
 
     def parse(row: dict[str, Any]) -> Demonstration:
-        if messages_field in row:
-            what = f"field {messages_field!r}"
-            context, response = split_last_answer(messages_of(row[messages_field], what), what)
+        if "messages" in row:
+            what = "field 'messages'"
+            context, response = split_last_answer(messages_of(row["messages"], what), what)
             return Demonstration(context, response, source, all_turns=True)
-        return Demonstration(context_of(row, prompt_field), text_of(row, response_field), source)
+        return Demonstration(context_of(row, "prompt"), text_of(row, "response"), source)
 
-    wanted = f'{{"{prompt_field}": ..., "{response_field}": ...}} or {{"{messages_field}": [...]}}'
+    wanted = '{"prompt": ..., "response": ...} or {"messages": [...]}'
     return tuple(read_jsonl(path, parse, wanted=wanted))
 
 

@@ -124,7 +124,6 @@ def read_preferences(
     prompt_field: str = "prompt",
     chosen_field: str = "chosen",
     rejected_field: str = "rejected",
-    margin_field: str | None = None,
     harm_fields: tuple[str, str] | None = None,
 ) -> tuple[Preference, ...]:
     """Reads a JSONL file of pairs.
@@ -138,7 +137,6 @@ def read_preferences(
       source: Name of the data set.
       prompt_field: Field with the question, or with a list of messages.
       chosen_field, rejected_field: Fields with the two answers.
-      margin_field: Field with the margin, a number; None ignores margins.
       harm_fields: Fields that say whether the chosen and the rejected answer are harmful (true, false, or
         null for unknown); None ignores harm.
 
@@ -149,7 +147,7 @@ def read_preferences(
     def parse(row: dict[str, Any]) -> Preference:
         context, chosen, rejected = _answers(row, prompt_field, chosen_field, rejected_field)
         chosen_harm, rejected_harm = (_harm(row, name) for name in harm_fields or (None, None))
-        margin = _margin(row, margin_field)
+        margin = _margin(row)
         return Preference(context, chosen, rejected, source, margin, chosen_harm, rejected_harm)
 
     names = (prompt_field, chosen_field, rejected_field)
@@ -189,13 +187,11 @@ def _extended(context: Context, further: tuple[Message, ...]) -> tuple[Message, 
     return start + further
 
 
-def _margin(row: dict[str, Any], name: str | None) -> float:
-    if name is None:
-        return 0.0
-    value = field_of(row, name)
+def _margin(row: dict[str, Any]) -> float:
+    value = row.get("margin", 0.0)
     if not is_finite(value) or value < 0:
         raise BadRow(
-            f"field {name!r} is {shown(value)}; a margin must be a number of 0 or more (swap the "
+            f"field 'margin' is {shown(value)}; a margin must be a number of 0 or more (swap the "
             "answers if the rejected one is better)"
         )
     return float(value)

@@ -128,12 +128,9 @@ class TrustRegionConfig:
 
     Attributes:
       max_kl: bound on the mean KL of a step, in nats per token.
-      damping: multiple of the identity that is added to the Fisher matrix. With more of it the step is
-        smaller and turns towards the plain gradient.
     """
 
     max_kl: Annotated[float, positive_coefficient()] = 0.01
-    damping: Annotated[float, coefficient()] = 0.1
 
 
 @settings
@@ -259,7 +256,6 @@ class CostConfig:
       model: Hugging Face directory of a cost model (...ForSequenceClassification).
       limit: largest acceptable mean cost.
       multiplier: initial Lagrange multiplier.
-      multiplier_lr: learning rate of the multiplier's logarithm.
       pretrain_coef: coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
         (`data.train.solution_field`); 0 disables it.
     """
@@ -267,5 +263,4 @@ class CostConfig:
     model: Annotated[str, PATH] = ""
     limit: Annotated[float, score()] = 0.0
     multiplier: Annotated[float, positive_coefficient()] = 1.0
-    multiplier_lr: Annotated[float, between(0, 10)] = 0.1
     pretrain_coef: Annotated[float, coefficient()] = 0.0

@@ -117,6 +117,9 @@ class ModelConfig:
     # What a checkpoint's config.json or `model_shapes` says, and no command line.
     TOLD: ClassVar[tuple[str, ...]] = (
         "num_tokens",
+        "tie_embeddings",
+        "qkv_bias",
+        "qk_norm",
         "rope_theta",
         "rope_scaling",
         "rope_local_theta",

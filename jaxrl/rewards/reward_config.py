@@ -18,7 +18,7 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 from jaxrl.rewards.graders import check_grader
-from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
+from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate
 from jaxrl.rewards.sandbox import SandboxChoice
 
 MAX_GRADER_WORKERS = 1024
@@ -33,8 +33,6 @@ class JudgeConfig:
       model: Hugging Face directory with model and tokenizer; "" for no judge.
       weight: weight of the judge's score in the reward.
       template: prompt of the judge, with {response} and optionally {question} and {answer}.
-      chat: whether to apply the chat template of the judge's tokenizer.
-      score_range: lowest and highest score at the end of the verdict ("Score: 7").
       failed_score: score of a response whose verdict has none.
       max_prompt_tokens: longest prompt. Of a response the last two characters per token are in it.
       max_verdict_tokens: longest verdict.
@@ -44,8 +42,6 @@ class JudgeConfig:
     model: Annotated[str, PATH] = ""
     weight: Annotated[float, score()] = 1.0
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
-    chat: bool = True
-    score_range: tuple[Annotated[float, score()], Annotated[float, score()]] = (0.0, 10.0)
     failed_score: Annotated[float, score()] = 0.0
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
@@ -53,8 +49,6 @@ class JudgeConfig:
 
     def __post_init__(self):
         JudgeTemplate(self.template)
-        low, high = self.score_range
-        score_parser(low=low, high=high)
 
     @property
     def max_response_chars(self) -> int:

@@ -38,7 +38,7 @@ class StageOptimConfig:
 
     def merged_into(self, optim: OptimConfig) -> OptimConfig:
         """The run's optimiser with these settings."""
-        return dataclasses.replace(optim, lr_stable_steps=0, **vars(self))
+        return dataclasses.replace(optim, **vars(self))
 
 
 @settings
@@ -50,23 +50,13 @@ class OptimConfig(StageOptimConfig):
         2.1 bytes per trained weight. Weights stay float32.
       moments_on_host: keep the moments in pinned host memory between updates. The device has more room for
         activations, and each update waits for the copies to the device and back.
-      lr_stable_steps: number of the decay steps before the cosine begins (warm-up, stable, decay).
       beta1, beta2, epsilon: settings of AdamW. Muon has a momentum of 0.95.
       grad_clip: maximum global norm of the gradient; inf for none.
     """
 
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     moments_on_host: bool = False
-    lr_stable_steps: Annotated[int, steps(0)] = 0
     beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
     beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
     epsilon: Annotated[float, positive_coefficient()] = 1e-8
     grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0
-
-    def __post_init__(self):
-        if self.lr_stable_steps and self.lr_stable_steps >= self.lr_decay_steps:
-            raise ValueError(
-                f"lr_stable_steps {self.lr_stable_steps} leaves no step for a decay that ends at "
-                f"lr_decay_steps {self.lr_decay_steps}; raise that above it, or set both to 0 for a "
-                "constant rate"
-            )

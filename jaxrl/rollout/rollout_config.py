@@ -10,7 +10,6 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
-    coefficient,
     count,
     positive,
     settings,
@@ -47,7 +46,6 @@ class RolloutConfig(EngineSettings):
         limit.
       keep_groups: group filter of dynamic sampling. "correctness" keeps groups with both right and wrong
         answers; "score" keeps groups whose scores differ, for rewards without right and wrong.
-      min_spread: with "score", a group is kept only if its best and worst score differ by more than this.
       on_shortage: what happens if the last generation batch leaves too few groups. "error" ends the run;
         "fill" completes the step with groups that the filter dropped.
       max_response_tokens: maximum length of a response, end-of-sequence included.
@@ -81,7 +79,6 @@ class RolloutConfig(EngineSettings):
     generation_prompts: Annotated[int, count(1)] = 48
     max_generation_batches: Annotated[int, between(0, 10_000)] = 10
     keep_groups: Literal["correctness", "score"] = "correctness"
-    min_spread: Annotated[float, coefficient()] = 0.0
     on_shortage: Literal["error", "fill"] = "error"
     max_response_tokens: Annotated[int, token_count(1)] = 64
     temperature: Annotated[float, TEMPERATURE] = 1.0

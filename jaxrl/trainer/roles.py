@@ -121,7 +121,6 @@ class RoleBuilder:
         return TrustRegionActor(
             self._models.actor,
             max_kl=trust_region.max_kl,
-            damping=trust_region.damping,
             **options,
         )
 

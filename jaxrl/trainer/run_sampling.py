@@ -111,9 +111,7 @@ def step_sampler(run: RunContext, inner: Sampler, prompts: PromptStream) -> Samp
 
 
 def _group_filter(options: RolloutConfig) -> GroupFilter:
-    if options.keep_groups == "correctness":
-        return MixedGroups()
-    return SpreadGroups(options.min_spread)
+    return MixedGroups() if options.keep_groups == "correctness" else SpreadGroups()
 
 
 def _curriculum(config: Config) -> Curriculum | None:

@@ -10,7 +10,7 @@ from jaxrl.data.demonstrations import solutions_of
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
 from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
-from jaxrl.dataflows.rewarding import Multiplier, Rewards
+from jaxrl.dataflows.rewarding import MULTIPLIER_LR, Multiplier, Rewards
 from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
@@ -35,9 +35,7 @@ class StepState:
         """Starts with the values of the config."""
         kl, cost = run.config.algorithm.kl, run.config.cost
         self.kl = KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon)
-        self.multiplier = Multiplier(
-            cost.multiplier, limit=cost.limit, learning_rate=cost.multiplier_lr
-        )
+        self.multiplier = Multiplier(cost.multiplier, limit=cost.limit, learning_rate=MULTIPLIER_LR)
         algorithm = run.config.algorithm
         self.entropy = (
             EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
