@@ -35,8 +35,7 @@ from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.loop import Schedule, open_loop
-from jaxrl.trainer.supervised import ExamplesStage, starting_params
-from jaxrl.trainer.weights import copied
+from jaxrl.trainer.supervised import ExamplesStage, copied, starting_params
 
 # Number of pairs that the accuracy is measured on.
 _EVALUATION_PAIRS = 256
