@@ -13,26 +13,27 @@ from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_K, TOP_P, truncati
 
 @settings
 class SftConfig:
-    """Supervised learning (SFT), before reinforcement learning or by itself.
-
-    Attributes:
-      num_steps: number of optimiser updates; 0 skips the stage.
-      path: JSONL file of conversations, or of questions with answers, in the format of
-        `data.demonstrations.read_demonstrations`; "" uses the written solutions of the training problems.
-      run: name of the run whose folder holds the result, so that several runs can share it; "" is this run.
-      examples_per_step: number of examples per update.
-      optim: optimiser of this stage.
-      save_every: number of steps between checkpoints.
-      log_every: number of steps between rows of the log.
-    """
+    """Supervised learning (SFT), before reinforcement learning or by itself."""
 
     num_steps: Annotated[int, steps(0)] = 0
+    """Number of optimiser updates; 0 skips the stage."""
     path: Annotated[str, PATH] = ""
+    """JSONL file of conversations, or of questions with answers, in the format of
+    `data.demonstrations.read_demonstrations`; "" uses the written solutions of the training
+    problems.
+    """
     run: Annotated[str, FOLDER_NAME] = ""
+    """Name of the run whose folder holds the result, so that several runs can share it; "" is
+    this run.
+    """
     examples_per_step: Annotated[int, count(1)] = 32
+    """Number of examples per update."""
     optim: StageOptimConfig = dataclasses.field(default_factory=StageOptimConfig)
+    """Optimiser of this stage."""
     save_every: Annotated[int, steps(1)] = 200
+    """Number of steps between checkpoints."""
     log_every: Annotated[int, steps(1)] = 1
+    """Number of steps between rows of the log."""
 
     def __post_init__(self):
         if self.run and not self.num_steps:
@@ -48,25 +49,25 @@ class PreferenceConfig:
 
     It uses the optimiser `optim`, runs for `run.num_steps` updates and measures its accuracy every
     `evaluation.every` steps.
-
-    Attributes:
-      path: JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates pairs
-        from the problems of `data`, for training and for evaluation.
-      evaluation_path: JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set.
-      pair_generator: method that generates pairs, a name of `data.generated_pairs.PAIR_GENERATORS`.
-      harm_fields: names of the two fields that tell whether each answer is harmful; () for none.
-      loss, options: name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
-        "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy.
-      pairs_per_step: number of pairs per update.
     """
 
     path: Annotated[str, PATH] = ""
+    """JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates
+    pairs from the problems of `data`, for training and for evaluation.
+    """
     evaluation_path: Annotated[str, PATH] = ""
+    """JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set."""
     pair_generator: Annotated[str, NAME] = "right_or_wrong"
+    """Method that generates pairs, a name of `data.generated_pairs.PAIR_GENERATORS`."""
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
+    """Names of the two fields that tell whether each answer is harmful; () for none."""
     loss: Annotated[str, NAME] = "bradley_terry"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
+    "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy.
+    """
     pairs_per_step: Annotated[int, count(1)] = 16
+    """Number of pairs per update."""
 
     def __post_init__(self):
         if self.evaluation_path and not self.path:
@@ -82,20 +83,19 @@ class PreferenceConfig:
 
 @settings
 class EvaluationConfig:
-    """Evaluation of the policy on the evaluation problems.
-
-    Attributes:
-      every: number of steps between evaluations. One more runs before the first step and after the last.
-      num_samples: number of answers per problem; accuracy is their mean (avg@n).
-      temperature: sampling temperature; 0 is greedy.
-      top_k, top_p: limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`.
-    """
+    """Evaluation of the policy on the evaluation problems."""
 
     every: Annotated[int, steps(1)] = 10
+    """Number of steps between evaluations. One more runs before the first step and after the
+    last.
+    """
     num_samples: Annotated[int, count(1)] = 8
+    """Number of answers per problem; accuracy is their mean (avg@n)."""
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
+    """Limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.

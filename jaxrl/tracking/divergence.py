@@ -25,20 +25,19 @@ _EVALUATION = "val-core/"
 
 @settings
 class DivergenceConfig:
-    """Thresholds for divergence. On divergence the run prints a message and keeps a checkpoint from before.
-
-    Attributes:
-      accuracy_loss: largest allowed loss of evaluation accuracy (any `val-core/` metric), as a share of its
-        best value: 0.5 detects divergence below half of the best. 1 disables the check.
-      ranges: allowed range of metrics: metric -> (low, high). The defaults are far outside of healthy
-        training: a KL of half a nat per token is already a large policy step, and a loss of 20 nats per token
-        is worse than guessing among a million tokens.
-    """
+    """Thresholds for divergence, on which a run prints a message and keeps a checkpoint from before."""
 
     accuracy_loss: Annotated[float, positive(at_most=1)] = 0.5
+    """Largest allowed loss of evaluation accuracy (any `val-core/` metric), as a share of its
+    best value: 0.5 detects divergence below half of the best. 1 disables the check.
+    """
     ranges: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"actor/ppo_kl": (-5.0, 5.0), "sft/loss": (0.0, 20.0)}
     )
+    """Allowed range of metrics: metric -> (low, high). The defaults are far outside of healthy
+    training: a KL of half a nat per token is already a large policy step, and a loss of 20 nats
+    per token is worse than guessing among a million tokens.
+    """
 
     def __post_init__(self):
         for name, bounds in self.ranges.items():
