@@ -36,7 +36,7 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.compiled.trace import abstract_batch
+from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles import packed_model
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy

@@ -48,10 +48,9 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
-from jaxrl.planner.compile_plan import roles_on
 from jaxrl.planner.compiled.ahead import compile_program
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import Topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, Topology, read_topology
+from jaxrl.planner.make_plan import roles_on
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -63,8 +62,8 @@ from jaxrl.planner.simulation.workload import (
 )
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
-from jaxrl.tracking import timers
-from jaxrl.tracking.compared_runs import read_runs
+from jaxrl.tracking import metrics as run_metrics
+from jaxrl.tracking.report.report_command import read_runs
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2
@@ -174,7 +173,7 @@ _SHORTEST_PROMPT = 64
 
 def measure(arguments: Sequence[str]) -> int:
     """Trains as `jaxrl train` with timers that count seconds of the processor; returns the exit status."""
-    timers.time = types.SimpleNamespace(perf_counter=time.process_time)
+    run_metrics.time = types.SimpleNamespace(perf_counter=time.process_time, time=time.time)
     return cli.run("train", ["predictions.py", *arguments])
 
 

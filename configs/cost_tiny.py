@@ -1,6 +1,6 @@
 """A cost model on two CPU cores: answers without steps cost, answers with steps do not.
 
-    python launch/reward_model.py --config configs/cost_tiny.py
+    python launch/train.py --config configs/cost_tiny.py
 
 The pairs are generated from the demo's solutions. Training starts from the demo's SFT stage.
 
@@ -16,7 +16,7 @@ from jaxrl.roles.optim_config import OptimConfig
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "cost_tiny"
-    config.preference.pair_generator = "worked_or_guessed"
+    config.preference.pair_generator = "shared/worked_sums.py:worked_or_guessed"
     config.preference.loss = "cost_preference"
     config.optim = OptimConfig(lr=3e-4)
     config.run.num_steps = 200

@@ -17,7 +17,7 @@ def get_config():
 
     # Sums of three one-digit numbers, for instance "5 + 9 - 7 =": two written steps.
     for split, seed, size in ((config.data.train, 1, 20_000), (config.data.evaluation, 2, 128)):
-        split.path = "jaxrl.data.worked_sums:make"
+        split.path = "shared/worked_sums.py:make"
         split.source = "chain_sum"
         split.seed = seed
         split.size = size
@@ -34,7 +34,7 @@ def get_config():
     config.model.num_kv_heads = 2
     config.model.head_dim = 32
 
-    # Muon needs a third of AdamW's examples. jaxrl/data/worked_sums.py writes the solutions.
+    # Muon needs a third of AdamW's examples. configs/shared/worked_sums.py writes the solutions.
     config.sft.num_steps = 1250
     config.sft.examples_per_step = 12
     config.sft.save_every = 250

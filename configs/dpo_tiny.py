@@ -1,6 +1,6 @@
 """DPO on two CPU cores: the demo's task from pairs, without sampling.
 
-    python launch/dpo.py --config configs/dpo_tiny.py
+    python launch/train.py --config configs/dpo_tiny.py
 
 Worked solutions are preferred to guesses. Training starts from the demo's SFT stage.
 
@@ -16,7 +16,7 @@ from jaxrl.roles.optim_config import OptimConfig
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "dpo_tiny"
-    config.preference.pair_generator = "worked_or_guessed"
+    config.preference.pair_generator = "shared/worked_sums.py:worked_or_guessed"
     config.preference.loss = "dpo"
     config.preference.options = {"beta": 0.1}
     config.optim = OptimConfig(lr=1e-4)

@@ -25,7 +25,7 @@ def get_config():
 
     # One step of arithmetic in words, without end; the 64 evaluation problems are never trained on.
     for split, seed in ((config.data.train, 1), (config.data.evaluation, 2)):
-        split.path = "jaxrl.data.word_problems:make"
+        split.path = "shared/word_problems.py:make"
         split.source = "word_problems"
         split.seed = seed
     config.data.evaluation.size = 64

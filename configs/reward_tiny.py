@@ -1,6 +1,6 @@
 """A reward model on two CPU cores: it learns to tell right answers from wrong ones.
 
-    python launch/reward_model.py --config configs/reward_tiny.py
+    python launch/train.py --config configs/reward_tiny.py
 
 The pairs are generated from the demo's solutions. Training starts from the demo's SFT stage.
 
@@ -15,7 +15,8 @@ from jaxrl.config.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "reward_tiny"
-    config.preference.pair_generator = "right_or_wrong"
+    config.preference.pair_generator = "shared/worked_sums.py:right_or_wrong"
+    config.preference.loss = "bradley_terry"
     # As in SFT, but for the rate and the length.
     config.optim.update(config.sft.optim.copy_and_resolve_references())
     config.optim.lr = 1e-3

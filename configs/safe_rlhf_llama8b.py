@@ -8,7 +8,7 @@ run by us. Model and data are fetched from the hub as for configs/ppo_llama8b.py
 exist:
 
     models/beaver-8b-reward/    a reward model with the actor's tokenizer (...ForSequenceClassification)
-    models/beaver-8b-cost/      a cost model of the same kind; launch/reward_model.py trains both from pairs
+    models/beaver-8b-cost/      a cost model of the same kind; launch/train.py trains both from pairs
 """
 
 import pathlib

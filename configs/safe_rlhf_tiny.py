@@ -2,7 +2,7 @@
 
     python launch/train.py --config configs/safe_rlhf_tiny.py
 
-Train the cost model first: python launch/reward_model.py --config configs/cost_tiny.py
+Train the cost model first: python launch/train.py --config configs/cost_tiny.py
 
 Hardware: any two cores; four minutes after the demo's SFT stage. Score to expect: see docs/algorithms.md.
 """

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on a file of your own: the demo's small model learns the assistant's messages.
 
-    python launch/sft.py --config configs/sft_conversations_tiny.py --config.sft.path=FILE
+    python launch/train.py --config configs/sft_conversations_tiny.py --config.sft.path=FILE
 
 Each line of the file is a conversation, {"messages": [{"role": "user", "content": ...}, {"role":
 "assistant", ...}]}, or a question with its answer, {"prompt": ..., "response": ...}. The tokenizer is
@@ -19,6 +19,7 @@ from jaxrl.data.data_config import EvaluationSourceConfig, SourceConfig
 def get_config():
     config = load_recipe(pathlib.Path(__file__).with_name("dapo_tiny.py"))
     config.name = "sft_conversations_tiny"
+    config.run.num_steps = 0
     config.data.train = to_config_dict(SourceConfig())
     config.data.evaluation = to_config_dict(EvaluationSourceConfig())
     config.sft.path = "conversations.jsonl"

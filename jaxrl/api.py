@@ -27,9 +27,9 @@ import jax
 import pyarrow as pa
 from ml_collections.config_dict import ConfigDict
 
-from jaxrl.commands.run_commands import prepared, train_or_plan
-from jaxrl.config.command_line import load_recipe, override
-from jaxrl.config.config_tree import from_config_dict, leaf_types, to_config_dict
+from jaxrl.commands.run_commands import prepared, train_or_plan, training_of
+from jaxrl.config.command_line import load_config, load_recipe
+from jaxrl.config.config_tree import leaf_names, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
@@ -102,7 +102,7 @@ def train(
 
 def metrics_of(config: Config) -> pa.Table:
     """Returns the metrics that a run of a config has written, as `train` does."""
-    rows = read_metrics(config.run_folder.rl.metrics)
+    rows = read_metrics(training_of(config).folder.metrics)
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     table = pa.table({column: [row.get(column) for row in rows] for column in columns})
     return table.replace_schema_metadata({"folder": str(config.run_folder)})
@@ -218,7 +218,13 @@ def build_config(
     Raises:
       UserError: as `train`.
     """
-    tree: Any = _tree_of(recipe)
+    tree: Any  # ml_collections types no entries
+    if isinstance(recipe, Config):
+        tree = to_config_dict(recipe)
+    else:
+        if not isinstance(recipe, ConfigDict):
+            recipe = load_recipe(recipe, known=leaf_names(Config))
+        tree = recipe.copy_and_resolve_references()
     if "num_steps" in overrides:
         overrides["run__num_steps"] = overrides.pop("num_steps")
     settings: dict[str, Any] = {key.replace("__", "."): value for key, value in overrides.items()}
@@ -229,15 +235,15 @@ def build_config(
     if tree["mesh"]["simulated_devices"] == "auto":
         # JAX may have its devices already.
         settings.setdefault("mesh.simulated_devices", 0)
-    functions = {key: value for key, value in settings.items() if callable(value)}
-    _set(tree, {key: value for key, value in settings.items() if key not in functions})
-    inputs = _Inputs(from_config_dict(Config, tree).run_folder.path / "inputs")
-    _set(tree, {key: inputs.function(key, function) for key, function in functions.items()})
+    functions = {key: settings.pop(key) for key in [*settings] if callable(settings[key])}
+    # Checked before any object is kept: they go into the folder that the settings name.
+    inputs = _Inputs(load_config(Config, tree, settings).run_folder.path / "inputs")
+    kept: dict[str, Any] = {key: inputs.function(key, each) for key, each in functions.items()}
     if data is not None:
-        _set(tree, _source("data.train", inputs.rows("train", data)) | {"data.sources": {}})
+        kept |= _source("data.train", inputs.rows("train", data)) | {"data.sources": {}}
     if data is not None or evaluation is not None:
         path = "" if evaluation is None else inputs.rows("evaluation", evaluation)
-        _set(tree, _source("data.evaluation", path) | {"data.evaluations": {}})
+        kept |= _source("data.evaluation", path) | {"data.evaluations": {}}
     if reward is not None:
         terms = {
             name: {
@@ -246,21 +252,8 @@ def build_config(
             }
             for name, one in _by_name(reward).items()
         }
-        _set(tree, {"reward.functions": terms, "reward.grader_weight": 0.0})
-    return from_config_dict(Config, tree)
-
-
-def _tree_of(recipe: Recipe) -> ConfigDict:
-    if isinstance(recipe, Config):
-        return to_config_dict(recipe)
-    if isinstance(recipe, ConfigDict):
-        return recipe.copy_and_resolve_references()
-    return load_recipe(recipe, known=list(leaf_types(Config))).copy_and_resolve_references()
-
-
-def _set(tree: ConfigDict, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        override(Config, tree, name, value)
+        kept |= {"reward.functions": terms, "reward.grader_weight": 0.0}
+    return load_config(Config, tree, kept)
 
 
 def _by_name(reward: Rewards) -> dict[str, Reward]:

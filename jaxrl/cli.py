@@ -33,15 +33,8 @@ COMMANDS = {
     "train": Command(
         "jaxrl.commands.training_commands:train", "trains a recipe, or plans it with --dry_run"
     ),
-    "sft": Command("jaxrl.commands.training_commands:sft", "supervised fine-tuning alone"),
-    "dpo": Command(
-        "jaxrl.commands.training_commands:dpo", "direct preference optimisation on pairs"
-    ),
-    "reward-model": Command(
-        "jaxrl.commands.training_commands:reward_model", "trains a reward or cost model on pairs"
-    ),
     "evaluate": Command(
-        "jaxrl.evaluation.evaluate_command:main", "how well a model answers sets of problems"
+        "jaxrl.commands.evaluate:main", "how well a model answers sets of problems"
     ),
     "browse": Command(
         "jaxrl.tracking.browse.browse_command:main", "shows the samples of a run or an evaluation"
@@ -67,9 +60,6 @@ COMMANDS = {
     "new": Command("jaxrl.commands.new_command:main", "writes a recipe to start from"),
     "import-verl": Command(
         "jaxrl.commands.import_verl:main", "writes a recipe from verl's YAML or command line"
-    ),
-    "doctor": Command(
-        "jaxrl.commands.doctor_command:main", "looks whether this machine is ready to train"
     ),
     "mesh": Command(
         "jaxrl.planner.layouts.mesh_command:main", "what resharding between two layouts takes"

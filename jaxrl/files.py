@@ -31,11 +31,6 @@ def shown_path(path: str | os.PathLike[str]) -> str:
     return text if len(text) <= 512 else f"{text[:_SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
-def check_file(path: str | os.PathLike[str], *, absent: str) -> None:
-    """Raises UserError, as `open_file`, for a file that a library will open and that cannot be read."""
-    open_file(path, absent=absent).close()
-
-
 def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
     """Opens a file for reading.
 

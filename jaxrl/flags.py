@@ -23,7 +23,7 @@ import inspect
 import pathlib
 import textwrap
 import typing
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -64,14 +64,8 @@ def help_of(cls: type) -> dict[str, str]:
     return texts
 
 
-def add_flags(
-    parser: Any,
-    cls: type,
-    *,
-    only: Container[str] | None = None,
-    without: Container[str] = (),
-) -> None:
-    """Adds a flag for every field of a dataclass, including fields of nested dataclasses.
+def add_flags(parser: Any, cls: type, *, only: Container[str] | None = None) -> None:
+    """Adds a flag for every field of a dataclass.
 
     A field without a default is required. A bool field with default False becomes a switch.
 
@@ -79,72 +73,35 @@ def add_flags(
       parser: an ArgumentParser, or an argument group of one.
       cls: dataclass of the settings.
       only: names of the fields that get a flag; None means all.
-      without: names of the fields that get no flag.
     """
     kinds = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name, kind = field.name, kinds[field.name]
-        if name in without or (only is not None and name not in only):
-            continue
-        if dataclasses.is_dataclass(kind):
-            add_flags(parser, typing.cast("type", kind))
+        if only is not None and name not in only:
             continue
         text = help_of(cls).get(name, "").replace("%", "%%")
-        flag = f"--{name}"
         if kind is bool and field.default is False:
-            parser.add_argument(flag, action="store_true", help=text)
+            parser.add_argument(f"--{name}", action="store_true", help=text)
             continue
-        default = _default(field)
-        required = default is dataclasses.MISSING
-        shown = "" if required or default in ("", (), {}, None) else f" (default: {default})"
+        required = field.default is dataclasses.MISSING
+        default = None if required else field.default
+        shown = "" if default in ("", None) else f" (default: {default})"
+        # argparse would read any text as a true bool.
+        reader = kind if kind in (int, float) else _literal if kind is bool else str
         parser.add_argument(
-            flag,
-            type=_reader(kind),
-            required=required,
-            default=None if required else default,
-            help=f"{text}{shown}",
+            f"--{name}", type=reader, required=required, default=default, help=f"{text}{shown}"
         )
 
 
-def settings_of(cls: type[Settings], args: argparse.Namespace, **given: Any) -> Settings:
-    """Makes the dataclass from a parsed command line.
-
-    Args:
-      cls: dataclass given to `add_flags`.
-      args: parsed arguments.
-      **given: values of fields without a flag.
+def settings_of(cls: type[Settings], args: argparse.Namespace) -> Settings:
+    """Makes the dataclass, to which `add_flags` was applied, from parsed arguments.
 
     Raises:
       UserError: a value is out of its range.
     """
-    values = {}
-    for name, kind in typing.get_type_hints(cls).items():
-        if name in given:
-            values[name] = given[name]
-        elif dataclasses.is_dataclass(kind):
-            values[name] = settings_of(typing.cast("type", kind), args)
-        elif hasattr(args, name):
-            values[name] = getattr(args, name)
-    return cls(**values)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _reader(kind: Any) -> Callable[[str], Any]:
-    if kind in (str, int, float):
-        return kind
-    if typing.get_origin(kind) is typing.Literal:
-        return str
-    return _literal
+    return cls(**{name: getattr(args, name) for name in typing.get_type_hints(cls)})
 
 
 def _literal(text: str) -> Any:
-    """A Python value such as ("a", "b"), {"a": 1} or True; text that is not a literal stays text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    """True or False; text that is neither stays text, which the settings refuse."""
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,7 +1,7 @@
 """Loads a user's functions by their location in a config.
 
     "my_package.rewards:brevity"    a module that Python can import
-    "path/to/my_rewards.py:brevity" a file
+    "path/to/my_rewards.py:brevity" a file, here or among the recipes that come with the package
 
 The functions are trusted code. They run in this process, or in a worker process that imports them again.
 """
@@ -23,7 +23,16 @@ from typing import Any
 
 from jaxrl.errors import UserError
 
+# The recipes in a clone, and in an installed package.
+_CLONE = pathlib.Path(__file__).parents[1] / "configs"
+_PACKAGE = pathlib.Path(__file__).parent / "recipes"
+
 _FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
+
+
+def bundled_recipes() -> pathlib.Path:
+    """Returns the folder of the recipes that come with the package."""
+    return _PACKAGE if _PACKAGE.is_dir() else _CLONE
 
 
 def names_function(path: str) -> bool:
@@ -144,14 +153,16 @@ def _named_module(path: str, where: str, what: str) -> types.ModuleType:
 
 
 def _file_module(path: str, where: str, what: str) -> types.ModuleType:
+    # Recipes name functions beside them, shared/worked_sums.py:make, which are found from any folder, and a
+    # run's settings stay the same on another machine.
+    files = (where, bundled_recipes() / where)
     # isfile returns False for invalid paths too, for which pathlib would raise.
-    if not os.path.isfile(where):
-        file = pathlib.Path.cwd() / where
+    file = next((pathlib.Path(file).resolve() for file in files if os.path.isfile(file)), None)
+    if file is None:
         raise UserError(
-            f"{what} {path!r} is not there: {file} does not exist; paths are relative to "
-            f"{pathlib.Path.cwd()}"
+            f"{what} {path!r} is not there: {pathlib.Path.cwd() / where} does not exist; paths are relative "
+            f"to {pathlib.Path.cwd()}"
         )
-    file = pathlib.Path(where).resolve()
     # The path in the module name keeps it from hiding an installed module. Functions of one file share a
     # module.
     name = f"user code of {file}"

@@ -1,18 +1,22 @@
 """A tiny engine over bytes, for whatever samples from one: its weights, prompts and options."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
+from closeness import assert_close
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import Prompts
+from jaxrl.types import Completions, Prompts
 
 MODEL = ModelConfig(
     vocab_size=288,
@@ -75,3 +79,34 @@ def loaded(kind, *layout):
     backend = kind(engine_of(*layout), functools.partial(map, decode))
     backend.load(weights())
     return backend
+
+
+# Layouts of training and generation, and the training layout's fsdp.
+LAYOUTS = {
+    "one device": ("1-1-1",),
+    "replicas and heads": ("1-4-2", "1-2-2-2", 2),
+    "replicas": ("1-1-8",),
+    "stages": ("2-2-2", "2-2-1-2", 1),
+}
+
+
+@functools.cache
+def spread(layout=("1-1-1",), *, base=CONFIG, model=MODEL, **changes) -> OfflineBackend:
+    """A backend on the devices of a layout, around an engine like `base` but for `changes`."""
+    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
+    parallel = ParallelLayout.from_config(LayoutConfig(**names))
+    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
+    graph, shapes, axes = decoder_graph(model)
+    engine = Engine(model, graph, mesh, dataclasses.replace(base, **changes))
+    backend = OfflineBackend(engine, functools.partial(map, decode))
+    backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
+    return backend
+
+
+def assert_same_samples(a: Completions, b: Completions):
+    """The same tokens, and float values up to rounding."""
+    assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
+    np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
+    for field in ("rollout_logprob", "entropy", "mask"):
+        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
+            assert_close(x, y, err_msg=field, scale=1)

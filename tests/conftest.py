@@ -28,7 +28,7 @@ _QUICK_TO_COMPILE = (
     *([_UNKNOWN_TO_LIBTPU] if jax.__version_info__ < (0, 11) else []),
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE))
-# As jaxrl.rollout.jetstream.engine_adapter has it, which some tests import gRPC before.
+# As jaxrl.jetstream.engine_adapter has it, which some tests import gRPC before.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # pytest-xdist gives its workers a width of 80, and tables follow it.
 os.environ.pop("COLUMNS", None)

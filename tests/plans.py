@@ -8,9 +8,9 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.roles.train_config import TrainConfig
 
 RECIPE = pathlib.Path(__file__).parents[1] / "configs/dapo_qwen32b.py"

@@ -152,9 +152,9 @@ def test_importing_a_launch_script_runs_nothing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command given; write jaxrl COMMAND, one of train, sft, "),
+        ([], "no command given; write jaxrl COMMAND, one of train, evaluate, "),
         (["trian"], 'unknown command "trian"; near: train (--help'),
-        (["xyz", "--help"], 'unknown command "xyz"; near: train, sft, '),
+        (["xyz", "--help"], 'unknown command "xyz"; near: train, evaluate, '),
         (
             ["--config=configs/dapo_tiny.py"],
             'unknown command "--config=configs/dapo_tiny.py"; near: ',

@@ -10,20 +10,19 @@ from jaxrl.config.config_tree import help_texts, leaf_names
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
-from jaxrl.evaluation.evaluate_config import EvaluateConfig
 from jaxrl.flags import add_flags, settings_of
 from jaxrl.rollout.settings import EngineSettings
 from jaxrl.serving import server
 from jaxrl.serving.serve_config import ServeConfig
 
 
-def parsed(cls, *arguments: str, without=()):
+def parsed(cls, *arguments: str):
     parser = argparse.ArgumentParser()
-    add_flags(parser, cls, without=without)
+    add_flags(parser, cls)
     return settings_of(cls, parser.parse_args(arguments))
 
 
-@pytest.mark.parametrize("root", [Config, ServeConfig, EvaluateConfig])
+@pytest.mark.parametrize("root", [Config, ServeConfig])
 def test_every_setting_has_a_help_text(root):
     texts = help_texts(root)
     assert [name for name in leaf_names(root) if not texts[name]] == []
@@ -58,17 +57,6 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server(exclusi
 
 def test_defaults_are_those_of_the_settings():
     assert parsed(ServeConfig, "--model", "m") == ServeConfig(model="m")
-    config = parsed(EvaluateConfig, "--model", "m", "--sets", "('a',)")
-    assert config == EvaluateConfig(model="m", sets=("a",))
-
-
-def test_settings_inside_of_settings_switches_and_tables_have_flags():
-    arguments = ("--model=m", "--sets=('a', 'b')", "--num_processes=2", "--coordinator=host:1")
-    options = ("--tokens", "--grader=regex", "--grader_options={'pattern': '(\\\\d+)'}")
-    config = parsed(EvaluateConfig, *arguments, *options)
-    assert (config.hosts.num_processes, config.hosts.coordinator) == (2, "host:1")
-    assert config.tokens and not config.chat and config.sets == ("a", "b")
-    assert config.grader_options == {"pattern": "(\\d+)"}
 
 
 def test_a_value_out_of_range_is_refused_by_the_settings():

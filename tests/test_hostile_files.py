@@ -13,7 +13,7 @@ import pytest
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.demonstrations import read_demonstrations
 from jaxrl.data.preferences import read_preferences
-from jaxrl.data.source_reader import read_source
+from jaxrl.data.problems import read_source
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes, read_json_object, read_text

@@ -23,8 +23,9 @@ ODD = {
 NO_PATHS = {
     *("hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt", "data.answer_prefix"),
+    *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
-    *("preference.pair_generator", "preference.loss"),
+    *("preference.margin_field", "preference.loss"),
     *(
         f"data.{name}.{field}"
         for name in ("train", "evaluation")
@@ -100,15 +101,6 @@ COMMANDS = {
     "evaluate --model": ["evaluate", "--model", "{}", "--set", "a.jsonl"],
     "evaluate --set": ["evaluate", "--model", "model", "--set", "{}"],
     "evaluate --out": ["evaluate", "--model", "model", "--set", "a.jsonl", "--out", "{}"],
-    "evaluate --environment": [
-        "evaluate",
-        "--model",
-        "model",
-        "--set",
-        "a.jsonl",
-        "--environment",
-        "{}",
-    ],
     "browse": ["browse", "{}"],
     "report": ["report", "{}", "other"],
     "report --out": ["report", "a", "b", "--out", "{}"],
@@ -117,7 +109,6 @@ COMMANDS = {
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
     "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
     "mesh --model": ["mesh", "--train", "1-1-1", "--model", "{}"],
-    "mesh --out": ["mesh", "--train", "1-1-1", "--out", "{}"],
 }
 
 

@@ -24,8 +24,8 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import load_params
-from jaxrl.tracking.export import export_run
 from jaxrl.tracking.metrics import read_metrics
+from jaxrl.tracking.run_weights import export_run
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

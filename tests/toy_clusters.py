@@ -8,7 +8,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping import placements_of
-from jaxrl.planner.search.role_options import divisors, strategies_of
+from jaxrl.planner.search.pool_fronts import divisors, strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator

@@ -25,10 +25,10 @@ def get_config():
     # The problems: JSONL, Parquet or Arrow, a data set on the hub ("openai/gsm8k:main"), or a function that
     # makes them, such as these sums in words. Of a file, fields named question, problem or prompt, and answer
     # or solution, are recognised; prompt_field and answer_field name others.
-    config.data.train.path = "jaxrl.data.word_problems:make"
+    config.data.train.path = "shared/word_problems.py:make"
     config.data.train.source = "word_problems"
     config.data.train.seed = 1
-    config.data.evaluation.path = "jaxrl.data.word_problems:make"
+    config.data.evaluation.path = "shared/word_problems.py:make"
     config.data.evaluation.source = "word_problems"
     config.data.evaluation.seed = 2
     config.data.evaluation.size = 64

@@ -22,7 +22,7 @@ from jaxrl.flags import command_parser
 from jaxrl.hub.hub_names import parsed_name
 from jaxrl.hub.local_paths import open_hub
 from jaxrl.models.huggingface.weight_export import check_shard_bytes
-from jaxrl.tracking.export import export_run
+from jaxrl.tracking.run_weights import export_run
 
 
 def main(argv: Sequence[str]) -> int:

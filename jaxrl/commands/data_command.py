@@ -15,7 +15,7 @@ import argparse
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxrl.checks import check_path
 from jaxrl.commands.hub_files import with_hub_files
@@ -25,12 +25,12 @@ from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.problems import ProblemReader, Problems, encode
-from jaxrl.data.prompt_encoding import EncodedPrompts
-from jaxrl.data.records import Record, text_of_context
-from jaxrl.data.row_writers import rows_of, write_rows
+from jaxrl.data.messages import text_of_context
+from jaxrl.data.problems import ProblemReader, Problems
+from jaxrl.data.prompt_encoding import EncodedPrompts, encode, tokenizer_from
+from jaxrl.data.row_layouts import SOURCE_NAME, Record
+from jaxrl.data.rows import Row, write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser
 from jaxrl.hub.local_paths import TRAINING, local_rows, local_tokenizer
@@ -111,7 +111,7 @@ def _of_files(args: argparse.Namespace) -> None:
         duplicates="keep" if args.keep_duplicates else "drop",
     )
     truths = functools.partial(truth_faults, (args.grader, {})) if args.grader else None
-    problems = ProblemReader(data).read_training(truths)
+    problems = ProblemReader(data).read(truths)
     if args.chat and not args.tokenizer:
         raise UserError("--chat needs a tokenizer's chat template; add --tokenizer DIR")
     tokenizer = load_tokenizer(local_tokenizer(args.tokenizer)) if args.tokenizer else None
@@ -140,7 +140,7 @@ def _report(
                 print(_seen(prompts, row, tokenizer, source.records))
     if args.to:
         records = problems.train_records
-        write_rows(rows_of(records), args.to)
+        write_rows(_rows_of(records), args.to)
         print(f"{len(records):,} problems written to {args.to}")
 
 
@@ -159,11 +159,26 @@ def _shown(text: str, record: Record, length: str = "") -> str:
     return f"{_RULE}\n{_printable(text)}\n{_printable(about)}"
 
 
+def _rows_of(records: Sequence[Record]) -> list[Row]:
+    """Rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
+    are_texts = all(isinstance(record.prompt, str) for record in records)
+    rows = []
+    for record in records:
+        prompt = record.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        row: Row = {"problem": prompt} if are_texts else {"prompt": messages}
+        row["answer"] = record.answer
+        if record.solution is not None:
+            row["solution"] = record.solution
+        row[SOURCE_NAME] = record.source
+        # A field of the original file may have one of these names without being the prompt.
+        own = ("problem", "prompt", "answer", "solution", SOURCE_NAME)
+        rows.append(row | {name: x for name, x in record.extra.items() if name not in own})
+    return rows
+
+
 def _printable(text: str) -> str:
     """Replaces control characters except line feeds and tabs, because they could control the terminal."""
-    return "".join(_printables(text))
-
-
-def _printables(text: str) -> Iterator[str]:
-    for char in text:
-        yield char if char.isprintable() or char in "\n\t" else f"\\u{ord(char):04x}"
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else f"\\u{ord(char):04x}" for char in text
+    )

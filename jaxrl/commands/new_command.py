@@ -9,9 +9,9 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from jaxrl.config.command_line import bundled_recipes
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
+from jaxrl.user_code import bundled_recipes
 
 
 def main(argv: Sequence[str]) -> int:

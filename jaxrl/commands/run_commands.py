@@ -6,9 +6,12 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
+from jaxrl.algos.registry import array_names, lookup
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
@@ -17,12 +20,13 @@ from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.mesh import hosts
 from jaxrl.planner import plan_output
-from jaxrl.planner.cpu_devices import with_cpu_devices
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.peak_memory import peak_memory_line
-from jaxrl.planner.resolve import resolved
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.resolve import resolved, with_cpu_devices
+from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.environment import load_environment
+from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.run_report import write_run_report
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
@@ -31,39 +35,54 @@ from jaxrl.trainer.run_files import stage_folders
 from jaxrl.user_code import load_function, names_function
 
 
-def train_or_plan(config: Config, *, dry_run: bool) -> int:
-    """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
-    if dry_run:
-        plan_output.show(trace_plan(with_cpu_devices(config)))
-        check_for_plan(config)
-        return 0
-    return _start(config, _train, REINFORCEMENT)
+class Training(NamedTuple):
+    """The training that a recipe describes.
+
+    Attributes:
+      run: trains, and writes the report of the function `report`; returns the exit status.
+      kind: what the run needs.
+      folder: folder of its last stage.
+    """
+
+    run: Callable[..., int]
+    kind: RunKind
+    folder: StageFolder
 
 
-def _train(config: Config) -> int:
-    status = program.train(config, report=write_report)
+def training_of(config: Config) -> Training:
+    """What a recipe trains: `preference.loss` learns from pairs, `run.num_steps` 0 stops after SFT."""
+    folder = config.run_folder
+    if loss := config.preference.loss:
+        # A loss of scores trains a score model, a loss of log-probabilities the policy.
+        inputs = array_names(lookup(PREFERENCE_LOSSES, loss, "preference.loss"))
+        is_policy = "chosen_logprob" in inputs
+        run = program.train_dpo if is_policy else program.train_reward_model
+        return Training(run, PREFERENCES, folder.preference)
+    if not config.run.num_steps:
+        return Training(program.fine_tune, fine_tuning(config), config.sft_folder)
+    return Training(_reinforce, REINFORCEMENT, folder.rl)
+
+
+def _reinforce(config: Config, **options: Any) -> int:
+    status = program.train(config, **options)
     if not status and hosts.is_first():
         print(peak_memory_line(config))
     return status
 
 
-def fine_tune(config: Config) -> int:
-    """Runs the supervised warm-up of a recipe by itself."""
-    return _start(
-        config, functools.partial(program.fine_tune, report=write_report), fine_tuning(config)
-    )
-
-
-def train_dpo(config: Config) -> int:
-    """Trains a policy on preference pairs (DPO)."""
-    return _start(config, functools.partial(program.train_dpo, report=write_report), PREFERENCES)
-
-
-def train_reward_model(config: Config) -> int:
-    """Trains a reward or cost model on preference pairs."""
-    return _start(
-        config, functools.partial(program.train_reward_model, report=write_report), PREFERENCES
-    )
+def train_or_plan(config: Config, *, dry_run: bool) -> int:
+    """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
+    training = training_of(config)
+    if not dry_run:
+        return _start(config, functools.partial(training.run, report=write_report), training.kind)
+    if training.kind != REINFORCEMENT:
+        raise UserError(
+            "--dry_run plans reinforcement learning, and this recipe has none (run.num_steps "
+            f"{config.run.num_steps}, preference.loss {config.preference.loss!r}); leave it out"
+        )
+    plan_output.show(trace_plan(with_cpu_devices(config)))
+    check_for_plan(config)
+    return 0
 
 
 def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
@@ -96,6 +115,13 @@ def check_for_plan(config: Config) -> None:
     paths |= {"sft.path": config.sft.path if config.sft.num_steps else ""}
     for setting, path in paths.items():
         faults(setting, functools.partial(_check_there, path))
+    graders = {"reward.grader": (config.reward.grader, config.reward.grader_options)}
+    for name, source in sources.items():
+        graders |= (
+            {f"{name}.grader": (source.grader, source.grader_options)} if source.grader else {}
+        )
+    for setting, grader in graders.items():
+        faults(setting, functools.partial(check_grader, *grader))
     for name, function in config.reward.functions.items():
         faults(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
     if path := config.rollout.environment:

@@ -36,14 +36,17 @@ _KEY_IN_BRACES = re.compile(r"""([{,]\s*["']?[\w.]+["']?)\s*:\s*""")
 
 # Programs of verl that do something else, by the last part of their module.
 _OTHER_PROGRAMS = (
-    (r"sft", "supervised fine-tuning: see docs/sft.md and `jaxrl sft`"),
+    (r"sft", "supervised fine-tuning: a recipe with run.num_steps 0 (docs/rewards.md)"),
     (
         r"gen(eration)?(_server)?$|rollout_only",
         "generation of answers: `jaxrl evaluate` samples and grades them",
     ),
     (r"eval", "evaluation: `jaxrl evaluate` (docs/evaluation.md)"),
     (r"distill|gkd|opd", 'distillation: algorithm.dataflow = "distill" (docs/distillation.md)'),
-    (r"reward_model|rm_train|_rm$", "training of a reward model: `jaxrl reward-model`"),
+    (
+        r"reward_model|rm_train|_rm$",
+        "training of a reward model: a recipe with preference.loss (docs/algorithms.md)",
+    ),
     (
         r"dpo|spin|sppo|prime|flowrl|diffusion|flow_?grpo|raft|sdpo",
         "another algorithm than PPO's family",

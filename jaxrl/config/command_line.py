@@ -31,15 +31,13 @@ from ml_collections import config_dict as ml_config_dict
 from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
+from jaxrl.user_code import bundled_recipes
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 C = TypeVar("C")
 
-# Recipes of a clone, and of an installed package.
-_CLONE = pathlib.Path(__file__).parents[2] / "configs"
-_PACKAGE = pathlib.Path(__file__).parents[1] / "recipes"
 _HERE = pathlib.Path("configs")
 _MAX_LISTED = 8
 _HELP_WIDTH = 110
@@ -94,21 +92,27 @@ def run(
         ) from error
 
 
-def load_config(config_class: type[C], recipe: str | None, overrides: Mapping[str, str]) -> C:
+def load_config(
+    config_class: type[C],
+    recipe: str | ml_config_dict.ConfigDict | None,
+    overrides: Mapping[str, Any],
+) -> C:
     """Loads a recipe, applies overrides and returns the checked config.
 
     Args:
       config_class: class of all settings.
-      recipe: path of the recipe, as in `load_recipe`.
-      overrides: text of each override by dotted name, applied in order. The text `none` means None where
-        None is allowed.
+      recipe: path of the recipe, as in `load_recipe`; or its settings, which are changed.
+      overrides: value or text of each override by dotted name, applied in order. The text `none` means None
+        where None is allowed.
 
     Raises:
       UserError: the recipe cannot be used, or a setting is unknown, mistyped or refused.
     """
     if not recipe:
         raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
-    tree = load_recipe(recipe, known=config_tree.leaf_names(config_class))
+    tree = recipe
+    if not isinstance(tree, ml_config_dict.ConfigDict):
+        tree = load_recipe(tree, known=config_tree.leaf_names(config_class))
     for name, text in overrides.items():
         override(config_class, tree, name, text)
     return config_tree.from_config_dict(config_class, tree)
@@ -213,11 +217,6 @@ def load_recipe(
     if not isinstance(tree, ml_config_dict.ConfigDict):
         raise UserError(f"get_config() of {path} returned {tree!r}, not a ConfigDict")
     return tree.lock()
-
-
-def bundled_recipes() -> pathlib.Path:
-    """Returns the folder of the recipes that come with the package."""
-    return _PACKAGE if _PACKAGE.is_dir() else _CLONE
 
 
 def recipe_path(recipe: str) -> str:

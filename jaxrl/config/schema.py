@@ -12,13 +12,11 @@ from typing import Annotated, Any
 
 from jaxrl.checks import FOLDER_NAME, PATH, SEED, check_path, settings, shown
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, SftConfig
-from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
+from jaxrl.data.data_config import DataConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
-from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.teacher import TeacherConfig
@@ -70,9 +68,6 @@ class Config:
                 f"adapter {shown(self.adapter)} sits on the weights of a base model and is trained as "
                 "model.lora; set weights and model.lora.rank"
             )
-        for name, source in (self.data.training_sources | self.data.evaluation_sources).items():
-            if source.grader:
-                _check_grader(name, source)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.row_tokens < longest:
             raise ValueError(
@@ -124,11 +119,3 @@ class Config:
 
     def _folder_of(self, name: str) -> RunFolder:
         return RunFolder(pathlib.Path(self.run.output) / name / f"seed{self.seed}")
-
-
-def _check_grader(name: str, source: SourceConfig) -> None:
-    """Checks that the grader of a data source exists. The data package does not know graders."""
-    try:
-        check_grader(source.grader, source.grader_options)
-    except UserError as error:
-        raise UserError(f"{name}.grader: {error}") from error

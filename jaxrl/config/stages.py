@@ -57,14 +57,17 @@ class PreferenceConfig:
     """
     evaluation_path: Annotated[str, PATH] = ""
     """JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set."""
-    pair_generator: Annotated[str, NAME] = "right_or_wrong"
-    """Method that generates pairs, a name of `data.generated_pairs.PAIR_GENERATORS`."""
+    pair_generator: Annotated[str, PATH] = ""
+    """Function that makes pairs of problems, file.py:name: it takes `data.Record`s and returns
+    `data.Preference`s.
+    """
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
     """Names of the two fields that tell whether each answer is harmful; () for none."""
-    loss: Annotated[str, NAME] = "bradley_terry"
+    loss: Annotated[str, NAME] = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
-    "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy.
+    "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy. ""
+    learns from no pairs.
     """
     pairs_per_step: Annotated[int, count(1)] = 16
     """Number of pairs per update."""

@@ -3,8 +3,8 @@
 data.train: dapo.parquet (Parquet, layout DAPO-Math-17k as published)
   1,724,312 rows, 17,243 prompts, 70.0% of what is drawn
   1,707,057 duplicates, left out
-  12 rows of problems with contradicting answers, left out
-    dapo.parquet row 17: the answer is '3', and '4' to the same problem at dapo.parquet row 2
+  12 rows without a truth, left out
+    dapo.parquet row 17: field 'answer' is ""; it must be text and not empty
   tokens up to      64     128     256     512
   prompts        4,402   8,301   3,906     634
   shortest 18, median 95, longest 480, all 1,834,211
@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxrl.data.problems import Problems
+from jaxrl.data.problems import Problems, Source
 from jaxrl.data.prompt_encoding import EncodedPrompts
-from jaxrl.data.sources import Source
 
 _FIRST_BIN = 64
 
@@ -68,15 +67,14 @@ def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> It
         yield f"  metrics are kept under {names[0]!r}"
     for reason, dropped in source.dropped.items():
         yield f"  {dropped.count:,} {reason}, left out"
-        yield from (f"    {_cut(message)}" for message in dropped.named)
-    yield from (f"  {note}" for note in source.notes)
+        yield from (
+            f"    {message if len(message) <= 200 else f'{message[:197]}...'}"
+            for message in dropped.named
+        )
     if source.own_template:
         yield "  the file's own words around each problem stay, unless a template is set"
-    if encoded is not None:
-        yield from _lengths(encoded)
-
-
-def _lengths(encoded: EncodedPrompts) -> Iterator[str]:
+    if encoded is None:
+        return
     lengths = encoded.lengths
     if encoded.num_dropped:
         yield f"  {encoded.num_dropped:,} longer than data.max_prompt_tokens, left out"
@@ -90,7 +88,3 @@ def _lengths(encoded: EncodedPrompts) -> Iterator[str]:
         f"  shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {lengths.max():,}, "
         f"all {lengths.sum():,}"
     )
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= 200 else f"{message[:197]}..."

@@ -17,9 +17,13 @@ from jaxrl.checks import (
 )
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
-from jaxrl.data.records import MAX_TASK_SEED, check_task_options
 from jaxrl.errors import UserError
 from jaxrl.user_code import names_function
+
+# Distance between the seeds of a procedural task. Some tasks seed NumPy, which accepts 32 bits, so there are
+# 4,294 seeds.
+MAX_TASK_SIZE = 1_000_000
+MAX_TASK_SEED = 2**32 // MAX_TASK_SIZE - 1
 
 MAX_ROWS = 10**9
 """Limit for the rows of a file. The largest published data sets of problems have some millions."""
@@ -34,9 +38,8 @@ class EvaluationSourceConfig:
     name of the file, the function or the task.
     """
     path: Annotated[str, PATH] = ""
-    """JSONL, JSON, Parquet, Arrow or ArrayRecord file, or a folder of these; or a function that
-    generates rows, "package.module:function" or "path/to/file.py:function"; "" takes the task
-    instead.
+    """JSONL, JSON, Parquet or Arrow file, or a folder of these; or a function that generates
+    rows, "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
     """
     prompt_field: Annotated[str, NAME] = ""
     answer_field: Annotated[str, NAME] = ""
@@ -68,7 +71,6 @@ class EvaluationSourceConfig:
                 "grader_options are those of a grader of its own, and grader is empty; set grader, or set "
                 "reward.grader_options"
             )
-        check_task_options(self.options)
         if self.template:
             check_template(self.template)
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.json_rows import read_jsonl
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
@@ -27,8 +26,8 @@ from jaxrl.data.messages import (
     render_context,
     split_last_answer,
 )
-from jaxrl.data.records import Record
-from jaxrl.data.rows import text_of
+from jaxrl.data.row_layouts import Record
+from jaxrl.data.rows import Row, checked_text, field_of, parse_rows
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -113,48 +112,44 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         )
 
 
-def read_demonstrations(path: str | pathlib.Path, *, source: str) -> tuple[Demonstration, ...]:
-    """Reads a JSONL file of questions with answers, of conversations, or of both.
-
-    "prompt" is the question, or the messages before the answer, and only "response" is trained on. "messages"
-    is a conversation that ends with the assistant; all of the assistant's turns are trained on, and the other
-    two fields are ignored.
+def read_demonstrations(
+    path: str | pathlib.Path,
+    *,
+    source: str,
+) -> tuple[Demonstration, ...]:
+    """Reads a file of questions with answers, of conversations, or of both.
 
     Args:
-      path: The file, UTF-8.
+      path: The file, in any format of `data.rows`.
       source: Name of the data set.
 
     Raises:
       UserError: The file is missing or empty, or a row is broken ("file:line: ...").
     """
 
-    def parse(row: dict[str, Any]) -> Demonstration:
+    def parse(row: Row) -> Demonstration:
         if "messages" in row:
             what = "field 'messages'"
             context, response = split_last_answer(messages_of(row["messages"], what), what)
             return Demonstration(context, response, source, all_turns=True)
-        return Demonstration(context_of(row, "prompt"), text_of(row, "response"), source)
+        response = checked_text(field_of(row, "response"), "field 'response'")
+        return Demonstration(context_of(row, "prompt"), response, source)
 
-    wanted = '{"prompt": ..., "response": ...} or {"messages": [...]}'
-    return tuple(read_jsonl(path, parse, wanted=wanted))
-
-
-def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:
-    """All texts of the demonstrations, to train a tokenizer."""
-    texts = []
-    for demonstration in demonstrations:
-        context = demonstration.context
-        said = [context] if isinstance(context, str) else [m["content"] for m in context]
-        texts += [*said, demonstration.response]
-    return texts
+    example = '{"prompt": ..., "response": ...} or {"messages": [...]}'
+    return parse_rows(path, parse, example=example)
 
 
 def solutions_of(records: Sequence[Record]) -> tuple[Demonstration, ...]:
     """The worked solutions of problems as demonstrations; UserError if a problem has none."""
-    return tuple(
-        Demonstration(record.prompt, _solution(row, record), record.source)
-        for row, record in enumerate(records)
-    )
+    demonstrations = []
+    for row, record in enumerate(records):
+        if record.solution is None:
+            raise UserError(
+                f"row {row} of {record.source} has no solution to learn from; name the field that holds it "
+                "(solution_field), or leave SFT out: sft.num_steps=0 and an empty sft.run"
+            )
+        demonstrations.append(Demonstration(record.prompt, record.solution, record.source))
+    return tuple(demonstrations)
 
 
 def _parts(
@@ -196,13 +191,3 @@ def _example(parts: Sequence[np.ndarray], tokenizer: Tokenizer) -> MaskedExample
     return MaskedExample(
         prompt, np.concatenate([*rest, end]), np.concatenate([*masks, np.ones(1, np.float32)])
     )
-
-
-def _solution(row: int, record: Record) -> str:
-    if record.solution is None:
-        raise UserError(
-            f"row {row} of {record.source} has no solution to learn from; name the field that "
-            "holds it (solution_field), use jaxrl.data.worked_sums:make, or leave SFT out: "
-            "sft.num_steps=0 and an empty sft.run"
-        )
-    return record.solution

@@ -13,96 +13,28 @@ whenever it gets the same index. This is checked for the first rows when the fun
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self, SupportsIndex, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from jaxrl.data.records import Record
-from jaxrl.data.row_records import HELD_OUT, Unusable
-from jaxrl.data.rows import RowFile, object_of
+from jaxrl.data.data_config import MAX_TASK_SEED, MAX_TASK_SIZE
+from jaxrl.data.row_layouts import Record
+from jaxrl.data.rows import BadRow, Row
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
-Check: TypeAlias = Callable[[Record], tuple[str, str] | None]
-"""Returns (reason, message) if a problem is left out; None otherwise."""
+Check: TypeAlias = Callable[[Record], None]
+"""Raises BadRow if a problem is left out."""
 
 NUM_FIRST = 64
 """Problems of an endless source that are generated in advance, for the data card and to train a tokenizer."""
 
-_TAKES = ("index", "rng")
+# Problems of an endless task that are created at once; the default size of reasoning-gym.
+_BLOCK = 500
 _EXAMPLE = '{"problem": ..., "answer": ...}'
-
-
-class FunctionRows(RowFile):
-    """Rows that a user's function generates.
-
-    Args:
-      path: The function of (index, rng, **options), as "file.py:name" or "package.module:name".
-      size: Number of rows; 0 for an endless source, which has no length.
-      seed: Seed of `rng`, together with the index; `rng` is a `numpy.random.Generator`.
-      options: Keyword arguments of the function.
-
-    Raises:
-      UserError: The function does not exist, or returns another row for the same index.
-    """
-
-    kind = "made by a function"
-
-    def __init__(self, path: str, *, size: int, seed: int, options: Mapping[str, Any]):
-        self._path = path
-        self._size = size
-        self._seed = seed
-        self._options = dict(options)
-        self._function = load_function(path, "data function", takes=_TAKES, options=options)
-        for index in range(min(size or NUM_FIRST, NUM_FIRST)):
-            self._check_repeats(index)
-
-    def __len__(self) -> int:
-        assert self._size, "an endless source is asked for no length"
-        return self._size
-
-    def __getitem__(self, index: SupportsIndex, /) -> dict[str, Any]:
-        """Generates a row, with JSON's types only.
-
-        Raises:
-          UserError: The function raised, or did not return a row.
-        """
-        return object_of(self._json(int(index)))
-
-    def place(self, index: int) -> str:
-        """Function and index."""
-        return f"{self._path} index {index}"
-
-    def _json(self, index: int) -> bytes:
-        """The row as JSON; numbers and arrays of NumPy become Python's."""
-        rng = np.random.default_rng((self._seed, index))
-        row = None
-        try:
-            row = self._function(index, rng, **self._options)
-            text = json.dumps(row, default=_plain) if isinstance(row, dict) else ""
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
-            does = "raised" if row is None else f"returned {_cut(repr(row))}, which is no JSON:"
-            raise UserError(
-                f"{self.place(index)}: the function {does} {type(error).__name__}: {error}; it must return a "
-                f"row of JSON's types, such as {_EXAMPLE}, for every index from 0 on"
-            ) from error
-        if not text:
-            raise UserError(
-                f"{self.place(index)}: the function returned {_cut(repr(row))}; it must return a row, such "
-                f"as {_EXAMPLE}, for every index from 0 on"
-            )
-        return text.encode()
-
-    def _check_repeats(self, index: int) -> None:
-        first, again = self._json(index), self._json(index)
-        if first != again:
-            raise UserError(
-                f"{self.place(index)}: the function made {_cut(first.decode())} and, asked again, "
-                f"{_cut(again.decode())}; a resumed run would meet other problems. Draw from its argument "
-                "`rng` alone, and keep nothing between two calls"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,53 +42,163 @@ class GeneratedProblems:
     """Endless problems by number.
 
     Attributes:
-      make: Generates the problem of a number; raises Unusable if it cannot be used.
-      place: Describes the origin of the problem of a number, for messages.
+      make: Generates the problem of a number; raises BadRow if it cannot be used.
       checks: Further checks that a problem must pass.
-      refuse: Whether an unusable problem is an error. Problems of the evaluation are always left out instead.
+      refuse: Whether a problem that cannot be used is an error.
     """
 
     make: Callable[[int], Record]
-    place: Callable[[int], str]
     checks: tuple[Check, ...] = ()
     refuse: bool = False
 
     def problem(self, number: int) -> Record:
-        """Generates and checks the problem of a number.
+        """Generates and checks a problem.
 
         Raises:
-          Unusable: The problem is left out.
+          BadRow: The problem is left out.
           UserError: The function failed, or the problem is refused.
         """
         try:
-            return self._checked(number)
-        except Unusable as error:
-            if self.refuse and error.reason != HELD_OUT:
+            record = self.make(number)
+        except BadRow as error:
+            if self.refuse:
                 raise UserError(str(error)) from error
             raise
-
-    def _checked(self, number: int) -> Record:
-        record = self.make(number)
         for check in self.checks:
-            fault = check(record)
-            if fault is not None:
-                reason, message = fault
-                raise Unusable(reason, f"{self.place(number)}: {message}")
+            check(record)
         return record
-
-    def first(self) -> tuple[dict[int, Record], list[Unusable]]:
-        """The usable problems of the first `NUM_FIRST` numbers, and the faults of the others."""
-        found, left_out = {}, []
-        for number in range(NUM_FIRST):
-            try:
-                found[number] = self.problem(number)
-            except Unusable as error:
-                left_out.append(error)
-        return found, left_out
 
     def checked(self, check: Check) -> Self:
         """The same problems with one more check."""
         return dataclasses.replace(self, checks=(*self.checks, check))
+
+
+def function_rows(
+    path: str, *, size: int, seed: int, options: Mapping[str, Any]
+) -> Callable[[int], Row]:
+    """Loads a user's function of (index, rng, **options), "file.py:name" or "package.module:name".
+
+    Args:
+      path: The function.
+      size: Number of rows; 0 for an endless source.
+      seed: Seed of `rng`, together with the index; `rng` is a `numpy.random.Generator`.
+      options: Keyword arguments of the function.
+
+    Returns:
+      A function that generates the row of an index, with JSON's types only. It raises UserError if the user's
+      function raises or returns no row.
+
+    Raises:
+      UserError: The function does not exist, or returns another row for the same index.
+    """
+    function = load_function(path, "data function", takes=("index", "rng"), options=options)
+
+    def row_of(index: int) -> Row:
+        must = (
+            f"it must return a row of JSON's types, such as {_EXAMPLE}, for every index from 0 on"
+        )
+        row = None
+        try:
+            row = function(index, np.random.default_rng((seed, index)), **options)
+            # Through JSON, so that numbers and arrays of NumPy become Python's.
+            text = json.dumps(row, default=_plain)
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
+            does = "raised" if row is None else f"returned {_cut(row)}, which is no JSON:"
+            raise UserError(
+                f"{path} index {index}: the function {does} {type(error).__name__}: {error}; {must}"
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path} index {index}: the function returned {_cut(row)}; {must}")
+        return json.loads(text)
+
+    for index in range(min(size or NUM_FIRST, NUM_FIRST)):
+        first, again = row_of(index), row_of(index)
+        if json.dumps(first) != json.dumps(again):
+            raise UserError(
+                f"{path} index {index}: the function made {_cut(first)} and, asked again, {_cut(again)}; a "
+                "resumed run would meet other problems. Draw from its argument `rng` alone, and keep nothing "
+                "between two calls"
+            )
+    return row_of
+
+
+class TaskProblems:
+    """Problems of a procedural task of reasoning-gym, by number.
+
+    `extra["metadata"]` holds the input of the task's scorer, in JSON's types. Item i of reasoning-gym depends
+    on seed + i alone, so its seeds s and s + 1 share all items but one. Here different seeds share no item,
+    because they are `MAX_TASK_SIZE` apart. Two items can still ask the same *question*.
+
+    Args:
+      task: Name of the task, such as "countdown".
+      seed: Seed, 0 to `MAX_TASK_SEED`.
+      options: Settings of the task, such as {"min_terms": 3}.
+      size: Number of problems that are created at once; 0 creates them in blocks. Number `MAX_TASK_SIZE` is
+        number 0 again.
+
+    Raises:
+      UserError: reasoning-gym is not installed, does not know the task, or refuses a setting.
+    """
+
+    def __init__(self, task: str, *, seed: int, options: Mapping[str, Any], size: int = 0):
+        try:
+            from reasoning_gym import factory
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"task {task!r} comes from reasoning-gym, which is not installed; run "
+                "pip install reasoning-gym"
+            ) from error
+        if task not in factory.DATASETS:
+            near = " or ".join(difflib.get_close_matches(task, list(factory.DATASETS)))
+            near = f" (did you mean {near}?)" if near else ""
+            raise UserError(
+                f"reasoning-gym has no task {task!r}{near}; name one of its {len(factory.DATASETS)} data sets"
+            )
+        if not 0 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
+            raise UserError(
+                f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
+                f"1 and {MAX_TASK_SIZE} and the seed from 0 to {MAX_TASK_SEED}"
+            )
+        self._create = factory.create_dataset
+        self._task = task
+        self._first_seed = seed * MAX_TASK_SIZE
+        self._options = dict(options)
+        self._block_size = size or _BLOCK
+        self._block, self._items = 0, self._items_of(0)
+
+    def record(self, number: int) -> Record:
+        """The problem of a number."""
+        block, offset = divmod(number % MAX_TASK_SIZE, self._block_size)
+        if block != self._block:
+            self._block, self._items = block, self._items_of(block)
+        item = self._items[offset]
+        try:
+            # The task selects the scorer; the record's source may have another name. JSON's types only,
+            # because it is compared between hosts and saved.
+            metadata = {"source_dataset": self._task, **item["metadata"]}
+            extra = {"metadata": json.loads(json.dumps(metadata, default=str))}
+        except (
+            TypeError,
+            ValueError,
+        ):  # keys that are not text, or cycles; the grader reports them
+            extra = {}
+        answer, place = str(item["answer"]), f"{self._task} problem {number}"
+        return Record(item["question"], answer, self._task, extra=extra, place=place)
+
+    def _items_of(self, block: int) -> Any:
+        """The items of a block. Blocks are small, because some tasks create all items at once."""
+        config = {
+            **self._options,
+            "size": self._block_size,
+            "seed": self._first_seed + block * self._block_size,
+        }
+        try:
+            return self._create(self._task, **config)
+        # reasoning-gym raises AssertionError for settings that contradict each other.
+        except (AssertionError, TypeError, ValueError) as error:
+            raise UserError(
+                f"task {self._task!r} refuses its settings {config}: {error}"
+            ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -165,5 +207,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is none of JSON's types")
 
 
-def _cut(text: str) -> str:
+def _cut(value: Any) -> str:
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

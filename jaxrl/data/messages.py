@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jaxrl.data.rows import BadRow, checked_text, field_of, shown
+from jaxrl.data.rows import BadRow, Row, checked_text, field_of, shown
 from jaxrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ USER = "user"
 SYSTEM = "system"
 
 
-def context_of(row: dict[str, Any], name: str) -> Context:
+def context_of(row: Row, name: str) -> Context:
     """Returns a field with a question or a list of messages; BadRow if it is neither."""
     return as_context(field_of(row, name), f"field {name!r}")
 
@@ -125,6 +125,11 @@ def check_template(template: str) -> None:
         raise UserError(
             f"template {shown(template)} has no {{prompt}}, so every prompt would be alike"
         )
+
+
+def text_of_context(context: Context) -> str:
+    """The text of a question, or of all messages of a conversation."""
+    return context if isinstance(context, str) else "\n".join(m["content"] for m in context)
 
 
 PLAIN_FORMAT = PromptFormat()

@@ -1,28 +1,300 @@
-"""Reads the problems of a run from all sources of its config, and validates the ground truths."""
+"""Reads the problems of a run: each row of its sources becomes a `Record`, or is left out and counted.
+
+    file                      rows -> layout -> records, without repeated problems
+    function, task            records by number, all at once with a size, or else while prompts are drawn
+
+A row that cannot be used is dropped and counted, and the first few are named; or, by setting, refused. A
+source without a usable row is always an error. Two prompts are the same problem if they are equal except for
+surrounding space, line ends and Unicode composition; the first row of a problem is kept.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+import itertools
+import pathlib
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.messages import PromptFormat
-from jaxrl.data.prompt_encoding import EncodedPrompts, PromptEncoder, encode_prompts
-from jaxrl.data.prompt_sources import GeneratedPrompts
-from jaxrl.data.records import Record
-from jaxrl.data.source_reader import read_source
-from jaxrl.data.sources import Source, Validate
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.generated_problems import (
+    NUM_FIRST,
+    Check,
+    GeneratedProblems,
+    TaskProblems,
+    function_rows,
+)
+from jaxrl.data.messages import Context, PromptFormat, text_of_context
+from jaxrl.data.row_layouts import Record, RowLayout, recognise
+from jaxrl.data.rows import BadRow, Row, open_rows, shown
 from jaxrl.errors import UserError
-from jaxrl.types import Prompts
+
+Validate: TypeAlias = Callable[[str, Mapping[str, Any], str], str | None]
+"""(answer, extra, source) -> the grader's objection to the ground truth; None if it can be read."""
 
 Truths: TypeAlias = Callable[[Mapping[str, SourceConfig]], Validate]
 """Creates the check of ground truths, given the settings of each data set by its name."""
 
 NO_EVALUATION = "none: data.evaluation names no problems, so there is no accuracy"
 """The description of a run without evaluation problems."""
+
+UNREADABLE = "ground truths that the grader cannot read"
+DUPLICATES = "duplicates"
+HELD_OUT = "prompts of the evaluation"
+
+NUM_NAMED = 3
+"""Rows that are named in messages, of all those left out for one reason."""
+
+# Rows that the layout is recognised by.
+_FIRST_ROWS = 64
+
+
+@dataclasses.dataclass
+class Dropped:
+    """Rows left out for one reason.
+
+    Attributes:
+      count: Number of rows.
+      named: The first few, as "file:line: fault".
+    """
+
+    count: int = 0
+    named: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A source of problems after reading.
+
+    Attributes:
+      name: Name of its setting, such as "data.train" or "data.sources.gsm8k".
+      settings: Its settings.
+      origin: A description for messages: a file with its format and layout, or a task.
+      num_rows: Number of rows that were read.
+      records: The usable problems.
+      dropped: The rows that were left out, by reason.
+      own_template: The words that the file has around every problem, as a template; "" for none.
+      generated: The problems of an endless source; None otherwise. `records` and `dropped` then hold the
+        first few.
+    """
+
+    name: str
+    settings: SourceConfig
+    origin: str
+    num_rows: int
+    records: tuple[Record, ...]
+    dropped: Mapping[str, Dropped] = dataclasses.field(default_factory=dict)
+    own_template: str = ""
+    generated: GeneratedProblems | None = None
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the data sets in it; metrics are kept under them."""
+        return tuple(dict.fromkeys(record.source for record in self.records))
+
+    def with_readable_truths(self, validate: Validate, *, refuse: bool) -> Self:
+        """Returns the source without rows whose ground truth the grader cannot read.
+
+        Args:
+          validate: The grader's check.
+          refuse: Whether a single such row is an error.
+
+        Raises:
+          UserError: A row is refused, or no row is left.
+        """
+
+        def check(record: Record) -> None:
+            fault = validate(record.answer, record.extra, record.source)
+            if fault is not None and refuse:
+                raise UserError(f"{self.name}: {record.place}: {fault}")
+            if fault is not None:
+                raise BadRow(f"{record.place}: {fault}", UNREADABLE)
+
+        return self._checked(check)
+
+    def without_prompts_of(self, evaluation: Sequence[Record]) -> Self:
+        """Returns the source without the problems of the evaluation; UserError if no problem is left.
+
+        Training rows are removed rather than evaluation rows, because a benchmark must stay whole. The
+        comparison ignores case and spacing.
+        """
+        held_out = {_normalised(record.prompt) for record in evaluation}
+
+        def check(record: Record) -> None:
+            if _normalised(record.prompt) in held_out:
+                raise BadRow(f"{record.place}: {shown(record.prompt)}", HELD_OUT)
+
+        return self._checked(check)
+
+    def _checked(self, check: Check) -> Self:
+        """The source without the rows that fail a check; later problems of an endless source get it too."""
+        dropped = {reason: dataclasses.replace(of_one) for reason, of_one in self.dropped.items()}
+        kept, fault = [], None
+        for record in self.records:
+            try:
+                check(record)
+                kept.append(record)
+            except BadRow as error:
+                fault = fault or error
+                _count(dropped, error)
+        if fault is not None and not kept:
+            raise UserError(
+                f"{self.name} has no row left: all {len(self.records)} are {fault.reason}, such as {fault}; "
+                "use other data, or widen the task's range of numbers"
+            )
+        generated = self.generated and self.generated.checked(check)
+        return dataclasses.replace(self, records=tuple(kept), dropped=dropped, generated=generated)
+
+
+def read_source(
+    settings: SourceConfig,
+    name: str,
+    *,
+    refuse_bad_rows: bool = False,
+    keep_duplicates: bool = False,
+    may_be_endless: bool = False,
+    needs_truth: bool = True,
+) -> Source:
+    """Reads a file, a task or a function. No grader validates the ground truths yet.
+
+    Args:
+      settings: Settings of the source.
+      name: Name of the setting, for messages.
+      refuse_bad_rows: Whether an unusable row is an error; otherwise it is dropped and counted.
+      keep_duplicates: Whether a file may repeat a problem. Generated problems always may.
+      may_be_endless: Whether a source without a size is allowed.
+      needs_truth: Whether a row without a ground truth is unusable; otherwise its answer is "".
+
+    Raises:
+      UserError: The file or task does not exist, its layout is unknown, a bad row is refused, or no row is
+        left.
+    """
+    what = settings.path or settings.task
+    if bool(settings.path) == bool(settings.task):
+        raise UserError(
+            f"{name} names {'both a file and a task' if what else 'neither a file nor a task'}; "
+            f"set {name}.path to a file of problems or {name}.task to a reasoning-gym data set"
+        )
+    generated = None
+    if settings.task or settings.has_function:
+        make, origin, template = _numbered(settings, needs_truth=needs_truth)
+        numbers = range(settings.size or NUM_FIRST)
+        made: Iterator[Callable[[], Record]] = (functools.partial(make, n) for n in numbers)
+        if settings.is_endless and not may_be_endless:
+            raise UserError(
+                f"{name} is made without end by {what}, as only problems to train on may be; set {name}.size "
+                "to a number of problems"
+            )
+        if settings.is_endless:
+            origin += f", without end; of the first {NUM_FIRST}:"
+            generated = GeneratedProblems(make, refuse=refuse_bad_rows)
+    else:
+        made, origin, template = _rows_of(settings, needs_truth=needs_truth)
+    dropped: dict[str, Dropped] = {}
+    records: list[Record] = []
+    seen = set()
+    num_rows = 0
+    for make_record in made:
+        num_rows += 1
+        try:
+            record = make_record()
+        except BadRow as error:
+            if refuse_bad_rows:
+                raise UserError(str(error)) from error
+            _count(dropped, error)
+            continue
+        if not (keep_duplicates or settings.task or settings.has_function):
+            identity = _identity(record.prompt)
+            if identity in seen:
+                dropped.setdefault(DUPLICATES, Dropped()).count += 1
+                continue
+            seen.add(identity)
+        records.append(record)
+        if settings.size and len(records) == settings.size:
+            break
+    if not records:
+        reason, some = next(iter(dropped.items()))
+        raise UserError(f"{what} has no row that can be used: {reason}, {some.named[0]}")
+    return Source(name, settings, origin, num_rows, tuple(records), dropped, template, generated)
+
+
+def _rows_of(
+    settings: SourceConfig, *, needs_truth: bool
+) -> tuple[Iterator[Callable[[], Record]], str, str]:
+    """(makes each record in turn, a description, own template) of a file."""
+    file = open_rows(settings.path)
+    rows = iter(file)
+    first = list(itertools.islice(rows, _FIRST_ROWS))
+    readable = [row for _, row in first if not isinstance(row, BadRow)]
+    if not readable:
+        raise UserError(f"{first[0][0]}: {first[0][1]}")
+    layout = _layout(settings, readable, needs_truth=needs_truth)
+    stem = pathlib.Path(settings.path).stem
+
+    def make(place: str, row: Row | BadRow) -> Record:
+        if isinstance(row, BadRow):
+            raise BadRow(f"{place}: {row}", row.reason)
+        return layout.record(row, place, source=settings.source, default_source=stem)
+
+    made = (functools.partial(make, *located) for located in itertools.chain(first, rows))
+    return made, f"{settings.path} ({file.kind}, layout {layout.name})", layout.template
+
+
+def _numbered(
+    settings: SourceConfig, *, needs_truth: bool
+) -> tuple[Callable[[int], Record], str, str]:
+    """(generates the problem of a number, a description, own template) of a function or a task."""
+    size, seed, options = settings.size, settings.seed, settings.options
+    if settings.task:
+        task = TaskProblems(settings.task, seed=seed, options=options, size=size)
+
+        def record_of(number: int) -> Record:
+            record = task.record(number)
+            return dataclasses.replace(record, source=settings.source or record.source)
+
+        return record_of, f"reasoning-gym task {settings.task}", ""
+    path = settings.path
+    row_of = function_rows(path, size=size, seed=seed, options=options)
+    first = [row_of(n) for n in range(min(size or NUM_FIRST, NUM_FIRST))]
+    layout = _layout(settings, first, needs_truth=needs_truth)
+    name = path.rpartition(":")[2]
+
+    def make(number: int) -> Record:
+        place = f"{path} index {number}"
+        return layout.record(row_of(number), place, source=settings.source, default_source=name)
+
+    return make, f"{path} (made by a function, layout {layout.name})", layout.template
+
+
+def _layout(settings: SourceConfig, rows: Sequence[Row], *, needs_truth: bool) -> RowLayout:
+    return recognise(
+        rows,
+        what=settings.path,
+        prompt_field=settings.prompt_field,
+        answer_field=settings.answer_field,
+        solution_field=settings.solution_field,
+        needs_truth=needs_truth,
+    )
+
+
+def _count(dropped: dict[str, Dropped], error: BadRow) -> None:
+    of_reason = dropped.setdefault(error.reason, Dropped())
+    of_reason.count += 1
+    of_reason.named = (*of_reason.named, str(error))[:NUM_NAMED]
+
+
+def _identity(prompt: Context) -> Any:
+    """Equal for two prompts that are the same problem."""
+    if isinstance(prompt, str):
+        return unicodedata.normalize("NFC", prompt.replace("\r\n", "\n")).strip()
+    return tuple((message["role"], _identity(message["content"])) for message in prompt)
+
+
+def _normalised(prompt: Context) -> str:
+    """The text without case and spacing, for comparison with evaluation prompts."""
+    return " ".join(text_of_context(prompt).casefold().split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +365,14 @@ class ProblemReader:
     def __init__(self, data: DataConfig, *, needs_truths: bool = True):
         self._data = data
         self._needs_truths = needs_truths
-        self._found: dict[str, Source] = {}
+        self._read = functools.cache(self._read_once)
+        self._sources = data.training_sources | data.evaluation_sources
 
     @property
     def readers(self) -> dict[str, Callable[[], Source]]:
         """For each source that the config names, by its setting, the function that reads it."""
         return {
-            name: functools.partial(self._read, name, settings)
+            name: functools.partial(self._read, name)
             for name, settings in self._sources.items()
             if settings.is_named
         }
@@ -118,85 +391,36 @@ class ProblemReader:
         Raises:
           UserError: A source cannot be used, no row of it is left, or a bad row is refused.
         """
-        evaluation = [self._read(*item) for item in self._data.evaluation_sources.items()]
-        return self._checked(evaluation, truths)
-
-    def read_training(self, truths: Truths | None) -> Problems:
-        """Reads and checks the training sources alone; see `read`."""
-        return self._checked([], truths)
-
-    def _checked(self, evaluation: list[Source], truths: Truths | None) -> Problems:
-        train = [self._read(*item) for item in self._data.training_sources.items()]
+        evaluation = tuple(map(self._read, self._data.evaluation_sources))
         held_out = _records(evaluation)
-        train = [source.without_prompts_of(held_out) for source in train]
-        problems = Problems(tuple(train), tuple(evaluation))
+        train = tuple(
+            self._read(name).without_prompts_of(held_out) for name in self._data.training_sources
+        )
+        problems = Problems(train, evaluation)
         settings = problems.settings  # raises if a data set would have two graders
         if truths is None:
             return problems
         refuse, validate = self._data.bad_rows == "error", truths(settings)
-        of_training = validate if self._needs_truths else _unless_empty(validate)
+
+        def of_training(answer: str, extra: Mapping[str, Any], source: str) -> str | None:
+            known = answer or self._needs_truths
+            return validate(answer, extra, source) if known else None
+
         return Problems(
             tuple(s.with_readable_truths(of_training, refuse=refuse) for s in train),
             tuple(s.with_readable_truths(validate, refuse=refuse) for s in evaluation),
         )
 
-    @property
-    def _sources(self) -> dict[str, SourceConfig]:
-        return {**self._data.training_sources, **self._data.evaluation_sources}
-
-    def _read(self, name: str, settings: SourceConfig) -> Source:
-        if name not in self._found:
-            self._found[name] = read_source(
-                settings,
-                name,
-                refuse_bad_rows=self._data.bad_rows == "error",
-                keep_duplicates=self._data.duplicates == "keep",
-                may_be_endless=name in self._data.training_sources,
-                needs_truth=self._needs_truths or name not in self._data.training_sources,
-            )
-        return self._found[name]
-
-
-def _unless_empty(validate: Validate) -> Validate:
-    """The same check, which passes an empty ground truth."""
-    return lambda answer, extra, source: validate(answer, extra, source) if answer else None
-
-
-def encode(
-    sources: Sequence[Source], data: DataConfig, tokenizer: Tokenizer
-) -> tuple[EncodedPrompts, ...]:
-    """Encodes the prompts of each source."""
-    return tuple(
-        encode_prompts(
-            source.records,
-            tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
-            prompt_format=data.format_of(source.settings, source.own_template),
-            overlong=data.overlong,
+    def _read_once(self, name: str) -> Source:
+        is_training = name in self._data.training_sources
+        return read_source(
+            self._sources[name],
+            name,
+            refuse_bad_rows=self._data.bad_rows == "error",
+            keep_duplicates=self._data.duplicates == "keep",
+            may_be_endless=is_training,
+            needs_truth=self._needs_truths or not is_training,
         )
-        for source in sources
-    )
-
-
-def stream_inputs(
-    sources: Sequence[Source],
-    encoded: Sequence[EncodedPrompts],
-    data: DataConfig,
-    tokenizer: Tokenizer,
-) -> tuple[Prompts | GeneratedPrompts, ...]:
-    """The inputs of a stream: for each source its encoded prompts, or prompts generated on demand."""
-
-    def stream_input(source: Source, first: Prompts) -> Prompts | GeneratedPrompts:
-        if source.generated is None:
-            return first
-        prompt_format = data.format_of(source.settings, source.own_template)
-        encoder = PromptEncoder(tokenizer, data.max_prompt_tokens, prompt_format, data.overlong)
-        return GeneratedPrompts(source.generated, encoder.encode_one, first=first, name=source.name)
-
-    return tuple(
-        stream_input(source, of_source.prompts)
-        for source, of_source in zip(sources, encoded, strict=True)
-    )
 
 
 def _records(sources: Sequence[Source]) -> tuple[Record, ...]:

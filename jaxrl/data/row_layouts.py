@@ -1,4 +1,4 @@
-r"""Finds the fields of the problem and the ground truth in the rows of a file, by settings or by known names:
+r"""Turns rows into problems. The fields of a file are named by settings, or recognised by known names:
 
     verl                   prompt [{role, content}], reward_model.ground_truth
     DAPO-Math-17k          the same; DAPO's words around the problem are removed
@@ -7,18 +7,20 @@ r"""Finds the fields of the problem and the ground truth in the rows of a file, 
     problem/answer         and any other pair of the two lists of names below
 
 Dots name a field inside a field (`reward_model.ground_truth`). Names are compared without case. The data card
-shows the recognised layout.
+shows the recognised layout. Answers stay as written; the grader normalises and compares them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.messages import Context
-from jaxrl.data.rows import BadRow, checked_text, shown
+from jaxrl.data.messages import Context, as_context
+from jaxrl.data.rows import MALFORMED, BadRow, Row, checked_text, shown
 from jaxrl.errors import UserError
 
 # The first name that a file has is taken.
@@ -28,9 +30,7 @@ ANSWER_NAMES = (
     *("response", "completion", "output"),
 )
 SOLUTION_NAMES = ("solution", "rationale", "explanation")
-# Fields with the name of the data set, and with an identifier of the row.
 SOURCE_NAME = "data_source"
-ID_NAMES = ("id", "unique_id", "uid", "index", "extra_info.index")
 
 _VERL_PROMPT, _VERL_ANSWER = "prompt", "reward_model.ground_truth"
 
@@ -41,7 +41,29 @@ DAPO_BEFORE = (
 )
 DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
-_MARKER = "####"
+NO_PROMPT = "rows without a prompt"
+NO_TRUTH = "rows without a truth"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One problem.
+
+    Attributes:
+      prompt: The problem without a template, or the conversation before the answer.
+      answer: The ground truth, in the grader's notation; "" for none.
+      source: Name of the data set; each has its own metrics.
+      solution: A worked solution for supervised training, or None.
+      extra: The other fields of its row, for graders; JSON's types only.
+      place: The place of its row, for messages, such as "train.jsonl:17".
+    """
+
+    prompt: Context
+    answer: str
+    source: str
+    solution: str | None = None
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    place: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,41 +72,95 @@ class RowLayout:
 
     Attributes:
       name: Name of the layout, for messages.
-      prompt, answer: Dotted names of fields; `answer` is None if the rows have no ground truth and need none.
+      prompt, answer: Dotted names of fields; None if none is known.
       solution: Dotted name of the field with worked solutions, or None.
-      source: Name of the field with the name of a data set, or None.
       template: The words around every problem of the file, as a template; "" for none.
       prompt_of: Removes these words.
       answer_of: Extracts the ground truth from the answer's field; BadRow if there is none.
+      needs_truth: Whether a row without a ground truth is unusable.
+      needs_solution: Whether a row without a solution is unusable.
     """
 
     name: str
-    prompt: str
+    prompt: str | None
     answer: str | None
     solution: str | None = None
-    source: str | None = None
     template: str = ""
     prompt_of: Callable[[Context], Context] = lambda context: context
     answer_of: Callable[[Any], Any] = lambda value: value
+    needs_truth: bool = True
+    needs_solution: bool = False
+
+    def record(self, row: Row, place: str, *, source: str, default_source: str) -> Record:
+        """Reads the problem of a row.
+
+        Args:
+          row: The row.
+          place: Its place, for messages.
+          source: Name of the data set; "" takes the row's field `SOURCE_NAME`, or else `default_source`.
+          default_source: Name of the file or function.
+
+        Raises:
+          BadRow: It lacks a prompt, or a ground truth or solution that is needed.
+        """
+        assert self.prompt is not None, "`recognise` demands a field with the problem"
+        reason = NO_PROMPT
+        try:
+            prompt = as_context(value_at(row, self.prompt), f"field {self.prompt!r}")
+            prompt = self.prompt_of(_unwrapped(prompt))
+            reason = NO_TRUTH
+            answer = self._answer(row)
+            reason, solution = MALFORMED, None
+            if self.solution is not None and self.needs_solution:
+                solution = checked_text(value_at(row, self.solution), f"field {self.solution!r}")
+            elif self.solution is not None:
+                text = row.get(self.solution)
+                solution = text if isinstance(text, str) and text.strip() else None
+        except BadRow as error:
+            raise BadRow(f"{place}: {error}", reason) from error
+        named = row.get(SOURCE_NAME)
+        if not source:
+            source = named if isinstance(named, str) and named.strip() else default_source
+        extra = without(row, (self.prompt, self.answer, self.solution))
+        return Record(prompt, answer, source, solution, extra, place)
+
+    def _answer(self, row: Row) -> str:
+        if self.answer is None:
+            return ""
+        what = f"field {self.answer!r}"
+        try:
+            value = self.answer_of(value_at(row, self.answer))
+            if isinstance(value, str):
+                return checked_text(value, what)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise BadRow(f"{what} is {shown(value)}; an answer must be text or a number")
+            # math.isfinite converts to float, and an int may be too large for that.
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadRow(f"{what} is {value}; an answer must be a finite number")
+            return str(int(value)) if value == int(value) else str(value)
+        except BadRow:
+            if self.needs_truth:
+                raise
+            return ""
 
 
 def recognise(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     *,
+    what: str,
     prompt_field: str = "",
     answer_field: str = "",
     solution_field: str | None = None,
     needs_truth: bool = True,
-    what: str,
 ) -> RowLayout:
     """Recognises the layout of a file by its first rows.
 
     Args:
       rows: Some rows of the file, at least one.
+      what: Name of the file, for messages.
       prompt_field, answer_field: Dotted names, used as they are; "" recognises the field.
       solution_field: Dotted name; None takes a field with a known name, "" takes none.
       needs_truth: Whether the rows must have a field with the answer.
-      what: Name of the file, for messages.
 
     Raises:
       UserError: A field does not exist, or none is recognised.
@@ -93,11 +169,24 @@ def recognise(
     for name in filter(None, (prompt_field, answer_field, solution_field)):
         if name not in fields:
             raise UserError(f"{what} has no field {name!r}; it has {_field_list(fields)}")
-    found = _published_layout(rows, fields)
-    prompt = prompt_field or (found.prompt if found else _first_known(PROMPT_NAMES, fields))
-    answer = answer_field or (found.answer if found else _first_known(ANSWER_NAMES, fields))
-    if answer == prompt and not answer_field and not needs_truth:
-        answer = None
+    known = _known_layout(rows, fields)
+    layout = dataclasses.replace(
+        known,
+        prompt=prompt_field or known.prompt,
+        answer=answer_field or known.answer,
+        needs_truth=needs_truth,
+        needs_solution=bool(solution_field),
+    )
+    # The content of a field that a setting names is used unchanged.
+    if prompt_field:
+        layout = dataclasses.replace(layout, template="", prompt_of=RowLayout.prompt_of)
+    if answer_field:
+        layout = dataclasses.replace(layout, answer_of=RowLayout.answer_of, solution=None)
+    if solution_field is not None:
+        layout = dataclasses.replace(layout, solution=solution_field or None)
+    if layout.answer == layout.prompt and not answer_field and not needs_truth:
+        layout = dataclasses.replace(layout, answer=None)
+    prompt, answer = layout.prompt, layout.answer
     if prompt is None or (answer is None and needs_truth) or prompt == answer:
         lacking = " and ".join(
             setting
@@ -110,19 +199,85 @@ def recognise(
             "(reward_model.ground_truth). Prompts to train on need no answer where rewards other than the "
             "grader's score them: reward.grader_weight=0"
         )
-    solution = solution_field or None
-    if solution_field is None and not answer_field:
-        solution = found.solution if found else _first_known(SOLUTION_NAMES, fields)
-    source = SOURCE_NAME if SOURCE_NAME in fields else None
-    if found and not prompt_field and not answer_field:
-        return dataclasses.replace(found, solution=solution, source=source)
-    name = f"{prompt}/{answer}" if answer else f"{prompt} without a truth"
-    layout = RowLayout(name, prompt, answer, solution, source)
-    if found and answer_field and not prompt_field:
-        return dataclasses.replace(layout, template=found.template, prompt_of=found.prompt_of)
-    if found and prompt_field and not answer_field:
-        return dataclasses.replace(layout, answer_of=found.answer_of)
+    if prompt_field or answer_field or not known.name:
+        name = f"{prompt}/{answer}" if answer else f"{prompt} without a truth"
+        layout = dataclasses.replace(layout, name=name)
     return layout
+
+
+def _known_layout(rows: Sequence[Row], fields: Mapping[str, str]) -> RowLayout:
+    """A published layout, or else the fields with known names in a layout without a name."""
+    first = functools.partial(_first_known, fields)
+    solution = first(SOLUTION_NAMES)
+    if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
+        verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
+        prompts = [row.get(_VERL_PROMPT) for row in rows]
+        if not all(_has_dapo_words(_unwrapped(prompt)) for prompt in prompts):
+            return verl
+        return dataclasses.replace(
+            verl,
+            name="DAPO-Math-17k as published",
+            template=f"{DAPO_BEFORE}{{prompt}}{DAPO_AFTER}",
+            prompt_of=_without_dapo_words,
+        )
+    question, answer = first(PROMPT_NAMES), first(ANSWER_NAMES)
+    if question and answer and all("####" in str(row.get(answer)) for row in rows):
+        return RowLayout("GSM8K", question, answer, solution=answer, answer_of=_after_marker)
+    boxed = solution is not None and any(last_box(row.get(solution)) for row in rows)
+    if question and boxed and (answer is None or answer.lower() in ("response", "completion")):
+        return RowLayout("MATH", question, solution, solution, answer_of=_in_last_box)
+    return RowLayout("", question, answer, solution)
+
+
+def _unwrapped(prompt: Any) -> Any:
+    """The text of a single message of the user, which is treated like a question; else the prompt."""
+    if isinstance(prompt, list | tuple) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
+        message = prompt[0]
+        return message.get("content") if message.get("role") == "user" else prompt
+    return prompt
+
+
+def _has_dapo_words(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, str) and prompt.startswith(DAPO_BEFORE) and prompt.endswith(DAPO_AFTER)
+    )
+
+
+def _without_dapo_words(context: Context) -> Context:
+    if not isinstance(context, str) or not _has_dapo_words(context):
+        raise BadRow("the prompt has not DAPO's words around it, as the rows before it have")
+    problem = context[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
+    return checked_text(problem, "the problem in DAPO's words")
+
+
+def _after_marker(answer: Any) -> str:
+    if "####" not in str(answer):
+        raise BadRow("the answer has no '####' before its number, as those of other rows have")
+    return str(answer).rpartition("####")[2].strip()
+
+
+def _in_last_box(solution: Any) -> str:
+    box = last_box(solution)
+    if box is None:
+        raise BadRow(rf"no \boxed{{...}} in the solution, which is {shown(solution)}")
+    return box
+
+
+def last_box(text: Any) -> str | None:
+    r"""Returns the content of the last \boxed{...} of a text, with nested braces; None if there is none."""
+    starts = list(re.finditer(r"\\f?boxed\s*\{", text)) if isinstance(text, str) else []
+    if not starts:
+        return None
+    start = starts[-1].end()
+    depth = 1
+    for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return text[start : start + brace.start()].strip()
+    return None
+
+
+# Fields
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
@@ -141,130 +296,32 @@ def without(row: Mapping[str, Any], names: Sequence[str | None]) -> dict[str, An
     """Returns the row without the fields of some dotted names."""
     rest = dict(row)
     for name in filter(None, names):
+        outer, _, inner = name.partition(".")
         if name in rest:
             del rest[name]
-            continue
-        outer, _, inner = name.partition(".")
-        if inner and isinstance(rest.get(outer), Mapping):
+        elif inner and isinstance(rest.get(outer), Mapping):
             rest[outer] = without(rest[outer], [inner])
     return rest
 
 
-def unwrapped_question(context: Context) -> Context:
-    """Returns the text of a single user message; any other conversation as it is."""
-    if not isinstance(context, str) and len(context) == 1 and context[0]["role"] == "user":
-        return context[0]["content"]
-    return context
-
-
-# Layouts by name
-
-
-def _published_layout(
-    rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]
-) -> RowLayout | None:
-    if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
-        solution = _first_known(SOLUTION_NAMES, fields)
-        verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
-        if all(_is_dapo(row.get(_VERL_PROMPT)) for row in rows):
-            return dataclasses.replace(
-                verl,
-                name="DAPO-Math-17k as published",
-                template=f"{DAPO_BEFORE}{{prompt}}{DAPO_AFTER}",
-                prompt_of=_without_dapo_words,
-            )
-        return verl
-    question, answer = _first_known(PROMPT_NAMES, fields), _first_known(ANSWER_NAMES, fields)
-    if question and answer and all(_has_marker(row.get(answer)) for row in rows):
-        return RowLayout("GSM8K", question, answer, solution=answer, answer_of=_after_marker)
-    solution = _first_known(SOLUTION_NAMES, fields)
-    boxed = solution is not None and any(last_box(row.get(solution)) for row in rows)
-    if question and boxed and (answer is None or answer.lower() in ("response", "completion")):
-        return RowLayout("MATH", question, str(solution), solution, answer_of=_in_last_box)
-    return None
-
-
-def _is_dapo(prompt: Any) -> bool:
-    if not isinstance(prompt, list) or len(prompt) != 1 or not isinstance(prompt[0], Mapping):
-        return False
-    content = prompt[0].get("content")
-    return isinstance(content, str) and _problem_in_dapo_words(content) is not None
-
-
-def _problem_in_dapo_words(content: str) -> str | None:
-    if content.startswith(DAPO_BEFORE) and content.endswith(DAPO_AFTER):
-        return content[len(DAPO_BEFORE) : -len(DAPO_AFTER)]
-    return None
-
-
-def _without_dapo_words(context: Context) -> Context:
-    problem = _problem_in_dapo_words(context) if isinstance(context, str) else None
-    if problem is None:
-        raise BadRow("the prompt has not DAPO's words around it, as the rows before it have")
-    return checked_text(problem, "the problem in DAPO's words")
-
-
-def _has_marker(answer: Any) -> bool:
-    return isinstance(answer, str) and _MARKER in answer
-
-
-def _after_marker(answer: Any) -> str:
-    if not _has_marker(answer):
-        raise BadRow(
-            f"the answer has no {_MARKER!r} before its number, as those of other rows have"
-        )
-    return answer.rpartition(_MARKER)[2].strip()
-
-
-def _in_last_box(solution: Any) -> str:
-    box = last_box(solution)
-    if box is None:
-        raise BadRow(rf"no \boxed{{...}} in the solution, which is {shown(solution)}")
-    return box
-
-
-def last_box(text: Any) -> str | None:
-    r"""Returns the content of the last \boxed{...} of a text, with nested braces; None if there is none."""
-    if not isinstance(text, str):
-        return None
-    starts = list(re.finditer(r"\\f?boxed\s*\{", text))
-    if not starts:
-        return None
-    start = starts[-1].end()
-    depth = 1
-    for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
-        depth += 1 if brace[0] == "{" else -1
-        if not depth:
-            return text[start : start + brace.start()].strip()
-    return None
-
-
-# Fields
-
-
 def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The dotted names of all fields, in order, each with the name of its type for messages."""
+    names = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
+    names |= {dict: "object", type(None): "null"}
     found: dict[str, str] = {}
     for row in rows:
         for key, value in row.items():
-            found.setdefault(str(key), _type_name(value))
+            found.setdefault(key, names.get(type(value), "null"))
             if isinstance(value, Mapping):
                 found |= {f"{key}.{name}": kind for name, kind in _fields([value]).items()}
     return found
-
-
-def _type_name(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
-        return "messages"
-    names = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
-    return names.get(type(value), "object" if isinstance(value, Mapping) else "null")
 
 
 def _field_list(fields: Mapping[str, str]) -> str:
     return ", ".join(f"{name!r} ({kind})" for name, kind in list(fields.items())[:40]) or "none"
 
 
-def _first_known(names: Sequence[str], fields: Mapping[str, str]) -> str | None:
+def _first_known(fields: Mapping[str, str], names: Sequence[str]) -> str | None:
     """The first of some names that a file has, in the spelling of the file."""
     written = {field.lower(): field for field in reversed(list(fields))}
     return next((written[name] for name in names if name in written), None)

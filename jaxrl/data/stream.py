@@ -6,22 +6,157 @@
 The batches mix the sources by weight. Prompts in memory are tokenised once, before training, so a step takes
 rows that are ready. A generated prompt is tokenised when it is drawn.
 
-The position in a source is its turn, a number that only grows (`prompt_sources`). A curriculum skips most
-turns of problems that the policy always or never solves.
+The position in a source is its turn, a number that only grows and that alone identifies the prompt. A
+curriculum skips most turns of problems that the policy always or never solves. Whether it skips a turn
+depends on the seed, the turn, and the pass rate of its problem at that time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl.data.pass_rates import Curriculum, PassRates
-from jaxrl.data.prompt_sources import GeneratedPrompts, ShuffledPrompts
-from jaxrl.data.shuffling import check_order, check_same_data
+from jaxrl.data.generated_problems import GeneratedProblems
+from jaxrl.data.pass_rates import Curriculum, PassRates, is_drawn
+from jaxrl.data.row_layouts import Record
+from jaxrl.data.rows import BadRow
+from jaxrl.data.shuffling import check_order, check_same_data, checksum, shuffled
+from jaxrl.errors import UserError
 from jaxrl.types import Prompts
+
+logger = logging.getLogger(__name__)
+
+# Messages about generated problems that are left out, for each source.
+_NUM_NAMED = 3
+# Limit for generated problems that are left out in succession.
+_MOST_LEFT_OUT = 1000
+
+
+class ShuffledPrompts:
+    """Prompts in memory, in a new order each epoch; a curriculum skips some of them.
+
+    Args:
+      prompts: Prompts of the source, at least one.
+      seed: Seed of the order and of the skipped turns.
+      curriculum: Draws problems by their pass rates; None draws every problem.
+
+    Attributes:
+      pass_rates: The pass rate of each prompt; None without a curriculum.
+    """
+
+    def __init__(self, prompts: Prompts, seed: int, curriculum: Curriculum | None):
+        self._prompts = prompts
+        self._seed = seed
+        self._rows = shuffled(len(prompts), seed)
+        self.pass_rates = None if curriculum is None else PassRates(len(prompts), curriculum)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def identity(self) -> list[Any]:
+        """Identifies the data; a saved turn is only valid for the same identity."""
+        return [len(self._prompts), checksum(self._prompts.tokens)]
+
+    def prompt(self, turn: int) -> Prompts:
+        """The prompt of a turn."""
+        return self._prompts.take([self._row(turn)])
+
+    def draw(self, turn: int) -> tuple[int, Prompts]:
+        """Returns the first prompt from a turn on that is not skipped, with its turn."""
+        # After a whole epoch of skipped turns the next prompt is drawn in any case.
+        end, row = turn + len(self), self._row(turn)
+        while turn < end and not self._is_drawn(row, turn):
+            turn += 1
+            row = self._row(turn)
+        return turn, self._prompts.take([row])
+
+    def learn(self, turn: int, num_right: int, num_graded: int) -> None:
+        """Updates the pass rate of the prompt of a turn with its graded answers."""
+        if self.pass_rates is not None:
+            self.pass_rates.learn(self._row(turn), num_right, num_graded)
+
+    def _row(self, turn: int) -> int:
+        row = self._rows[turn]
+        assert row is not None, "an order has a row at every turn"
+        return row
+
+    def _is_drawn(self, row: int, turn: int) -> bool:
+        if self.pass_rates is None:
+            return True
+        return is_drawn(self.pass_rates.chance(row), self._seed, turn)
+
+
+class GeneratedPrompts:
+    """Prompts of problems that are generated when drawn. The number of a problem is its turn.
+
+    Args:
+      problems: Endless problems.
+      encode: Encodes a problem; returns no prompt if it does not fit.
+      first: Prompts of the first problems. A resumed run compares them with its own.
+      name: Name of the source, for messages.
+    """
+
+    def __init__(
+        self,
+        problems: GeneratedProblems,
+        encode: Callable[[Record], Prompts],
+        *,
+        first: Prompts,
+        name: str,
+    ):
+        self._problems = problems
+        self._encode = encode
+        self._first = first
+        self._name = name
+        self._num_named = 0
+        self._last_fault = ""
+
+    @property
+    def identity(self) -> list[Any]:
+        """Identifies the data; a saved turn is only valid for the same identity."""
+        # "made" is in the checkpoints of earlier runs.
+        return ["made", checksum(self._first.tokens)]
+
+    def prompt(self, turn: int) -> Prompts | None:
+        """The prompt of a turn; None if its problem is left out, UserError if it cannot be generated."""
+        try:
+            record = self._problems.problem(turn)
+        except BadRow as error:
+            self._log(f"{error} ({error.reason})")
+            return None
+        prompt = self._encode(record)
+        if len(prompt):
+            return prompt
+        self._log(f"{record.place}: longer than data.max_prompt_tokens")
+        return None
+
+    def draw(self, turn: int) -> tuple[int, Prompts]:
+        """Returns the first prompt from a turn on that is not left out, with its turn.
+
+        Raises:
+          UserError: Too many problems in succession are left out, or one cannot be generated.
+        """
+        for later in range(turn, turn + _MOST_LEFT_OUT):
+            prompt = self.prompt(later)
+            if prompt is not None:
+                return later, prompt
+        raise UserError(
+            f"{_MOST_LEFT_OUT} problems in succession are left out, the last one being {self._last_fault}; "
+            "make others, raise data.max_prompt_tokens, or use another grader"
+        )
+
+    def _log(self, message: str) -> None:
+        self._last_fault = f"{self._name}, {message}"
+        if self._num_named < _NUM_NAMED:
+            self._num_named += 1
+            logger.warning(
+                "left out, and counted in data/made_problems_left_out: %s", self._last_fault
+            )
 
 
 class PromptStream:
@@ -53,7 +188,15 @@ class PromptStream:
     ):
         assert len(sources) == len(weights), "every source has a weight"
         check_order(prompts_per_batch, seed)
-        seeds = _seeds(seed, len(sources))
+        # With one seed, sources of equal length would get the same order.
+        seeds = (
+            [seed]
+            if len(sources) == 1
+            else [
+                int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+                for number in range(len(sources))
+            ]
+        )
         self._sources = [
             ShuffledPrompts(source, own, curriculum) if isinstance(source, Prompts) else source
             for source, own in zip(sources, seeds, strict=True)
@@ -145,24 +288,11 @@ class PromptStream:
             prompt = source.prompt(turn)
             assert prompt is not None, "a prompt that was drawn before can be drawn again"
         else:
-            prompt_id, prompt = self._draw_new()
+            # The source that is furthest behind its share; the first one of several.
+            due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
+            number = due.index(min(due))
+            turn, prompt = self._sources[number].draw(self._turns[number])
+            self._turns[number] = turn + 1
+            self._num_drawn[number] += 1
+            prompt_id = turn * len(self._sources) + number
         return dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64))
-
-    def _draw_new(self) -> tuple[int, Prompts]:
-        # The source that is furthest behind its share; the first one of several.
-        due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
-        number = due.index(min(due))
-        turn, prompt = self._sources[number].draw(self._turns[number])
-        self._turns[number] = turn + 1
-        self._num_drawn[number] += 1
-        return turn * len(self._sources) + number, prompt
-
-
-def _seeds(seed: int, num_sources: int) -> list[int]:
-    """A seed for each source; with one seed, sources of equal length would get the same order."""
-    if num_sources == 1:
-        return [seed]
-    return [
-        int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-        for number in range(num_sources)
-    ]

@@ -67,7 +67,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The int32 [T] ids of `text`. It adds no tokens; special tokens in the text become their ids."""
-        return _int32(self.backend.encode(text, add_special_tokens=False))
+        return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, ...]:
         """Encodes every text, on all cores."""
@@ -76,7 +76,7 @@ class Tokenizer:
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             part = list(texts[start : start + _TEXTS_AT_ONCE])
             encodings = self.backend.encode_batch_fast(part, add_special_tokens=False)
-            ids += map(_int32, encodings)
+            ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
         return tuple(ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -93,34 +93,18 @@ class Tokenizer:
         array = np.asarray(ids, np.int64)
         return array[(array >= 0) & (array < self.vocab_size)].tolist()
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Renders a conversation by the model's chat template; see `ChatTemplate.render`."""
         if self.chat_template is None:
             raise UserError(
                 "this tokenizer has no chat template, so it cannot render a conversation; set "
                 "`chat` to False, or put a chat_template.jinja into the tokenizer's directory"
             )
-        return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, **kwargs
-        )
+        return self.chat_template.render(messages, **options)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> np.ndarray:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> np.ndarray:
         """The int32 [T] ids of `render_chat`."""
-        return self.encode(
-            self.render_chat(messages, add_generation_prompt=add_generation_prompt, **kwargs)
-        )
+        return self.encode(self.render_chat(messages, **options))
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes the files that `load_tokenizer` reads.
@@ -134,9 +118,12 @@ class Tokenizer:
         config: dict[str, Any] = dict(self.special_tokens)
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template.source
-        _write_json(directory / "tokenizer_config.json", config)
+        contents = {"tokenizer_config": config}
         if len(self.stop_ids) > 1:
-            _write_json(directory / "generation_config.json", {"eos_token_id": list(self.stop_ids)})
+            contents["generation_config"] = {"eos_token_id": list(self.stop_ids)}
+        for name, content in contents.items():
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            (directory / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
@@ -147,30 +134,39 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     """
     directory = pathlib.Path(directory)
     backend = _read_backend(directory / "tokenizer.json")
-    config_path = directory / "tokenizer_config.json"
-    config = _read_json(config_path)
-    special_tokens = _special_tokens(config)
+    path = directory / "tokenizer_config.json"
+    config = _read_json(path)
+    # A token is a text or {"content": text}. `add_bos_token: true` has the same ending but is not a token; a
+    # missing token may be null.
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+    special_tokens = {k: content for k, content in contents.items() if isinstance(content, str)}
+    ids: dict[str, int] = {}
+    for name in {"eos_token", "pad_token"} & special_tokens.keys():
+        token_id = backend.token_to_id(special_tokens[name])
+        if token_id is None:
+            raise UserError(
+                f"{path} names the token {special_tokens[name]!r}, which tokenizer.json beside it does not "
+                "have; put two files of one model there"
+            )
+        ids[name] = token_id
     # Not the number of entries, because some vocabularies have unused ids below the last one.
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-    generation_ids = _generation_eos_ids(directory / "generation_config.json", vocab_size)
-    if "eos_token" in special_tokens:
-        eos_id = _id_of(backend, special_tokens["eos_token"], config_path)
-    elif generation_ids:
-        eos_id = generation_ids[0]
-    else:
+    ends = _generation_eos_ids(directory / "generation_config.json", vocab_size)
+    if "eos_token" in ids:
+        ends = [ids["eos_token"], *ends]
+    stop_ids = tuple(dict.fromkeys(ends))
+    if not stop_ids:
         raise UserError(
-            f'{config_path} names no "eos_token", so a response could never end; add the token '
+            f'{path} names no "eos_token", so a response could never end; add the token '
             'that ends a text of this model, such as "eos_token": "<|endoftext|>"'
         )
-    pad_id = eos_id
-    if "pad_token" in special_tokens:
-        pad_id = _id_of(backend, special_tokens["pad_token"], config_path)
     return Tokenizer(
         backend=backend,
         vocab_size=vocab_size,
-        eos_id=eos_id,
-        stop_ids=(eos_id, *(i for i in generation_ids if i != eos_id)),
-        pad_id=pad_id,
+        eos_id=stop_ids[0],
+        stop_ids=stop_ids,
+        pad_id=ids.get("pad_token", stop_ids[0]),
         special_tokens=special_tokens,
         chat_template=_read_chat_template(directory, config, special_tokens),
     )
@@ -222,10 +218,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     )
 
 
-def _int32(encoding: tokenizers.Encoding) -> np.ndarray:
-    return np.array(encoding.ids, np.int32)
-
-
 def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
     content = read_bytes(
         path,
@@ -254,28 +246,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         absent="put the file of that name that was published with the model there, or write one "
         'that names its tokens: {"eos_token": "..."}',
     )
-
-
-def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The `*_token` entries, each written as a string or as {"content": string}."""
-    named = {key: value for key, value in config.items() if key.endswith("_token")}
-    contents = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
-    # `add_bos_token: true` has the same ending but is not a token; a missing token may be null.
-    return {key: content for key, content in contents.items() if isinstance(content, str)}
-
-
-def _id_of(backend: tokenizers.Tokenizer, token: str, path: pathlib.Path) -> int:
-    token_id = backend.token_to_id(token)
-    if token_id is None:
-        raise UserError(
-            f"{path} names the token {token!r}, which tokenizer.json beside it does not have; put "
-            "two files of one model there"
-        )
-    return token_id
 
 
 def _generation_eos_ids(path: pathlib.Path, vocab_size: int) -> list[int]:
@@ -307,23 +277,16 @@ def _read_chat_template(
     else:
         path = directory / "tokenizer_config.json"
         source = config.get("chat_template")
-    if isinstance(source, list):  # an older form: several templates with names
-        source = _default_template(source, path)
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise UserError(
-            f"{path} has a chat_template that is {str(source)[:60]!r}; it must be the text of a template: "
-            "copy the published file again"
-        )
-    return ChatTemplate(source, origin=str(path), special_tokens=special_tokens)
-
-
-def _default_template(entries: list[Any], path: pathlib.Path) -> Any:
-    for entry in entries:
-        if not isinstance(entry, dict) or not {"name", "template"} <= set(entry):
-            raise UserError(
-                f"{path} has a list of chat templates with {str(entry)[:60]!r}; each must have a name and "
-                "a template: copy the published file again"
-            )
-    return next((entry["template"] for entry in entries if entry["name"] == "default"), None)
+    try:
+        if isinstance(source, list):  # an older form: several templates with names
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
+            return None
+        if isinstance(source, str):
+            return ChatTemplate(source, origin=str(path), special_tokens=special_tokens)
+    except (KeyError, TypeError):  # entries of another form
+        pass
+    raise UserError(
+        f"{path} has a chat_template that is {str(source)[:60]!r}; it must be the text of a template: "
+        "copy the published file again"
+    )

@@ -8,22 +8,53 @@
     val-aux/<source>/without_answer         share of answers in which the grader found nothing to read
     val-aux/all/...                         the same of all sources together, if there are several
 
-verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains only the accuracy, by which
-divergence is detected.
+verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains only the accuracy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxrl.errors import UserError
 from jaxrl.evaluation.statistics import Estimate, statistics_of
+from jaxrl.mesh.devices import host_memory_bytes
+from jaxrl.rewards.grading import Verdict
+from jaxrl.rewards.score import score_completions
+from jaxrl.rollout import samples
 from jaxrl.types import Completions, Scored
+
+EVALUATION_STEP = 2**31 - 1
+"""The step number from which evaluations derive their sampling keys. Training never reaches it. It is
+constant, so two evaluations differ only by the weights."""
 
 # Name of all sources together, unless a source has this name.
 ALL = "all"
+
+
+def check_answers_fit(num_answers: int, max_response_tokens: int, *, settings: str) -> None:
+    """Raises UserError if the answers of an evaluation do not fit into this machine's memory.
+
+    Args:
+      num_answers: number of answers to all problems.
+      max_response_tokens: largest number of tokens of an answer.
+      settings: settings whose product is too large, with their values, for the message.
+    """
+    nbytes, there = samples.host_bytes(num_answers, max_response_tokens), host_memory_bytes()
+    if nbytes > there:
+        raise UserError(
+            f"{settings}: the answers take {nbytes / 1e9:,.1f} GB, more than this machine with "
+            f"{there / 1e9:,.1f} GB; lower evaluation.num_samples, or data.evaluation.size"
+        )
+
+
+def score_without_length_penalty(completions: Completions, verdicts: Sequence[Verdict]) -> Scored:
+    """Combines answers and verdicts, without a penalty for overlong answers."""
+    return score_completions(
+        completions, verdicts, overlong=lambda lengths_B: np.zeros(len(lengths_B), np.float32)
+    )
 
 
 def evaluation_metrics(scored: Scored) -> dict[str, float]:
@@ -37,24 +68,21 @@ def evaluation_metrics(scored: Scored) -> dict[str, float]:
         metrics |= {
             name: value for name, value in _metrics_of(ALL, scored).items() if "/acc/" in name
         }
-        # Divergence is detected by `val-core` metrics. The sources have one each; all together need none.
+        # `val-core` has the accuracy of each source, and nothing twice.
         core = f"val-core/{ALL}/acc/mean@{completions.num_samples}"
         metrics[core.replace("core", "aux", 1)] = metrics.pop(core)
     return metrics
 
 
-def statistics_of_scored(scored: Scored) -> dict[str, Estimate]:
-    """The statistics of correctness: name -> estimate."""
-    G = scored.completions.num_samples
-    answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
-    return statistics_of(scored.correct_NG, scored.correct_NG, answers)
-
-
 def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
     completions = scored.completions
-    metrics = _named(source, statistics_of_scored(scored))
+    G = completions.num_samples
+    answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
+    metrics = _named(source, statistics_of(scored.correct_NG, scored.correct_NG, answers))
     metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B.mean())
-    metrics[f"val-aux/{source}/entropy/mean"] = _token_mean(completions)
+    # The mean over tokens, not over responses.
+    entropy = float(np.concatenate(completions.entropy).mean())
+    metrics[f"val-aux/{source}/entropy/mean"] = entropy
     unread = [prediction is None for prediction in scored.predictions]
     metrics[f"val-aux/{source}/without_answer"] = float(np.mean(unread))
     return metrics
@@ -72,7 +100,3 @@ def _named(source: str, statistics: Mapping[str, Estimate]) -> dict[str, float]:
         if math.isfinite(estimate.stderr):
             metrics[f"val-aux/{source}/acc/{name}/stderr"] = estimate.stderr
     return metrics
-
-
-def _token_mean(completions: Completions) -> float:
-    return float(np.concatenate(completions.entropy).mean())

@@ -22,8 +22,14 @@ from huggingface_hub import errors as hub_errors
 
 from jaxrl.errors import UserError
 from jaxrl.hub.guarded_client import guard
-from jaxrl.hub.hub_names import HubName
-from jaxrl.hub.hub_splits import DATA_FILES, Splits, choose_files, declared_splits, inferred_splits
+from jaxrl.hub.hub_names import (
+    DATA_FILES,
+    HubName,
+    Splits,
+    choose_files,
+    declared_splits,
+    inferred_splits,
+)
 
 Kind = Literal["model", "dataset"]
 

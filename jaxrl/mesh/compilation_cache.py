@@ -85,17 +85,14 @@ def cache_folder() -> pathlib.Path:
 
     Machines may share a home directory, and a program compiled for one processor may crash on another.
     """
-    return cache_root() / "jax" / f"{platform.machine()}-{_processor()}"
-
-
-def _processor() -> str:
-    """A hash of this processor's features."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = [platform.processor()]
     abilities = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return hashlib.sha256("\n".join(sorted(abilities or lines[:1])).encode()).hexdigest()[:8]
+    features = "\n".join(sorted(abilities or lines[:1]))
+    kind = hashlib.sha256(features.encode()).hexdigest()[:8]
+    return cache_root() / "jax" / f"{platform.machine()}-{kind}"
 
 
 def _remove_half_written(folder: pathlib.Path) -> None:

@@ -119,9 +119,12 @@ def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
             "divide over them, and no other axis should cross the network between slices; choose a layout in "
             f"which d / (fsdp * expert * context) is a multiple of {num_slices}"
         )
-    if not _fill_boxes(devices):
-        # A pool with a part of every host leaves out the chips between them.
-        return _in_order(sorted(devices, key=_slice_of), shape)
+    for number in {_slice_of(device) for device in devices}:
+        chips = [device for device in devices if _slice_of(device) == number]
+        places = np.array([(*chip.coords, chip.core_on_chip) for chip in chips])
+        if len(chips) != np.prod(places.max(axis=0) - places.min(axis=0) + 1):
+            # JAX's own order needs a box without holes. A pool with a part of every host has holes.
+            return _in_order(sorted(devices, key=_slice_of), shape)
     if num_slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     across = tuple(num_slices if axis == "data" else 1 for axis in sizes)
@@ -139,19 +142,6 @@ def _in_order(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
     grid = np.empty(len(devices), object)
     grid[:] = devices
     return grid.reshape(shape)
-
-
-def _fill_boxes(devices: Sequence[Any]) -> bool:
-    """Whether the chips of each TPU slice are a box without holes, which JAX's own order needs."""
-    by_slice: dict[int, list[Any]] = {}
-    for device in devices:
-        by_slice.setdefault(_slice_of(device), []).append(device)
-    return all(map(_fill_a_box, by_slice.values()))
-
-
-def _fill_a_box(devices: Sequence[Any]) -> bool:
-    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
-    return len(devices) == np.prod(places.max(axis=0) - places.min(axis=0) + 1)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str | None:

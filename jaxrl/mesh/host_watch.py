@@ -109,7 +109,6 @@ class Peers:
         self._since_s = dict.fromkeys(unseen, now_s)
 
     def note(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
-        """Records the heartbeats in the store."""
         for new in heartbeats:
             if new.process in self._last and new != self._last[new.process]:
                 # A failed process keeps the time of its failure, whatever it still sends.
@@ -191,7 +190,6 @@ class HostWatch:
 
     @property
     def phase(self) -> str:
-        """See the class."""
         return self._me.phase
 
     @phase.setter
@@ -244,7 +242,11 @@ class HostWatch:
                 return
         traceback.print_exception(error)
         self._leave(_FAILED)
-        self._linger()
+        # Process 0 waits for the others. It holds the store; without it JAX ends them without a message.
+        until_s = time.monotonic() + self._lost_after_s + 2 * self._every_s
+        while not self._me.process and time.monotonic() < until_s and not self._peers.all_gone:
+            time.sleep(self._every_s)
+            self._peers.note(self._read(), time.monotonic())
         self._end(_FAULT)
 
     def _leave(self, state: str) -> None:
@@ -259,13 +261,6 @@ class HostWatch:
         if witness is not None:
             witness.kill()
             witness.communicate()
-
-    def _linger(self) -> None:
-        """Process 0 waits for the others. It holds the store; without it JAX ends them without a message."""
-        until_s = time.monotonic() + self._lost_after_s + 2 * self._every_s
-        while not self._me.process and time.monotonic() < until_s and not self._peers.all_gone:
-            time.sleep(self._every_s)
-            self._peers.note(self._read(), time.monotonic())
 
     # The thread
 
@@ -286,10 +281,9 @@ class HostWatch:
                 time.monotonic(), silent_s=self._silence_s, failed_s=self._lost_after_s
             )
             if reason and not self._stop.is_set():
-                self._end_for(reason)
-                return
-
-    def _end_for(self, reason: str) -> None:
+                break
+        else:
+            return
         self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -80,7 +80,14 @@ def start(config: HostsConfig) -> None:
     if not config.coordinator:
         return
     if config.coordinator == PATHWAYS:
-        _start_pathways()
+        try:
+            import pathwaysutils  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"hosts.coordinator {PATHWAYS!r} needs the package pathwaysutils, which is not installed; "
+                "run pip install pathwaysutils"
+            ) from error
+        pathwaysutils.initialize()
         return
     # JAX's service would install its own SIGTERM handler. A run handles signals itself, all processes at
     # once.
@@ -104,17 +111,6 @@ def start(config: HostsConfig) -> None:
             f"hosts.coordinator={config.coordinator} ({reason}); give the address:port of process 0 with "
             "hosts.num_processes and hosts.process_id, and start all processes"
         ) from error
-
-
-def _start_pathways() -> None:
-    try:
-        import pathwaysutils  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"hosts.coordinator {PATHWAYS!r} needs the package pathwaysutils, which is not installed; run "
-            "pip install pathwaysutils"
-        ) from error
-    pathwaysutils.initialize()
 
 
 # The watch of this process during a multi-process run. Global, like JAX's distributed client.
@@ -175,7 +171,13 @@ def is_turn_of_this(turn: int) -> bool:
 def fetch(tree: Any) -> Any:
     """Fetches a tree of arrays as whole NumPy arrays, on every process. Collective."""
     leaves, structure = jax.tree.flatten(tree)
-    spread = [i for i, leaf in enumerate(leaves) if _is_spread(leaf)]
+    # Arrays that no process can read whole from its own devices.
+    spread = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.Array)
+        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ]
     if spread:
         parts = [leaves[i] for i in spread]
         whole = [NamedSharding(leaf.sharding.mesh, P()) for leaf in parts]
@@ -184,14 +186,7 @@ def fetch(tree: Any) -> Any:
     return jax.tree.unflatten(structure, jax.device_get(leaves))
 
 
-def _is_spread(leaf: Any) -> bool:
-    """Whether no process can read the whole array from its own devices."""
-    if not isinstance(leaf, jax.Array):
-        return False
-    return not (leaf.is_fully_addressable or leaf.is_fully_replicated)
-
-
-def _same(tree: Any) -> Any:
+def _same(tree: Any) -> Any:  # one function, so that JAX compiles it once for equal shapes
     return tree
 
 
@@ -266,8 +261,10 @@ def on_first(function: Callable[[], Result]) -> Result:
     """
     if num_processes() == 1:
         return function()
-    outcome = _outcome_of(function) if is_first() else {}
-    return _result_of(json.loads(_broadcast(json.dumps(outcome).encode())))
+    content = json.dumps(_outcome_of(function)).encode() if is_first() else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+    padded = multihost_utils.broadcast_one_to_all(_padded(content, size)).astype(np.uint8)
+    return _result_of(json.loads(bytes(padded[:size])))
 
 
 def gather(function: Callable[[], Result]) -> list[Result]:
@@ -299,13 +296,6 @@ def _result_of(outcome: dict[str, Any]) -> Any:
     if "error" in outcome:
         raise UserError(outcome["error"])
     return outcome["result"]
-
-
-def _broadcast(content: bytes) -> bytes:
-    """The content of process 0."""
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    padded = _padded(content if is_first() else b"", size)
-    return bytes(multihost_utils.broadcast_one_to_all(padded).astype(np.uint8)[:size])
 
 
 def _padded(content: bytes, size: int) -> np.ndarray:

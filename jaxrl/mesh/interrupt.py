@@ -152,9 +152,13 @@ class StopSignal:
     # The thread
 
     def _watch(self) -> None:
-        number = self._first_signal()
-        if not number:
-            return
+        # Wait for a signal, or for the end of the context: the pipe is closed, and reads nothing.
+        number = 0
+        while number not in (signal.SIGTERM, signal.SIGINT):
+            content = os.read(self._wakes, 1)
+            if not content:
+                return
+            number = content[0]
         arrived_s = time.monotonic()
         while not self._left.wait(_POLL_S):
             with self._lock:
@@ -163,23 +167,13 @@ class StopSignal:
                     not self._num_saving and waited_s > _SHARE_OF_STEP * self._within_s
                 )
             if self._has_given_up:
-                self._give_up(number, (1 - _SHARE_OF_STEP) * self._within_s)
+                seconds = (1 - _SHARE_OF_STEP) * self._within_s
+                # On its own thread: an act may need a lock that the stuck main thread holds.
+                acts = threading.Thread(target=self._act, args=(number, seconds), daemon=True)
+                acts.start()
+                acts.join(timeout=seconds)
+                self._end(_status_of(number))
                 return
-
-    def _first_signal(self) -> int:
-        """Waits for a signal and returns its number; 0 if the context ends."""
-        while content := os.read(self._wakes, 64):
-            for number in content:
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    return number
-        return 0
-
-    def _give_up(self, number: int, seconds: float) -> None:
-        # On its own thread: `act` may need a lock that the stuck main thread holds.
-        acts = threading.Thread(target=self._act, args=(number, seconds), daemon=True)
-        acts.start()
-        acts.join(timeout=seconds)
-        self._end(_status_of(number))
 
     def _act(self, number: int, seconds: float) -> None:
         until_s = time.monotonic() + seconds

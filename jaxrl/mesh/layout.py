@@ -97,7 +97,6 @@ class ParallelLayout:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices."""
         return self.p * self.t * self.d
 
     @property
@@ -128,10 +127,17 @@ class ParallelLayout:
         p_g, t_g, d_g, d_again = _sizes(generate, ("p_g", "t_g", "d_g", "d"), "mesh.generate")
         for gen, train, what in ((p_g, p, "p_g"), (t_g, t, "t_g")):
             if train % gen:
+                n, remedy = p * t * d, ""
+                if what == "t_g" and n % t_g == 0:
+                    # The layout with the sharding of verl's FSDP over all devices and its rollout TP of t_g.
+                    remedy = (
+                        f" (FSDP over {n} devices with tensor parallel {t_g} in generation is mesh.train "
+                        f"1-{t_g}-{n // t_g}, mesh.fsdp {n // t_g}, mesh.generate 1-{t_g}-1-{n // t_g})"
+                    )
                 raise UserError(
                     f"mesh.generate {generate}: {what}={gen} does not divide {what[0]}={train} of mesh.train "
                     f"{config.train}; generation shards are unions of training shards, so choose a divisor"
-                    + (_fsdp_remedy(t_g, p * t * d) if what == "t_g" else "")
+                    f"{remedy}"
                 )
         if (d_g, d_again) != (p * t // (p_g * t_g), d):
             raise UserError(
@@ -148,27 +154,15 @@ class ParallelLayout:
         return ParallelLayout(p, t, d, p_g, t_g, *shares)
 
 
-def _fsdp_remedy(t_g: int, devices: int) -> str:
-    """The layout with the sharding of verl's FSDP over all devices and its rollout TP of t_g."""
-    if t_g > devices or devices % t_g:
-        return ""
-    d = devices // t_g
-    return (
-        f" (FSDP over {devices} devices with tensor parallel {t_g} in generation is mesh.train 1-{t_g}-{d}, "
-        f"mesh.fsdp {d}, mesh.generate 1-{t_g}-1-{d})"
-    )
-
-
 def _sizes(text: str, names: tuple[str, ...], setting: str) -> list[int]:
     parts = text.split("-")
-    if len(parts) != len(names) or not all(map(_is_size, parts)):
+    # Check the length first: `int` raises for text of thousands of digits.
+    if len(parts) != len(names) or not all(
+        part.isdecimal() and len(part) <= len(str(MAX_COUNT)) and 0 < int(part) <= MAX_COUNT
+        for part in parts
+    ):
         raise UserError(
             f"{setting}={text!r} is not {'-'.join(names)}: {len(names)} numbers from 1 to {MAX_COUNT:,} "
             f"joined by dashes, for example {'-'.join(['1'] * len(names))}"
         )
     return [int(part) for part in parts]
-
-
-def _is_size(text: str) -> bool:
-    # Check the length first: `int` raises for text of thousands of digits.
-    return text.isdecimal() and len(text) <= len(str(MAX_COUNT)) and 0 < int(text) <= MAX_COUNT

@@ -66,8 +66,16 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
             k, v = (_kv_heads_of(q, x, group, head_axes) for x in (k, v))
             if not context_axes:
                 return attention(q, k, v, ids, *rest)
-            _check_heads(q.shape[2], k.shape[2], num_parts, context_axes)
-            k, v = (_at_least(x, num_parts) for x in (k, v))
+            num_queries, num_keys = q.shape[2], k.shape[2]
+            if num_queries % num_parts or (num_keys % num_parts and num_parts % num_keys):
+                raise UserError(
+                    f"{num_queries} query heads and {num_keys} key-value heads on a device do not divide "
+                    f"over {' x '.join(context_axes)} = {num_parts}; sequences are exchanged for heads, so "
+                    f"mesh.context must divide {num_queries}, and divide {num_keys} or be a multiple of it"
+                )
+            if num_keys % num_parts:
+                # Each part of the context axis gets at least one key-value head.
+                k, v = (jnp.repeat(x, num_parts // num_keys, axis=2) for x in (k, v))
             q, k, v = (
                 jax.lax.all_to_all(x, context_axes, split_axis=2, concat_axis=1, tiled=True)
                 for x in (q, k, v)
@@ -102,23 +110,6 @@ def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, .
     # The first held head is a multiple of `num_held`, so the remainder is the position among held heads.
     first = (first_query // group) % num_held
     return jax.lax.dynamic_slice_in_dim(x, first, num_used, axis=2)
-
-
-def _at_least(x: jax.Array, num_parts: int) -> jax.Array:
-    """Repeats key-value heads until each part of the context axis gets at least one."""
-    num_heads = x.shape[2]
-    return x if num_heads % num_parts == 0 else jnp.repeat(x, num_parts // num_heads, axis=2)
-
-
-def _check_heads(
-    num_queries: int, num_keys: int, num_parts: int, context_axes: tuple[str, ...]
-) -> None:
-    if num_queries % num_parts or (num_keys % num_parts and num_parts % num_keys):
-        raise UserError(
-            f"{num_queries} query heads and {num_keys} key-value heads on a device do not divide over "
-            f"{' x '.join(context_axes)} = {num_parts}; sequences are exchanged for heads, so mesh.context "
-            f"must divide {num_queries}, and divide {num_keys} or be a multiple of it"
-        )
 
 
 # (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights) -> out_BTD

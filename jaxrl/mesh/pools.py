@@ -67,16 +67,13 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the pool."""
         return self.layout.num_devices
 
     @property
     def layouts(self) -> dict[str, ParallelLayout]:
-        """The layout of each role."""
         return {role: self.layout_of(role) for role in self.roles}
 
     def config_of(self, role: str) -> LayoutConfig:
-        """The layout settings of a role."""
         return self.own.get(role, self.config)
 
     def layout_of(self, role: str) -> ParallelLayout:
@@ -102,12 +99,10 @@ class PlacedPool:
 
     @property
     def name(self) -> str:
-        """Name of the pool."""
         return self.pool.name
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the pool."""
         return self.pool.roles
 
     def mesh_of(self, role: str) -> Mesh:
@@ -183,13 +178,30 @@ def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
     roles = _roles_of(name, row)
     own = {key: value for key, value in row.items() if key not in _OWN_SETTINGS}
     config = _with_settings(f"placement.{name}", mesh, own, also=_OWN_SETTINGS)
+    own_layouts = row.get("layouts", {})
+    if not isinstance(own_layouts, Mapping) or not all(
+        role in roles and isinstance(changes, Mapping) for role, changes in own_layouts.items()
+    ):
+        raise UserError(
+            f"placement.{name}.layouts is {own_layouts!r}; it has settings of mesh by role, such as "
+            f'{{"{roles[0]}": {{"train": "1-4-2"}}}}, for roles of the pool: {", ".join(roles)}'
+        )
     layouts = {}
-    for role, changes in _layouts_of(name, row, roles).items():
+    for role, changes in own_layouts.items():
         # Generation uses the training layout by default. A role with its own training layout must not inherit
         # the generation layout of the pool.
         base = dataclasses.replace(config, generate="") if "train" in changes else config
         layouts[role] = _with_settings(f"placement.{name}.layouts.{role}", base, changes)
-    pool = Pool(name, roles, config, _span(name, row.get("devices")), layouts)
+    span, text = None, row.get("devices")
+    if text is not None:
+        match = re.fullmatch(r"(\d{1,7})-(\d{1,7})", text) if isinstance(text, str) else None
+        if match is None or int(match[2]) < int(match[1]):
+            raise UserError(
+                f"placement.{name}.devices={text!r} is not first-last, two positions such as '0-3'; leave it "
+                "out to take the next free devices"
+            )
+        span = int(match[1]), int(match[2])
+    pool = Pool(name, roles, config, span, layouts)
     if pool.span is not None and pool.span[1] - pool.span[0] + 1 != pool.num_devices:
         raise UserError(
             f"placement.{name}.devices={row['devices']} are {pool.span[1] - pool.span[0] + 1} devices, but "
@@ -219,32 +231,6 @@ def _with_settings(
         raise UserError(f"{where}.{error}") from error
 
 
-def _layouts_of(
-    name: str, row: Mapping[str, Any], roles: Sequence[str]
-) -> Mapping[str, Mapping[str, Any]]:
-    layouts = row.get("layouts", {})
-    if not isinstance(layouts, Mapping) or not all(
-        role in roles and isinstance(changes, Mapping) for role, changes in layouts.items()
-    ):
-        raise UserError(
-            f"placement.{name}.layouts is {layouts!r}; it has settings of mesh by role, such as "
-            f'{{"{roles[0]}": {{"train": "1-4-2"}}}}, for roles of the pool: {", ".join(roles)}'
-        )
-    return layouts
-
-
-def _span(name: str, text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,7})-(\d{1,7})", text) if isinstance(text, str) else None
-    if match is None or int(match[2]) < int(match[1]):
-        raise UserError(
-            f"placement.{name}.devices={text!r} is not first-last, two positions such as '0-3'; leave it "
-            "out to take the next free devices"
-        )
-    return int(match[1]), int(match[2])
-
-
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The disjoint pools of a run."""
@@ -264,11 +250,9 @@ class Placement:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of all pools."""
         return sum(len(pool.devices) for pool in self.pools)
 
     def pool_of(self, role: str) -> PlacedPool:
-        """The pool of a role."""
         return next(pool for pool in self.pools if role in pool.roles)
 
 

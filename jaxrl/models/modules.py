@@ -71,7 +71,6 @@ class Projection(nnx.Module):
         self.splits_sum = ins[0][0] in ("heads", "mlp")
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """Projects the last dimensions of `x`."""
         summed: Any = {"num_summed": self.num_ins, "splits_sum": self.splits_sum}
         out = compute.projection(x, self.weight.get_value(), **summed)
         if self.has_bias:

@@ -11,97 +11,67 @@ models of one shape.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig, RopeScaling
 
-
-def _qwen25(*shape: int, small: bool = False, eps: float = 1e-6) -> ModelConfig:
-    vocab_size = 151_936 if small else 152_064
-    return _dense(vocab_size, *shape, tied=small, rope_theta=1e6, rms_norm_eps=eps, qkv_bias=True)
-
-
-def _qwen3(*shape: int, tied: bool = False, experts: tuple[int, int] = (0, 0)) -> ModelConfig:
-    return _dense(
-        151_936,
-        *shape,
-        tied=tied,
-        rope_theta=1e6,
-        qk_norm=True,
-        num_experts=experts[0],
-        experts_per_token=experts[1],
-    )
-
-
-def _llama3(*shape: int, rope_scaling: RopeScaling | None = None) -> ModelConfig:
-    return _dense(128_256, *shape, rope_theta=5e5, rms_norm_eps=1e-5, rope_scaling=rope_scaling)
-
-
-def _mistral(vocab_size: int, *shape: int, **others) -> ModelConfig:
-    return _dense(vocab_size, *shape, rms_norm_eps=1e-5, **others)
-
-
-def _gemma3(*shape: int, window: int, query_scalar: float = 256.0) -> ModelConfig:
-    return _dense(
-        262_144,
-        *shape,
-        tied=True,
-        rope_theta=1e6,
-        rope_local_theta=1e4,
-        sliding_window=window,
-        layer_pattern=("sliding",) * 5 + ("full",),
-        qk_norm=True,
-        query_pre_attn_scalar=query_scalar,
-        activation="gelu_tanh",
-        post_norms=True,
-        zero_centered_norms=True,
-        scale_embeddings=True,
-    )
-
-
 _SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 
 
-def _dense(vocab_size: int, *shape: int, tied: bool = False, **others) -> ModelConfig:
-    sizes: Any = dict(zip(_SIZES, shape, strict=True))
-    others = {"qkv_bias": False, **others}
-    return ModelConfig(vocab_size=vocab_size, tie_embeddings=tied, **sizes, **others)
+def _shape(*sizes: int, family: Mapping[str, Any], **others: Any) -> ModelConfig:
+    """A model of a family; `sizes` are those of `_SIZES`."""
+    named = dict(zip(_SIZES, sizes, strict=True))
+    return ModelConfig(**{"qkv_bias": False, "tie_embeddings": False, **family, **named, **others})
 
 
-# The numbers of a shape are those of `_SIZES`.
+_QWEN25 = {"vocab_size": 152_064, "rope_theta": 1e6, "qkv_bias": True}
+_QWEN25_SMALL = {**_QWEN25, "vocab_size": 151_936, "tie_embeddings": True}
+_QWEN3 = {"vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
+_QWEN3_SMALL = {**_QWEN3, "tie_embeddings": True}
+_LLAMA3 = {"vocab_size": 128_256, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+_SMOLLM2 = {"vocab_size": 49_152, "rope_theta": 1e5, "rms_norm_eps": 1e-5, "tie_embeddings": True}
+_MISTRAL = {"vocab_size": 32_000, "rms_norm_eps": 1e-5}
+_MISTRAL_WINDOW = {"sliding_window": 4096, "layer_pattern": ("sliding",)}
+_GEMMA3 = {
+    "vocab_size": 262_144,
+    "tie_embeddings": True,
+    "rope_theta": 1e6,
+    "rope_local_theta": 1e4,
+    "layer_pattern": ("sliding",) * 5 + ("full",),
+    "qk_norm": True,
+    "query_pre_attn_scalar": 256.0,
+    "activation": "gelu_tanh",
+    "post_norms": True,
+    "zero_centered_norms": True,
+    "scale_embeddings": True,
+}
+_MIXTURE = {"num_experts": 128, "experts_per_token": 8}
+
 SHAPES = {
-    "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 64, 4864, small=True),
-    "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 128, 8960, small=True),
-    "qwen2.5-3b": _qwen25(36, 2048, 16, 2, 128, 11008, small=True),
-    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 128, 18944),
-    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 128, 13824, eps=1e-5),
-    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 128, 27648, eps=1e-5),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 128, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 128, 6144, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 8, 128, 9728, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 8, 128, 12288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 8, 128, 17408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 8, 128, 25600),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 128, 768, experts=(128, 8)),
-    "llama-3-8b": _llama3(32, 4096, 32, 8, 128, 14336),
-    "llama-3-70b": _llama3(80, 8192, 64, 8, 128, 28672),
-    "llama-3.1-8b": _llama3(32, 4096, 32, 8, 128, 14336, rope_scaling=RopeScaling()),
-    "mistral-7b-v0.1": _mistral(
-        32_000,
-        *(32, 4096, 32, 8, 128, 14336),
-        sliding_window=4096,
-        layer_pattern=("sliding",),
+    "qwen2.5-0.5b": _shape(24, 896, 14, 2, 64, 4864, family=_QWEN25_SMALL),
+    "qwen2.5-1.5b": _shape(28, 1536, 12, 2, 128, 8960, family=_QWEN25_SMALL),
+    "qwen2.5-3b": _shape(36, 2048, 16, 2, 128, 11008, family=_QWEN25_SMALL),
+    "qwen2.5-7b": _shape(28, 3584, 28, 4, 128, 18944, family=_QWEN25),
+    "qwen2.5-14b": _shape(48, 5120, 40, 8, 128, 13824, family=_QWEN25, rms_norm_eps=1e-5),
+    "qwen2.5-32b": _shape(64, 5120, 40, 8, 128, 27648, family=_QWEN25, rms_norm_eps=1e-5),
+    "qwen3-0.6b": _shape(28, 1024, 16, 8, 128, 3072, family=_QWEN3_SMALL),
+    "qwen3-1.7b": _shape(28, 2048, 16, 8, 128, 6144, family=_QWEN3_SMALL),
+    "qwen3-4b": _shape(36, 2560, 32, 8, 128, 9728, family=_QWEN3_SMALL),
+    "qwen3-8b": _shape(36, 4096, 32, 8, 128, 12288, family=_QWEN3),
+    "qwen3-14b": _shape(40, 5120, 40, 8, 128, 17408, family=_QWEN3),
+    "qwen3-32b": _shape(64, 5120, 64, 8, 128, 25600, family=_QWEN3),
+    "qwen3-30b-a3b": _shape(48, 2048, 32, 4, 128, 768, family=_QWEN3, **_MIXTURE),
+    "llama-3-8b": _shape(32, 4096, 32, 8, 128, 14336, family=_LLAMA3),
+    "llama-3-70b": _shape(80, 8192, 64, 8, 128, 28672, family=_LLAMA3),
+    "llama-3.1-8b": _shape(32, 4096, 32, 8, 128, 14336, family=_LLAMA3, rope_scaling=RopeScaling()),
+    "mistral-7b-v0.1": _shape(32, 4096, 32, 8, 128, 14336, family=_MISTRAL, **_MISTRAL_WINDOW),
+    "mistral-7b-v0.3": _shape(
+        32, 4096, 32, 8, 128, 14336, family=_MISTRAL, vocab_size=32_768, rope_theta=1e6
     ),
-    "mistral-7b-v0.3": _mistral(32_768, 32, 4096, 32, 8, 128, 14336, rope_theta=1e6),
-    "smollm2-135m": _dense(
-        49_152,
-        *(30, 576, 9, 3, 64, 1536),
-        tied=True,
-        rope_theta=1e5,
-        rms_norm_eps=1e-5,
-    ),
-    "gemma-3-1b": _gemma3(26, 1152, 4, 1, 256, 6912, window=512),
+    "smollm2-135m": _shape(30, 576, 9, 3, 64, 1536, family=_SMOLLM2),
+    "gemma-3-1b": _shape(26, 1152, 4, 1, 256, 6912, family=_GEMMA3, sliding_window=512),
 }
 
 

@@ -24,7 +24,7 @@ from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.models.cache.kv_cache import PagedSlots
 from jaxrl.models.decoder import Params
-from jaxrl.planner.compiled.trace import SamplerShapes, bytes_of, layer_memory, nbytes_of
+from jaxrl.planner.compiled.programs import SamplerShapes, bytes_of, layer_memory, nbytes_of
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.quantized import Quantized
 from jaxrl.roles.learner import Learner, TrainState

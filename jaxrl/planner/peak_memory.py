@@ -7,8 +7,8 @@ import jax
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import peak_memory
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.trace_plan import trace_plan
 
 _GB = 1e9
 _PHASES = ("sampling", "learning")

@@ -37,15 +37,13 @@ from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.planner import plan_output
-from jaxrl.planner.compile_plan import compile_plan
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import check_topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, check_topology, read_topology
+from jaxrl.planner.make_plan import compile_plan, trace_plan
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.step_load import RESPONSE_SHARE, response_lengths
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 
 _DOES_NOT_FIT = 1

@@ -143,7 +143,8 @@ def _consoles(
         console = Console(force_terminal=None if sys.stdout.isatty() else False)
     if not console.is_terminal:
         width = console.width if "COLUMNS" in os.environ else plain_width
-        console = Console(file=console.file, width=width, force_terminal=False, color_system=None)
+        plain = {"force_terminal": False, "color_system": None, "quiet": console.quiet}
+        console = Console(file=console.file, width=width, **plain)
     yield console
     if page is not None:
         with open(os.devnull, "w") as nowhere:

@@ -23,11 +23,11 @@ from jaxrl.planner.compiled.programs import (
     engine_programs,
     frozen_programs,
     policy_programs,
+    sampler_shapes,
     sampling_programs,
 )
-from jaxrl.planner.compiled.trace import sampler_shapes
 from jaxrl.planner.hardware.accelerators import Accelerator
-from jaxrl.planner.hardware.topologies import shapes_of_at_least
+from jaxrl.planner.hardware.cluster import shapes_of_at_least
 from jaxrl.planner.memory import (
     ResidentBuffers,
     engine_memory,

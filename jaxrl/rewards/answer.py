@@ -124,7 +124,13 @@ def extract_answer(response: str) -> str | None:
     span = answer_span(response)
     if span is not None:
         return response[slice(*span)].strip()
-    return _last_box(response[-_WINDOW_CHARS:])
+    text = response[-_WINDOW_CHARS:]
+    opening = collections.deque(BOX.finditer(text), maxlen=1)
+    if not opening:
+        return None
+    start = opening[0].end()
+    end = closing_brace(text, start)
+    return without_spacing(text[start:end]) if end >= 0 else None
 
 
 def answer_span(response: str) -> tuple[int, int] | None:
@@ -166,7 +172,12 @@ def normalize_answer(text: str) -> str:
     if len(text) > _WINDOW_CHARS:
         return ""
     text, _ = _undressed(text)
-    return _number(text) or _expression(text)
+    if number := _number(text):
+        return number
+    # Keep single spaces, and only between two words or numbers and after commas.
+    text = " ".join(text.split())
+    text = re.sub(r"(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])", "", text)
+    return text.replace(",", ", ").strip()
 
 
 def grade_answer(response: str, answer: str) -> Grade:
@@ -208,16 +219,6 @@ def gsm8k_answer(solution: str) -> str:
             f"'#### N', or be the number N alone; fix the row, or use the grader 'answer' for other answers"
         )
     return answer
-
-
-def _last_box(text: str) -> str | None:
-    """Returns the content of the last box; None without a box or if it is not closed."""
-    opening = collections.deque(BOX.finditer(text), maxlen=1)
-    if not opening:
-        return None
-    start = opening[0].end()
-    end = closing_brace(text, start)
-    return without_spacing(text[start:end]) if end >= 0 else None
 
 
 def _is_number(text: str) -> bool:
@@ -270,10 +271,3 @@ def _number(text: str) -> str | None:
         return None
     value = Fraction(above.replace(",", "")) / denominator
     return str(-value if sign == "-" else value)
-
-
-def _expression(text: str) -> str:
-    """Keeps single spaces, and only between two words or numbers and after commas."""
-    text = " ".join(text.split())
-    text = re.sub(r"(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])", "", text)
-    return text.replace(",", ", ").strip()

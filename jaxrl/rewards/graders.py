@@ -44,7 +44,8 @@ from jaxrl.rewards.grading import (
     empty_fault,
 )
 from jaxrl.rewards.math_grader import MathGrader
-from jaxrl.rewards.sandbox import SandboxChoice, choose_sandbox
+from jaxrl.rewards.reward_config import SandboxChoice
+from jaxrl.rewards.sandbox import choose_sandbox
 from jaxrl.rewards.sandboxed_graders import (
     CODE,
     TASK,
@@ -164,7 +165,11 @@ class Graders:
         for source, (name, options) in choices.items():
             key = json.dumps([name, dict(options)], sort_keys=True, default=str)
             if key not in made:
-                made[key] = _built(name, options, self._pool, self._sandbox)
+                try:
+                    made[key] = _built(name, options, self._pool, self._sandbox)
+                except UserError as error:
+                    of = f"data set {source!r}: " if source else ""
+                    raise UserError(f"{of}{error}") from error
             self._graders[source], self._names[source] = made[key], name
         self._shown: set[str] = set()
         # Of each grader: the responses it has looked at, up to `_LOOKED_AT`, and those without an answer.
@@ -239,7 +244,6 @@ class Graders:
         return empty_fault(row) or self._grader_of(row).validate(row)
 
     def close(self) -> None:
-        """Ends the thread and the processes."""
         # The pool first: then the thread, which may wait for the pool, gets an answer.
         self._pool.close()
         if self._aside is not None:

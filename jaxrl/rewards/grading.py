@@ -113,7 +113,6 @@ class PendingVerdict:
     prediction: str | None = None
 
     def wait(self) -> Verdict:
-        """Waits for the verdict."""
         try:
             return self.verdict(self.future.result())
         except WorkerFault as fault:

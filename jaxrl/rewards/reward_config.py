@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from jaxrl.checks import (
     PATH,
@@ -17,9 +17,10 @@ from jaxrl.checks import (
     token_count,
 )
 from jaxrl.errors import UserError
-from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate
-from jaxrl.rewards.sandbox import SandboxChoice
+
+SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
+"""Values of `reward.code_sandbox`."""
 
 MAX_GRADER_WORKERS = 1024
 """Processes on a host; the largest machines have a few hundred cores."""
@@ -103,7 +104,6 @@ class RewardConfig:
     """
 
     def __post_init__(self):
-        check_grader(self.grader, self.grader_options)
         for name, function in self.functions.items():
             if name in ("grader", "model", "judge"):
                 raise ValueError(

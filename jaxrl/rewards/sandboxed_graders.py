@@ -59,7 +59,6 @@ class CodeGrader(SampleGrader):
         self._part_marks = part_marks
 
     def begin(self, sample: Response) -> Verdict | PendingVerdict:
-        """Runs the program in a worker."""
         program = program_of(sample.text)
         if program is None:
             return Verdict.of(False, None)
@@ -103,7 +102,6 @@ class ReasoningGymGrader(SampleGrader):
         self._part_marks = part_marks
 
     def begin(self, sample: Response) -> Verdict | PendingVerdict:
-        """Scores the answer in a worker."""
         answer, row = tagged_answer(sample.text), sample.row
         if not answer:
             return Verdict.of(False, None)

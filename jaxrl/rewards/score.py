@@ -59,7 +59,6 @@ class AskedVerdicts:
     """Verdicts that are computed on a thread."""
 
     def __init__(self, graders: Graders, completions: Completions):
-        """Starts grading."""
         self._graders = graders
         self._prompts = completions.prompts
         # The thread of the graders also makes the texts, if nobody has read them yet.

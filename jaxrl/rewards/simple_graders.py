@@ -51,7 +51,6 @@ class ChoiceGrader(SampleGrader):
         return f"ground truth {row.answer[:80]!r} is no letter such as 'C' or '(C)'; fix or drop the row"
 
     def begin(self, sample: Response) -> Verdict:
-        """Compares the letters."""
         label = _LABEL.fullmatch(_undressed(sample.row.answer).upper())
         assert label is not None, "there is no fault"
         said = choice_of(extract_answer(sample.text) or "")
@@ -91,7 +90,6 @@ class ExactGrader(SampleGrader):
         self._ignore_case = ignore_case
 
     def begin(self, sample: Response) -> Verdict:
-        """Compares the texts."""
         said = sample.text if self._whole else extract_answer(sample.text)
         right = said is not None and self._spelled(said) == self._spelled(sample.row.answer)
         return Verdict.of(right, None if said is None else said.strip()[:300])
@@ -130,7 +128,6 @@ class RegexGrader(SampleGrader):
             raise UserError(f"grader_options.pattern {fault}")
 
     def begin(self, sample: Response) -> PendingVerdict:
-        """Searches in a worker."""
         pattern = self._pattern or rf"(?:{sample.row.answer})\W*\Z"
         text = sample.text[-self._max_chars :]
         future = self._pool.submit(SEARCH, (pattern, self._flags, text))

@@ -155,7 +155,6 @@ class UserRewards:
             self._pool.start()
 
     def close(self) -> None:
-        """Ends the process."""
         self._pool.close()
 
     def scores(self, path: str, completions: Completions) -> np.ndarray:

@@ -71,7 +71,6 @@ class ContinuousRollout:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of groups that are not finished."""
         return len(self._groups) - len(self._finished)
 
     def dispatch(self, options: SamplingOptions, more: More) -> bool:

@@ -143,12 +143,10 @@ class DecodeLoop:
 
     @property
     def unfinished(self) -> bool:
-        """Whether any sample waits or decodes."""
         return self._scheduler.unfinished
 
     @property
     def num_unfinished(self) -> int:
-        """The number of samples that wait or decode."""
         return self._scheduler.num_unfinished
 
     @property

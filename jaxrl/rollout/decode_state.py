@@ -36,7 +36,6 @@ class Prefix:
 
     @property
     def capacity(self) -> int:
-        """C, the maximum number of tokens per sequence."""
         return self.history.shape[-1]
 
 
@@ -108,14 +107,11 @@ class DecodeState:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots, n."""
         return self.active.shape[0]
 
     @property
     def capacity(self) -> int:
-        """C, the maximum number of tokens per slot."""
         return self.context.capacity
 
     def replace(self, **changes) -> DecodeState:
-        """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)

@@ -51,7 +51,6 @@ class DecodedLog:
     """Keeps what dispatches have decoded, for the samples in n slots."""
 
     def __init__(self, num_slots: int):
-        """Starts without tokens."""
         self._begin_n = np.zeros(num_slots, np.int64)
         # Columns of the last dispatch that a slot has not filled, because its sample ended.
         self._missing_n = np.zeros(num_slots, np.int64)

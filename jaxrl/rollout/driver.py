@@ -51,7 +51,6 @@ class EngineBackend:
 
     @property
     def params(self) -> Params:
-        """The loaded weights."""
         assert self._params is not None, "load() comes first"
         return self._params
 
@@ -78,7 +77,6 @@ class OfflineBackend(EngineBackend):
     """
 
     def __init__(self, engine: Engine, decode_texts: DecodeTexts):
-        """Args: as for `EngineBackend`."""
         super().__init__(engine, decode_texts)
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)

@@ -51,18 +51,16 @@ def _offline(
     return OfflineBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_texts)
 
 
-def _jetstream(
-    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
-) -> RolloutBackend:
-    from jaxrl.rollout.jetstream.jetstream_backend import JetStreamBackend
-
-    return JetStreamBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_texts)
+def _named(path: str) -> Build:
+    """The function at `path`, "package.module:function", which builds a backend."""
+    return load_function(path, "rollout.driver", takes=("model", "mesh", "config", "decode_texts"))
 
 
 DRIVERS = {
     "offline": Driver(_offline),
+    # By its path, because it stands on this package: nothing here imports it.
     "jetstream": Driver(
-        _jetstream,
+        lambda *given: _named("jaxrl.jetstream.jetstream_backend:build")(*given),
         frozenset({PARTIAL, ENVIRONMENT, PAGED, SPECULATE, SEVERAL_PROCESSES}),
         package="jetstream",
     ),
@@ -76,9 +74,7 @@ def lookup_driver(name: str) -> Driver:
       UserError: the driver does not exist.
     """
     if ":" in name:
-        return Driver(
-            load_function(name, "rollout.driver", takes=("model", "mesh", "config", "decode_texts"))
-        )
+        return Driver(_named(name))
     if name not in DRIVERS:
         raise UserError(
             f"rollout.driver {name!r} is not one of {', '.join(DRIVERS)}; name one of these, or a function "

@@ -53,7 +53,7 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.contiguous_cache import split_layers
-from jaxrl.models.cache.interface import Attention, cache_bytes
+from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import experts_for
@@ -63,10 +63,9 @@ from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
-from jaxrl.rollout.generate_program import GenerateProgram, PrefillPrograms
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
-from jaxrl.rollout.speculate_program import SpeculateProgram
+from jaxrl.rollout.speculate_program import SpeculatingPrograms
 from jaxrl.rollout.speculation import num_drafted
 
 
@@ -96,7 +95,11 @@ class Engine:
         Raises:
           UserError: a stop id is not in the model's vocabulary, or `deterministic` is not possible.
         """
-        _check_stop_ids(config, model)
+        if unknown := [i for i in config.stop_ids if not 0 <= i < model.vocab_size]:
+            raise UserError(
+                f"stop_ids {unknown} are no tokens of a model with {model.vocab_size}: no response would end "
+                "there; give ids of its tokenizer"
+            )
         self.weight_types = weight_types(model, config.dtype, config.weights_dtype)
         if config.deterministic:
             _check_deterministic(model, mesh, config.slots)
@@ -132,10 +135,18 @@ class Engine:
         config, layout = self.config, self._layout
         compute = _compute(config, self.model, layout)
         slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
-        attend = _attention(config, self.model, self.mesh)
-        prefill = PrefillPrograms(graph, compute, attend, slots)
-        decoding = GenerateProgram(graph, compute, slots, config.stop_ids)
-        speculation = SpeculateProgram(graph, compute, slots, config.stop_ids, self.num_drafted)
+        kernel = pick_implementation(
+            platform_of(self.mesh),
+            config.dtype,
+            config.attention,
+            softcap=self.model.attention_softcap,
+        )
+        attend = attention_parallel(
+            functools.partial(attention, implementation=kernel), self.mesh, GENERATE_RULES
+        )
+        programs = SpeculatingPrograms(
+            graph, compute, attend, slots, config.stop_ids, self.num_drafted
+        )
         self._splits_layers = (
             platform_of(self.mesh) == "cpu"
             and compute.unroll >= self.model.num_layers
@@ -146,11 +157,11 @@ class Engine:
         here = replicated(self.mesh) if self.mesh.size == 1 else None
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1), out_shardings=here)
         options: Any = {"compiler_options": _compiler_options(config, self.mesh)}
-        self.prefill = jax.jit(prefill.prefill, **options)
-        self.extend = jax.jit(prefill.extend, donate_argnames="prefix", **options)
+        self.prefill = jax.jit(programs.prefill, **options)
+        self.extend = jax.jit(programs.extend, donate_argnames="prefix", **options)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
-        self.generate = jax.jit(decoding.generate, donate_argnames="state", **options)
-        self.speculate = jax.jit(speculation.speculate, donate_argnames="state", **options)
+        self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
+        self.speculate = jax.jit(programs.speculate, donate_argnames="state", **options)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.extract = jax.jit(slots.extract)
         self.reuse = jax.jit(slots.reuse)
@@ -170,16 +181,6 @@ class Engine:
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""
         return jax.tree.map(stored_in_place, self.weight_types, params)
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        """The maximum number of slots."""
-        return self.config.slots
-
-    @property
-    def max_prefill_length(self) -> int:
-        """The maximum number of prompt tokens."""
-        return self.config.max_prompt_tokens
 
     def init_decode_state(self, num_slots: int = 0, capacity: int = 0) -> DecodeState:
         """Returns a state with every slot idle; its arrays are created sharded.
@@ -226,15 +227,6 @@ def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:
     if sharding.is_fully_addressable:
         return tuple(jax.device_put(arrays, sharding))
     return tuple(put(a, sharding) for a in arrays)
-
-
-def _check_stop_ids(config: EngineConfig, model: ModelConfig) -> None:
-    unknown = [i for i in config.stop_ids if not 0 <= i < model.vocab_size]
-    if unknown:
-        raise UserError(
-            f"stop_ids {unknown} are no tokens of a model with {model.vocab_size}: no response would end "
-            "there; give ids of its tokenizer"
-        )
 
 
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
@@ -298,13 +290,3 @@ def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]
         # Qwen2.5-32B over 8 devices.
         options["xla_tpu_control_large_2nd_minor_layout_for_x16"] = False
     return options
-
-
-def _attention(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> Attention:
-    """The attention implementation for prefill on the platform of the mesh."""
-    implementation = pick_implementation(
-        platform_of(mesh), config.dtype, config.attention, softcap=model.attention_softcap
-    )
-    return attention_parallel(
-        functools.partial(attention, implementation=implementation), mesh, GENERATE_RULES
-    )

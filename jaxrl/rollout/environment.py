@@ -52,9 +52,7 @@ class TokenizerLike(Protocol):
     """The part of a tokenizer that is used here; the user's function gets the whole object."""
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        ...
+    def vocab_size(self) -> int: ...
 
 
 def environment_of(path: str, tokenizer: TokenizerLike) -> Environment | None:
@@ -77,25 +75,24 @@ def environment_of(path: str, tokenizer: TokenizerLike) -> Environment | None:
         except Exception as error:
             error.add_note(f"raised by the environment {path!r}")
             raise
-        return None if reply is None else _checked_reply(reply, path, tokenizer.vocab_size)
+        if reply is None:
+            return None
+        tokens = np.asarray(reply)
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+            raise UserError(
+                f"environment {path!r} returned {tokens.dtype} of shape {tokens.shape}; it returns token "
+                "ids, at least one, or None to end the sample"
+            )
+        if tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size:
+            raise UserError(
+                f"environment {path!r} returned token ids from {tokens.min()} to {tokens.max()}; the "
+                f"tokenizer's go from 0 to {tokenizer.vocab_size - 1}: encode texts with the tokenizer that "
+                "it is given"
+            )
+        return tokens.tolist()
 
     def environment(turn: Turn) -> np.ndarray | None:
         reply = hosts.on_first(lambda: ask(turn))
         return None if reply is None else np.array(reply, np.int32)
 
     return environment
-
-
-def _checked_reply(reply: Any, path: str, vocab_size: int) -> list[int]:
-    tokens = np.asarray(reply)
-    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(
-            f"environment {path!r} returned {tokens.dtype} of shape {tokens.shape}; it returns token ids, at "
-            "least one, or None to end the sample"
-        )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise UserError(
-            f"environment {path!r} returned token ids from {tokens.min()} to {tokens.max()}; the tokenizer's "
-            f"go from 0 to {vocab_size - 1}: encode texts with the tokenizer that it is given"
-        )
-    return tokens.tolist()

@@ -81,11 +81,9 @@ class PagePool:
         return self._users_SN.shape[1] - 1
 
     def shard_of(self, slot: int) -> int:
-        """The shard of a slot."""
         return int(self._shard_n[slot])
 
     def slots_of(self, shard: int) -> slice:
-        """The slots of a shard."""
         size = len(self._shard_n) // len(self.num_free_S)
         return slice(shard * size, (shard + 1) * size)
 

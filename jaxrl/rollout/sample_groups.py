@@ -99,15 +99,12 @@ class SampleGroups:
         return iter(list(self._prompts))
 
     def prompt(self, n: int) -> Prompts:
-        """The prompt of group n."""
         return self._prompts[n]
 
     def group(self, n: int) -> list[Sample]:
-        """The samples of group n."""
         return self._samples[n]
 
     def finished(self, n: int) -> bool:
-        """Whether all samples of group n are finished."""
         return all(sample.finished for sample in self.group(n))
 
     def hand_out(self, finished: Sequence[int], on_group: OnGroup | None) -> bool:
@@ -151,7 +148,6 @@ class SampleGroups:
         )
 
     def remove(self, n: int) -> None:
-        """Forgets a group."""
         del self._prompts[n], self._samples[n]
         self._completions.pop(n, None)
 
@@ -178,7 +174,7 @@ class GroupLoop:
         self.loop = loop
         self.groups = groups
         self._options = options
-        self._longest_prompt = engine.max_prefill_length
+        self._longest_prompt = engine.config.max_prompt_tokens
         self._max_tokens = engine.config.max_response_tokens
         self._started: dict[int, list[Sample]] = {}
 

@@ -126,7 +126,6 @@ class Sample:
         self._add(_DecodedTokens(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version))
 
     def add_given(self, tokens: np.ndarray, version: int) -> None:
-        """Appends tokens from the environment."""
         zeros = np.zeros(len(tokens), np.float32)
         self._add(_DecodedTokens(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
 
@@ -216,7 +215,6 @@ class UnfinishedGroups:
         return np.array([oldest_version(self.group(n)) for n in groups], np.int64)
 
     def group(self, n: int) -> tuple[Sample, ...]:
-        """The samples of prompt n."""
         return self.samples[n * self.num_samples : (n + 1) * self.num_samples]
 
     def take(self, indices: Sequence[int] | np.ndarray) -> UnfinishedGroups:

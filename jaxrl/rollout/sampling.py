@@ -102,7 +102,6 @@ class SamplingOptions:
     budget_tokens: int = 0
 
     def replace(self, **changes: Any) -> SamplingOptions:
-        """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
 

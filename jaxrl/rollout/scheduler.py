@@ -78,7 +78,6 @@ class Scheduler:
         self._batch: dict[Any, int] = {}
 
     def add(self, owner: Any, source: Any) -> None:
-        """Appends a request to the queue."""
         self._queue.append((owner, source))
 
     def add_first(self, owner: Any, source: Any) -> None:
@@ -115,7 +114,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """The number of slots in use."""
         return len(self._slot_of)
 
     @property
@@ -129,7 +127,6 @@ class Scheduler:
         return {slot: self._owners[slot] for slot in self.busy_slots.tolist()}
 
     def owner(self, slot: int) -> Any:
-        """The owner of a slot in use."""
         return self._owners[slot]
 
     def slot_of(self, owner: Any) -> int | None:

@@ -142,7 +142,6 @@ class EngineConfig(EngineSettings):
 
     @property
     def cache_dtype(self) -> Any:
-        """Data type of the KV cache."""
         return jnp.dtype(self.kv_dtype or self.dtype)
 
     @property

@@ -94,12 +94,8 @@ class SlotPages:
         added_2K = np.stack(
             [tokens_K * self._alive_KK[interval], tokens_K**2 * self._doubt_KK[interval]]
         )
-        # Any sample starts on a shard where nothing runs.
-        if self._busy_n[self.pool.slots_of(shard)].any():
-            mean_K, variance_K = (self._expected_S2K[shard] + added_2K) >> _ONE_BITS
-            spare_K = self.pool.num_pages * self.pool.page_tokens - mean_K
-            if not ((spare_K >= 0) & (spare_K**2 >= _DEVIATIONS**2 * variance_K)).all():
-                return False
+        if not self._will_last(shard, self._expected_S2K[shard] + added_2K):
+            return False
         cached = len(tokens) - 1
         room = min(cached + self._tokens_per_dispatch, most - 1)
         if not self.pool.start(slot, tokens[:cached], room):
@@ -110,6 +106,14 @@ class SlotPages:
         self._prompt_n[slot] = len(tokens) - response_tokens
         self._expected_S2K[shard] += added_2K
         return True
+
+    def _will_last(self, shard: int, expected_2K: np.ndarray) -> bool:
+        """Whether a shard has enough pages for the expected tokens; True if nothing runs on it."""
+        if not self._busy_n[self.pool.slots_of(shard)].any():
+            return True
+        mean_K, variance_K = expected_2K >> _ONE_BITS
+        spare_K = self.pool.num_pages * self.pool.page_tokens - mean_K
+        return bool(((spare_K >= 0) & (spare_K**2 >= _DEVIATIONS**2 * variance_K)).all())
 
     def _expected(self, response: np.ndarray, prompt: np.ndarray) -> np.ndarray:
         """Mean and variance of the tokens of running samples, interval by interval from now on.
@@ -254,5 +258,4 @@ class LengthRecord:
         return np.rint(np.cumprod(stays_KK, axis=1) * _ONE).astype(np.int64)
 
     def intervals(self, length_n: np.ndarray) -> np.ndarray:
-        """The interval of each length, int [n]."""
         return np.minimum(length_n // self.width, self.count - 1)

@@ -166,33 +166,27 @@ class Slots:
           moves: result of `Scheduler.resize`.
           longest: number of tokens of the longest sequence in a slot or about to enter one.
         """
-        self._resize(num_slots, moves, longest)
+        engine, state = self.engine, self._state
+        need = longest + engine.config.tokens_per_dispatch
+        capacity = round_up(engine.cache_sizes, need)
+        if state is None:
+            self._state = engine.init_decode_state(num_slots, capacity)
+        # Shrink the cache only when slots move anyway or when capacity at least halves.
+        elif moves is not None or not state.capacity // 2 < capacity <= state.capacity:
+            if moves is None:
+                moves = list(range(state.num_slots // engine.shards)) * engine.shards
+            elif num_slots < state.num_slots:
+                # Room for some more dispatches: fewer slots then seldom meet two capacities, each a program.
+                ahead = need + _DISPATCHES_AHEAD * engine.config.tokens_per_dispatch
+                capacity = round_up(engine.cache_sizes, min(ahead, engine.cache_sizes[-1]))
+            self._state = None
+            (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
+            self._state = engine.resize(state, slot_n, capacity=capacity)
         if self.pages is not None:
             # Copies, because a CPU device uses the memory of a host array as it is.
             pool = self.pages.pool
             table_nP, shared_n = pool.table_nP.copy(), pool.shared_n.copy()
             self._state = self.engine.with_pages(self._taken_state(), table_nP, shared_n)
-
-    def _resize(self, num_slots: int, moves: list[int] | None, longest: int) -> None:
-        engine = self.engine
-        need = longest + engine.config.tokens_per_dispatch
-        capacity = round_up(engine.cache_sizes, need)
-        state = self._state
-        if state is None:
-            self._state = engine.init_decode_state(num_slots, capacity)
-            return
-        # Shrink the cache only when slots move anyway or when capacity at least halves.
-        if moves is None and state.capacity // 2 < capacity <= state.capacity:
-            return
-        if moves is None:
-            moves = list(range(state.num_slots // engine.shards)) * engine.shards
-        elif num_slots < state.num_slots:
-            # Room for some more dispatches, so that fewer slots seldom meet two capacities, each a program.
-            ahead = need + _DISPATCHES_AHEAD * engine.config.tokens_per_dispatch
-            capacity = round_up(engine.cache_sizes, min(ahead, engine.cache_sizes[-1]))
-        self._state = None
-        (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
-        self._state = engine.resize(state, slot_n, capacity=capacity)
 
     def _taken_state(self) -> DecodeState:
         """Takes the state out for a program that consumes it. If that fails, no state is left."""
@@ -201,7 +195,6 @@ class Slots:
         return state
 
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
-        """See `prefilled`."""
         return prefilled(self.engine, self.params, sequences)
 
     def insert(self, prefix: Prefix, samples: Sequence[Placed], options: SamplingOptions) -> None:
@@ -298,7 +291,6 @@ class Slots:
             yield _extended(engine, self.params, engine.reuse(state, *given), rests), number_of
 
     def release(self, slots: Sequence[int]) -> None:
-        """Stops decoding in `slots`."""
         state = self._taken_state()
         keep_n = np.ones(state.num_slots, bool)
         keep_n[list(slots)] = False
@@ -316,7 +308,7 @@ class Slots:
         Args:
           rows: rows of the dispatch.
           reference_mS: int32, other answers to the prompt of each row.
-          least_active: see `SpeculateProgram.speculate`.
+          least_active: see `SpeculatingPrograms.speculate`.
         """
         state = self._taken_state()
         given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS)

@@ -31,11 +31,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.cache.contiguous_cache import stacked_layers
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
-from jaxrl.rollout.generate_program import sample, seen_tokens
-from jaxrl.rollout.slot_programs import SlotPrograms
+from jaxrl.rollout.generate_program import ModelPrograms, sample, seen_tokens
 from jaxrl.rollout.speculation import COMPARED
 
 
@@ -58,20 +56,13 @@ class _Round(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SpeculateProgram:
-    """Decodes with one model; `speculate` may be traced.
+class SpeculatingPrograms(ModelPrograms):
+    """The programs of one model that may speculate; `speculate` may be traced.
 
     Attributes:
-      graph, compute: graph of the model, and how it computes on the mesh.
-      slots: slot programs over the same cache; they do not run the model.
-      stop_ids: token ids that end a response.
       num_drafted: k.
     """
 
-    graph: nnx.GraphDef
-    compute: Compute
-    slots: SlotPrograms
-    stop_ids: tuple[int, ...]
     num_drafted: int
 
     def speculate(
@@ -93,7 +84,7 @@ class SpeculateProgram:
           slot_m: int32, slot of each row, counted within its shard; all active slots. -1 for unused rows.
           source_n: int32, row of each slot, counted within its shard; -1 for none.
           reference_mS: int32, other answers to each row's prompt; negative between them and for none.
-          least_active: int32 scalar, as in `GenerateProgram.generate`.
+          least_active: int32 scalar, as in `generate`.
 
         Returns:
           The state, and the number of rounds of all rows, an int32 scalar.

@@ -164,7 +164,6 @@ class StopsOfSlots:
     """The stop strings of the samples in n slots, and the newest token of each slot that has some."""
 
     def __init__(self, search: StopSearch, num_slots: int):
-        """Begins with slots that have no stop strings."""
         self._search = search
         # Whether each slot has these stop strings, bool [n].
         self._has_n: dict[tuple[str, ...], np.ndarray] = {}

@@ -298,7 +298,8 @@ class OnlineDriver:
                     self._pass_on(self._loop.dispatch())
                 # Device errors, such as out of memory. They may have destroyed the slots.
                 except jax.errors.JaxRuntimeError as error:
-                    failure = ServingError(f"the engine has failed: {_first_line(error)}")
+                    reason = (str(error).splitlines() or [type(error).__name__])[0]
+                    failure = ServingError(f"the engine has failed: {reason}")
                     _LOG.error("%s", failure)
                     self._fail_loop(failure)
         finally:
@@ -320,7 +321,7 @@ class OnlineDriver:
             dropped = [sample for sample in self._in_loop if sample.owner.ticket in cancelled]
             self._leave(dropped)
             # Only few samples are queued inside the loop, because dropping one searches the queue.
-            room = 2 * self._engine.max_concurrent_decodes - len(self._in_loop)
+            room = 2 * self._engine.config.slots - len(self._in_loop)
             added = list(itertools.islice(self._waiting, max(0, room)))
             for sample in added:
                 self._in_loop[sample] = self._waiting.pop(sample)
@@ -405,7 +406,3 @@ def _delta_of(result: Decoded) -> Delta:
         text += stream.end(at_stop_string=result.end is End.STOP_STRING)
     index, finish = result.sample.index, _FINISH[result.end]
     return Delta(index, result.tokens.copy(), result.logprob.copy(), pieces, text, finish)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

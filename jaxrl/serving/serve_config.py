@@ -66,7 +66,6 @@ class ServeConfig(EngineSettings):
 
     @property
     def model_name(self) -> str:
-        """The model name that requests must use."""
         return self.name or pathlib.Path(self.model).resolve().name
 
     @property

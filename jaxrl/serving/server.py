@@ -142,7 +142,7 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
     """
     grows = len(engine.cache_sizes) > 1
     sizes = [size for size in engine.prompt_sizes if not grows or size <= _WARM_TOKENS]
-    lengths = [1, *(min(size, engine.max_prefill_length) for size in sizes)]
+    lengths = [1, *(min(size, engine.config.max_prompt_tokens) for size in sizes)]
     for done, length in enumerate(dict.fromkeys(lengths), start=1):
         began = time.monotonic()
         # Other tokens than those of the prompts before, whose pages would be reused.

@@ -112,16 +112,6 @@ class FakeEngine:
         self._tokens = tokens.astype(np.int32)
         self._floats = np.full(shape, -0.5, np.float32)
 
-    @property
-    def max_prefill_length(self) -> int:
-        """The longest prompt."""
-        return self.config.max_prompt_tokens
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        """The number of slots."""
-        return self.config.slots
-
     def init_decode_state(self, num_slots: int, capacity: int) -> FakeState:
         """Idle slots."""
         zeros = np.zeros(num_slots, np.int32)

@@ -1,12 +1,19 @@
 """Checkpoints: atomic, asynchronous, verified.
 
 Orbax writes them. Each holds the training state of every role (weights, optimiser, step) and a small JSON
-record (position in the data, state of the run). A complete checkpoint gets a manifest with checksums
-(`tracking.manifests`), because Orbax would restore compressed weights with a flipped bit without an error.
+record (position in the data, state of the run). A complete checkpoint gets a manifest with checksums, because
+Orbax would restore compressed weights with a flipped bit without an error.
+
+    checkpoints/20/...           the files that Orbax writes
+    metrics.jsonl                the metric rows of step 20 and before, then later ones
+    checkpoints.seals/20.json    the manifest: size and CRC-32 of each file and of those rows; written last
+
+A checkpoint without a manifest was never finished, or was copied or removed in part. An unreadable manifest
+invalidates its own checkpoint only.
 
     save      Orbax writes checkpoints/30 in the background         killed here: 20 is the newest intact one
     commit    the files of 30 reach the disk, then its manifest     killed here: 20
-              10 is moved to checkpoints.deleted/ and removed       killed here: 30
+              the manifest of 10 is removed, then its files         killed here: 30
 
 No checkpoint is removed before a newer one has its manifest. `StoredCheckpoints` only reads, and is safe to
 use while a run writes. `Checkpoints` belongs to the run that holds the folder's lock.
@@ -16,13 +23,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import logging
+import math
 import os
 import pathlib
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,13 +43,17 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import TrainState
-from jaxrl.tracking.durable import ensure_writable, sync
-from jaxrl.tracking.manifests import NO_MANIFEST, Manifests, numbered
-from jaxrl.tracking.row_checksum import RowChecksum
+from jaxrl.tracking.durable import ensure_writable, sync, write_atomically
+from jaxrl.tracking.metrics import RowChecksum
 from jaxrl.tracking.run_folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 
+NO_MANIFEST = "it has no manifest"
+# Key of the checksum of the metric rows. It is their path from the checkpoint, so no file of a checkpoint
+# has the same key.
+_ROWS = "../../metrics.jsonl"
+_BLOCK_BYTES = 2**20
 # Item of a checkpoint with the arrays of its record, and the key of an array's place holder.
 _ARRAYS, _ARRAY = "record_arrays", "__array__"
 # TensorStore, which writes the arrays for Orbax, reports disk errors in this form.
@@ -52,27 +66,30 @@ class StoredCheckpoints:
 
     Attributes:
       paths: paths of the checkpoints; the folder may be missing.
-      manifests: manifests of the checkpoints.
     """
 
     def __init__(self, folder: pathlib.Path):
         """Args: the folder of the checkpoints."""
         self.paths = CheckpointFolder(folder.absolute())
-        self.manifests = Manifests(self.paths)
 
     @property
     def steps(self) -> list[int]:
         """The steps of all checkpoints in ascending order, also of unfinished ones."""
         if not self.paths.path.is_dir():
             return []
-        return numbered(path.name for path in self.paths.path.iterdir() if path.is_dir())
+        return _numbered(path.name for path in self.paths.path.iterdir() if path.is_dir())
+
+    @property
+    def manifest_steps(self) -> list[int]:
+        """The steps of all manifests in ascending order, also of unreadable ones and without a checkpoint."""
+        return _numbered(path.stem for path in self.paths.manifests.glob("*.json"))
 
     def newest_intact(self) -> int | None:
         """The newest step with an intact checkpoint; None if there is none. Reads all of its files."""
         while True:
             steps = self.steps
             for step in reversed(steps):
-                fault = self.manifests.fault(step)
+                fault = self.fault(step)
                 if fault is None:
                     return step
                 logger.info("%s is not intact: %s", self.path(step), fault)
@@ -80,9 +97,9 @@ class StoredCheckpoints:
             if steps == self.steps:
                 return None
 
-    def newest_complete(self, *, up_to: int) -> int | None:
+    def newest_complete(self, *, up_to: float = math.inf) -> int | None:
         """The newest step <= `up_to` whose checkpoint has a manifest; None if there is none."""
-        complete = set(self.manifests.steps()) & set(self.steps)
+        complete = set(self.manifest_steps) & set(self.steps)
         return max((step for step in complete if step <= up_to), default=None)
 
     def remains(self) -> list[str]:
@@ -90,12 +107,59 @@ class StoredCheckpoints:
 
         An unfinished checkpoint of step 0 is left out, since no training is lost with it.
         """
-        faults = {step: self.manifests.fault(step) for step in self.steps}
+        faults = {step: self.fault(step) for step in self.steps}
         if faults.get(0) == NO_MANIFEST:
             del faults[0]
         aside = list(self.paths.damaged.iterdir()) if self.paths.damaged.is_dir() else []
         found = [f"step {step}: {fault}" for step, fault in faults.items() if fault is not None]
         return found + ([f"{len(aside)} in {self.paths.damaged}"] if aside else [])
+
+    def write_manifest(self, step: int, rows: RowChecksum | None = None) -> None:
+        """Writes the manifest of a finished checkpoint, after flushing the checkpoint's files to disk.
+
+        Args:
+          step: the checkpoint's step.
+          rows: checksum of the metric rows up to this step; None if the stage keeps no metrics.
+        """
+        checkpoint = self.paths.step(step)
+        checksums = _checksums(checkpoint)
+        if rows is not None:
+            checksums[_ROWS] = list(rows)
+        for path in (*checkpoint.rglob("*"), checkpoint, self.paths.path):
+            sync(path)
+        self.paths.manifests.mkdir(exist_ok=True)
+        write_atomically(self.paths.manifest(step), json.dumps(checksums).encode())
+        sync(self.paths.manifests.parent)
+
+    def fault(self, step: int) -> str | None:
+        """Returns why a checkpoint is damaged or unfinished; None if it is intact. Reads all of its files."""
+        try:
+            written = _read_manifest(self.paths.manifest(step).read_bytes())
+        except FileNotFoundError:
+            return NO_MANIFEST
+        except (OSError, ValueError, RecursionError) as error:
+            return f"its manifest cannot be read ({error})"
+        try:
+            found = _checksums(self.paths.step(step))
+        except OSError as error:
+            return f"it cannot be read ({error})"
+        for name, checksum in written.items():
+            if name == _ROWS:
+                continue
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != checksum:
+                return f"{name} has changed since it was written"
+        return None
+
+    def rows(self, step: int) -> RowChecksum | None:
+        """The checksum of the metric rows up to a checkpoint; None if the manifest has none or is damaged."""
+        try:
+            written = _read_manifest(self.paths.manifest(step).read_bytes())
+            return RowChecksum(*written[_ROWS])
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            # `fault` reports a damaged manifest.
+            return None
 
     def restore_params(self, step: int, role: str, like: Params) -> Params:
         """Restores only the weights of one role.
@@ -153,7 +217,6 @@ class Checkpoints:
         """
         self.stored = StoredCheckpoints(folder)
         self._keep = keep
-        self._deleted = self.stored.paths.deleted
         self._manager: ocp.CheckpointManager | None = None
         self._committer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._committing: concurrent.futures.Future[None] | None = None
@@ -200,18 +263,16 @@ class Checkpoints:
         assert saved, f"Orbax did not save step {step}"
         self._saving = step
 
-    def commit(self, sound_steps: Collection[int] = (), *, rows: RowChecksum | None = None) -> None:
+    def commit(self, rows: RowChecksum | None = None) -> None:
         """Starts a thread that waits for `save`, writes the manifest and removes old checkpoints.
 
         Args:
-          sound_steps: steps before a divergence. The newest checkpoint up to each of them is kept, in
-            addition to the newest `keep`.
           rows: checksum of the metric rows up to the checkpoint's step, on the first process; None if the
             stage keeps no metrics.
         """
         assert self._saving is not None, "save comes before commit"
         step, self._saving = self._saving, None
-        self._committing = self._committer.submit(self._commit, step, tuple(sound_steps), rows)
+        self._committing = self._committer.submit(self._commit, step, rows)
 
     def wait(self) -> None:
         """Waits until the last committed checkpoint is on disk with its manifest.
@@ -234,7 +295,7 @@ class Checkpoints:
         committing = self._committing
         if committing is not None:
             concurrent.futures.wait([committing], timeout=timeout_s)
-        return max(self.stored.manifests.steps(), default=None)
+        return self.stored.newest_complete()
 
     def close(self) -> None:
         """Waits for the last checkpoint and shuts down Orbax.
@@ -315,46 +376,31 @@ class Checkpoints:
             if newest is None:
                 self._remove(step)
             elif step > newest:
-                self._set_aside(step)
-        shutil.rmtree(self._deleted, ignore_errors=True)
+                fault = self.stored.fault(step)
+                aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
+                aside.parent.mkdir(exist_ok=True)
+                self.stored.path(step).rename(aside)
+                self.stored.paths.manifest(step).unlink(missing_ok=True)
+                logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
         for path in self.stored.paths.path.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path)
-        for step in set(self.stored.manifests.steps()) - set(self.stored.steps):
-            self.stored.manifests.remove(step)
+        for step in set(self.stored.manifest_steps) - set(self.stored.steps):
+            self.stored.paths.manifest(step).unlink()
 
-    def _commit(self, step: int, sound_steps: Collection[int], rows: RowChecksum | None) -> None:
+    def _commit(self, step: int, rows: RowChecksum | None) -> None:
         """Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread."""
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
-        self.stored.manifests.write(step, rows)
-        self._remove_older(step, sound_steps)
-
-    def _remove_older(self, newest: int, sound_steps: Collection[int]) -> None:
-        if self._keep is None:
-            return
-        steps = [step for step in self.stored.steps if step <= newest]
-        stay = {self.stored.newest_complete(up_to=step) for step in sound_steps}
-        for step in steps[: -self._keep]:
-            if step not in stay:
-                self._remove(step)
+        self.stored.write_manifest(step, rows)
+        if self._keep is not None:
+            for old in [each for each in self.stored.steps if each <= step][: -self._keep]:
+                self._remove(old)
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint. It is renamed first, so that a kill never leaves a part of it in place."""
-        self._deleted.mkdir(exist_ok=True)
-        aside = self._deleted / f"{step}.{time.time_ns()}"
-        self.stored.path(step).rename(aside)
-        sync(self.stored.paths.path)
-        self.stored.manifests.remove(step)
-        shutil.rmtree(aside)
-
-    def _set_aside(self, step: int) -> None:
-        fault = self.stored.manifests.fault(step)
-        aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
-        aside.parent.mkdir(exist_ok=True)
-        self.stored.path(step).rename(aside)
-        self.stored.manifests.remove(step)
-        logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
+        """Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint."""
+        self.stored.paths.manifest(step).unlink(missing_ok=True)
+        shutil.rmtree(self.stored.path(step))
 
     def _open(self) -> ocp.CheckpointManager:
         """Returns Orbax's manager. It is created on first use, because it reads the folder at once."""
@@ -469,3 +515,29 @@ def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
         name = record[_ARRAY]
         return np.asarray(arrays[name]) if name else np.zeros(0, record["dtype"])
     return {key: _with_arrays(value, arrays) for key, value in record.items()}
+
+
+def _numbered(names: Iterable[str]) -> list[int]:
+    """The step numbers among `names`, in ascending order: "0" and "20" count, "020" and "x" do not."""
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+
+def _read_manifest(content: bytes) -> dict[str, list[int]]:
+    manifest = json.loads(content)
+    whole = isinstance(manifest, dict) and manifest
+    if not whole or not all(isinstance(checksum, list) for checksum in manifest.values()):
+        raise ValueError("it is no table of checksums")
+    return manifest
+
+
+def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of every file below `folder`."""
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            crc, size = 0, 0
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    crc, size = zlib.crc32(block, crc), size + len(block)
+            sums[path.relative_to(folder).as_posix()] = [size, crc]
+    return sums

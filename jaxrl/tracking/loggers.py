@@ -14,7 +14,6 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -102,17 +101,16 @@ class _TensorBoard:
         self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
 
     def _append(self, *events: Any) -> None:
-        self._file.append(b"".join(_framed(event.SerializeToString()) for event in events))
+        records = b""
+        for event in events:
+            # A TFRecord: length, checksum of the length, content, checksum of the content.
+            content = event.SerializeToString()
+            for part in (struct.pack("<Q", len(content)), content):
+                records += part + struct.pack("<I", masked_crc32c(part))
+        self._file.append(records)
 
     def close(self) -> None:
         self._file.close()
-
-
-def _framed(event: bytes) -> bytes:
-    """A TFRecord: length, checksum of the length, content, checksum of the content."""
-    length = struct.pack("<Q", len(event))
-    sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, event))
-    return length + next(sums) + event + next(sums)
 
 
 class _Wandb:
@@ -124,13 +122,19 @@ class _Wandb:
 
     def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
         wandb = _installed("wandb")
+        path = folder.path / "wandb_run_id"
+        if resume_step is not None and path.exists():
+            run_id = path.read_text().strip()
+        else:
+            run_id = uuid.uuid4().hex[:12]
+            write_atomically(path, run_id.encode())
         try:
             self._run = wandb.init(
                 project=run.project,
                 name=run.name,
                 config=dict(run.settings),
                 dir=os.fspath(folder.path),
-                id=_wandb_run_id(folder.path / "wandb_run_id", resume_step),
+                id=run_id,
                 resume="allow",
             )
         except wandb.Error as error:
@@ -144,14 +148,6 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _wandb_run_id(path: Path, resume_step: int | None) -> str:
-    if resume_step is not None and path.exists():
-        return path.read_text().strip()
-    run_id = uuid.uuid4().hex[:12]
-    write_atomically(path, run_id.encode())
-    return run_id
 
 
 class _Trackio:

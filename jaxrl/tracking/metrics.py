@@ -14,18 +14,18 @@ import os
 import re
 import time
 import warnings
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.tracking.durable import AppendedFile, ensure_writable, write_atomically
 from jaxrl.tracking.loggers import LoggedRun, Logger, open_logger
-from jaxrl.tracking.row_checksum import RowChecksum
 from jaxrl.tracking.run_folder import StageFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _EVALUATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<statistic>mean@\d+)")
 # Prefixes of metrics that are measured: times, rates and memory.
@@ -39,6 +39,38 @@ _TIMING_PREFIXES = (
     "perf/mfu",
     "perf/peak_memory_gb",
 )
+
+
+class RowChecksum(NamedTuple):
+    """The checksum of the rows at the start of a metrics file, which a checkpoint stores.
+
+    Attributes:
+      num_bytes: number of bytes of the rows.
+      crc32: CRC-32 of these bytes.
+      num_rows: number of rows.
+      last_step: step of the last row; -1 without rows.
+    """
+
+    num_bytes: int = 0
+    crc32: int = 0
+    num_rows: int = 0
+    last_step: int = -1
+
+    def extended_by(self, line: bytes, step: int) -> RowChecksum:
+        """The checksum after appending one row.
+
+        Args:
+          line: bytes of the row, with its newline.
+          step: step of the row.
+        """
+        return RowChecksum(
+            self.num_bytes + len(line), zlib.crc32(line, self.crc32), self.num_rows + 1, step
+        )
+
+    def matches(self, content: bytes) -> bool:
+        """Whether the content of a file begins with these rows."""
+        start = content[: self.num_bytes]
+        return len(start) == self.num_bytes and zlib.crc32(start) == self.crc32
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -167,7 +199,8 @@ class _JsonlFile:
         last = self.checksum.last_step
         assert step > last, f"step {step} after step {last}: one row per step, in increasing order"
         row = {"step": step, "time_s": round(time.time(), 3)}
-        row |= {key: _to_json(value) for key, value in values.items()}
+        # JSON has no NaN or infinity. Every parser accepts them as strings, and float() converts them back.
+        row |= {key: x if math.isfinite(x) else str(x) for key, x in values.items()}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         self._file.append(line)
         self.checksum = self.checksum.extended_by(line, step)
@@ -220,6 +253,31 @@ def parse_row(line: bytes) -> dict[str, Any]:
     return {key: value if key == "step" else float(value) for key, value in row.items()}
 
 
-def _to_json(value: float) -> float | str:
-    # JSON has no NaN or infinity. Every parser accepts them as strings, and float() converts them back.
-    return value if math.isfinite(value) else str(value)
+class Timers:
+    """Accumulates seconds by phase.
+
+        with timers("gen"):
+            completions = actor.generate(prompts)
+        metrics |= timers.take()  # {"timing_s/gen": ...}
+
+    JAX returns before the device has finished. The time of a computation counts for the phase that first
+    reads its result.
+    """
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Adds the time spent in the block to `name`, also when the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """Returns the accumulated seconds as {"timing_s/<name>": seconds} and resets them."""
+        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds = {}
+        return taken

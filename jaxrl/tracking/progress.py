@@ -110,7 +110,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_interactive:
-            self._live = Live(console=self._console, get_renderable=self._view)
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._view,
+            )
             self._live.start()
         return self
 
@@ -133,7 +136,12 @@ class Progress:
 
         The live view keeps the accuracy of the latest evaluation until the next one.
         """
-        self._note_time(step)
+        now_s = time.monotonic()
+        num_steps = step - self._task.completed
+        # The first step of a process compiles, so it is not timed. After a resume it is not step 1.
+        if self._last_update_s is not None and num_steps > 0:
+            self._step_seconds.append((now_s - self._last_update_s) / num_steps)
+        self._last_update_s = now_s
         self._steps.update(self._task_id, completed=step)
         self._steps.update(self._task_id, eta=self._eta_text())
         before = [self._entry(*shown) for shown in _present(_BEFORE_EVALUATION, metrics)]
@@ -144,7 +152,9 @@ class Progress:
         after = [self._entry(*shown) for shown in _present(_AFTER_EVALUATION, metrics)]
         self._evaluations |= measured
         self._entries = [*before, *self._evaluations.values(), *after]
-        if self._live is None and self._line_is_due(evaluated=bool(measured)):
+        waited = now_s - self._last_line_s >= self._line_every_s
+        if self._live is None and (waited or measured or self._task.finished):
+            self._last_line_s = now_s
             self._print(self._plain_line([*before, *measured.values(), *after]))
 
     def message(self, text: str) -> None:
@@ -162,26 +172,10 @@ class Progress:
         (task,) = self._steps.tasks
         return task
 
-    def _note_time(self, step: int) -> None:
-        now_s = time.monotonic()
-        num_steps = step - self._task.completed
-        # The first step of a process compiles, so it is not timed. After a resume it is not step 1.
-        if self._last_update_s is not None and num_steps > 0:
-            self._step_seconds.append((now_s - self._last_update_s) / num_steps)
-        self._last_update_s = now_s
-
     def _entry(self, label: str, value: float, show: Callable[[float], str]) -> _Entry:
         trend = self._trends.setdefault(label, collections.deque(maxlen=_TREND_STEPS))
         trend.append(value)
         return _Entry(label, show(value), _sparkline(trend))
-
-    def _line_is_due(self, *, evaluated: bool) -> bool:
-        now_s = time.monotonic()
-        waited = now_s - self._last_line_s >= self._line_every_s
-        due = waited or evaluated or self._task.finished
-        if due:
-            self._last_line_s = now_s
-        return due
 
     def _plain_line(self, entries: Sequence[_Entry]) -> str:
         task = self._task
@@ -202,7 +196,9 @@ class Progress:
     def _entry_columns(self) -> Table:
         """The entries in two columns, filled from top to bottom."""
         half = (len(self._entries) + 1) // 2
-        trend_width = self._trend_width()
+        trend_width = _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
+        if self._console.options.ascii_only:  # such a terminal cannot print the bars
+            trend_width = 0
         columns = Table.grid(padding=(0, 2))
         for _ in range(2):
             columns.add_column(style="dim", no_wrap=True)
@@ -215,11 +211,6 @@ class Progress:
                 cells += [Text(entry.label), Text(entry.value), Text(trend)]
             columns.add_row(*cells)
         return columns
-
-    def _trend_width(self) -> int:
-        if self._console.options.ascii_only:  # such a terminal cannot print the bars
-            return 0
-        return _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
 
 
 class _PhaseColumn(ProgressColumn):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal
 
 from jaxrl.checks import NAME, PATH, Rule, at_least, count, settings, steps
-from jaxrl.tracking.divergence import DivergenceConfig
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
 """Names of loggers (`tracking.loggers`). Each but TensorBoard needs the extra of its name."""
@@ -39,14 +37,12 @@ class RunConfig:
 
     output: Annotated[str, PATH] = "runs"
     """Parent folder of runs; a run is in <output>/<name>/seed<seed>."""
-    num_steps: Annotated[int, steps(1)] = 100
-    """Number of rollout steps."""
+    num_steps: Annotated[int, steps(0)] = 100
+    """Number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone."""
     save_every: Annotated[int, steps(1)] = 10
     """Number of steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Annotated[int, count(1)] = 2
-    """Number of newest checkpoints to keep. After a divergence one from before is kept too."""
-    divergence: DivergenceConfig = dataclasses.field(default_factory=DivergenceConfig)
-    """Thresholds of metrics that detect divergence."""
+    """Number of newest checkpoints to keep."""
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
     """What a command does in the folder of an earlier run. "auto" continues from the newest
     intact checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has

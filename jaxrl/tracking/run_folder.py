@@ -8,98 +8,75 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointFolder:
-    """Paths of the checkpoints of a training stage.
+class _Folder:
+    """A folder, equal to another one of its kind with the same path; `path` is the folder itself."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.path == self.path  # pyright: ignore
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.path))
+
+
+class CheckpointFolder(_Folder):
+    """The checkpoints of a training stage, which has a subfolder for each step.
 
     Attributes:
-      path: folder of the checkpoints, which has a subfolder for each step.
+      manifests: folder of the manifests (`tracking.checkpoints`).
+      damaged: folder of damaged checkpoints, which a run could not resume from.
     """
 
-    path: pathlib.Path
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path)
+        self.manifests = path.with_name(f"{path.name}.seals")
+        self.damaged = path.with_name(f"{path.name}.damaged")
 
     def step(self, step: int) -> pathlib.Path:
         """The checkpoint of one step."""
         return self.path / str(step)
 
-    @property
-    def manifests(self) -> pathlib.Path:
-        """The folder of the manifests (`tracking.manifests`)."""
-        return self._beside("seals")
-
     def manifest(self, step: int) -> pathlib.Path:
         """The manifest of one checkpoint."""
         return self.manifests / f"{step}.json"
 
-    @property
-    def damaged(self) -> pathlib.Path:
-        """The folder of damaged checkpoints, which a run could not resume from."""
-        return self._beside("damaged")
 
-    @property
-    def deleted(self) -> pathlib.Path:
-        """The folder of checkpoints that are being deleted."""
-        return self._beside("deleted")
-
-    def _beside(self, what: str) -> pathlib.Path:
-        return self.path.with_name(f"{self.path.name}.{what}")
-
-
-@dataclasses.dataclass(frozen=True)
-class StageFolder:
-    """Paths of the files of a training stage.
+class StageFolder(_Folder):
+    """Folder "sft", "rl" or "preference" of a run.
 
     Attributes:
-      path: folder "sft", "rl" or "preference" of a run.
+      metrics: metrics, one JSON row per step.
+      schedule: the schedule of a free-running sampler, one JSON row per version of the weights.
+      tensorboard: folder of the same metrics for TensorBoard.
+      checkpoints: the checkpoints of the stage.
     """
 
-    path: pathlib.Path
-
-    def __str__(self) -> str:
-        return str(self.path)
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path)
+        self.metrics = path / "metrics.jsonl"
+        self.schedule = path / "schedule.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     @property
     def run(self) -> RunFolder:
         """The folder of the run."""
         return RunFolder(self.path.parent)
 
-    @property
-    def metrics(self) -> pathlib.Path:
-        """Metrics, one JSON row per step."""
-        return self.path / "metrics.jsonl"
 
-    @property
-    def schedule(self) -> pathlib.Path:
-        """The schedule of a free-running sampler, one JSON row per version of the weights."""
-        return self.path / "schedule.jsonl"
-
-    @property
-    def tensorboard(self) -> pathlib.Path:
-        """The same metrics for TensorBoard."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> CheckpointFolder:
-        """The checkpoints of the stage."""
-        return CheckpointFolder(self.path / "checkpoints")
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutFolder:
-    """Paths of the saved samples of reinforcement learning.
-
-    Attributes:
-      path: folder with a file for each saved step.
-    """
-
-    path: pathlib.Path
+class RolloutFolder(_Folder):
+    """The saved samples of reinforcement learning, a file of `tracking.sample_rows` for each saved step."""
 
     def step(self, step: int) -> pathlib.Path:
-        """The samples of one step, as rows of `tracking.sample_rows`."""
+        """The samples of one step."""
         return self.path / f"step_{step}.jsonl"
 
     def steps(self) -> dict[int, pathlib.Path]:
@@ -112,105 +89,47 @@ class RolloutFolder:
         return dict(sorted(found.items()))
 
 
-@dataclasses.dataclass(frozen=True)
-class RunFolder:
-    """Paths of the files of a run.
+class RunFolder(_Folder):
+    """Folder <output>/<name>/seed<seed> of a run.
 
     Attributes:
-      path: <output>/<name>/seed<seed>.
+      config: all settings, one per line.
+      lock: the lock file, which the run holds while it is running.
+      model: folder of the files of an exported model besides the weights: config.json and the tokenizer.
+      trained_model: the trained reward or cost model, as a Hugging Face directory.
+      report: the report of the run, one HTML page.
+      rollouts: the saved training samples.
+      sft, rl, preference: the training stages.
     """
 
-    path: pathlib.Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def config(self) -> pathlib.Path:
-        """All settings, one per line."""
-        return self.path / "config.txt"
-
-    @property
-    def lock(self) -> pathlib.Path:
-        """The lock file, which the run holds while it is running."""
-        return self.path / "lock"
-
-    @property
-    def model(self) -> pathlib.Path:
-        """The files of an exported model besides the weights: config.json and the tokenizer."""
-        return self.path / "model"
-
-    @property
-    def trained_model(self) -> pathlib.Path:
-        """The trained reward or cost model, as a Hugging Face directory."""
-        return self.path / "trained_model"
-
-    @property
-    def report(self) -> pathlib.Path:
-        """The report of the run, one HTML page."""
-        return self.path / "report.html"
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path)
+        self.config = path / "config.txt"
+        self.lock = path / "lock"
+        self.model = path / "model"
+        self.trained_model = path / "trained_model"
+        self.report = path / "report.html"
+        self.rollouts = RolloutFolder(path / "rollouts")
+        self.sft, self.rl = StageFolder(path / "sft"), StageFolder(path / "rl")
+        self.preference = StageFolder(path / "preference")
 
     def samples(self, when: str) -> pathlib.Path:
-        """Answers to evaluation problems for the report.
-
-        Args:
-          when: "before" or "after" training.
-        """
+        """Answers to evaluation problems for the report, "before" or "after" training."""
         return self.path / f"samples_{when}.json"
 
-    @property
-    def rollouts(self) -> RolloutFolder:
-        """The saved training samples."""
-        return RolloutFolder(self.path / "rollouts")
 
-    @property
-    def sft(self) -> StageFolder:
-        """The stage of supervised fine-tuning."""
-        return StageFolder(self.path / "sft")
-
-    @property
-    def rl(self) -> StageFolder:
-        """The stage of reinforcement learning."""
-        return StageFolder(self.path / "rl")
-
-    @property
-    def preference(self) -> StageFolder:
-        """The stage of preference training."""
-        return StageFolder(self.path / "preference")
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationFolder:
-    """Paths of the files of an evaluation without training.
+class EvaluationFolder(_Folder):
+    """Folder of an evaluation without training: <out>, or evaluations/<model>-<checksum>.
 
     Attributes:
-      path: folder of the evaluation: <out>, or evaluations/<model>-<checksum>.
+      samples: the answers, one row of `tracking.sample_rows` each.
+      results: the settings of the evaluation, and the metrics of each problem set.
     """
 
-    path: pathlib.Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def settings(self) -> pathlib.Path:
-        """The settings of the evaluation and the model's identity."""
-        return self.path / "settings.json"
-
-    @property
-    def samples(self) -> pathlib.Path:
-        """The answers, one row of `tracking.sample_rows` each."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def results(self) -> pathlib.Path:
-        """The statistics of each problem set."""
-        return self.path / "results.json"
-
-    @property
-    def page(self) -> pathlib.Path:
-        """An HTML page with the results and some answers."""
-        return self.path / "samples.html"
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path)
+        self.samples = path / "samples.jsonl"
+        self.results = path / "results.json"
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ def write_model_files(
     weights: str,
     max_positions: int,
 ) -> None:
-    """Writes config.json and the tokenizer: all that `tracking.export.export_run` needs besides weights.
+    """Writes config.json and the tokenizer: all that `tracking.run_weights.export_run` needs besides weights.
 
     Args:
       directory: the folder `model/` of the run.

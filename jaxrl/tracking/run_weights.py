@@ -1,15 +1,31 @@
-"""Finds and reads the newest weights of a run: the newest intact checkpoint of its last stage."""
+"""Finds, reads and exports the newest weights of a run: the newest intact checkpoint of its last stage.
+
+An export is a directory for Transformers, vLLM or PEFT. Its other files come from the run's `model/` folder:
+config.json, the tokenizer and, if the run trains adapters, adapter_config.json.
+"""
 
 from __future__ import annotations
 
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
 
 from jaxrl.errors import UserError
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
-from jaxrl.models.huggingface.model_files import ADAPTER_CONFIG_FILE
+from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.huggingface.config_json import (
+    read_adapter_config,
+    read_config,
+    read_config_json,
+)
+from jaxrl.models.huggingface.model_files import (
+    ADAPTER_CONFIG_FILE,
+    check_new,
+    copy_companions,
+)
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.run_folder import CheckpointFolder, RunFolder
@@ -90,3 +106,56 @@ def read_newest_params(folder: pathlib.Path, like: Params) -> tuple[int, Params]
             # A running job may have removed the checkpoint during reading. Then there is a newer one.
             if newest == before:
                 raise
+
+
+def export_run(
+    run_folder: pathlib.Path,
+    out: pathlib.Path,
+    *,
+    dtype: Any,
+    max_shard_bytes: int,
+    adapter_only: bool = False,
+) -> int:
+    """Writes the newest weights of a run as a Hugging Face directory.
+
+    Adapters are merged into the weights, or saved alone in PEFT's layout. The export runs on the host and
+    needs memory for the model in float32.
+
+    Args:
+      run_folder: folder of the run, <output>/<name>/seed<seed>.
+      out: directory to create; it must not exist.
+      dtype: type of the tensors in the files, "bfloat16" or "float32".
+      max_shard_bytes: largest size of a file with several tensors.
+      adapter_only: whether to write the adapters without the base model.
+
+    Returns:
+      The step of the exported checkpoint.
+
+    Raises:
+      UserError: if the folder contains no run or no intact checkpoint, or `out` exists.
+    """
+    check_new(out)
+    source = files_of_run(run_folder)
+    config = model_of_run(source)
+    host = SingleDeviceSharding(jax.devices("cpu")[0])
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
+        decoder_graph(config)[1],
+    )
+    step, params = read_newest_params(run_folder, like)
+    if adapter_only:
+        base = ""  # without adapters `save_adapter` refuses
+        if (source / ADAPTER_CONFIG_FILE).exists():
+            base = read_config_json(source, ADAPTER_CONFIG_FILE)["base_model_name_or_path"]
+        save_adapter(params, config, out, dtype=dtype, base=base)
+        copy_companions(source, out)
+    else:
+        save_checkpoint(
+            jax.jit(lora.merge, static_argnums=1)(params, config),
+            lora.base_config(config),
+            out,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            source=source,
+        )
+    return step

@@ -57,6 +57,11 @@ def sample_rows(
     prompts, G = completions.prompts, completions.num_samples
     for b in range(len(completions)):
         n = b // G
+        tokens, failure = completions.tokens[b], scored.failures[b]
+        stopped = len(tokens) and int(tokens[-1]) in stop_ids
+        reason = "stop_token" if stopped else "stop_string"
+        if completions.truncated_B[b]:
+            reason = "length"
         row: dict[str, Any] = {} if step is None else {"step": step}
         row |= {
             "source": prompts.sources[n],
@@ -67,17 +72,17 @@ def sample_rows(
             "completion": completions.texts[b],
             "prediction": scored.predictions[b],
             "correct": bool(scored.correct_B[b]),
-            "failure": _failure_of(scored, b),
+            "failure": failure and dataclasses.asdict(failure),
             "score": _number(scored.score_B[b]),
             "shaping": _number(scored.shaping_B[b]),
             "reward": _number(scored.reward_B[b]),
             "reward_parts": {
                 name: _number(x) for name, x in zip(terms, scored.term_BK[b], strict=True)
             },
-            "length": len(completions.tokens[b]),
+            "length": len(tokens),
             "truncated": bool(completions.truncated_B[b]),
-            "stop_reason": _stop_reason(completions, b, stop_ids),
-            "entropy": _mean(completions.entropy[b]),
+            "stop_reason": reason,
+            "entropy": _number(completions.entropy[b].mean()) if len(tokens) else None,
         }
         if token_strings is not None:
             row[TOKEN_STRINGS] = _token_fields(
@@ -142,15 +147,11 @@ class TokenStrings:
         strings = [self._strings[i] for i in ids]
         if "".join(strings) != text:
             # A character has several tokens, or the tokenizer adds spaces only between words.
-            strings = self._in_order(tokens)
+            stream = TextStream(self._tokenizer.decode)
+            strings = list(stream.add(ids)[0])
+            if strings:
+                strings[-1] += stream.end()
         return [string or self._special.get(i, "") for i, string in zip(ids, strings, strict=True)]
-
-    def _in_order(self, tokens: np.ndarray) -> list[str]:
-        stream = TextStream(self._tokenizer.decode)
-        strings = list(stream.add(tokens.tolist())[0])
-        if strings:
-            strings[-1] += stream.end()
-        return strings
 
 
 def logprobs_by_response(
@@ -188,22 +189,6 @@ def _token_fields(
         found["old_logprob"] = _rounded(old_logprob)
     given = np.flatnonzero(completions.mask[b] == 0).tolist()
     return found | ({"given": given} if given else {})
-
-
-def _failure_of(scored: Scored, b: int) -> dict[str, str] | None:
-    failure = scored.failures[b]
-    return None if failure is None else dataclasses.asdict(failure)
-
-
-def _stop_reason(completions: Completions, b: int, stop_ids: Collection[int]) -> str:
-    if completions.truncated_B[b]:
-        return "length"
-    tokens = completions.tokens[b]
-    return "stop_token" if len(tokens) and int(tokens[-1]) in stop_ids else "stop_string"
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return _number(values.mean()) if len(values) else None
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:

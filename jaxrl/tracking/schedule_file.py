@@ -78,19 +78,15 @@ def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, Version
     content = read_bytes(path, absent=absent, max_bytes=None)
     for number, line in enumerate(content.splitlines(), start=1):
         try:
-            row = _row(line)
+            fields = json.loads(line)
+            drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
+            row = VersionRow(drawn=drawn, **fields)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}:{number}: not a row of a schedule ({error}); restore the file from a copy"
             ) from error
         rows[row.version] = row
     return rows
-
-
-def _row(line: bytes) -> VersionRow:
-    fields = json.loads(line)
-    drawn = tuple((int(dispatch), int(n)) for dispatch, n in fields.pop("drawn"))
-    return VersionRow(drawn=drawn, **fields)
 
 
 def _line(row: VersionRow) -> bytes:

@@ -8,6 +8,7 @@ save_after_failure           the last finished step, unless the failed one has c
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,40 +17,37 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_bytes
 from jaxrl.mesh import hosts
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.checkpoints import Checkpoints, wait_for_all_processes
-from jaxrl.tracking.divergence import DivergenceConfig, DivergenceDetector
-from jaxrl.tracking.row_checksum import RowChecksum
+from jaxrl.tracking.checkpoints import (
+    Checkpoints,
+    StoredCheckpoints,
+    wait_for_all_processes,
+)
+from jaxrl.tracking.metrics import RowChecksum, parse_row
 from jaxrl.tracking.run_folder import StageFolder
 
-# Key of the divergence detector's state in a checkpoint's record; checkpoints of older versions use it too.
-_DIVERGENCE = "collapse"
 # Seconds that a failed process waits for the others to fail in the same way.
 _MEET_S = 30
 
 
 class StageCheckpoints(Checkpoints):
-    """The checkpoints of one training stage, and whether its model has diverged since.
+    """The checkpoints of one training stage.
 
     Attributes:
       saved_step: step of the newest checkpoint; None without one.
     """
 
-    def __init__(
-        self, folder: StageFolder, *, keep: int, divergence: DivergenceConfig, may_restart: bool
-    ):
+    def __init__(self, folder: StageFolder, *, keep: int, may_restart: bool):
         """Writes nothing.
 
         Args:
           folder: folder of the stage.
           keep: number of the newest checkpoints that are kept.
-          divergence: settings of the divergence detector, which keeps an additional checkpoint.
           may_restart: whether a stage without a usable checkpoint starts again.
         """
         super().__init__(folder.checkpoints.path, keep=keep)
         self.saved_step: int | None = None
         self._folder = folder
         self._may_restart = may_restart
-        self._detector = DivergenceDetector(divergence)
         self._record: dict[str, Any] = {}
         # The last step with a written row, and the update count of each learner at that step.
         self._noted_step = 0
@@ -67,8 +65,6 @@ class StageCheckpoints(Checkpoints):
         for name, state in self.restore(step, like).items():
             learners[name].state = state
         self._record = self.read_record(step)
-        if _DIVERGENCE in self._record:
-            self._detector.restore(self._record[_DIVERGENCE])
         self.saved_step = step
         return self._record
 
@@ -105,7 +101,7 @@ class StageCheckpoints(Checkpoints):
 
     def note_record(self, record: Mapping[str, Any]) -> None:
         """Keeps the record of a step for its checkpoint."""
-        self._record = {**record, _DIVERGENCE: self._detector.record()}
+        self._record = dict(record)
 
     def note_finished(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Marks a step as finished and its row as written, so that its state may be saved."""
@@ -120,7 +116,7 @@ class StageCheckpoints(Checkpoints):
 
     def commit_step(self, step: int, rows: RowChecksum | None) -> None:
         """Completes the checkpoint of a step once the rows of the log have reached it."""
-        self.commit(self._detector.sound_steps, rows=rows)
+        self.commit(rows)
         self.saved_step = step
 
     def save_after_failure(
@@ -154,19 +150,62 @@ class StageCheckpoints(Checkpoints):
         last = self.stored.newest_complete(up_to=self._noted_step)
         return f"{failed} {fault}; the last checkpoint is of step {last}"
 
-    def divergence(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Takes in the metrics of a step; returns a warning when a divergence begins, otherwise None."""
-        faults = self._detector.observe(step, metrics)
-        if not faults:
+
+def lost_rows(folder: StageFolder) -> str | None:
+    """Compares metrics.jsonl with the checksum in the newest intact checkpoint. Only reads.
+
+    Rows of later steps are not compared: a run that resumes from the checkpoint writes them again.
+
+    Returns:
+      One line with the file and its fault; None if the rows are unchanged.
+    """
+    stored = StoredCheckpoints(folder.checkpoints.path)
+    for step in reversed(stored.manifest_steps):
+        # Read the manifest before the rows: a run at work only appends to the rows.
+        written = stored.rows(step)
+        fault = None if written is None else _rows_fault(folder.metrics, written)
+        if fault is None:
             return None
-        self.wait()
-        sound = max(self._detector.sound_steps, default=None)
-        last = None if sound is None else self.stored.newest_complete(up_to=sound)
-        kept = "no checkpoint from before was saved"
-        if last is not None:
-            kept = (
-                f"the checkpoint of step {last}, from before, is kept. To go on from it stop the run, move "
-                f"the newer ones out of {self.stored.paths.path}, and start again with a lower learning "
-                "rate, say"
-            )
-        return f"step {step}: the model may have diverged ({'; '.join(faults)}); {kept}"
+        # Reading a whole checkpoint is slow, so it is done only after a mismatch.
+        if stored.fault(step) is None:
+            return f"{folder.metrics} {fault}, with which the checkpoint of step {step} was saved"
+    return None
+
+
+def _rows_fault(path: pathlib.Path, written: RowChecksum) -> str | None:
+    content = path.read_bytes() if path.exists() else b""
+    expected = f"of the {written.num_rows} rows to step {written.last_step}"
+    if not written.matches(content):
+        return _rows_difference(path, content, written, expected)
+    after = content[written.num_bytes :].splitlines()
+    step = _step_of(after[0]) if after else None
+    if step is not None and step <= written.last_step:
+        return f"has a second row of step {step} after the last {expected}"
+    return None
+
+
+def _rows_difference(
+    path: pathlib.Path, content: bytes, written: RowChecksum, expected: str
+) -> str:
+    if not content:
+        return f"{'is empty' if path.exists() else 'is missing'} and has none {expected}"
+    last = -1
+    found = 0
+    for number, line in enumerate(content.splitlines(), start=1):
+        step = _step_of(line)
+        if step is None:
+            return f"has a line {number} that is no row, instead {expected}"
+        if step <= last:
+            return f"has a row of step {step} after that of step {last} in the place {expected}"
+        last = step
+        found += step <= written.last_step
+    if found < written.num_rows:
+        return f"has {found} {expected}"
+    return f"has other content than that {expected}"
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return parse_row(line)["step"]
+    except (TypeError, ValueError):
+        return None

@@ -14,7 +14,6 @@ from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, check_options, lookup
 from jaxrl.config.schema import Config
-from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective, shares_forward
 from jaxrl.dataflows.dataflow import Dataflow
 from jaxrl.dataflows.lookup import find_dataflow
@@ -58,9 +57,9 @@ def algorithm_of(config: Config) -> Algorithm:
     _check_sampling(config, flow)
     config.data.curriculum.check_rewards(config.reward.grader_weight)
     pairs = config.preference
-    lookup(PAIR_GENERATORS, pairs.pair_generator, "preference.pair_generator")
-    pair_loss = lookup(PREFERENCE_LOSSES, pairs.loss, "preference.loss")
-    check_options(pair_loss, pairs.options, f"preference.loss {pairs.loss!r}")
+    if pairs.loss:
+        pair_loss = lookup(PREFERENCE_LOSSES, pairs.loss, "preference.loss")
+        check_options(pair_loss, pairs.options, f"preference.loss {pairs.loss!r}")
     if settings.loss in SEQUENCE_LOSSES:
         settings.correction.check_sequence_loss(settings.loss)
     settings.correction.check_load_balancing(coef)

@@ -10,19 +10,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.algos.registry import lookup
 from jaxrl.config.schema import Config
 from jaxrl.data.data_card import data_card
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream
-from jaxrl.data.generated_pairs import PAIR_GENERATORS
 from jaxrl.data.preferences import Preference, PreferenceStream
-from jaxrl.data.problems import Problems, encode, stream_inputs
-from jaxrl.data.prompt_encoding import evaluation_prompts
-from jaxrl.data.prompt_sources import GeneratedPrompts
+from jaxrl.data.problems import Problems
+from jaxrl.data.prompt_encoding import (
+    encode,
+    evaluation_prompts,
+    stream_inputs,
+    tokenizer_from,
+)
+from jaxrl.data.stream import GeneratedPrompts
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.data.trained_tokenizer import tokenizer_from
 from jaxrl.errors import UserError
-from jaxrl.evaluation.sampled_answers import check_answers_fit
+from jaxrl.evaluation.evaluation_metrics import check_answers_fit
 from jaxrl.mesh.pools import Placement, read_placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -32,6 +34,7 @@ from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import RoleBuilder, RoleModels, check_role_batches, role_models
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
+from jaxrl.user_code import load_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +179,7 @@ def supervised_stream(
 def preference_stream(
     run: RunContext, *, evaluation: bool, pairs_per_batch: int
 ) -> PreferenceStream:
-    """An endless stream of preference pairs.
-
-    Raises:
-      UserError: the config names an unknown method to make pairs.
-    """
+    """An endless stream of preference pairs."""
     config = run.config
     options = config.preference
     path = options.evaluation_path if evaluation else options.path
@@ -189,9 +188,7 @@ def preference_stream(
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = lookup(PAIR_GENERATORS, options.pair_generator, "preference.pair_generator")(
-            records
-        )
+        preferences = load_function(options.pair_generator, "preference.pair_generator")(records)
     return PreferenceStream(
         preferences,
         run.tokenizer,
@@ -211,7 +208,6 @@ def check_evaluation_fits(config: Config, num_problems: int) -> None:
         tokens,
         settings=f"evaluation.num_samples {num_samples:,} x {num_problems:,} problems x "
         f"rollout.max_response_tokens {tokens:,}",
-        remedy="lower evaluation.num_samples, or data.evaluation.size",
     )
 
 

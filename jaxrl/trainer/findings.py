@@ -28,6 +28,7 @@ from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
+from jaxrl.user_code import load_function
 
 T = TypeVar("T")
 
@@ -183,6 +184,9 @@ def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
 
 def _pairs(config: Config, faults: Faults) -> dict[str, Any]:
     options, found = config.preference, {}
+    if not options.path:
+        name, function = "preference.pair_generator", options.pair_generator
+        faults(name, lambda: load_function(function, name, takes=["records"]))
     files = {"path": options.path, "evaluation_path": options.evaluation_path}
     for name, path in files.items():
         if path:

@@ -23,13 +23,12 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import Learner
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.loggers import LoggedRun
-from jaxrl.tracking.metrics import MetricsWriter
+from jaxrl.tracking.metrics import MetricsWriter, Timers
 from jaxrl.tracking.progress import Progress
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.stage_checkpoints import StageCheckpoints
-from jaxrl.tracking.timers import Timers
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.run_files import keep_run_files
 
@@ -301,7 +300,6 @@ class Loop:
     def _log_start(self, metrics: Metrics) -> None:
         """Logs the evaluation before the first step as step 0."""
         values = _floats(metrics)
-        self._watch(values)
         self._write(values | self._timers.take())
         self._step_started_s = time.perf_counter()
 
@@ -309,7 +307,6 @@ class Loop:
         """Ends a step: logs it, and saves if a save is due or a signal has arrived."""
         self._check_finite(metrics)
         self.step += 1
-        self._watch(metrics)
         self._checkpoints.note_record(stage.record())
         stopping = self._stop.arrived()
         with self._stop.saving():
@@ -365,11 +362,6 @@ class Loop:
         rows = None if self._writer is None else self._writer.checksum
         self._checkpoints.commit_step(self.step, rows)
 
-    def _watch(self, metrics: Mapping[str, float]) -> None:
-        """Warns when a divergence begins."""
-        if warning := self._checkpoints.divergence(self.step, metrics):
-            self._message(f"{self._title} {warning}")
-
     def _pace(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
         tokens = metrics.get("perf/total_num_tokens", math.nan)
         return {
@@ -412,7 +404,6 @@ def open_loop(
     checkpoints = StageCheckpoints(
         folder,
         keep=config.run.keep_checkpoints,
-        divergence=config.run.divergence,
         may_restart=config.run.resume == "or_restart",
     )
     logged = LoggedRun(

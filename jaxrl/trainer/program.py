@@ -17,12 +17,12 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
-from jaxrl.tracking.durable import disk_errors, ensure_writable
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import disk_errors, ensure_writable, run_lock
 from jaxrl.trainer.context import RunContext, build_context
+from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
-from jaxrl.trainer.rl import Evaluation, reinforce
+from jaxrl.trainer.rl import reinforce
 from jaxrl.trainer.run_files import check_folder, keep_run_files
 from jaxrl.trainer.run_rewards import graders_of
 from jaxrl.trainer.supervised import fine_tuned

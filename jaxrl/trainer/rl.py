@@ -27,45 +27,20 @@ from typing import Any
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.rewarding import Grading, GroupsBeside
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
-from jaxrl.evaluation.evaluation_metrics import evaluation_metrics
-from jaxrl.evaluation.sampled_answers import EVALUATION_STEP, score_without_length_penalty
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
-from jaxrl.rewards.graders import Graders
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.policy import Actor
 from jaxrl.tracking.kept_rollouts import KeptRollouts
-from jaxrl.tracking.report_content import keep_samples
 from jaxrl.trainer.context import RunContext
+from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
 from jaxrl.trainer.run_step import RunSampling, StepState, build_step, recorded_schedule
 from jaxrl.trainer.supervised import keep_reference, load_frozen, start_from, starting_params
-
-
-class Evaluation:
-    """Samples answers to the evaluation prompts and grades them."""
-
-    def __init__(self, run: RunContext, graders: Graders):
-        """Raises UserError if the environment cannot be loaded."""
-        self._run = run
-        self._grading = Grading(graders)
-        self._options = run.config.evaluation.sampling(run.sampling, step=EVALUATION_STEP)
-
-    def __call__(self, actor: Actor, when: str) -> Metrics:
-        """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
-        beside = GroupsBeside(self._grading)
-        completions = actor.generate(self._run.evaluation_prompts, self._options, on_group=beside)
-        scored = score_without_length_penalty(
-            completions, self._grading.collect(beside.of(completions))
-        )
-        keep_samples(self._run.config.run_folder, scored, when)
-        return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}
 
 
 def reinforce(run: RunContext, stop: StopSignal) -> None:

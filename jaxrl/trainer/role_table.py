@@ -220,7 +220,7 @@ class ScoreKind(RoleKind):
         if not model.num_scores:
             raise UserError(
                 f"{self.setting} {directory} is a language model; it must be a "
-                "...ForSequenceClassification, with a head of scores, such as launch/reward_model.py trains"
+                "...ForSequenceClassification, with a head of scores, such as configs/reward_tiny.py trains"
             )
         check_params(directory, model)
 

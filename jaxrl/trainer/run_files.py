@@ -12,9 +12,9 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.mesh import hosts
 from jaxrl.tracking.durable import write_atomically
-from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.run_folder import StageFolder, parse_config
 from jaxrl.tracking.run_model_files import write_model_files
+from jaxrl.tracking.stage_checkpoints import lost_rows
 from jaxrl.trainer.context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def keep_run_files(run: RunContext) -> None:
 
 
 def keep_model_files(run: RunContext) -> None:
-    """Writes `model/` into the run's folder: all that `tracking.export.export_run` needs besides weights."""
+    """Writes `model/` into the run's folder: all that an export needs besides weights."""
     config = run.config
     write_model_files(
         config.run_folder.model,

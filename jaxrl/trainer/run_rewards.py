@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.sources import Validate
+from jaxrl.data.problems import Validate
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.dataflows.rewarding import (
     FunctionReward,

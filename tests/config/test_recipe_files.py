@@ -65,23 +65,3 @@ def test_help_of_a_group(capsys):
 def test_the_version(capsys):
     assert cli.main(["jaxrl", "--version"]) == 0
     assert capsys.readouterr().out.startswith("jaxrl 0.")
-
-
-def test_doctor_without_a_step(capsys):
-    assert cli.main(["jaxrl", "doctor", "--no_step"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("ok    ") for line in lines)
-    for told in ("jax ", "devices: 8 x cpu", "extra serve: ", "compiled programs: "):
-        assert any(told in line for line in lines)
-
-
-def test_doctor_names_what_fails(monkeypatch, capsys):
-    monkeypatch.setattr(cli.importlib.metadata, "version", lambda name: _missing(name))
-    assert cli.main(["jaxrl", "doctor", "--no_step"]) == 1
-    assert "FAIL  optax is not installed; run pip install optax" in capsys.readouterr().out
-
-
-def _missing(name: str) -> str:
-    if name == "optax":
-        raise cli.importlib.metadata.PackageNotFoundError(name)
-    return "1"

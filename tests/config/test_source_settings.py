@@ -71,7 +71,6 @@ def test_the_command_line_changes_and_adds_sources(recipe):
         ),
         ("sources__new__weight", "x", r"data\.sources\.new\.weight = .x.: expected a number"),
         ("sources__new__weight", "0", r"data\.sources\.new\.weight 0 is not positive"),
-        ("sources__new__grader", "no such", r"data\.sources\.new\.grader: no grader is called"),
         ("sources__new__template", "no place", "has no {prompt}"),
     ],
 )

@@ -11,10 +11,10 @@ from jaxrl.data import (
     Record,
     load_tokenizer,
     read_demonstrations,
-    solutions_of,
     train_tokenizer,
 )
 from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.messages import PromptFormat
 from jaxrl.errors import UserError
 
@@ -207,9 +207,3 @@ def test_long_examples_are_dropped_and_counted(caplog):
     assert "1 of 3 examples dropped: longer than max_tokens 7" in caplog.text
     with pytest.raises(UserError, match="there are no prompts"):
         stream([], examples_per_batch=1)
-
-
-def test_a_large_file_is_read(tmp_path):
-    row = json.dumps({"prompt": "1 + 1", "response": "2 " * 1_000_000})
-    (tmp_path / "talks.jsonl").write_text(f"{row}\n" * 9)
-    assert len(read_demonstrations(tmp_path / "talks.jsonl", source="s")) == 9

@@ -4,19 +4,17 @@ import itertools
 import json
 import pathlib
 import re
+import sys
 
 import pytest
 from extras import import_extra
 
 from jaxrl.data import PromptStream, encode_prompts, read_source, train_tokenizer
-from jaxrl.data.data_card import data_card
-from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.generated_problems import NUM_FIRST
-from jaxrl.data.problems import Problems
-from jaxrl.data.prompt_encoding import PromptEncoder
-from jaxrl.data.prompt_sources import GeneratedPrompts
-from jaxrl.data.row_records import NO_TRUTH, UNREADABLE
-from jaxrl.data.sources import Source
+from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.generated_problems import NUM_FIRST, TaskProblems
+from jaxrl.data.problems import UNREADABLE, Source
+from jaxrl.data.prompt_encoding import stream_inputs
+from jaxrl.data.row_layouts import NO_TRUTH
 from jaxrl.errors import UserError
 
 TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)
@@ -50,14 +48,12 @@ def read(path: str, *, refuse=False, **settings) -> Source:
 
 
 def stream(*sources: Source, per_batch=4, max_prompt_tokens=30, **settings) -> PromptStream:
-    made = []
-    for source in sources:
-        first = encode_prompts(source.records, TOKENIZER, max_prompt_tokens=max_prompt_tokens)
-        encode = PromptEncoder(TOKENIZER, max_prompt_tokens).encode_one
-        assert source.generated is not None
-        made.append(
-            GeneratedPrompts(source.generated, encode, first=first.prompts, name=source.name)
-        )
+    data = DataConfig(max_prompt_tokens=max_prompt_tokens)
+    first = [
+        encode_prompts(source.records, TOKENIZER, max_prompt_tokens=max_prompt_tokens)
+        for source in sources
+    ]
+    made = stream_inputs(sources, first, data, TOKENIZER)
     weights = [source.settings.weight for source in sources]
     return PromptStream(made, prompts_per_batch=per_batch, seed=0, weights=weights, **settings)
 
@@ -116,7 +112,7 @@ def test_a_size_makes_a_function_a_file_that_is_read_once():
     source = read(function(SUMS), size=10)
     assert (source.generated, len(source.records), source.num_rows) == (None, 10, 10)
     assert source.records == read(function(SUMS)).records[:10]
-    assert source.places[7] == "puzzles.py:make index 7"
+    assert source.records[7].place == "puzzles.py:make index 7"
     with pytest.raises(
         UserError, match=r"made without end by puzzles\.py:make.* set data\.x\.size"
     ):
@@ -174,7 +170,7 @@ def test_a_function_that_never_makes_a_problem_does_not_run_for_ever():
     ):
         next(prompts)
     with pytest.raises(
-        UserError, match=r"none of the first 64 problems of data\.train can be used"
+        UserError, match=r"never\.py:make has no row that can be used: rows without a truth, "
     ):
         read(function("return {'question': 'x', 'answer': ''}", "never.py"))
 
@@ -182,7 +178,10 @@ def test_a_function_that_never_makes_a_problem_does_not_run_for_ever():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return None", r"index 0: the function returned None; it must return a row, such as"),
+        (
+            "return None",
+            r"index 0: the function returned None; it must return a row of JSON's types, such",
+        ),
         ("return [1]", r"index 0: the function returned \[1\]"),
         ("return '1 + 1'", r"index 0: the function returned '1 \+ 1'"),
         (
@@ -218,15 +217,6 @@ def test_a_function_that_fails_late_is_named_with_its_index():
         next(prompts)
 
 
-def test_the_card_says_that_there_is_no_end():
-    source = read(function(SUMS))
-    card = data_card(Problems((source,)))
-    assert card.startswith(
-        "data.train: puzzles.py:make (made by a function, layout problem/answer), without end; of the first "
-        "64:\n  64 rows, 64 prompts"
-    )
-
-
 # Tasks of reasoning-gym
 
 
@@ -254,3 +244,49 @@ def test_a_task_without_a_size_has_no_end():
         record.prompt for record in fixed.records[:8]
     ]
     assert source.origin == "reasoning-gym task chain_sum, without end; of the first 64:"
+
+
+def of_task(task: str, size: int, seed: int = 0, **options) -> list:
+    problems = TaskProblems(task, seed=seed, options=options, size=size)
+    return [problems.record(number) for number in range(size)]
+
+
+def test_same_seed_same_problems_and_neighbouring_seeds_share_no_run():
+    import_extra("tasks", "reasoning_gym")
+    sums = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 2}
+    records = of_task("chain_sum", 100, 3, **sums)
+    assert records == of_task("chain_sum", 100, 3, **sums)
+    # What reasoning-gym itself would do: seed 4 is seed 3 from its second item on.
+    assert not set(records[1:]) & set(of_task("chain_sum", 99, 4, **sums)[:98])
+    assert of_task("gcd", 2)[0].solution is None
+
+
+def test_what_a_scorer_looks_at_comes_along():
+    import_extra("tasks", "reasoning_gym")
+    for record in of_task("countdown", 3):
+        metadata = record.extra["metadata"]
+        assert metadata["source_dataset"] == "countdown"
+        assert str(metadata["target"]) in str(record.prompt)
+        assert json.loads(json.dumps(metadata)) == metadata
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("chain_sums", {}, "no task 'chain_sums'.*did you mean chain_sum"),
+        ("chain_sum", {"max_term": 4}, "refuses its settings .*'max_term'"),
+        ("chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
+        ("chain_sum", {"min_terms": "3"}, "refuses its settings .*'str'"),
+        ("chain_sum", {"seed": 4295}, "size 5 and seed 4295"),
+    ],
+)
+def test_unknown_tasks_and_settings_are_refused(task, options, message):
+    import_extra("tasks", "reasoning_gym")
+    with pytest.raises(UserError, match=message):
+        of_task(task, 5, **options)
+
+
+def test_without_the_package_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(UserError, match=r"pip install reasoning-gym"):
+        of_task("chain_sum", 5)

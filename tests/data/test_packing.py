@@ -150,14 +150,6 @@ def test_at_most_one_row_of_a_minibatch_is_half_empty(batch):
         assert np.sum(rows[rows > 0] * 2 <= shape.tokens) <= 1
 
 
-@given(batches())
-def test_the_same_lengths_are_packed_the_same_way(batch):
-    lengths, shape = batch
-    one, other = plan_packing(lengths, shape), plan_packing(list(lengths), shape)
-    np.testing.assert_array_equal(one.starts, other.starts)
-    np.testing.assert_array_equal(one.segment_ids, other.segment_ids)
-
-
 # Balance
 
 SHARDED = PackedShape(minibatches=1, microbatches=4, rows=4, tokens=100)
@@ -283,16 +275,6 @@ def test_the_shape_holds_the_worst_case_and_nothing_spare(tokens):
         assert max(needed) == shape.microbatches
 
 
-@given(st.integers(1, 200), st.integers(1, 60), st.integers(1, 6), st.integers(1, 8))
-def test_sequences_as_long_as_can_be_need_the_whole_shape(longest, spare, rows, minibatches):
-    tokens = longest + spare
-    shape = PackedShape.for_sequences(
-        minibatches * 7, longest=longest, minibatches=minibatches, rows=rows, tokens=tokens
-    )
-    packing = plan_packing([longest] * minibatches * 7, shape)
-    assert np.all(packing.num_micro_U == shape.microbatches)
-
-
 def test_a_shape_by_hand():
     # 512 sequences in 16 updates: 32 each. Two of at most 60 fit into 128: 16 rows, 4 at a time.
     shape = PackedShape.for_sequences(512, longest=60, minibatches=16, rows=4, tokens=128)
@@ -327,9 +309,3 @@ def test_a_row_shorter_than_a_sequence_is_refused():
 def test_sequences_the_shape_was_not_made_for_are_noticed(lengths, message):
     with pytest.raises(AssertionError, match=message):
         plan_packing(lengths, PackedShape(2, 1, 2, 8))
-
-
-def test_a_field_of_another_number_of_sequences_is_noticed():
-    packing = plan_packing([2, 3], PackedShape(1, 1, 1, 8))
-    with pytest.raises(ValueError, match="zip"):
-        packing.pack([np.ones(2)], np.float32)

@@ -3,7 +3,6 @@
 import collections
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -200,16 +199,6 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(num_batches):
     assert restored.metrics() == prompts.metrics()
 
 
-def test_groups_that_are_graded_after_a_restart_find_their_problem():
-    prompts = stream()
-    batch = next(prompts)
-    restored = stream()
-    restored.restore(prompts.state())
-    for one in (prompts, restored):
-        one.learn(batch.ids_N, graded(batch, by_thirds))
-    assert prompts.state() == restored.state()
-
-
 def test_a_curriculum_may_begin_and_end_in_the_midst_of_a_run():
     plain = stream(off=True)
     next(plain)
@@ -219,15 +208,3 @@ def test_a_curriculum_may_begin_and_end_in_the_midst_of_a_run():
     ended = stream(off=True)
     ended.restore(prompts.state())
     next(ended)
-
-
-def test_what_is_kept_grows_with_what_was_seen_and_not_with_the_data():
-    table = rates((999_999, 3), (5, G), num_problems=1_800_000)
-    state = json.dumps(table.state())
-    assert len(state) < 200
-    again = rates(num_problems=1_800_000)
-    again.restore(json.loads(state))
-    assert [again.chance(row) for row in (999_999, 5, 7)] == [
-        table.chance(row) for row in (999_999, 5, 7)
-    ]
-    assert math.isclose(again.metrics([again])["curriculum/known"], 2)

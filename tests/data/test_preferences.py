@@ -57,16 +57,9 @@ def test_rows_with_texts(tmp_path):
     assert read(tmp_path, row, "", row) == (Preference("1+1=", "2", "3", "s"),) * 2
 
 
-def test_fields_may_have_other_names(tmp_path):
-    row = {"q": "1+1=", "good": "2", "bad": "3", "margin": 1, "bad_good": False, "bad_bad": None}
-    pairs = read(
-        tmp_path,
-        row,
-        prompt_field="q",
-        chosen_field="good",
-        rejected_field="bad",
-        harm_fields=("bad_good", "bad_bad"),
-    )
+def test_margins_and_harms_have_fields_with_names(tmp_path):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "by": 1, "a": False, "b": None}
+    pairs = read(tmp_path, row, margin_field="by", harm_fields=("a", "b"))
     assert pairs == (Preference("1+1=", "2", "3", "s", 1.0, -1, 0),)
 
 
@@ -140,23 +133,20 @@ MESSAGES = {
             {**MESSAGES, "rejected": [user("?"), assistant("2") | {"tool_calls": [{}]}]},
             "message 2 of field 'rejected' has 'tool_calls'; only a role and a content",
         ),
+        ({**MESSAGES, "by": -1}, "field 'by' is -1; a margin must be a number of 0 or more"),
         (
-            {**MESSAGES, "margin": -1},
-            "field 'margin' is -1; a margin must be a number of 0 or more",
+            '{"prompt": "?", "chosen": "2", "rejected": "3", "h": null, "by": NaN}',
+            "field 'by' is NaN",
         ),
-        (
-            '{"prompt": "?", "chosen": "2", "rejected": "3", "h": null, "margin": NaN}',
-            "field 'margin' is NaN",
-        ),
-        ({**MESSAGES, "margin": True}, "field 'margin' is true"),
+        ({**MESSAGES, "by": True}, "field 'by' is true"),
         ({**MESSAGES, "h": "yes"}, "field 'h' is \"yes\"; whether an answer does harm"),
     ],
 )
 def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, message):
-    good = {"prompt": "?", "chosen": "2", "rejected": "3", "margin": 0, "h": True}
+    good = {"prompt": "?", "chosen": "2", "rejected": "3", "by": 0, "h": True}
     path = write(tmp_path, good, "", row)
     with pytest.raises(UserError, match=re.escape(f"{path}:3: ") + f".*{re.escape(message)}"):
-        read_preferences(path, source="s", harm_fields=("h", "h"))
+        read_preferences(path, source="s", margin_field="by", harm_fields=("h", "h"))
 
 
 def test_a_missing_file_says_what_to_put_there(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 from jaxrl.data import PromptStream, train_tokenizer
 from jaxrl.data.data_card import data_card, histogram
 from jaxrl.data.data_config import DataConfig, SourceConfig
-from jaxrl.data.problems import ProblemReader, encode, stream_inputs
+from jaxrl.data.problems import ProblemReader
+from jaxrl.data.prompt_encoding import encode, stream_inputs
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
 from jaxrl.errors import UserError
 from jaxrl.trainer.run_rewards import truth_faults
@@ -184,7 +185,7 @@ def test_dapos_words_stay_unless_others_are_set(tmp_path):
 
     def prompt(**settings):
         data = DataConfig(train=source, max_prompt_tokens=999, **settings)
-        problems = ProblemReader(data).read_training(None)
+        problems = ProblemReader(data).read(None)
         assert problems.train_records[0].prompt == "1 + 1?"
         return encode(problems.train, data, TOKENIZER)[0].prompts.texts[0]
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl.data import PromptFormat, encode_prompts, load_tokenizer, read_source
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
-from jaxrl.data.row_records import CONTRADICTIONS, DUPLICATES, NO_TRUTH
+from jaxrl.data.problems import DUPLICATES
+from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE, NO_TRUTH
 from jaxrl.rewards import Graders, GradingTask, Response
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
@@ -115,26 +115,3 @@ def test_verl_rows_give_the_same_problems(name, tmp_path):
     assert {k: d.count for k, d in published.dropped.items()} == {
         k: d.count for k, d in bare.dropped.items()
     }
-
-
-def test_a_contradiction_among_repeated_rows_is_found(tmp_path):
-    rows = rows_of("aime_2024")
-    rows += [*rows, {**rows[0], "answer": "-1"}, *rows]
-    pq.write_table(as_published(rows, "aime"), tmp_path / "rows.parquet")
-    source = read(tmp_path / "rows.parquet")
-    assert len(source.records) == 29
-    assert {k: d.count for k, d in source.dropped.items()} == {DUPLICATES: 58, CONTRADICTIONS: 4}
-
-
-def test_two_million_tokens_are_a_matter_of_seconds():
-    """2.8 s on two idle cores; none of it while a device is at work."""
-    records = [
-        record
-        for name in ("gsm8k_train", "dapo_math_17k", "math500")
-        for record in read(DATA / f"{name}.jsonl").records
-    ]
-    tokenizer = load_tokenizer(DATA / "tokenizers/qwen2.5")
-    start = time.process_time()
-    encoded = encode_prompts(records, tokenizer, max_prompt_tokens=4096)
-    assert encoded.lengths.sum() > 2_000_000
-    assert time.process_time() - start < 60

@@ -9,15 +9,9 @@ import pytest
 
 from jaxrl.data import Record, read_source
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.row_records import (
-    CONTRADICTIONS,
-    DUPLICATES,
-    HELD_OUT,
-    MALFORMED,
-    NO_PROMPT,
-    NO_TRUTH,
-    UNREADABLE,
-)
+from jaxrl.data.problems import DUPLICATES, HELD_OUT, UNREADABLE
+from jaxrl.data.row_layouts import NO_PROMPT, NO_TRUTH
+from jaxrl.data.rows import MALFORMED
 from jaxrl.errors import UserError
 
 GOOD = '{"q": "1 + 1?", "a": "2"}'
@@ -53,7 +47,7 @@ def test_rows_become_problems_in_their_order(tmp_path):
         Record("1 + 1?", "2", "s"),
         Record("é\u2028?", "-3", "s", extra={"w": "so", "x": None}),
     )
-    assert source.places == (f"{path}:1", f"{path}:3")
+    assert [record.place for record in source.records] == [f"{path}:1", f"{path}:3"]
     assert (source.num_rows, source.dropped) == (2, {})
 
 
@@ -169,29 +163,10 @@ def test_a_problem_that_stands_there_again_is_counted(tmp_path):
     assert len(read(write(tmp_path, *rows), keep_duplicates=True).records) == 4
 
 
-def test_what_differs_in_case_is_kept_and_told(tmp_path):
-    source = read(write(tmp_path, '{"q": "Area of A?", "a": 1}', '{"q": "area of a?", "a": 2}'))
-    assert len(source.records) == 2
-    assert source.notes == ("1 prompts differ from another one in case or space only; kept",)
-
-
-def test_contradicting_answers_are_named_and_the_problem_is_left_out(tmp_path):
-    rows = [GOOD, '{"q": "?", "a": 3}', '{"q": "1 + 1?", "a": 3}', GOOD]
-    path = write(tmp_path, *rows)
-    source = read(path, refuse=False)
-    assert [record.answer for record in source.records] == ["3"]
-    assert source.places == (f"{path}:2",)
-    assert counts(source) == {CONTRADICTIONS: 3}
-    told = f"{path}:3: the answer is '3', and '2' to the same problem at {path}:1"
-    assert source.dropped[CONTRADICTIONS].named == (told,)
-    with pytest.raises(UserError, match=re.escape(told)):
-        read(path)
-
-
-def test_ids_that_several_rows_have_are_told(tmp_path):
-    source = read(write(tmp_path, *(f'{{"q": "{i}?", "a": 1, "id": "x"}}' for i in range(3))))
-    assert len(source.records) == 3
-    assert source.notes == ("1 values of 'id' stand in several rows, \"x\" first; kept",)
+def test_of_contradicting_answers_the_first_is_kept(tmp_path):
+    source = read(write(tmp_path, GOOD, '{"q": "1 + 1?", "a": 3}', GOOD))
+    assert [record.answer for record in source.records] == ["2"]
+    assert counts(source) == {DUPLICATES: 2}
 
 
 # Truths and evaluation.
@@ -214,15 +189,22 @@ def test_truths_are_put_to_their_grader(tmp_path):
     assert checked.dropped[UNREADABLE].named == (f"{path}:2: 'two' is no number",)
     with pytest.raises(UserError, match=r"data.train: .*:2: 'two' is no number"):
         source.with_readable_truths(numbers_only, refuse=True)
-    with pytest.raises(UserError, match="has no row left: all 2 are ground truths that"):
+    with pytest.raises(UserError, match="no row left: all 2 are ground truths that"):
         source.with_readable_truths(lambda *_: "is odd", refuse=False)
 
 
 def test_evaluation_problems_are_not_trained_on(tmp_path):
-    source = read(write(tmp_path, GOOD, '{"q": "1 + 2?", "a": "3"}'))
-    kept = source.without_prompts_of([Record("1  + 2?", "3", "t")])
-    assert (len(kept.records), counts(kept)) == (1, {HELD_OUT: 1})
-    assert kept.places == source.places[:1]
+    talk = (
+        '{"q": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "B"}], "a": 1}'
+    )
+    source = read(write(tmp_path, GOOD, '{"q": "1 + 2 = X?", "a": "3"}', talk))
+    # Case and spacing do not matter, nor who says it.
+    held_out = [Record("1  + 2 = x?\n", "3", "t"), Record("A\nb", "2", "t")]
+    kept = source.without_prompts_of(held_out)
+    assert (kept.records, counts(kept)) == (source.records[:1], {HELD_OUT: 2})
+    assert source.dropped == {}
+    with pytest.raises(UserError, match="no row left: all 1 are prompts of the evaluation"):
+        kept.without_prompts_of(source.records)
 
 
 def test_metrics_are_kept_under_what_the_rows_say(tmp_path):

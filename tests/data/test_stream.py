@@ -2,14 +2,10 @@ import collections
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
-import threading
 
 import grain
 import numpy as np
 import pytest
-import tokenizers
 
 from jaxrl.data import (
     ChatTemplate,
@@ -18,11 +14,10 @@ from jaxrl.data import (
     PromptStream,
     Record,
     encode_prompts,
-    evaluation_prompts,
-    load_tokenizer,
-    solutions_of,
     train_tokenizer,
 )
+from jaxrl.data.demonstrations import solutions_of
+from jaxrl.data.prompt_encoding import evaluation_prompts
 from jaxrl.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -95,23 +90,6 @@ def test_order_depends_on_the_seed_alone():
     assert texts(prompts(seed=6), 6) != reference
 
 
-def test_a_batch_may_be_larger_than_the_data():
-    batch = next(prompts(prompts_per_batch=20))
-    counts = collections.Counter(batch.texts)
-    assert len(batch) == 20
-    assert sorted(counts.values()) == [2, 3, 3, 3, 3, 3, 3]
-
-
-def test_one_prompt_is_enough():
-    assert texts(prompts(RECORDS[:1], prompts_per_batch=2), 2) == ["0 + 0 ="] * 4
-
-
-def test_reading_starts_no_threads():
-    before = threading.active_count()
-    texts(prompts(), 3)
-    assert threading.active_count() == before
-
-
 @pytest.mark.parametrize("make", [prompts, examples])
 @pytest.mark.parametrize("num_taken", [0, 1, 4])
 def test_restored_streams_continue_exactly(make, num_taken):
@@ -126,36 +104,6 @@ def test_restored_streams_continue_exactly(make, num_taken):
 
     assert restored.state() == state
     assert take(restored, 4) == expected
-
-
-def test_another_process_continues_exactly():
-    stream = prompts()
-    next(stream)
-    program = (
-        "import json, sys\n"
-        "sys.path.append('tests/data')\n"
-        "from test_stream import prompts, texts\n"
-        "stream = prompts()\n"
-        "stream.restore(json.loads(sys.argv[1]))\n"
-        "print(json.dumps([next(stream).ids_N.tolist(), texts(stream, 3)]))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(stream.state())],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(result.stdout) == [next(stream).ids_N.tolist(), texts(stream, 3)]
-
-
-def test_the_batch_size_may_change_on_restart():
-    stream = prompts()
-    next(stream)
-    state, expected = stream.state(), texts(stream, 4)
-    wider = prompts(prompts_per_batch=6)
-    wider.restore(state)
-    assert texts(wider, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -188,11 +136,6 @@ def test_long_prompts_are_dropped_with_one_count(caplog):
     ]
 
 
-def test_long_prompts_may_keep_their_end():
-    batch = next(prompts([Record("100 + 23 =", "123", "s")], max_prompt_tokens=6, overlong="left"))
-    assert {TOKENIZER.decode(tokens) for tokens in batch.tokens} == {"+ 23 ="}
-
-
 def test_long_prompts_may_be_an_error():
     with pytest.raises(UserError, match="row 1 has a prompt of 11 tokens, and 1 rows"):
         prompts(
@@ -200,60 +143,11 @@ def test_long_prompts_may_be_an_error():
         )
 
 
-class Counting:
-    """A tokenizer that counts the characters it is given."""
-
-    def __init__(self, tokenizer=TOKENIZER):
-        self.tokenizer = tokenizer
-        self.num_chars = 0
-
-    def encode_batch(self, texts):
-        self.num_chars += sum(map(len, texts))
-        return self.tokenizer.encode_batch(texts)
-
-
-FAR = Record("".join(f"{i} + " for i in range(120_000)), "1", "s")
-
-
-@pytest.mark.parametrize("overlong", ["drop", "left", "right", "middle"])
-def test_a_prompt_far_too_long_is_tokenised_at_its_ends_alone(overlong):
-    counting = Counting()
-    found = encoded([*RECORDS, FAR], tokenizer=counting, overlong=overlong)
-    assert len(FAR.prompt) > 900_000 and counting.num_chars < 200_000
-    if overlong == "drop":
-        assert found.num_dropped == 1 and len(found.prompts) == len(RECORDS)
-        return
-    assert found.num_cut == 1
-    whole = TOKENIZER.encode(FAR.prompt)
-    expected = {
-        "left": whole[-100:],
-        "right": whole[:100],
-        "middle": np.concatenate([whole[:50], whole[-50:]]),
-    }
-    np.testing.assert_array_equal(found.prompts.tokens[-1], expected[overlong])
-
-
-def test_the_length_of_a_prompt_far_too_long_is_no_number():
-    with pytest.raises(UserError, match=r"row 1 has a prompt of \d+ tokens or more, and 1 rows"):
-        encoded([RECORDS[0], FAR], overlong="error")
-
-
-def test_a_long_prompt_of_few_tokens_is_kept():
-    content = json.loads(TOKENIZER.backend.to_str())
-    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
-    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
-    spaces = dataclasses.replace(TOKENIZER, backend=backend)
-    found = encoded([Record("1 +" + " " * 900_000 + "1", "2", "s")], tokenizer=spaces)
-    assert spaces.decode(found.prompts.tokens[0]) == "1 + 1"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"records": []}, "there are no prompts"),
         ({"max_prompt_tokens": 6}, "all 7 prompts are longer than max_prompt_tokens 6"),
-        ({"max_prompt_tokens": 0, "overlong": "left"}, "leaves no prompt"),
-        ({"overlong": "cut"}, "choose one of drop, left, right, middle, error"),
         ({"prompts_per_batch": 0}, "batch of 0"),
         ({"seed": -1}, "seed -1 is out of range"),
         ({"seed": 2**32}, "out of range"),
@@ -266,22 +160,6 @@ def test_settings_that_cannot_work_are_refused(settings, message):
         prompts(**settings)
 
 
-def test_chat_prompts_are_one_user_message(tmp_path):
-    TOKENIZER.save(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    stream = prompts(
-        [Record("{x} + 1 =", "?", "s")],
-        tokenizer=load_tokenizer(tmp_path),
-        prompts_per_batch=1,
-        template=r"{prompt} \boxed{}",
-        chat=True,
-    )
-    assert next(stream).texts == ("user: {x} + 1 = \\boxed{}\nassistant:",)
-
-
 def test_evaluation_prompts_keep_rows_and_order():
     rows = [RECORDS[0], Record("100 + 100 =", "200", "s"), *RECORDS[1:]]
     sets = [encoded(rows, max_prompt_tokens=7), encoded(RECORDS[:2])]
@@ -290,21 +168,6 @@ def test_evaluation_prompts_keep_rows_and_order():
     np.testing.assert_array_equal(evaluation.ids_N, [0, 2, 3, 4, 5, 6, 7, 8, 9])
     assert evaluation.answers[:3] == ("0", "2", "4")
     np.testing.assert_array_equal(evaluation_prompts(sets[:1]).ids_N, sets[0].prompts.ids_N)
-
-
-def test_examples_are_prompt_and_solution_with_an_end():
-    stream = examples(prompt_format=PromptFormat(template="Sum: {prompt}"))
-    for prompt, response, _ in [example for _ in range(4) for example in next(stream)]:
-        number = int(TOKENIZER.decode(response))
-        assert TOKENIZER.decode(prompt) == f"Sum: {number // 2} + {number // 2} ="
-        assert response[-1] == TOKENIZER.eos_id
-        assert prompt.dtype == response.dtype == np.int32
-
-
-def test_long_examples_are_dropped(caplog):
-    # Prompts have 7 tokens; the answers 10, 12 have two, and each response its end.
-    assert examples(max_tokens=9).num_examples == 5
-    assert "2 of 7 examples dropped: longer than max_tokens 9" in caplog.text
 
 
 def test_a_missing_solution_is_named():

@@ -38,14 +38,8 @@ def assert_same(a: Tokenizer, b: Tokenizer):
 
 
 @settings(deadline=None)
-@given(st.text(alphabet=sorted(set("".join(TEXTS)) | set("\n \t"))))
-def test_decoding_undoes_encoding(text):
-    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
-
-
-@settings(deadline=None)
 @given(st.text())
-def test_text_of_any_alphabet_survives(text):
+def test_decoding_undoes_encoding(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
@@ -79,12 +73,6 @@ def test_a_batch_is_decoded_like_each_of_its_sequences(count):
     assert TOKENIZER.decode_batch(sequences) == [TOKENIZER.decode(ids) for ids in sequences]
 
 
-def test_batches_agree_with_single_calls():
-    encoded = TOKENIZER.encode_batch(TEXTS[:50])
-    for text, ids in zip(TEXTS[:50], encoded, strict=True):
-        np.testing.assert_array_equal(ids, TOKENIZER.encode(text))
-
-
 def test_same_texts_same_tokenizer():
     again = train_tokenizer(iter(TEXTS), vocab_size=320)
     assert_same(again, TOKENIZER)
@@ -93,11 +81,6 @@ def test_same_texts_same_tokenizer():
 def test_too_small_a_vocabulary_is_refused():
     with pytest.raises(UserError, match="at least 258"):
         train_tokenizer(TEXTS, vocab_size=100)
-
-
-def test_a_tokenizer_without_template_refuses_chats():
-    with pytest.raises(UserError, match="no chat template"):
-        TOKENIZER.render_chat([{"role": "user", "content": "hi"}])
 
 
 # Directories.
@@ -143,20 +126,6 @@ def test_a_list_of_templates_gives_the_default(tmp_path):
     templates = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     config = {"eos_token": "<eos>", "chat_template": templates}
     assert load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([]) == "D"
-
-
-def test_a_template_cannot_reach_python(tmp_path):
-    attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    config = {"eos_token": "<eos>", "chat_template": attack}
-    with pytest.raises(UserError, match="unsafe"):
-        load_tokenizer(write(tmp_path, tokenizer_config=config)).render_chat([])
-
-
-def test_what_a_template_refuses_is_told(tmp_path):
-    config = {"eos_token": "<eos>", "chat_template": "{{ raise_exception('no system role') }}"}
-    tokenizer = load_tokenizer(write(tmp_path, tokenizer_config=config))
-    with pytest.raises(UserError, match=r"roles \['system'\]: no system role"):
-        tokenizer.render_chat([{"role": "system", "content": "x"}])
 
 
 @pytest.mark.parametrize(

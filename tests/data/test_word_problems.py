@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.source_reader import read_source
-from jaxrl.data.word_problems import KINDS, make
+from jaxrl.data.problems import read_source
 from jaxrl.errors import UserError
+from jaxrl.user_code import load_function
+
+make = load_function("shared/word_problems.py:make", "data function")
+KINDS = ("gain", "loss", "bags")
 
 CALCULATED = {"gain": lambda a, b: a + b, "loss": lambda a, b: a - b, "bags": lambda a, b: a * b}
 
@@ -24,14 +27,6 @@ def test_the_answer_follows_from_the_numbers_of_the_story(kind):
         a, b = map(int, re.findall(r"\d+", made["problem"]))
         assert int(made["answer"]) == CALCULATED[kind](a, b) >= 2
         assert re.search(r"How many (\w+) does (\w+) have now\?$", made["problem"])
-
-
-def test_all_kinds_and_numbers_are_made():
-    made = [problem(index, largest=3) for index in range(500)]
-    numbers = {tuple(re.findall(r"\d", one["problem"])) for one in made}
-    assert {n for pair in numbers for n in pair} == {"2", "3", "4", "5", "6"}
-    assert any("gives" in one["problem"] for one in made)
-    assert any("each" in one["problem"] for one in made)
 
 
 def test_two_people_of_a_story_are_different():
@@ -55,7 +50,8 @@ def test_options_that_make_no_problem_are_refused(options, message):
         problem(0, **options)
 
 
-def test_a_run_reads_them_by_name():
-    settings = SourceConfig(path="jaxrl.data.word_problems:make", size=20, seed=3)
+def test_a_run_reads_them_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = SourceConfig(path="shared/word_problems.py:make", size=20, seed=3)
     source = read_source(settings, "data.train", refuse_bad_rows=True, may_be_endless=True)
     assert len(source.records) == 20

@@ -1,15 +1,18 @@
 import itertools
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.data import worked_sums
+from jaxrl.data import Preference, Record
 from jaxrl.errors import UserError
+from jaxrl.user_code import load_function
 
+worked_sums = sys.modules[load_function("shared/worked_sums.py:make", "data function").__module__]
 STEP = re.compile(r"(-?\d+)([+-])(-?\d+)=(-?\d+)")
 
 
@@ -45,14 +48,6 @@ def test_every_step_is_true_and_the_last_line_is_the_sum(problem, seed):
         assert after[0] == before[3]
     if work:
         assert answer == f"Answer: {total}"
-
-
-def test_left_to_right_by_lines_or_as_a_sentence():
-    assert every_worked_style("23 + 60 - 71") == {
-        "23+60=83\n83-71=12\nAnswer: 12",
-        "First 23+60=83, then 83-71=12.\nAnswer: 12",
-        "23+60=83; 83-71=12\nAnswer: 12",
-    }
 
 
 def test_additions_may_come_first():
@@ -105,11 +100,6 @@ def test_generated_sums_have_right_answers_and_the_asked_sizes():
     assert {"+" in row["problem"] for row in made} == {True, False}
 
 
-def test_a_sum_depends_on_its_generator_alone():
-    assert rows(3) == rows(3)
-    assert rows(3)[1:] != rows(4)[:-1]
-
-
 @pytest.mark.parametrize(
     "options",
     [{"min_terms": 0}, {"min_terms": 9}, {"max_digits": 0}, {"min_digits": 3, "max_digits": 2}],
@@ -117,3 +107,21 @@ def test_a_sum_depends_on_its_generator_alone():
 def test_ranges_without_a_sum_are_refused(options):
     with pytest.raises(UserError, match="leave no sum"):
         worked_sums.make(0, np.random.default_rng(0), **options)
+
+
+def test_pairs_are_made_of_solutions():
+    records = [
+        Record("5 - 7 =", "-2", "sums", "5-7=-2\nAnswer: -2"),
+        Record("1 + 1 =", "2", "sums", "Answer: 5"),
+    ]
+    (worked,) = worked_sums.worked_or_guessed(records)
+    assert worked == Preference(
+        "5 - 7 =", "5-7=-2\nAnswer: -2", "Answer: -2", "sums", chosen_harm=-1, rejected_harm=1
+    )
+    pairs = worked_sums.right_or_wrong(records)
+    assert [pair.chosen for pair in pairs] == ["5-7=-2\nAnswer: -2", "Answer: 2"]
+    for pair in pairs:
+        right, wrong = (text.rpartition("Answer: ") for text in (pair.chosen, pair.rejected))
+        assert right[0] == wrong[0] and abs(int(right[2]) - int(wrong[2])) in (1, 2, 3, 10)
+    with pytest.raises(UserError, match="sums has no solutions to make pairs of"):
+        worked_sums.right_or_wrong([Record("1 + 1 =", "2", "sums")])

@@ -22,7 +22,7 @@ from jaxrl.rewards import FunctionGrader, Grade, Graders
 from jaxrl.rollout.backend import SamplingOptions
 from steps import NumberedPrompts, SamplingPolicy, make_backend
 
-hosts.start(hosts.HostsConfig(sys.argv[1], 2, int(sys.argv[2])))
+hosts.start(hosts.HostsConfig(coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])))
 graded = []
 
 def grade(response, answer):

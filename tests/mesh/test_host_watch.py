@@ -146,7 +146,9 @@ import sys, time
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import simulate
 
-config = hosts.HostsConfig(sys.argv[1], 2, int(sys.argv[2]), lost_after_s=8)
+config = hosts.HostsConfig(
+    coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2]), lost_after_s=8
+)
 simulate(2, processes=2)
 hosts.start(config)
 with hosts.watched(config):

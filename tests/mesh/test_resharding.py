@@ -12,7 +12,7 @@ from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
 from jaxrl.planner.compiled.hlo import collectives
-from jaxrl.planner.hardware.topologies import read_topology
+from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.planner.layouts.accounting import of_resharding
 from jaxrl.quantized import StoredType
 

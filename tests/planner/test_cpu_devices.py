@@ -10,8 +10,8 @@ import pytest
 from jaxrl.commands.run_commands import train_or_plan
 from jaxrl.config.schema import Config
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner import cpu_devices
-from jaxrl.planner.cpu_devices import takes_two_devices, with_cpu_devices
+from jaxrl.planner import resolve
+from jaxrl.planner.resolve import takes_two_devices, with_cpu_devices
 
 WIDE = Config(model=ModelConfig(d_model=256, num_heads=8, num_kv_heads=4))
 
@@ -28,7 +28,7 @@ def changed(**changes) -> Config:
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr(cpu_devices.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(resolve.os, "sched_getaffinity", lambda _: {0, 1})
     assert getattr(jax.config, "jax_platforms") == "cpu"  # noqa: B009 pyright knows it not
 
 
@@ -44,13 +44,13 @@ def test_a_dry_run_plans_the_devices_that_the_run_takes(two_cores, capsys):
 
 
 def test_one_core_is_one_device(monkeypatch):
-    monkeypatch.setattr(cpu_devices.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(resolve.os, "sched_getaffinity", lambda _: {0})
     assert with_cpu_devices(WIDE).mesh.simulated_devices == 0
 
 
 @pytest.mark.parametrize("platforms", ["cuda,cpu", "tpu"])
 def test_accelerators_are_taken_as_they_are(monkeypatch, two_cores, platforms):
-    monkeypatch.setattr(cpu_devices.jax, "config", type("C", (), {"jax_platforms": platforms}))
+    monkeypatch.setattr(resolve.jax, "config", type("C", (), {"jax_platforms": platforms}))
     assert with_cpu_devices(WIDE).mesh.simulated_devices == 0
 
 

@@ -15,13 +15,13 @@ from jaxrl.errors import UserError
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner import plan_output
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping_choice import propose
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.slot_choice import with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import StepTimes, expected_step, tasks_of_run
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

@@ -14,10 +14,10 @@ from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.step_load import load_of
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import algorithm_of
 
 SMALL = ModelConfig(

@@ -12,12 +12,11 @@ from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.planner.compile_plan import compile_plan
-from jaxrl.planner.hardware import topologies
+from jaxrl.planner.hardware import cluster
 from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.cluster import Cluster, Topology
+from jaxrl.planner.make_plan import compile_plan, trace_plan
 from jaxrl.planner.step_load import load_of, response_lengths
-from jaxrl.planner.trace_plan import trace_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = [
@@ -53,7 +52,7 @@ def test_an_impossible_topology_is_one_line(topology, words, capsys):
 def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        topologies.importlib.util,
+        cluster.importlib.util,
         "find_spec",
         lambda name, *rest: None if name == "libtpu" else found(name, *rest),
     )
@@ -63,7 +62,7 @@ def test_a_missing_compiler_is_one_line(capsys, monkeypatch):
 def test_a_topology_that_is_too_small_is_refused_with_those_that_exist():
     config = load_config(Config, str(CONFIGS / "dapo_qwen7b.py"), {"rollout.slots": "16"})
     # Eight simulated devices in the place of a slice's: nothing is compiled before this is counted.
-    slice_of_8 = topologies.Topology("v5e:2x4", accelerator("v5e"), tuple(jax.devices()), 8)
+    slice_of_8 = Topology("v5e:2x4", accelerator("v5e"), tuple(jax.devices()), 8)
     with pytest.raises(UserError, match=r"use v5e:4x4 \(16 devices\) or v5e:4x8 \(32 devices\)"):
         compile_plan(config, slice_of_8)
 

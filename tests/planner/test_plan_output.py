@@ -19,10 +19,9 @@ from jaxrl.planner import plan_output
 from jaxrl.planner.compiled.ahead import CompiledProgram, Seconds
 from jaxrl.planner.compiled.traffic import Traffic
 from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.hardware.cluster import Cluster, Topology
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.plan import VERSION, Plan, seconds_text
-from jaxrl.planner.trace_plan import trace_plan
 
 
 def text_of(plan: Plan) -> str:

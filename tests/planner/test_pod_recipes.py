@@ -10,8 +10,8 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner.compile_plan import compile_plan
-from jaxrl.planner.hardware.topologies import check_topology, read_topology
+from jaxrl.planner.hardware.cluster import check_topology, read_topology
+from jaxrl.planner.make_plan import compile_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 RECIPES = {

@@ -16,9 +16,9 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner import plan_output
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
-from jaxrl.planner.trace_plan import trace_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 TINY = {

@@ -16,7 +16,7 @@ from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.planner.compiled.trace import abstract_batch, matmul_flops
+from jaxrl.planner.compiled.programs import abstract_batch, matmul_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig

@@ -10,8 +10,8 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.ahead import compile_piece
-from jaxrl.planner.compiled.trace import abstract_batch
-from jaxrl.planner.hardware.topologies import read_topology
+from jaxrl.planner.compiled.programs import abstract_batch
+from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor

@@ -95,7 +95,7 @@ print(json.dumps({
 """
 
 WEIGHTS = """
-from jaxrl.planner.compiled.trace import sampler_shapes
+from jaxrl.planner.compiled.programs import sampler_shapes
 
 def found(weights_dtype):
     engine = engine_of("bfloat16", weights_dtype=weights_dtype)
@@ -120,8 +120,8 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import replicated
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import model_shapes
-from jaxrl.planner.compiled.trace import bytes_of, sampler_shapes
-from jaxrl.planner.hardware.topologies import read_topology
+from jaxrl.planner.compiled.programs import bytes_of, sampler_shapes
+from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from byte_engine import OPTIONS
+from byte_engine import OPTIONS, assert_same_samples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_paged import G, assert_same_samples, backend_of, expected, greedy, prompts_of
+from test_paged import G, backend_of, expected, greedy, prompts_of
 
 from jaxrl.rollout import speculation
 from jaxrl.rollout.samples import UnfinishedGroups

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_engine import assert_same_samples
 from closeness import assert_close
 from flax import nnx
 
@@ -93,14 +94,6 @@ def backend_of(engine=None) -> OfflineBackend:
 @pytest.fixture(scope="module")
 def whole() -> Completions:
     return run()
-
-
-def assert_same_samples(a, b):
-    assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
-    np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
-    for field in ("rollout_logprob", "entropy", "mask"):
-        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
-            assert_close(x, y, err_msg=field, scale=1)
 
 
 def test_the_batch_has_short_and_long_responses(whole):
@@ -189,11 +182,6 @@ def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, t
     assert len(gaps) > 150
     assert np.max(gaps) < tolerance
     assert (np.max(gaps) > 0) == (kv_dtype != "float32")
-
-
-def test_an_unknown_cache_type_is_refused():
-    with pytest.raises(UserError, match=r"kv_dtype = 'float16': expected .*'int8'"):
-        dataclasses.replace(BASE, kv_dtype="float16")
 
 
 # Unfinished groups

@@ -20,7 +20,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.compiled.trace import sampler_shapes
+from jaxrl.planner.compiled.programs import sampler_shapes
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor

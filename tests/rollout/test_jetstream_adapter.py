@@ -13,11 +13,11 @@ from extras import import_extra
 
 import_extra("dev", "jetstream")
 
-from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
-from jaxrl.rollout.jetstream.engine_adapter import (  # noqa: E402
+from jaxrl.jetstream.engine_adapter import (  # noqa: E402
     JetStreamEngine,
     JetstreamTokenizer,
 )
+from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 
 # Importable since our module is.
@@ -57,7 +57,7 @@ def test_importing_it_leaves_logging_alone_and_tensorflow_away():
     code = """
 import logging, sys
 before = logging.getLogger().level, list(logging.getLogger().handlers)
-from jaxrl.rollout.jetstream import jetstream_backend
+from jaxrl.jetstream import jetstream_backend
 assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
 assert not {"tensorflow", "seqio", "tensorflow_datasets"} & sys.modules.keys()
 """

@@ -13,9 +13,9 @@ from extras import import_extra
 import_extra("dev", "jetstream")
 
 from jaxrl.errors import UserError  # noqa: E402
+from jaxrl.jetstream import jetstream_backend  # noqa: E402
+from jaxrl.jetstream.jetstream_backend import DriverFailed  # noqa: E402
 from jaxrl.rollout.driver import OfflineBackend  # noqa: E402
-from jaxrl.rollout.jetstream import jetstream_backend  # noqa: E402
-from jaxrl.rollout.jetstream.jetstream_backend import DriverFailed  # noqa: E402
 from jaxrl.rollout.sampling import truncation_of  # noqa: E402
 
 CHOICE = truncation_of(top_k=0, top_p=0.9, min_p=0.0)

@@ -7,19 +7,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from byte_engine import CONFIG, MODEL, OPTIONS, decode, weights
-from closeness import assert_close
+from byte_engine import CONFIG, LAYOUTS, OPTIONS, assert_same_samples, decode, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.models.decoder import decoder_graph
-from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.engine_sizes import page_sizes
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.types import Completions, Prompts
@@ -27,24 +20,7 @@ from jaxrl.types import Completions, Prompts
 G = 8
 # Pages of 16 tokens. A sample has at most 24 + 40 tokens, or 4 pages.
 BASE = dataclasses.replace(CONFIG, max_response_tokens=40, slots=8)
-LAYOUTS = {
-    "one device": ("1-1-1",),
-    "replicas and heads": ("1-4-2", "1-2-2-2", 2),
-    "replicas": ("1-1-8",),
-    "stages": ("2-2-2", "2-2-1-2", 1),
-}
-
-
-@functools.cache
-def backend_of(layout=("1-1-1",), **changes) -> OfflineBackend:
-    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
-    parallel = ParallelLayout.from_config(LayoutConfig(**names))
-    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
-    graph, shapes, axes = decoder_graph(MODEL)
-    engine = Engine(MODEL, graph, mesh, dataclasses.replace(BASE, **changes))
-    backend = OfflineBackend(engine, functools.partial(map, decode))
-    backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
-    return backend
+backend_of = functools.partial(spread, base=BASE)
 
 
 def prompts_of(seed: int, count: int = 5) -> Prompts:
@@ -62,13 +38,6 @@ def prompts_of(seed: int, count: int = 5) -> Prompts:
 @functools.cache
 def expected(seed: int) -> Completions:
     return backend_of().generate(prompts_of(seed), OPTIONS.replace(num_samples=G))
-
-
-def assert_same_samples(a, b):
-    assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
-    for field in ("rollout_logprob", "entropy", "mask"):
-        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
-            assert_close(x, y, err_msg=field, scale=1)
 
 
 @pytest.fixture

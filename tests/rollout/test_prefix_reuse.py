@@ -89,19 +89,19 @@ def assert_expected(sample: Sample, scale=1.0) -> None:
 def prefilled(monkeypatch) -> list[tuple[int, int]]:
     """Tokens of each sequence prefilled for a paged cache, and how many of them came from pages."""
     seen = []
-    prefill, reused = Slots.prefill, Slots._reused
+    prefill, reuse = Slots.prefill, Slots.reuse
 
     def watched_prefill(self, sequences):
         if self.pages is not None:
             seen.extend((len(s), 0) for s in sequences)
         return prefill(self, sequences)
 
-    def watched_reused(self, P, known):
+    def watched_reuse(self, known):
         seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
-        return reused(self, P, known)
+        return reuse(self, known)
 
     monkeypatch.setattr(Slots, "prefill", watched_prefill)
-    monkeypatch.setattr(Slots, "_reused", watched_reused)
+    monkeypatch.setattr(Slots, "reuse", watched_reuse)
     return seen
 
 

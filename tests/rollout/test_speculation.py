@@ -4,26 +4,19 @@ import collections
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_engine import CONFIG, MODEL, OPTIONS, decode, weights
-from closeness import assert_close
+from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, assert_same_samples, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout import speculation
 from jaxrl.rollout.decode_state import Prefix
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.drivers import SPECULATE, check_driver
-from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.slots import Slots
 from jaxrl.rollout.speculate_program import draft
@@ -38,12 +31,6 @@ BASE = dataclasses.replace(
     # Enough that greedy answers, which repeat themselves, end there too.
     stop_ids=(257, 65, *range(250, 256)),
 )
-LAYOUTS = {
-    "one device": ("1-1-1",),
-    "replicas and heads": ("1-4-2", "1-2-2-2", 2),
-    "replicas": ("1-1-8",),
-    "stages": ("2-2-2", "2-2-1-2", 1),
-}
 WINDOWS = dataclasses.replace(MODEL, sliding_window=7, layer_pattern=("sliding", "full"))
 
 
@@ -53,16 +40,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(speculation, "OFF_ON", ())
 
 
-@functools.cache
-def backend_of(layout=("1-1-1",), *, model=MODEL, **changes) -> OfflineBackend:
-    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
-    parallel = ParallelLayout.from_config(LayoutConfig(**names))
-    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
-    graph, shapes, axes = decoder_graph(model)
-    engine = Engine(model, graph, mesh, dataclasses.replace(BASE, **changes))
-    backend = OfflineBackend(engine, functools.partial(map, decode))
-    backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
-    return backend
+backend_of = functools.partial(spread, base=BASE)
 
 
 def prompts_of(seed: int, count: int = 5) -> Prompts:
@@ -71,14 +49,6 @@ def prompts_of(seed: int, count: int = 5) -> Prompts:
     tokens = tuple(rng.integers(3, 240, n).astype(np.int32) for n in lengths)
     blank = ("",) * count
     return Prompts(np.arange(count), tokens, blank, blank, blank)
-
-
-def assert_same_samples(a: Completions, b: Completions):
-    assert [t.tolist() for t in a.tokens] == [t.tolist() for t in b.tokens]
-    np.testing.assert_array_equal(a.truncated_B, b.truncated_B)
-    for field in ("rollout_logprob", "entropy", "mask"):
-        for x, y in zip(getattr(a, field), getattr(b, field), strict=True):
-            assert_close(x, y, err_msg=field, scale=1)
 
 
 @pytest.fixture

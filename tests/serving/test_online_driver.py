@@ -251,13 +251,13 @@ def _noted(then, ended: list[int], i: int) -> None:
 def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
     """The second turn of a chat, and another chat with the same beginning."""
     seen = []
-    reused = Slots._reused
+    reuse = Slots.reuse
 
-    def watched(self, P, known):
+    def watched(self, known):
         seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
-        return reused(self, P, known)
+        return reuse(self, known)
 
-    monkeypatch.setattr(Slots, "_reused", watched)
+    monkeypatch.setattr(Slots, "reuse", watched)
     changes = {"max_prompt_tokens": 80, "max_response_tokens": 40}
     first = request_of(prompt=range(2, 14), truncation=never_stopping())
     with (
@@ -278,18 +278,18 @@ def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
 def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
     """A prompt that began like the one before would leave the larger program uncompiled."""
     whole, known = [], []
-    prefill, reused = Slots.prefill, Slots._reused
+    prefill, reuse = Slots.prefill, Slots.reuse
 
     def watched_prefill(self, sequences):
         whole.extend(map(len, sequences))
         return prefill(self, sequences)
 
-    def watched_reused(self, P, beginnings):
-        known.extend(len(each.tokens) for each in beginnings.values())
-        return reused(self, P, beginnings)
+    def watched_reuse(self, beginnings):
+        known.extend(len(tokens) for _, _, tokens in beginnings.values())
+        return reuse(self, beginnings)
 
     monkeypatch.setattr(Slots, "prefill", watched_prefill)
-    monkeypatch.setattr(Slots, "_reused", watched_reused)
+    monkeypatch.setattr(Slots, "reuse", watched_reuse)
     engine = build_engine(cache="paged", max_prompt_tokens=100)
     assert engine.prompt_sizes == (64, 96, 140)
     with OnlineDriver(engine, weights(), spell) as driver:

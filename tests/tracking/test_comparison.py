@@ -9,9 +9,8 @@ from report_page import check_page
 
 from jaxrl import cli
 from jaxrl.errors import EXIT_USER_ERROR
-from jaxrl.tracking.compared_runs import labels_of
-from jaxrl.tracking.report.plots import compared_plots, shared_metrics
-from jaxrl.tracking.report.svg import draw_svg
+from jaxrl.tracking.report.plots import compared_plots, draw_svg, shared_metrics
+from jaxrl.tracking.report.report_command import labels_of
 
 ATTACK = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
 

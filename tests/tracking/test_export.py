@@ -28,8 +28,8 @@ from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints, StoredCheckpoints
-from jaxrl.tracking.export import export_run
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import run_lock
+from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.roles import role_models

@@ -9,7 +9,7 @@ import pytest
 from processes import started
 
 from jaxrl.errors import UserError
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import run_lock
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """

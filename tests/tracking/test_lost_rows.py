@@ -9,9 +9,9 @@ import pytest
 
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import Checkpoints
-from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import MetricsWriter
 from jaxrl.tracking.run_folder import StageFolder
+from jaxrl.tracking.stage_checkpoints import lost_rows
 
 STATE = TrainState({"w": jnp.zeros(3)}, {"m": jnp.zeros(3)}, jnp.int32(0))
 

@@ -8,8 +8,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.tracking import metrics
 from jaxrl.tracking.durable import ensure_writable
-from jaxrl.tracking.metrics import MetricsWriter, read_metrics, without_timings
-from jaxrl.tracking.timers import Timers
+from jaxrl.tracking.metrics import MetricsWriter, Timers, read_metrics, without_timings
 
 
 def _run(directory, steps, **kwargs):
@@ -154,6 +153,9 @@ def test_rows_of_equal_runs_differ_only_in_timings():
 @pytest.mark.parametrize("resume_step", [None, 1])
 def test_a_folder_instead_of_the_metrics_file_is_refused(tmp_path, resume_step):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics\.jsonl is a (folder|directory), and a file"):
+    with pytest.raises(
+        UserError,
+        match=r"metrics\.jsonl (is a folder, and a file|cannot be read \(Is a directory\))",
+    ):
         MetricsWriter(tmp_path, resume_step=resume_step)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -7,7 +7,8 @@ import pytest
 from report_page import check_page
 
 from jaxrl.tracking.readable import number
-from jaxrl.tracking.report import PromptResponses, Response, Section, plots, write_report
+from jaxrl.tracking.report import plots
+from jaxrl.tracking.report.page import PromptResponses, Response, Section, write_report
 
 
 def _rl_rows(num_steps=40):

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.data.packing import PackedShape
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
-from jaxrl.tracking.rollout_files import RolloutFiles
+from jaxrl.tracking.kept_rollouts import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import (
     TOKEN_STRINGS,

@@ -157,6 +157,8 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
             "the tokenizer has 258 tokens, the model in few_words_language 200",
         ),
         ({"reward__grader": "choice"}, "train.jsonl:1: ground truth"),
+        ({"data__train__grader": "no such"}, "no grader is called 'no such'"),
+        ({"reward__grader_options": {"part": 1}}, "has no option 'part'"),
         (
             {"data__evaluation__path": "", "data__evaluation__task": "chain_some"},
             "did you mean chain_sum",

@@ -1,7 +1,6 @@
 """The loop around a stage that counts: what is logged and saved, how it goes on, with real checkpoints."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -14,11 +13,9 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.roles.learner import TrainState
 from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.divergence import DivergenceConfig
-from jaxrl.tracking.lost_rows import lost_rows
 from jaxrl.tracking.metrics import MetricsWriter, read_metrics
 from jaxrl.tracking.run_folder import StageFolder
-from jaxrl.tracking.stage_checkpoints import StageCheckpoints
+from jaxrl.tracking.stage_checkpoints import StageCheckpoints, lost_rows
 from jaxrl.trainer.loop import Loop, Schedule, TrainingStage
 
 # A machine may be busy, and what is over time ends this process.
@@ -94,8 +91,7 @@ def open_loop(
 ) -> Loop:
     stage = StageFolder(folder)
     schedule = Schedule(num_steps, save_every, evaluate_every=100)
-    divergence = DivergenceConfig()
-    checkpoints = StageCheckpoints(stage, keep=keep, divergence=divergence, may_restart=may_restart)
+    checkpoints = StageCheckpoints(stage, keep=keep, may_restart=may_restart)
 
     def open_log(step):
         return MetricsWriter(folder, resume_step=step, drops_damaged=accepts_lost_rows)
@@ -363,54 +359,3 @@ def test_a_finished_stage_is_read_without_owning_it(tmp_path):
     assert held == [True]
     run(folder, ownership=ownership())
     assert held == [True]
-
-
-# Divergence
-
-
-def diverged_from(step):
-    return lambda now: {ACCURACY: 0.02 if now >= step else 0.7} if now % 2 == 0 else {}
-
-
-def test_the_checkpoint_from_before_a_divergence_stays(tmp_path, capsys):
-    folder = tmp_path / "rl"
-    run(folder, metrics=diverged_from(5), num_steps=12)
-    assert saved_steps(folder) == [4, 12]
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "COUNT step 6: the model may have diverged (val-core/sums/acc/mean@8 0.02 has lost" in said
-    )
-    assert "the checkpoint of step 4, from before, is kept. To go on from it stop the run" in said
-    assert said.count("may have diverged") == 1
-    # As the message says.
-    shutil.rmtree(folder / "checkpoints" / "12")
-    counter = run(folder, num_steps=6)
-    assert int(counter.state.step) == 6
-    assert [row["step"] for row in rows_of(folder)] == list(range(7))
-
-
-def test_it_stays_through_a_resume(tmp_path):
-    folder = tmp_path / "rl"
-    run(folder, metrics=diverged_from(5), num_steps=8)
-    run(folder, metrics=diverged_from(5), num_steps=14)
-    assert saved_steps(folder) == [4, 14]
-
-
-def test_weights_that_diverge_in_one_step_without_evaluation(tmp_path):
-    """As a learning rate of 1e6 does: the step before looks well, and is saved, before anything shows."""
-    folder = tmp_path / "sft"
-    run(
-        folder,
-        metrics=lambda step: {"sft/loss": 1.0 if step <= 3 else 1e6},
-        num_steps=9,
-        save_every=1,
-    )
-    # Step 3 ended with diverged weights, which its own loss could not show.
-    assert saved_steps(folder) == [2, 9]
-
-
-def test_the_record_of_an_older_version_has_nothing_of_divergence(tmp_path):
-    folder = tmp_path / "rl"
-    run(folder, num_steps=4)
-    record = json.loads((folder / "checkpoints" / "4" / "record" / "metadata").read_text())
-    assert record["at"] == 4 and record["collapse"]["found"] == {}

@@ -56,6 +56,8 @@ def make_config(files, output, num_steps: int = 12, **preference) -> Config:
         "path": str(files / "train_pairs.jsonl"),
         "evaluation_path": str(files / "evaluation_pairs.jsonl"),
         "pairs_per_step": 8,
+        "evaluation_pairs": 16,
+        "loss": "bradley_terry",
         **preference,
     }
     return Config(
@@ -86,9 +88,13 @@ def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
     if made:
         config = dataclasses.replace(
             config,
-            preference=dataclasses.replace(config.preference, path=""),
+            preference=dataclasses.replace(
+                config.preference,
+                path="",
+                pair_generator="shared/worked_sums.py:right_or_wrong",
+            ),
             data=DataConfig(
-                train=SourceConfig(path="jaxrl.data.worked_sums:make", size=40),
+                train=SourceConfig(path="shared/worked_sums.py:make", size=40),
                 max_prompt_tokens=16,
             ),
             tokenizer=TokenizerConfig(vocab_size=288),
@@ -147,8 +153,8 @@ def test_dpo_on_eight_devices(files, tmp_path):
     [
         ({"loss": "dpo", "options": {"beta": 0.1}}, "preference loss 'dpo' takes chosen_logprob"),
         (
-            {"path": "", "evaluation_path": "", "pair_generator": "up"},
-            "pair_generator 'up' is not known",
+            {"path": "", "evaluation_path": "", "pair_generator": ""},
+            "preference.pair_generator '' has no function's name",
         ),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],

@@ -33,11 +33,11 @@ from jaxrl.roles.optim_config import OptimConfig, StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
-from jaxrl.tracking.export import export_run
-from jaxrl.tracking.lock import run_lock
+from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.metrics import read_metrics, without_timings
-from jaxrl.tracking.report_content import evaluation_lines
 from jaxrl.tracking.run_config import RunConfig
+from jaxrl.tracking.run_report import evaluation_lines
+from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
 from jaxrl.trainer.algorithm import algorithm_of
 

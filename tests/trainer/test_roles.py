@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.step_timer import NoTimer
-from jaxrl.planner.batch_flow import describe_flow
+from jaxrl.planner.plan import describe_flow
 from jaxrl.planner.planned_roles import abstract_meshes, meshes_on, planned_roles
 from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import build_context

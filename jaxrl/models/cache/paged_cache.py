@@ -48,7 +48,6 @@ class PagedCache:
 
     @property
     def capacity_multiple(self) -> int:
-        """Tokens of a page."""
         return self.page_tokens
 
     @property

@@ -13,7 +13,6 @@ is read. Other keys are ignored: no supported class computes anything with them.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -79,11 +78,13 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 _MISTRAL_WINDOW, _QWEN_WHOLE_LAYERS = 4096, 28
 _LOCAL_ROPE_THETA, _GEMMA_QUERY_SCALAR = 10_000.0, 256.0
 
-# Keys of a rotary scaling in the order of the fields of RopeScaling, and how many of them each kind has.
-_ROPE_KEYS = (
-    *("factor", "low_freq_factor", "high_freq_factor"),
-    "original_max_position_embeddings",
-)
+# Keys of a rotary scaling by the fields of RopeScaling, and how many of them each kind has.
+_ROPE_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
 _ROPE_KINDS = {"default": 0, "llama3": 4, "linear": 1}
 
 
@@ -165,10 +166,10 @@ class _Reader:
             if self.values.get(key) not in (needed, None):
                 raise self.fault(key, f", but only {needed!r} is supported; {remedy}")
 
-    def build(self, make: Callable[..., _Built], *values: Any, **fields: Any) -> _Built:
+    def build(self, make: Callable[..., _Built], **fields: Any) -> _Built:
         """An object whose constructor refuses values, which came from the file."""
         try:
-            return make(*values, **fields)
+            return make(**fields)
         except ValueError as error:
             raise UserError(f"{self.origin}: {error}; copy the published file again") from error
 
@@ -354,10 +355,10 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
             "supported; choose a checkpoint with one of these, or remove the scaling for texts of the "
             "original length"
         )
-    keys = _ROPE_KEYS[: _ROPE_KINDS[kind]]
+    keys = dict(list(_ROPE_KEYS.items())[: _ROPE_KINDS[kind]])
     # Another key could change the numbers.
     nested.check_needs({"partial_rotary_factor": 1}, "choose a checkpoint without it")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys.values()}
     if unknown := sorted(settings.keys() - known):
         raise UserError(
             f"{nested.origin} has {', '.join(unknown)}, which rope_type {kind!r} does not know; choose a "
@@ -365,8 +366,11 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
         )
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    numbers: Any = [nested.number(k) for k in keys[:3]] + [nested.integer(k) for k in keys[3:]]
-    return {"rope_theta": theta, "rope_scaling": nested.build(RopeScaling, *numbers, kind=kind)}
+    numbers: dict[str, Any] = {
+        field: nested.integer(k) if field == "original_max_positions" else nested.number(k)
+        for field, k in keys.items()
+    }
+    return {"rope_theta": theta, "rope_scaling": nested.build(RopeScaling, **numbers, kind=kind)}
 
 
 def config_json(
@@ -389,7 +393,10 @@ def config_json(
     architecture = _architecture_of(config, base.get("model_type"))
     kept = {k: v for k, v in base.items() if k not in _REPLACED}
     scores = [f"LABEL_{i}" for i in range(config.num_scores)]
-    rope = config.rope_scaling
+    scaling = None
+    if (rope := config.rope_scaling) is not None:
+        fields = list(_ROPE_KEYS.items())[: _ROPE_KINDS[rope.kind]]
+        scaling = {"rope_type": rope.kind, **{key: getattr(rope, field) for field, key in fields}}
     values = {
         **kept,
         **architecture.needs,
@@ -413,14 +420,7 @@ def config_json(
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
-        # Of a scaling, the kind has the last field.
-        "rope_scaling": rope
-        and {
-            "rope_type": rope.kind,
-            **dict(
-                zip(_ROPE_KEYS[: _ROPE_KINDS[rope.kind]], dataclasses.astuple(rope), strict=False)
-            ),
-        },
+        "rope_scaling": scaling,
         **{SOFTCAP_KEYS[field]: getattr(config, field) or None for field in architecture.softcaps},
     }
     if architecture.has_query_scalar:

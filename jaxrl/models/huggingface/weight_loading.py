@@ -193,7 +193,22 @@ def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
         _check_header_sizes([directory / SINGLE_FILE])
         return _read_header(directory / SINGLE_FILE)
     if not (directory / INDEX_FILE).exists():
-        raise UserError(_why_no_weights(directory))
+        found = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
+        if not found:
+            raise UserError(
+                f"{directory} is no directory or empty; name one that holds a model's files"
+            )
+        pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
+        remedy = "; name a directory with weights as safetensors"
+        if pickled:
+            remedy = (
+                ": pickled weights can run any program when they are read; convert them with safetensors "
+                "where you trust them, for example by save_pretrained of Transformers"
+            )
+        raise UserError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has "
+            f"{'only ' if pickled else ''}{_listed(pickled or found)}{remedy}"
+        )
     file_of = _read_index(directory / INDEX_FILE)
     files = sorted(set(file_of.values()))
     for file in files:
@@ -220,21 +235,6 @@ def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
                 "files again, they are of different models or versions"
             )
     return stored
-
-
-def _why_no_weights(directory: pathlib.Path) -> str:
-    found = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
-    if not found:
-        return f"{directory} is no directory or empty; name one that holds a model's files"
-    pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
-    missing = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-    if pickled:
-        return (
-            f"{missing}, only {_listed(pickled)}: pickled weights, which can run any program when "
-            "they are read; convert them with safetensors where you trust them, for example by "
-            "save_pretrained of Transformers"
-        )
-    return f"{missing}; it has {_listed(found)}. Name a directory with weights as safetensors"
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
@@ -391,36 +391,26 @@ def _load_table(
 
 
 def _load_leaf(reader: _Reader, row: WeightRule, sharding: Sharding, dtype: np.dtype) -> jax.Array:
-    shape = row.leaf_shape
+    shape, num_stacked = row.leaf_shape, len(row.stacked)
     # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices_of[bounds_of(index, shape)].append(device)
-    shards = []
+    loaded = []
     for bounds, devices in devices_of.items():
-        shards += _load_shard(reader, row, bounds, devices, dtype)
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _load_shard(
-    reader: _Reader,
-    row: WeightRule,
-    bounds: Bounds,
-    devices: Sequence[Any],
-    dtype: np.dtype,
-) -> list[jax.Array]:
-    shape = tuple(end - begin for begin, end in bounds)
-    shards = [jnp.zeros(shape, dtype, device=device) for device in devices]
-    stacked, inner = bounds[: len(row.stacked)], dict(zip(row.ours, bounds, strict=True))
-    for position in itertools.product(*(range(*pair) for pair in stacked)):
-        piece = _read_piece(reader.slice_of(row.tensor_name(position)), row, inner)
-        offset = offset_of(position, stacked)
-        for i, device in enumerate(devices):
-            on_device = jax.device_put((piece, offset), device)
-            shards[i] = _insert(shards[i], *on_device, order=row.order)
-        # Wait; otherwise parts of many tensors would queue up in host memory.
-        jax.block_until_ready(shards)
-    return shards
+        size = tuple(end - begin for begin, end in bounds)
+        shards = [jnp.zeros(size, dtype, device=device) for device in devices]
+        stacked, inner = bounds[:num_stacked], dict(zip(row.ours, bounds, strict=True))
+        for position in itertools.product(*(range(*pair) for pair in stacked)):
+            piece = _read_piece(reader.slice_of(row.tensor_name(position)), row, inner)
+            offset = offset_of(position, stacked)
+            for i, device in enumerate(devices):
+                on_device = jax.device_put((piece, offset), device)
+                shards[i] = _insert(shards[i], *on_device, order=row.order)
+            # Wait; otherwise parts of many tensors would queue up in host memory.
+            jax.block_until_ready(shards)
+        loaded += shards
+    return jax.make_array_from_single_device_arrays(shape, sharding, loaded)
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:

@@ -69,7 +69,6 @@ class WeightRule:
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
-        """Shape of our leaf."""
         return tuple(self.sizes[letter] for letter in self.ours)
 
     def positions(self) -> Iterator[tuple[int, ...]]:

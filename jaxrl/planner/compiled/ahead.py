@@ -31,7 +31,7 @@ from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.planner.compiled.programs import Program
 from jaxrl.planner.compiled.traffic import Traffic, counted_collectives, merged, traffic_of
 from jaxrl.planner.hardware.accelerators import Accelerator
-from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.hardware.cluster import Topology
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.tracking.durable import write_atomically
 

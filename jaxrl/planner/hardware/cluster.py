@@ -1,26 +1,245 @@
-"""A cluster: devices of one kind in an existing shape, with its possible pools and its links.
+"""Topologies by name: devices that need not be present, their pools and links, and compilers for them.
 
-    h100:16x8     16 hosts of 8 GPUs
-    v5p:4x4x8     a slice of 128 chips
+    v5p:4x4x8     a slice of 128 chips, by generation and shape; the package libtpu compiles for it
+    h100:16x8     16 hosts of 8 GPUs; JAX's CUDA plugin compiles for it, without a GPU or a driver
+
+Neither opens a device. One cannot compile for a kind of device from a file.
 
 A run has a process on each host, and its pools have an equal part of every host (`mesh.pools`):
 
     2 hosts of 4        host 0    host 1
     pool of 4 devices   0 1 . .   0 1 . .
     pool of 4 devices   . . 0 1   . . 0 1
+
+For a GPU that is not present XLA needs its GpuTargetConfig. The figures are from NVIDIA's data sheets and
+white papers of A100, H100, H200 and B200 (multiprocessors, clocks, caches, bandwidth), and from the table of
+features by compute capability in the CUDA programming guide (shared memory, registers, threads). Not covered:
+autotuning, which needs a device; XLA uses its defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import math
-from typing import NamedTuple
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.experimental import topologies
 
-from jaxrl.planner.hardware.accelerators import Accelerator
-from jaxrl.planner.hardware.topologies import check_shape, check_topology, shape_text
+from jaxrl.errors import UserError
+from jaxrl.planner.hardware.accelerators import Accelerator, accelerator
+
+# The oldest cuDNN version that current JAX plugins accept.
+_CUDNN = (9, 12)
+_MIB = 2**20
+
+
+class GpuTarget(NamedTuple):
+    """A kind of GPU: bytes of memory that the driver reports, and its GpuTargetConfig in text format."""
+
+    memory_bytes: int
+    text: str
+
+
+def _target(
+    description: str,
+    capability: tuple[int, int],
+    cores: int,
+    fpus_per_core: int,
+    clock_ghz: float,
+    memory_bytes: int,
+    bandwidth: int,
+    l2_bytes: int,
+    shared_bytes: int,
+) -> GpuTarget:
+    """A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors."""
+    # A block may use 1 KiB less of the shared memory than its multiprocessor has.
+    text = f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+      shared_memory_per_block: 49152 shared_memory_per_core: {shared_bytes}
+      shared_memory_per_block_optin: {shared_bytes - 1024}
+      core_count: {cores} fpus_per_core: {fpus_per_core}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {bandwidth} l2_cache_size: {l2_bytes}
+      clock_rate_ghz: {clock_ghz} device_memory_size: {memory_bytes}
+      cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+    platform_name: "CUDA"
+    dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
+    device_description_str: "{description}\""""
+    return GpuTarget(memory_bytes, text)
+
+
+_AMPERE, _HOPPER = ((8, 0), 108, 64, 1.41), ((9, 0), 132, 128, 1.98)
+_BLACKWELL = ((10, 0), 148, 128, 1.965)
+_A100 = (40 * _MIB, 167_936)
+_H100 = (50 * _MIB, 233_472)
+GPU_TARGETS = {
+    "a100-40": _target("NVIDIA A100-SXM4-40GB", *_AMPERE, 40_960 * _MIB, 1_555_000_000_000, *_A100),
+    "a100": _target("NVIDIA A100-SXM4-80GB", *_AMPERE, 81_920 * _MIB, 2_039_000_000_000, *_A100),
+    "h100": _target("NVIDIA H100 80GB HBM3", *_HOPPER, 84_929_347_584, 3_352_320_000_000, *_H100),
+    "h200": _target("NVIDIA H200", *_HOPPER, 143_771 * _MIB, 4_800_000_000_000, *_H100),
+    "b200": _target(
+        *("NVIDIA B200", *_BLACKWELL, 183_359 * _MIB, 8_000_000_000_000, 126 * _MIB, 233_472)
+    ),
+}
+
+# Names of generations that differ in libtpu.
+_LIBTPU_NAMES = {"7x": "tpu7x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to compile for.
+
+    Attributes:
+      name: name that the user gave.
+      accelerator: kind of the devices.
+      devices: devices of all hosts.
+      devices_per_host: number of devices joined by fast links; all devices of a TPU slice.
+    """
+
+    name: str
+    accelerator: Accelerator
+    devices: tuple[Any, ...]
+    devices_per_host: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory of a device; for a GPU the driver's figure, which the compiler also uses."""
+        target = GPU_TARGETS.get(self.accelerator.name)
+        return target.memory_bytes if target else int(self.accelerator.memory_gb * 1e9)
+
+    @property
+    def kind(self) -> str:
+        """JAX's name of the kind of device."""
+        return self.devices[0].device_kind
+
+    @property
+    def platform(self) -> str:
+        """Platform of the devices, as `jax.Device.platform`."""
+        return self.devices[0].platform
+
+
+def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
+    """Parses and checks the name of a topology, "KIND:AxBxC", into kind and shape. Loads no compiler.
+
+    Raises:
+      UserError: the text, the kind or the shape is wrong.
+    """
+    kind, _, sides = name.rpartition(":")
+    parts = sides.split("x")
+    if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
+        raise UserError(
+            f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
+            "v5p:4x4x8 (sides of the slice in chips)"
+        )
+    found, shape = accelerator(kind), tuple(map(int, parts))
+    check_shape(found, shape)
+    return found, shape
+
+
+def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
+    """Raises UserError, with the existing shapes, if devices of a kind do not come in `shape`."""
+    if kind.exists(shape):
+        return
+    if kind.arrangement == "hosts":
+        there = f"HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, up to"
+        hint = ""
+    else:
+        enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
+        many = (
+            f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
+        )
+        there = f"{', '.join(map(shape_text, kind.shapes))}{many}, up to"
+        hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
+    raise UserError(
+        f"{kind.name}:{shape_text(shape)} is no topology that exists; {kind.name} comes as {there} "
+        f"{kind.largest:,} devices{hint}"
+    )
+
+
+def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
+    """The two smallest topologies with at least `devices` devices, to complete the message "use ..."."""
+    enough = [s for s in kind.growing_shapes() if kind.num_devices(s) >= devices]
+    if not enough:
+        return f"a kind with more memory ({kind.name} comes with at most {kind.largest:,} devices)"
+    named = [f"{kind.name}:{shape_text(s)} ({kind.num_devices(s):,} devices)" for s in enough[:2]]
+    return " or ".join(named)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """The shape in the format of a topology's name, such as "4x4x8"."""
+    return "x".join(map(str, shape))
+
+
+def read_topology(name: str) -> Topology:
+    """The topology of a name such as "v5p:4x4x8" or "h100:16x8".
+
+    Raises:
+      UserError: there is no such topology, or the package that compiles for it is not installed.
+    """
+    kind, shape = check_topology(name)
+    if kind.arrangement == "torus":
+        named = _LIBTPU_NAMES.get(kind.name, kind.name)
+        devices = tuple(_tpu_devices(f"{named}:{shape_text(shape)}"))
+        return Topology(name, kind, devices, len(devices))
+    return Topology(name, kind, tuple(_gpu_devices(kind.name, shape)), shape[1])
+
+
+def _tpu_devices(name: str) -> Sequence[Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"compiling for {name} needs the package libtpu, which is not installed; run "
+            "pip install -e '.[aot]' in jaxrl's folder"
+        )
+    # Without these variables libtpu queries the metadata of a real TPU host, and logs errors.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
+    # Compiling opens no TPU, so it can ignore the lock of another process.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"topology {name!r} cannot be compiled for ({reason}); name a slice that exists, for example "
+            "v5p:4x4x8 or v6e:4x4, or update libtpu: pip install -U libtpu"
+        ) from error
+
+
+def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
+    missing = [name for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn") if not _is_there(name)]
+    if missing:
+        version = jax.__version__
+        raise UserError(
+            f"compiling for {chip} needs jax's CUDA plugin and cuDNN (no GPU, driver or toolkit), of which "
+            f"{' and '.join(missing)} is missing; run pip install --no-deps jax-cuda13-plugin=={version} "
+            f"jax-cuda13-pjrt=={version} nvidia-cudnn-cu13"
+        )
+    if chip not in GPU_TARGETS:
+        raise UserError(
+            f"{chip} can be planned for, and not compiled for: what the compiler must know of a GPU is there "
+            f"for {', '.join(GPU_TARGETS)} alone; name one of these"
+        )
+    hosts, per_host = shape
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=GPU_TARGETS[chip].text, topology=f"1x{hosts}x{per_host}"
+    ).devices
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
 
 _TPU_HOST_CHIPS = 4
 

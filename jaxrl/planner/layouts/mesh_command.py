@@ -52,7 +52,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
-from jaxrl.planner.hardware.topologies import read_topology
+from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.planner.layouts.accounting import (
     Measured,
     ReshardingCosts,

@@ -188,7 +188,7 @@ class Mapping:
         return sum(resident.values()) + transient
 
     def lines(self) -> list[str]:
-        """Describes the mapping with its cost breakdown, as lines of text."""
+        """Describes the mapping as lines of text; a plan has its seconds by cause."""
         found = [
             f"{self.dataflow} on {self.cluster}: {placement_name(self.placement)}, "
             f"{self.seconds:,.1f} s a step (predicted)"
@@ -204,14 +204,4 @@ class Mapping:
                 if (g := role.generation) is not None:
                     line += f"; generation {role.layout.name.split(' / ')[1]}, {g.slots} slots a replica"
                 found.append(line)
-        for stage in self.breakdown.stages:
-            found.append(f"{stage}: {self.breakdown.stage_s(stage):,.2f} s (predicted)")
-            for task in self.breakdown.of_stage(stage):
-                costs = task.costs
-                found.append(f"  {task.role}, pool {task.pool}: {costs.total_s:,.2f} s")
-                found += [f"    {s:10.2f} s   {cause}" for cause, s in costs.seconds.items() if s]
-                if costs.idle_s:
-                    found.append(f"    {costs.idle_s:10.2f} s   of these for idle slots")
-                for kept, names in (", stays", costs.resident), ("", costs.transient):
-                    found += [f"    {b / 1e9:10.2f} GB  {n}{kept}" for n, b in names.items() if b]
         return found

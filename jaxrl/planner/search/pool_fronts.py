@@ -1,9 +1,17 @@
 """The Pareto front of a pool: seconds of each stage, for roles that share n devices.
 
+Strategies of a role's model are those of HybridFlow's Algorithm 2 (auto_parallel). The printed algorithm ends
+its loop over p at n / U, for U devices per machine. This loop is empty for fewer than U devices and too short
+for t below U, and n / (p t) may not be an integer. Here p, t, d and the size of FSDP run over divisors of n
+that also divide the model.
+
 Roles of a pool take turns, so their seconds add up in each stage, and they share its memory:
 
     all residents + the largest transient of a task                      <= memory
     all residents + weights of generation + slots x cache of a slot      <= memory
+
+    free memory  --minus the weights of generation-->  slots that fit  -->  seconds of the best number of them
+                                                                            + resharding from training
 
 Example: an actor and a critic on 8 devices of 20 GB; weights of generation take 2 GB, a slot 0.5 GB:
 
@@ -24,16 +32,234 @@ in both memory and time is never needed: less memory in use never means fewer sl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl.planner.search.choice_costs import Turns, pareto_front
-from jaxrl.planner.search.generation_choice import GenerationChoice
-from jaxrl.planner.search.mapping import MappingProblem
-from jaxrl.planner.search.role_options import RoleOptions, role_options
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.planner.search.choice_costs import ChoiceCosts, Turns, pareto_front
+from jaxrl.planner.search.mapping import MappingProblem, SearchLimits
+from jaxrl.planner.simulation.simulate_generation import (
+    GenerationGroups,
+    GenerationSimulator,
+    SlotTimes,
+)
 from jaxrl.planner.simulation.step_simulator import StepSimulator
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
+from jaxrl.planner.simulation.step_tasks import RoleTasks
+from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload
+
+
+@functools.cache
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors of n, ascending."""
+    return tuple(k for k in range(1, n + 1) if n % k == 0)
+
+
+def strategies_of(
+    model: ModelConfig, devices: int, domain: int, limits: SearchLimits
+) -> Iterator[Strategy]:
+    """All strategies on exactly `devices` devices that divide the model.
+
+    Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, experts over the
+    expert axis, and the heads of a device over the context axis. Key-value heads that do not divide are
+    replicated (mesh.rules). Context groups stay inside fast links: they exchange whole activations.
+    """
+    for t in divisors(devices):
+        if t > min(limits.max_tensor, domain) or any(
+            size % t for size in (model.num_heads, model.d_ff, model.vocab_size)
+        ):
+            continue
+        for p in divisors(devices // t):
+            if model.num_layers % p or p > limits.max_pipeline:
+                continue
+            d = devices // t // p
+            for expert, context in itertools.product(divisors(d), divisors(d)):
+                # The heads of a device divide over the context axis (mesh.parallel_layers).
+                keys = max(1, model.num_kv_heads // t)
+                exchanges = keys % context == 0 or context % keys == 0
+                if (
+                    d % (expert * context)
+                    or (model.num_experts or 1) % expert
+                    or context > min(limits.max_context, max(1, domain // t))
+                    or (model.num_heads // t) % context
+                    or not exchanges
+                ):
+                    continue
+                for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):
+                    if model.d_model % fsdp == 0:
+                        yield Strategy(p, t, d, fsdp, expert, context)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleOptions:
+    """The Pareto-optimal strategies of a role on n devices, and their costs."""
+
+    strategies: tuple[Strategy, ...]
+    costs: ChoiceCosts
+
+    def __len__(self) -> int:
+        return len(self.strategies)
+
+
+def role_options(
+    role: RoleTasks,
+    model: ModelConfig,
+    devices: int,
+    simulator: StepSimulator,
+    *,
+    domain: int,
+    limits: SearchLimits,
+    budget: float,
+) -> RoleOptions:
+    """Strategies that fit alone and that no other strategy beats in both memory and time.
+
+    Args:
+      role, model: tasks and model of the role.
+      devices: n, number of devices.
+      simulator: simulator of steps.
+      domain: number of devices joined by fast links.
+      limits: limits of the strategies.
+      budget: available bytes per device.
+    """
+    passes = simulator.passes
+    strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
+    costs = np.zeros((len(strategies), 4))
+    for row, strategy in zip(costs, strategies, strict=True):
+        if role.forwards:
+            forward = passes.inference(model, strategy, share=passes.share_of(role))
+            row[:3] = forward.resident_bytes, forward.transient_bytes, forward.total_s
+            row[2] *= role.forwards
+        if role.trains:
+            update = passes.training(model, strategy)
+            row[0], row[3] = update.resident_bytes, update.total_s
+            row[1] = max(row[1], update.transient_bytes)
+    fitting = np.flatnonzero(ChoiceCosts(costs).fits(budget)).tolist()
+    if not role.generates:
+        kept = [fitting[i] for i in pareto_front(costs[fitting])]
+        return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))
+    # Generation splits p and t further, and FSDP shards are gathered before it: an actor's options compete
+    # with those of the same p, t and expert size only, and in the seconds of this gather too.
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for i in fitting:
+        shape = strategies[i].p, strategies[i].t, strategies[i].expert
+        groups.setdefault(shape, []).append(i)
+    kept = []
+    for group in groups.values():
+        gathers = [[simulator.generating.unshard_s(model, strategies[i])] for i in group]
+        kept += [group[i] for i in pareto_front(np.concatenate([costs[group], gathers], axis=1))]
+    return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))
+
+
+@dataclasses.dataclass(frozen=True)
+class BestGeneration:
+    """The best generation for K training options of the actor and J combinations of other roles.
+
+    Attributes:
+      seconds: float64 [K, J], seconds with resharding; infinite if no slot fits.
+      chosen: int64 [K, J, 3], p_g, t_g and slots.
+      workload: work of a step, which says how much cache as many slots have.
+    """
+
+    seconds: np.ndarray
+    chosen: np.ndarray
+    workload: Workload
+
+    def strategy(self, option: int, others: int) -> GenerationStrategy:
+        """The choice for a training option and a combination of other roles."""
+        p_g, t_g, slots = self.chosen[option, others].tolist()
+        return GenerationStrategy(p_g, t_g, slots, self.workload.cache_tokens(slots))
+
+
+class GenerationChoice:
+    """Chooses generation for an actor; simulates each number of devices only once."""
+
+    def __init__(
+        self, simulator: GenerationSimulator, model: ModelConfig, *, budget: float, greedy: bool
+    ):
+        """Args are the simulator, the model, available bytes per device, and whether it adds greedy ones."""
+        self._simulator = simulator
+        self._model = model
+        self._budget = budget
+        self._greedy = greedy
+        self._times: dict[GenerationGroups, SlotTimes] = {}
+        self._exact: dict[tuple[GenerationGroups, int], float] = {}
+        self._resharding: dict[tuple[Strategy, int, int], float] = {}
+
+    def best(self, options: RoleOptions, free: np.ndarray) -> BestGeneration:
+        """The fastest p_g, t_g and slots of each pair.
+
+        Args:
+          options: K training options of the actor on n devices.
+          free: float64 [K, J], bytes per device besides resident buffers.
+        """
+        seconds = np.full(free.shape, np.inf)
+        chosen = np.zeros((*free.shape, 3), np.int64)
+        for groups, rows in self._groups_of(options).items():
+            found, slots = self._with_groups(options, groups, rows, free[rows])
+            better = found < seconds[rows]
+            seconds[rows] = np.where(better, found, seconds[rows])
+            sizes = np.full(better.shape, groups.p_g), np.full(better.shape, groups.t_g)
+            picked = np.stack([*sizes, slots], axis=-1)
+            chosen[rows] = np.where(better[..., None], picked, chosen[rows])
+        return BestGeneration(seconds, chosen, self._simulator.workload)
+
+    def _groups_of(self, options: RoleOptions) -> dict[GenerationGroups, list[int]]:
+        """The options of the same groups, for each p_g and t_g that divide p and t of an option."""
+        found: dict[GenerationGroups, list[int]] = {}
+        for i, strategy in enumerate(options.strategies):
+            for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
+                groups = self._simulator.groups(strategy, p_g, t_g)
+                found.setdefault(groups, []).append(i)
+        return dict(sorted(found.items()))
+
+    def _with_groups(
+        self, options: RoleOptions, groups: GenerationGroups, rows: list[int], free: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits."""
+        simulator, model = self._simulator, self._model
+        times = self._times_of(groups)
+        if not len(times.room):
+            return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
+        fitting = simulator.fitting_slots(model, groups, free)
+        # More slots than the samples of a replica are never used.
+        usable = np.clip(fitting, 0, times.room[-1]).astype(np.int64)
+        numbers, place = np.unique(usable, return_inverse=True)
+        best = [self._best_within(times, groups, n) for n in numbers.tolist()]
+        # No numbers if there is no combination of other roles.
+        pairs = np.array(best).reshape(-1, 2)[place].reshape(*free.shape, 2)
+        best_s, slots = pairs[..., 0], pairs[..., 1].astype(np.int64)
+        moved = [self._resharding_s(options.strategies[i], groups) for i in rows]
+        return best_s + np.array(moved)[:, None], slots
+
+    def _best_within(
+        self, times: SlotTimes, groups: GenerationGroups, most: int
+    ) -> tuple[float, int]:
+        """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
+        if most < 1:
+            return np.inf, 0
+        place = np.searchsorted(times.room, most, side="right") - 1
+        known = float(times.seconds[place]), int(times.slots[place])
+        if times.room[place] == most:
+            return known
+        key = (groups, most)
+        if key not in self._exact:
+            self._exact[key] = self._simulator.seconds_of(self._model, *key, greedy=self._greedy)
+        return min(known, (self._exact[key], most))
+
+    def _times_of(self, groups: GenerationGroups) -> SlotTimes:
+        if groups not in self._times:
+            self._times[groups] = self._simulator.best_seconds(
+                self._model, groups, budget=self._budget, greedy=self._greedy
+            )
+        return self._times[groups]
+
+    def _resharding_s(self, strategy: Strategy, groups: GenerationGroups) -> float:
+        key = (strategy, groups.p_g, groups.t_g)
+        if key not in self._resharding:
+            self._resharding[key] = self._simulator.resharding_s(self._model, *key)
+        return self._resharding[key]
 
 
 @dataclasses.dataclass(frozen=True)

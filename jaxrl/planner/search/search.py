@@ -5,8 +5,8 @@ the maximum over pools; a step is the sum of its stages.
 
     every placement (set partition)          mapping.py
       every size of each pool                side_by_side.py: fronts of pools, merged one by one
-        every strategy of each role          role_options.py (Algorithm 2), choice_costs.py, pool_fronts.py
-          every p_g, t_g, slots of an actor  generation_choice.py
+        every strategy of each role          pool_fronts.py (Algorithm 2), choice_costs.py
+          every p_g, t_g, slots of an actor  pool_fronts.py
 
 Example: PPO on two hosts of 8 devices. Suppose the first placement, all roles on all 16 devices, takes 31 s
 per step. With the critic in its own pool, on 8 + 8 devices, a step takes max(generation) + max(preparation) +
@@ -40,8 +40,7 @@ from jaxrl.planner.search.mapping import (
     SearchLimits,
     placements_of,
 )
-from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver
-from jaxrl.planner.search.role_options import divisors
+from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver, divisors
 from jaxrl.planner.search.side_by_side import DEVICES, Bounds, SideBySide
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator

@@ -236,7 +236,9 @@ def _gives(relation: Relation, answer: Answer) -> bool:
             # Without a name on the left, each side must equal the answer.
             if first is None or not _same_evaluated(first, answer):
                 return False
-        elif not is_plain_name(label) and (_is_zero(answer) or set(label) & set("xyz")):
+        elif not is_plain_name(label) and (
+            (isinstance(answer, Quantity) and exact(answer.node) == 0) or set(label) & set("xyz")
+        ):
             # "x + y = 0" is an equation, "a + b = 42" names what was asked for.
             return False
         sides = others
@@ -287,10 +289,6 @@ def _without_approximations(relation: Relation) -> list[Answer | None] | None:
     return list(relation.sides[: place + 1])
 
 
-def _is_zero(answer: Answer) -> bool:
-    return isinstance(answer, Quantity) and exact(answer.node) == 0
-
-
 def _same_relations(one: Relation, other: Relation) -> bool:
     for relation, rest in ((one, other), (other, one)):
         named = is_plain_name(relation.labels[0])
@@ -306,7 +304,8 @@ def _same_relations(one: Relation, other: Relation) -> bool:
         return same_set(one, other)
     names = one.labels[0], other.labels[0]
     plain = [is_plain_name(name) for name in names]
-    alike = names[0] == names[1] or not all(map(_is_variable, names))
+    # Two different variables: "x = 5" is not "y = 5", but "Area = 5" is.
+    alike = names[0] == names[1] or any(n is None or len(n.partition("_")[0]) != 1 for n in names)
     if (all(plain) and alike) or names == (None, None):
         given = second is not None and _gives(one, second)
         if given and first is not None and _gives(other, first):
@@ -319,10 +318,6 @@ def _same_relations(one: Relation, other: Relation) -> bool:
         return False
     forms = [_moved(one), _moved(other)]
     return forms[0] is not None and forms[1] is not None and proportional(forms[0], forms[1])
-
-
-def _is_variable(label: str | None) -> bool:
-    return label is not None and len(label.partition("_")[0]) == 1
 
 
 def _moved(equation: Relation) -> Node | None:

@@ -85,8 +85,8 @@ class _Parser:
         self._place += 1
         return token
 
-    def _taken(self, text: str) -> bool:
-        found = self._is(text)
+    def _taken(self, *texts: str, kind: str = "op") -> bool:
+        found = self._is(*texts, kind=kind)
         self._place += found
         return found
 
@@ -107,10 +107,8 @@ class _Parser:
 
     def _signed(self) -> Node:
         negative = self._is("-")
-        if self._is("+", "-"):
-            self._take()
-            if self._is("+", "-"):
-                raise Unreadable("two signs side by side")
+        if self._taken("+", "-") and self._is("+", "-"):
+            raise Unreadable("two signs side by side")
         term = self._product()
         return Node("neg", (term,)) if negative else term
 
@@ -170,10 +168,8 @@ class _Parser:
 
     def _power(self) -> Node:
         node = self._postfix(self._atom())
-        if self._is("^"):
-            self._take()
-            node = Node("pow", (node, self._exponent()))
-            node = self._postfix(node)
+        if self._taken("^"):
+            node = self._postfix(Node("pow", (node, self._exponent())))
             if self._is("^"):
                 raise Unreadable("a power of a power without brackets")
         return node
@@ -181,21 +177,15 @@ class _Parser:
     def _exponent(self) -> Node:
         if self._is("{"):
             return self._group("{", "}")
-        if self._is("-"):
-            self._take()
-            return Node("neg", (self._atom(),))
-        return self._atom()
+        return Node("neg", (self._atom(),)) if self._taken("-") else self._atom()
 
     def _postfix(self, node: Node) -> Node:
         while True:
-            if self._is("!"):
-                self._take()
+            if self._taken("!"):
                 node = Node("fact", (node,))
-            elif self._is("degree", kind="cmd"):
-                self._take()
+            elif self._taken("degree", kind="cmd"):
                 node = Node("div", (Node("mul", (node, Node("const", ("pi",)))), num(180)))
-            elif self._is("%") or self._is("%", kind="cmd"):
-                self._take()
+            elif self._taken("%") or self._taken("%", kind="cmd"):
                 node = Node("div", (node, num(100)))
             else:
                 return node
@@ -219,10 +209,7 @@ class _Parser:
                 if token.text == opening:
                     return self._group(opening, closing)
             if token.text == "|":
-                self._take()
-                node = self.sum()
-                self._expect("|")
-                return Node("abs", (node,))
+                return Node("abs", (self._group("|", "|"),))
             raise Unreadable(f"{token.text!r} in this place")
         if token.kind == "word":
             raise Unreadable(f"the word {token.text!r}")
@@ -254,8 +241,7 @@ class _Parser:
     def _symbol(self) -> Node:
         token = self._take()
         name = token.text
-        if self._is("_"):
-            self._take()
+        if self._taken("_"):
             name += "_" + self._subscript()
         while self._is("'"):
             name += self._take().text
@@ -263,16 +249,14 @@ class _Parser:
         return Node("const" if constant else "sym", (name,))
 
     def _subscript(self) -> str:
-        if not self._is("{"):
+        if not self._taken("{"):
             token = self._take()
             if token.kind not in ("num", "sym"):
                 raise Unreadable("such a subscript")
             return token.text
-        self._take()
         name = ""
-        while not self._is("}"):
+        while not self._taken("}"):
             name += self._take().text
-        self._take()
         return name
 
     def _argument(self) -> Node:
@@ -352,11 +336,9 @@ class _Parser:
     def _function(self, name: str) -> Node:
         power = base = None
         for _ in range(2):
-            if self._is("^") and power is None:
-                self._take()
+            if power is None and self._taken("^"):
                 power = self._exponent()
-            elif self._is("_") and base is None and name == "log":
-                self._take()
+            elif base is None and name == "log" and self._taken("_"):
                 base = self._group("{", "}") if self._is("{") else self._argument()
         if power == Node("neg", (num(1),)) and name in ("sin", "cos", "tan"):
             name, power = "arc" + name, None

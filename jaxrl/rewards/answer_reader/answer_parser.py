@@ -181,22 +181,19 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
     if bracketed is not None:
         return bracketed
     if any(t.kind == "cmd" and t.text == "pm" for t in tokens):
-        return _both_signs([_answer(branch, depth + 1) for branch in _plus_minus(tokens)])
+        branches = [_answer(branch, depth + 1) for branch in _plus_minus(tokens)]
+        for n, branch in enumerate(branches):
+            rational = exact(branch.node) if isinstance(branch, Quantity) else None
+            if isinstance(branch, Quantity) and rational is not None:
+                # "5 \pm 2" is 7 and 3.
+                branches[n] = dataclasses.replace(branch, node=num(rational))
+        if branches[0] == branches[1]:
+            raise Unreadable("a sign without effect")
+        return Several(tuple(branches))
     ratio = _split(tokens, lambda t: is_op(t, ":"))
     if len(ratio) > 1:
         return Ratio(tuple(expression(part) for part in ratio))
     return quantity(tokens)
-
-
-def _both_signs(branches: list[Answer]) -> Several:
-    """Joins the branches of a sign \\pm; "5 \\pm 2" is 7 and 3."""
-    for n, branch in enumerate(branches):
-        rational = exact(branch.node) if isinstance(branch, Quantity) else None
-        if isinstance(branch, Quantity) and rational is not None:
-            branches[n] = dataclasses.replace(branch, node=num(rational))
-    if branches[0] == branches[1]:
-        raise Unreadable("a sign without effect")
-    return Several(tuple(branches))
 
 
 def _all_words(tokens: Sequence[Token]) -> bool:
@@ -338,7 +335,10 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
         if not inner:
             return Empty()
         condition = _split(inner, lambda t: is_op(t, "|", ":"))
-        if len(condition) == 2 and _is_bound(condition[0]):
+        # {x | x > 0} or {x \in R : x > 0}
+        bound, texts = condition[0][:1], [t.text for t in condition[0][1:]]
+        named = bool(bound) and bound[0].kind == "sym" and texts in ([], ["in", "reals"])
+        if len(condition) == 2 and named:
             return _answer(condition[1], depth + 1)
         content = _answer(inner, depth + 1)
         items = content.items if isinstance(content, Several) else (content,)
@@ -365,12 +365,6 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
     if is_op(first, "{") and is_op(last, "}") and _whole(tokens):
         return _answer(tokens[1:-1], depth + 1)
     return None
-
-
-def _is_bound(tokens: Sequence[Token]) -> bool:
-    """Returns whether tokens are the left part of {x | x > 0} or {x \\in R : x > 0}."""
-    kinds = [t.kind for t in tokens[:1]]
-    return kinds == ["sym"] and [t.text for t in tokens[1:]] in ([], ["in", "reals"])
 
 
 def _whole(tokens: Sequence[Token]) -> bool:

@@ -86,20 +86,12 @@ _SYNONYMS = {
 }  # fmt: skip
 
 
-def _one_command(command: re.Match[str]) -> str:
-    return _SYNONYMS.get(command[1]) or command[0]
-
-
 # 10\u207b\u00b3 is 10^{-3}.
 _RAISED = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
 _RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 _RAISED_INDEX = re.compile("(?<![0-9A-Za-z)}\\]])([\u00b3\u2074-\u2079])\u221a")
-
-
-def _one_prime(primes: re.Match[str]) -> str:
-    return "'" * primes[0].count("prime")
 
 
 _REWRITES = tuple(
@@ -113,7 +105,7 @@ _REWRITES = tuple(
         (r"\\[()\[\]]", " "),
         (r"\\(?:boxed|fbox)(?![A-Za-z])", " "),
         (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
-        (r"\\([A-Za-z]+)(?![A-Za-z])", _one_command),
+        (r"\\([A-Za-z]+)(?![A-Za-z])", lambda command: _SYNONYMS.get(command[1]) or command[0]),
         (r"\\degree(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
@@ -126,7 +118,10 @@ _REWRITES = tuple(
         (r"\\(?:leftroot|uproot)\s*\{[^{}]*\}", ""),
         (r"\\root\s*\{?([0-9a-z]+)\}?\s*\\of(?![A-Za-z])", r"\\sqrt[\1]"),
         (r"(?<![A-Za-z\\])cbrt(?![A-Za-z])", r"\\sqrt[3]"),
-        (r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime(?![A-Za-z]))", _one_prime),
+        (
+            r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime(?![A-Za-z]))",
+            lambda primes: "'" * primes[0].count("prime"),
+        ),
         (r"(?<=[0-9'])\s*\"", "''"),
         (r"\^\s*\{\s*('+)\s*\}", r"\1"),
         (r"\.\.\.|\u2026", r"\\dots "),

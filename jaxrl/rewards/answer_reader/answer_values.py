@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -47,56 +48,33 @@ def exact(node: Node) -> Fraction | None:
                 return exact(_written_out(node, {}))
             except (Undecided, KeyError):
                 return None
-    values = [exact(part) for part in parts]
-    if any(value is None for value in values):
+    numbers = [exact(part) for part in parts]
+    operation = _EXACT.get(node.kind)
+    if operation is None or None in numbers:
         return None
-    numbers = [value for value in values if value is not None]
     try:
-        return _arithmetic(node.kind, numbers)
+        value = operation(*numbers)
     except ZeroDivisionError:
         return None
+    return value if value is not None and _bits(value) <= _MAX_BITS else None
 
 
-def _arithmetic(kind: str, numbers: list[Fraction]) -> Fraction | None:
-    first = numbers[0]
-    match kind:
-        case "add" | "mixed":
-            value = sum(numbers, Fraction(0))
-        case "mul":
-            value = first * numbers[1]
-        case "div":
-            value = first / numbers[1]
-        case "neg":
-            value = -first
-        case "abs":
-            value = abs(first)
-        case "pow":
-            exponent = numbers[1]
-            if exponent.denominator != 1 or abs(exponent) * _bits(first) > _MAX_BITS:
-                return None
-            value = first ** int(exponent)
-        case "fact":
-            if first.denominator != 1 or not 0 <= first <= _MAX_FACTORIAL:
-                return None
-            value = Fraction(math.factorial(int(first)))
-        case "binom":
-            top, bottom = numbers
-            if (
-                top.denominator != 1
-                or bottom.denominator != 1
-                or not 0 <= bottom <= top <= _MAX_FACTORIAL
-            ):
-                return None
-            value = Fraction(math.comb(int(top), int(bottom)))
-        case "root":
-            return _exact_root(first, numbers[1])
-        case "floor":
-            value = Fraction(math.floor(first))
-        case "ceil":
-            value = Fraction(math.ceil(first))
-        case _:
-            return None
-    return value if _bits(value) <= _MAX_BITS else None
+def _exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1 or abs(exponent) * _bits(base) > _MAX_BITS:
+        return None
+    return base ** int(exponent)
+
+
+def _exact_factorial(n: Fraction) -> Fraction | None:
+    if n.denominator != 1 or not 0 <= n <= _MAX_FACTORIAL:
+        return None
+    return Fraction(math.factorial(int(n)))
+
+
+def _exact_binomial(top: Fraction, bottom: Fraction) -> Fraction | None:
+    if top.denominator != 1 or bottom.denominator != 1 or not 0 <= bottom <= top <= _MAX_FACTORIAL:
+        return None
+    return Fraction(math.comb(int(top), int(bottom)))
 
 
 def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
@@ -112,6 +90,23 @@ def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
         ]
     root = Fraction(parts[0] if radicand >= 0 else -parts[0], parts[1])
     return root if root**n == radicand else None
+
+
+# Operations on rational numbers. A result of None is irrational or would take too long.
+_EXACT: dict[str, Callable[..., Any]] = {
+    "add": lambda *terms: sum(terms, Fraction(0)),
+    "mixed": lambda *terms: sum(terms, Fraction(0)),
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "abs": abs,
+    "floor": lambda x: Fraction(math.floor(x)),
+    "ceil": lambda x: Fraction(math.ceil(x)),
+    "pow": _exact_power,
+    "root": _exact_root,
+    "fact": _exact_factorial,
+    "binom": _exact_binomial,
+}
 
 
 def _written_out(node: Node, at: Mapping[str, Any]) -> Node:
@@ -166,12 +161,13 @@ def _in_bounds(node: Node) -> frozenset[str]:
     return frozenset().union(*names)
 
 
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sin": mpmath.sin, "cos": mpmath.cos, "tan": mpmath.tan, "cot": mpmath.cot, "sec": mpmath.sec,
     "csc": mpmath.csc,
     "arcsin": mpmath.asin, "arccos": mpmath.acos, "arctan": mpmath.atan, "sinh": mpmath.sinh,
     "cosh": mpmath.cosh,
     "tanh": mpmath.tanh, "ln": mpmath.log, "exp": mpmath.exp, "abs": abs, "floor": mpmath.floor,
+    "neg": operator.neg, "mul": operator.mul, "div": operator.truediv,
     "ceil": mpmath.ceil,
     "log": lambda x: mpmath.log(x) / mpmath.log(10),
 }  # fmt: skip
@@ -224,15 +220,8 @@ def _value(node: Node, at: Mapping[str, Any], real: bool) -> Any:
 def _operation(kind: str, parts: list[Any]) -> Any:
     match kind:
         case "add" | "mixed":
-            return (
-                mpmath.fsum(parts) if all(isinstance(p, mpmath.mpf) for p in parts) else sum(parts)
-            )
-        case "mul":
-            return parts[0] * parts[1]
-        case "div":
-            return parts[0] / parts[1]
-        case "neg":
-            return -parts[0]
+            real = all(isinstance(p, mpmath.mpf) for p in parts)
+            return mpmath.fsum(parts) if real else sum(parts)
         case "pow":
             base, exponent = parts
             if base != 0 and abs(exponent * mpmath.log(abs(base) + 1)) > 200_000:
@@ -254,7 +243,7 @@ def _operation(kind: str, parts: list[Any]) -> Any:
         case _:
             if kind == "exp" and abs(parts[0]) > 200_000:
                 raise Undecided("too large")
-            return _FUNCTIONS[kind](parts[0])
+            return _FUNCTIONS[kind](*parts)
 
 
 # Values of a variable at the points; two are negative. No two have a simple ratio.
@@ -368,17 +357,13 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
         return False
     if same_value(one.node, other.node):
         # "42%" is 42, which counts percents; "0.2%" is not 0.2.
-        return one.percent == other.percent or not _is_below_one(one.node)
+        rational = exact(one.node)
+        return one.percent == other.percent or rational is None or abs(rational) >= 1
     if one.percent != other.percent:
         return _scaled(one, other, one.percent, _HUNDREDTH)
     if one.degrees != other.degrees:
         return _scaled(one, other, one.degrees, _RADIANS)
     return False
-
-
-def _is_below_one(node: Node) -> bool:
-    rational = exact(node)
-    return rational is not None and abs(rational) < 1
 
 
 def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:

@@ -11,7 +11,6 @@ nothing remains after it is killed. It can write no file, so it cannot fill a di
 
 from jaxrl.rewards.sandbox.choose import (
     SANDBOXES,
-    SandboxChoice,
     choose_sandbox,
     sandbox_called,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "SANDBOXES",
     "Outcome",
     "Sandbox",
-    "SandboxChoice",
     "SandboxLimits",
     "SandboxUnavailable",
     "choose_sandbox",

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.sandbox.native import Bubblewrap, Landlock, Unconfined
 from jaxrl.rewards.sandbox.sandbox_interface import Sandbox, SandboxUnavailable
 from jaxrl.rewards.sandbox.webassembly import WebAssembly
-
-SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
-"""Values of `reward.code_sandbox`."""
 
 SANDBOXES: dict[str, type[Sandbox]] = {
     kind.name: kind for kind in (Bubblewrap, WebAssembly, Landlock, Unconfined)

@@ -88,7 +88,6 @@ class NativeSandbox(Sandbox):
         return [sys.executable, *python]
 
     def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
-        """Runs a program; see `Sandbox.run`."""
         options = {
             "parent": os.getpid() if self.direct else 0,
             "seconds": max(1, math.ceil(limits.seconds)),

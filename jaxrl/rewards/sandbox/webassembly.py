@@ -45,7 +45,6 @@ class WebAssembly(Sandbox):
         self._pool: ProcessPool | None = None
 
     def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
-        """Runs a program; see `Sandbox.run`."""
         if self._pool is None:
             self._pool = ProcessPool(
                 [_RUN], _load, what="sandbox", patience_s=_COMPILE_S, start_s=_COMPILE_S

@@ -290,7 +290,6 @@ class Choice:
         self._spelled = 0
 
     def add(self, delta: Delta) -> None:
-        """Appends a delta."""
         self.text += delta.text
         self.num_tokens += len(delta.tokens)
         self.finish = delta.finish or None
@@ -377,11 +376,9 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether every choice has ended."""
         return all(choice.finish for choice in self._choices)
 
     def add(self, index: int, delta: Delta) -> None:
-        """Appends a delta to a choice."""
         self._choices[index].add(delta)
 
     def whole(self) -> str:

@@ -3,8 +3,9 @@
     jaxrl browse runs/dapo_tiny/seed0
     jaxrl browse evaluations/Qwen2.5-0.5B-1f3a5c77
 
-New samples of a running job appear automatically. Only this machine can open the pages; to view them from
-another machine, forward the port (ssh -L 8010:127.0.0.1:8010 HOST). Needs the extra `serve`. Ctrl-C stops it.
+The newest step comes first; reload the list to see a new one. Only this machine can open the pages; to view
+them from another machine, forward the port (ssh -L 8010:127.0.0.1:8010 HOST). Needs the extra `serve`. Ctrl-C
+stops it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Callable, Sequence
 from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
-from jaxrl.tracking.browse.sample_index import SampleIndex
 from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
 
 _HOST = "127.0.0.1"
@@ -56,20 +56,19 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     if not 0 <= port < 2**16:
         raise UserError(f"--http_port {port} is no port; choose one from 0 to 65535")
     ended = threading.Event()
-    with SampleIndex(files) as index:
-        app = build_app(index, title=str(path))
-        server = HttpServer(app, host=_HOST, port=port, max_connections=_CONNECTIONS)
-        previous = {
-            number: signal.signal(number, lambda *_: ended.set())
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        try:
-            print(f"{path}: http://{_HOST}:{server.port}/", flush=True)
-            ended.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            server.stop()
+    app = build_app(files, title=str(path))
+    server = HttpServer(app, host=_HOST, port=port, max_connections=_CONNECTIONS)
+    previous = {
+        number: signal.signal(number, lambda *_: ended.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        print(f"{path}: http://{_HOST}:{server.port}/", flush=True)
+        ended.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        server.stop()
     return 0
 
 
@@ -82,8 +81,8 @@ def sample_files(path: pathlib.Path) -> Callable[[], Sequence[pathlib.Path]]:
     if path.is_file() and path.suffix == ".jsonl":
         return lambda: [path]
     run, evaluation = RunFolder(path), EvaluationFolder(path)
-    if evaluation.samples.exists() or evaluation.settings.exists():
-        return lambda: [evaluation.samples] if evaluation.samples.exists() else []
+    if evaluation.samples.exists():
+        return lambda: [evaluation.samples]
     for rollouts in (run.rollouts, RolloutFolder(path)):
         if rollouts.steps() or (rollouts == run.rollouts and run.config.exists()):
             return lambda: list(rollouts.steps().values())[::-1]

@@ -1,4 +1,4 @@
-"""Renders the report of a run (`page.html`) and the comparison of several runs (`comparison.html`).
+"""Renders the report of a run and the comparison of several runs, with one template (`page.html`).
 
 Equal input gives equal bytes. Prompts and responses are untrusted: the template escapes all values except the
 plots, and the page's content security policy forbids scripts and foreign resources.
@@ -15,8 +15,7 @@ import jinja2
 
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.readable import visible
-from jaxrl.tracking.report.plots import Plot, compared_plots, plots_of
-from jaxrl.tracking.report.svg import draw_svg
+from jaxrl.tracking.report.plots import Plot, compared_plots, draw_svg, plots_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +74,20 @@ def write_report(
       samples: responses to show side by side.
       config_text: all settings of the run.
     """
+    stages = [
+        (section.name, f"{section.rows[-1]['step']:,} steps", drawn, [], [])
+        for section in sections
+        if (drawn := _drawn(plots_of(section.rows), section.name))
+    ]
+    counted = [(heading.lower(), count) for heading, count in _num_correct(samples)]
     write_page(
         path,
         "page.html",
         title=title,
         summary=summary,
-        sections=[(section, _drawn(plots_of(section.rows), section.name)) for section in sections],
-        samples=samples,
-        correct=_num_correct(samples),
+        runs=(),
+        stages=stages,
+        samples=[("Samples", samples, counted)] if samples else [],
         config_text=config_text,
     )
 
@@ -117,17 +122,19 @@ def write_comparison(
     for name, rows in stages:
         plots = compared_plots(rows)
         main, others = _drawn(plots.main, name), _drawn(plots.others, name)
-        sections.append((name, main, others, plots.constant))
+        sections.append((name, "", main, others, plots.constant))
     write_page(
         path,
-        "comparison.html",
+        "page.html",
         title=title,
+        summary=(),
         runs=runs,
         headline=headline,
         stages=sections,
         settings=settings,
         num_settings=num_settings,
         samples=[(heading, shown, _num_correct(shown)) for heading, shown in samples if shown],
+        config_text="",
     )
 
 

@@ -1,24 +1,64 @@
-"""The plots of a report: the metrics of each plot, their formats and how they are drawn."""
+"""The plots of a report: the metrics of each plot, their formats, and how they are drawn as inline SVG.
+
+Colours are CSS variables, so plots follow the theme of the page.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import html
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxrl.tracking.metrics import evaluation_accuracy, evaluation_stderr
 from jaxrl.tracking.readable import number
-from jaxrl.tracking.report.svg import COLORS, NUM_COLORS
 
 Rows = Sequence[dict[str, Any]]  # metric rows, as `read_metrics` returns them
+
+NUM_COLORS = 8  # --c0 ... --c7 in the style sheet
+
+# Matplotlib needs literal colours. These placeholders are replaced by CSS variables in its output.
+_INK, _GRID = "#010203", "#010204"
+COLORS = tuple(f"#0102{0x10 + i:02x}" for i in range(NUM_COLORS))
+_CSS_VARIABLES = {
+    _INK: "var(--muted)",
+    _GRID: "var(--line)",
+    **{color: f"var(--c{i})" for i, color in enumerate(COLORS)},
+}
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # keep text as text: it can be searched and uses the font of the page
+    "text.parse_math": False,  # the name of a data set may contain a dollar
+    "font.size": 10.0,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "xtick.color": _GRID,
+    "xtick.labelcolor": _INK,
+    "ytick.left": False,
+    "ytick.labelcolor": _INK,
+}
+
+# Leave out the program's name and the date: equal input must give equal bytes.
+_NO_METADATA: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 _MAX_DOTS = 500  # points drawn per curve; the line uses all values
 _MAX_MARKERS = 40  # markers per evaluation curve
@@ -395,13 +435,12 @@ def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
         for key in sorted(keys - {"timing_s/step"})  # the step is the sum of its phases
     }
     by_size = sorted(seconds, key=lambda name: -seconds[name].sum())
-    shown = {name: seconds[name] for name in sorted(by_size[:_MAX_PHASES], key=_phase_rank)}
+    # Phases without a place in the order come last, alphabetically.
+    ranks = {name: rank for rank, name in enumerate(_PHASE_ORDER)}
+    names = sorted(by_size[:_MAX_PHASES], key=lambda name: (ranks.get(name, len(ranks)), name))
+    shown = {name: seconds[name] for name in names}
     rest = [seconds[name] for name in by_size[_MAX_PHASES:]]
     return shown | ({"other": np.sum(rest, axis=0)} if rest else {})
-
-
-def _phase_rank(name: str) -> tuple[int, str]:
-    return (_PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER), name)
 
 
 def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:
@@ -447,3 +486,46 @@ def _format_values(axes: Axes, show: Callable[[float], str]) -> None:
 def _reach_down_to(axes: Axes, floor: float) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, floor), high)
+
+
+def draw_svg(draw: Callable[[Axes], None], *, unit: str, salt: str, label: str) -> str:
+    """Draws a plot as an <svg> element.
+
+    Args:
+      draw: draws the curves, in `COLORS`.
+      unit: label of the vertical axis.
+      salt: salt of the hashes that are element ids; it must be unique on a page. Equal salts give equal ids.
+      label: what a screen reader says in place of the plot.
+    """
+    out = io.StringIO()
+    # "default" first, to ignore the user's matplotlibrc.
+    with (
+        matplotlib.style.context(["default", _STYLE]),
+        matplotlib.rc_context({"svg.hashsalt": salt}),
+    ):
+        figure = Figure(figsize=(4.5, 2.6), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.margins(x=0.02)
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+        draw(axes)
+        FigureCanvasSVG(figure).print_svg(out, metadata=_NO_METADATA)
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    # The ids of groups repeat in each plot, and nothing refers to them.
+    svg = re.sub(r' id="[a-z0-9.]+_\d+"', "", svg)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    label = html.escape(label)
+    svg = re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        lambda found: f'<svg {found[1]} role="img" aria-label="{label}">',
+        svg,
+        count=1,
+    )
+    svg = re.sub(r"; font-family: [^;\"]*", "", svg)
+    # Round coordinates: hundredths of a point are finer than any screen.
+    svg = re.sub(r' (d|x|y)="[^"]*"', lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
+    return re.sub("#0102[0-9a-f]{2}", lambda match: _CSS_VARIABLES[match[0]], svg).strip()

@@ -9,27 +9,38 @@ is the file report.html in its folder.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from jaxrl.checks import check_path
 from jaxrl.errors import UserError
+from jaxrl.files import open_file, read_text
 from jaxrl.flags import command_parser
-from jaxrl.tracking.compared_runs import (
-    ComparedRun,
-    Samples,
-    check_shared_metrics,
-    differing_settings,
-    evaluation_samples,
-    headline,
-    read_runs,
-    shared_stages,
-    training_samples,
-)
 from jaxrl.tracking.durable import disk_errors, ensure_writable
+from jaxrl.tracking.metrics import evaluation_accuracy
+from jaxrl.tracking.readable import number
 from jaxrl.tracking.report.page import PromptResponses, Response, write_comparison
-from jaxrl.tracking.report.svg import NUM_COLORS
+from jaxrl.tracking.report.plots import NUM_COLORS
+from jaxrl.tracking.run_folder import RunFolder, parse_config
+from jaxrl.tracking.run_report import Rows, rows_of, shown_accuracy, stored_samples
+from jaxrl.tracking.sample_rows import read_head
 
+Table = list[tuple[str, list[str]]]
+Samples = dict[tuple[str, str], tuple[str, bool]]  # (prompt, answer) -> text of a response, correct
+
+_NO_RUN = "name the folder of a run, such as runs/dapo_tiny/seed0"
+_ABSENT = "-"
+# Headings of the stages, the most important first.
+_STAGES = {
+    "rl": "Reinforcement learning",
+    "preference": "Preference training",
+    "sft": "Supervised fine-tuning",
+}
 # Prompts of a training step that are shown; evaluations store 8.
 _MAX_TRAINING_PROMPTS = 4
 
@@ -72,6 +83,9 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
         )
     check_shared_metrics(runs)
     settings, num_settings = differing_settings(runs)
+    evaluated = [evaluation_samples(run) for run in runs]
+    step, trained = training_samples(runs)
+    training = _side_by_side(runs, [(samples, "") for samples in trained])
     if out.is_dir():
         raise UserError(f"--out {out} is a directory; name a file")
     ensure_writable(out.parent)
@@ -84,19 +98,11 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             stages=shared_stages(runs),
             settings=settings,
             num_settings=num_settings,
-            samples=_samples(runs),
+            samples=[
+                ("Answers to evaluation problems", _side_by_side(runs, evaluated)),
+                (f"Samples of training step {step}", training[:_MAX_TRAINING_PROMPTS]),
+            ],
         )
-
-
-def _samples(runs: Sequence[ComparedRun]) -> list[tuple[str, list[PromptResponses]]]:
-    """(heading, prompts that two runs have answered) of evaluation problems and of training prompts."""
-    evaluated = [evaluation_samples(run) for run in runs]
-    step, trained = training_samples(runs)
-    training = _side_by_side(runs, [(samples, "") for samples in trained])
-    return [
-        ("Answers to evaluation problems", _side_by_side(runs, evaluated)),
-        (f"Samples of training step {step}", training[:_MAX_TRAINING_PROMPTS]),
-    ]
 
 
 def _side_by_side(
@@ -115,3 +121,189 @@ def _side_by_side(
         for key in prompts
         if sum(key in samples for samples, _ in found) > 1
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRun:
+    """A run of a comparison.
+
+    Attributes:
+      label: the part of the path that tells the runs apart.
+      folder: folder of the run.
+      settings: text of each value by setting.
+      stages: metric rows of each stage that has any; "rl", "preference" or "sft".
+    """
+
+    label: str
+    folder: RunFolder
+    settings: Mapping[str, str]
+    stages: Mapping[str, Rows]
+
+
+def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
+    """Reads the runs; the folders are not changed, and a run may be at work.
+
+    Raises:
+      UserError: a folder holds no run, or one without metrics; a run is named twice.
+    """
+    absolute: list[pathlib.Path] = []
+    for path in paths:
+        check_path("the folder", path)
+        resolved = path.resolve()
+        if resolved in absolute:
+            raise UserError(f"{path} is named twice; name each run once")
+        absolute.append(resolved)
+    labels = labels_of(absolute)
+    return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def _read_run(path: pathlib.Path, label: str) -> ComparedRun:
+    folder = RunFolder(path)
+    if not folder.config.exists():
+        runs = sorted(child.parent for child in path.glob("*/config.txt"))
+        hint = f"name one of its runs, such as {runs[0]}" if runs else _NO_RUN
+        raise UserError(f"{path} is no run: it has no config.txt; {hint}")
+    try:
+        settings = parse_config(read_text(folder.config, absent=_NO_RUN))
+    except ValueError as error:
+        raise UserError(f"{folder.config} holds no settings ({error}); {_NO_RUN}") from error
+    rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
+    stages = {name: found for name, found in rows.items() if found}
+    if not stages:
+        raise UserError(f"{path} has no metrics; compare it after its first step")
+    return ComparedRun(label, folder, settings, stages)
+
+
+def labels_of(paths: Sequence[pathlib.Path]) -> list[str]:
+    """The parts of different paths that tell them apart: a/x/seed0 and b/x/seed0 are a and b."""
+    parts = [list(path.parts) for path in paths]
+    for end in (0, -1):
+        while min(map(len, parts)) > 1 and len({names[end] for names in parts}) == 1:
+            for names in parts:
+                del names[end]
+    if len({len(names) for names in parts}) == 1:
+        columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
+        parts = list(zip(*columns, strict=True)) or parts
+    return [os.path.join(*names) for names in parts]
+
+
+def check_shared_metrics(runs: Sequence[ComparedRun]) -> None:
+    """Raises UserError if a run shares no metric of a stage with any other run."""
+    metrics = [
+        {
+            (stage, key)
+            for stage, rows in run.stages.items()
+            for row in rows
+            for key, value in row.items()
+            if math.isfinite(value) and key not in ("step", "time_s")
+        }
+        for run in runs
+    ]
+    for run, own in zip(runs, metrics, strict=True):
+        others = set().union(*(each for each in metrics if each is not own))
+        if not own & others:
+            raise UserError(
+                f"{run.folder} shares no metric with the other runs: it has {' and '.join(run.stages)}; "
+                "compare runs of the same kind of training"
+            )
+
+
+def shared_stages(runs: Sequence[ComparedRun]) -> list[tuple[str, list[tuple[str, Rows]]]]:
+    """(heading, (label, rows) of each run) of each stage that two runs have; no rows where a run has none."""
+    return [
+        (heading, [(run.label, run.stages.get(name, [])) for run in runs])
+        for name, heading in _STAGES.items()
+        if sum(name in run.stages for run in runs) > 1
+    ]
+
+
+def differing_settings(runs: Sequence[ComparedRun]) -> tuple[Table, int]:
+    """The settings whose values differ, with the value of each run, and the number of all settings."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
+    return [(name, found) for name, found in values.items() if len(set(found)) > 1], len(names)
+
+
+def headline(runs: Sequence[ComparedRun]) -> Table:
+    """The most important numbers of each run's most important stage."""
+    stages = [next(name for name in _STAGES if name in run.stages) for run in runs]
+    rows = [run.stages[stage] for run, stage in zip(runs, stages, strict=True)]
+    table = _accuracy_lines(rows)
+    table.append(("steps", [_steps(*each) for each in zip(runs, stages, rows, strict=True)]))
+    for label, key, of in (
+        ("seconds a step, median", "timing_s/step", np.median),
+        ("tokens a second on a device, median", "perf/throughput", np.median),
+        ("peak memory, GB", "perf/peak_memory_gb", np.max),
+    ):
+        values = [
+            [row[key] for row in each if math.isfinite(row.get(key, math.nan))] for each in rows
+        ]
+        table.append((label, [number(float(of(found))) if found else _ABSENT for found in values]))
+    table.append(("folder", [str(run.folder) for run in runs]))
+    return table
+
+
+def _accuracy_lines(rows: Sequence[Rows]) -> Table:
+    """The accuracy of each evaluation set before training and at the last evaluation."""
+    names = sorted({name for each in rows for row in each for name in evaluation_accuracy(row)})
+    table: Table = []
+    for name in names:
+        evaluated = [[row for row in each if name in evaluation_accuracy(row)] for each in rows]
+        before = [
+            shown_accuracy(found[0], name) if found and not found[0]["step"] else _ABSENT
+            for found in evaluated
+        ]
+        last = [
+            f"{shown_accuracy(found[-1], name)}, step {found[-1]['step']:,}"
+            if found and found[-1]["step"]
+            else _ABSENT
+            for found in evaluated
+        ]
+        table.append((f"accuracy before training, {name}", before))
+        table.append((f"last accuracy, {name}", last))
+    return table
+
+
+def _steps(run: ComparedRun, stage: str, rows: Rows) -> str:
+    planned = run.settings.get("sft.num_steps" if stage == "sft" else "run.num_steps", _ABSENT)
+    done = f"{rows[-1]['step']:,} of {planned}"
+    return done if str(rows[-1]["step"]) == planned else f"{done}, not finished"
+
+
+def evaluation_samples(run: ComparedRun) -> tuple[Samples, str]:
+    """The stored answers to evaluation problems, and a note if they are not from after training."""
+    for when, note in (("after", ""), ("before", "before training")):
+        if found := stored_samples(run.folder, when):
+            return {
+                (str(s["prompt"]), str(s["answer"])): (str(s["text"]), s["correct"] is True)
+                for s in found
+            }, note
+    return {}, ""
+
+
+def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samples]]:
+    """The first response to each prompt of the newest step whose samples most runs have.
+
+    Returns:
+      The step, None if no two runs have samples of the same step; and the samples of each run.
+    """
+    files = [run.folder.rollouts.steps() for run in runs]
+    counts = {step: sum(step in each for each in files) for each in files for step in each}
+    if max(counts.values(), default=0) < 2:
+        return None, [{} for _ in runs]
+    step = max(counts, key=lambda step: (counts[step], step))
+    return step, [_first_responses(each[step]) if step in each else {} for each in files]
+
+
+def _first_responses(path: pathlib.Path) -> Samples:
+    found: Samples = {}
+    with open_file(path, absent=_NO_RUN) as file:
+        for line in file:
+            try:
+                row = read_head(line)
+            except ValueError:
+                continue  # files of samples are not trusted
+            if isinstance(prompt := row.get("prompt"), str):
+                key = (prompt, str(row.get("answer")))
+                found.setdefault(key, (str(row.get("completion")), row.get("correct") is True))
+    return found

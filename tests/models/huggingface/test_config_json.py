@@ -1,4 +1,5 @@
 import json
+import pathlib
 
 import pytest
 
@@ -13,188 +14,12 @@ from jaxrl.models.huggingface.config_json import (
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 from jaxrl.models.shapes import SHAPES
 
-# As published with Qwen2.5-0.5B, without what no reader needs.
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-# Qwen3-0.6B.
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-LLAMA3_SCALING = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-# Llama-3.1-8B.
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": LLAMA3_SCALING,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-# Qwen3-30B-A3B.
-QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-# Mistral-7B-v0.1.
-MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-# Gemma-3-1b.
-GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_logit_softcapping": None,
-    "bos_token_id": 2,
-    "cache_implementation": "hybrid",
-    "eos_token_id": [1, 106],
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "initializer_range": 0.02,
-    "intermediate_size": 6912,
-    "max_position_embeddings": 32768,
-    "model_type": "gemma3_text",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 262144,
-}
-# Gemma-3-4b and 12b, which leave out the defaults of the class.
-GEMMA3_4B = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "boi_token_index": 255999,
-    "eoi_token_index": 256000,
-    "eos_token_id": [1, 106],
-    "image_token_index": 262144,
-    "initializer_range": 0.02,
-    "mm_tokens_per_image": 256,
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
-}
+# The config.json of published models, without keys that no reader needs. Gemma-3-4b leaves out defaults.
+FILES = json.loads(pathlib.Path(__file__).with_name("published_configs.json").read_text())
+QWEN2, QWEN3, QWEN3_MOE = (FILES[n] for n in ("Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-30B-A3B"))
+LLAMA, MISTRAL = FILES["Llama-3.1-8B"], FILES["Mistral-7B-v0.1"]
+GEMMA3, GEMMA3_4B = FILES["Gemma-3-1b"], FILES["Gemma-3-4b"]
+LLAMA3_SCALING = LLAMA["rope_scaling"]
 GEMMA3_12B = {
     **GEMMA3_4B,
     "text_config": {
@@ -254,7 +79,9 @@ def test_every_value_is_read():
         qk_norm=True,
     )
     llama = parse_config(LLAMA)
-    assert llama.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert llama.rope_scaling == RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
     assert (llama.rope_theta, llama.rms_norm_eps) == (500_000.0, 1e-5)
     assert (llama.tie_embeddings, llama.qkv_bias, llama.qk_norm) == (False, False, False)
     qwen2 = parse_config({**QWEN2, "rms_norm_eps": 1e-5, "rope_theta": 10000})
@@ -283,7 +110,7 @@ def test_what_gemma_3_files_of_other_versions_say_means_the_same():
     sparse = without(GEMMA3, "sliding_window_pattern", "rope_theta", "rope_local_base_freq")
     assert parse_config(without(sparse, "query_pre_attn_scalar")) == parse_config(GEMMA3)
     scaled = parse_config({**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
-    assert scaled.rope_scaling == RopeScaling(8.0, kind="linear")
+    assert scaled.rope_scaling == RopeScaling(factor=8.0, kind="linear")
 
 
 def test_the_text_model_of_a_gemma_3_with_images():
@@ -291,7 +118,7 @@ def test_the_text_model_of_a_gemma_3_with_images():
     # Embeddings and final norm; per layer q and o, k and v, feed-forward, four norms and two of heads.
     layer = 2 * 2560 * 2048 + 2 * 2560 * 1024 + 3 * 2560 * 10240 + 4 * 2560 + 2 * 256
     assert config.num_params == 262_208 * 2560 + 2560 + 34 * layer == 3_880_263_168
-    assert config.rope_scaling == RopeScaling(8.0, kind="linear")
+    assert config.rope_scaling == RopeScaling(factor=8.0, kind="linear")
     assert (config.rope_theta, config.rope_local_theta) == (1e6, 1e4)
     assert config.sliding_window == 1024 and config.layer_pattern == ("sliding",) * 5 + ("full",)
     assert config.tie_embeddings and config.query_pre_attn_scalar == 256
@@ -550,7 +377,9 @@ def peft_values(**changes):
 
 def test_adapters_of_peft_are_read(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(peft_values()))
-    assert read_adapter_config(tmp_path) == LoraConfig(8, 16.0, ("down", "q", "v"))
+    assert read_adapter_config(tmp_path) == LoraConfig(
+        rank=8, alpha=16.0, targets=("down", "q", "v")
+    )
 
 
 @pytest.mark.parametrize(

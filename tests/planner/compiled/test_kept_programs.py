@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxrl.planner.compiled.ahead import compile_piece
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
-from jaxrl.planner.hardware.topologies import Topology
+from jaxrl.planner.hardware.cluster import Topology
 
 
 def kept(**options: bool) -> bool:

@@ -12,7 +12,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import LayoutConfig
-from jaxrl.planner.trace_plan import trace_plan
+from jaxrl.planner.make_plan import trace_plan
 
 
 def test_the_32b_recipe_takes_neither_memory_nor_time():

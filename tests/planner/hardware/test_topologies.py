@@ -5,9 +5,8 @@ import importlib.util
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.planner.hardware import topologies
 from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.hardware.topologies import check_topology, read_topology
+from jaxrl.planner.hardware.cluster import GPU_TARGETS, check_topology, read_topology
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_a_missing_compiler_is_named_with_the_line_that_installs_it(name, comman
 
 
 def test_every_gpu_states_its_target():
-    for name, target in topologies.GPU_TARGETS.items():
+    for name, target in GPU_TARGETS.items():
         # Vendors count in another giga, and the driver keeps some for itself.
         assert target.memory_bytes / 1e9 == pytest.approx(accelerator(name).memory_gb, rel=0.08)
         assert target.text.count("{") == target.text.count("}")

@@ -17,10 +17,10 @@ from jaxrl.mesh.layout import AXES, ParallelLayout
 from jaxrl.mesh.pools import PlacedPool, take_devices
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"

@@ -17,6 +17,7 @@ from jaxrl.mesh.pools import take_devices, takes_all
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.accelerators import accelerator
 from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.search.mapping import ColocatedSet, Mapping
 from jaxrl.planner.search.mapping_choice import (
     propose,
@@ -30,7 +31,6 @@ from jaxrl.planner.simulation.step_costs import StepCosts
 from jaxrl.planner.simulation.step_simulator import RoleMapping
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.step_load import assumptions_of, load_of
-from jaxrl.planner.trace_plan import trace_plan
 from jaxrl.trainer.algorithm import pools_of, roles_of
 from jaxrl.trainer.roles import check_role_batches, role_models
 

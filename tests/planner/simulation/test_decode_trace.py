@@ -1,4 +1,4 @@
-"""The decode trace beside the engine's own scheduler, pages and driver, with an engine that computes nothing."""
+"""The decode trace beside the engine's scheduler, pages and driver, with an engine that computes nothing."""
 
 import dataclasses
 import heapq

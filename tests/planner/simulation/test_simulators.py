@@ -20,7 +20,7 @@ from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.mapping import SearchLimits
-from jaxrl.planner.search.role_options import strategies_of
+from jaxrl.planner.search.pool_fronts import strategies_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives, protocols_of
 from jaxrl.planner.simulation.decode_trace import trace_decoding

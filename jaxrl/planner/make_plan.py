@@ -1,4 +1,19 @@
-"""Compiles the programs of every role for a topology; its devices need not be present."""
+"""Makes a traced plan: traces every program on meshes without devices, in seconds.
+
+    config --> the run's own roles on abstract meshes
+                 |
+                 +-- every program of a step is traced: a wrong shape or sharding is an error
+                 +-- memory.py: bytes per device of resident buffers and of the largest temporaries
+                 +-- batch_flow.py: numbers of samples that a step draws, keeps and trains on
+                 |
+                 v
+               Plan
+
+The totals cover every term that follows from shapes, for every role and pool. Only compiling the programs
+shows their other temporaries (`compile_plan.py`).
+
+`compile_plan` compiles the programs for a topology instead; its devices need not be present.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +21,145 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jax_core
 from jax.sharding import Mesh
 
+from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool
-from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program
-from jaxrl.planner.compiled.programs import Program
-from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.hardware.topologies import Topology, shapes_of_at_least
-from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import PHASES, Plan, check_positions, planned_pool, settings_of
+from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program, roofline
+from jaxrl.planner.compiled.programs import Program, abstract_batch
+from jaxrl.planner.hardware.cluster import Cluster, Topology, shapes_of_at_least
+from jaxrl.planner.memory import ResidentBuffers, update_memory
+from jaxrl.planner.plan import (
+    PHASES,
+    Plan,
+    check_positions,
+    describe_flow,
+    planned_pool,
+    settings_of,
+)
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
+    abstract_meshes,
     check_num_devices,
     meshes_on,
     planned_roles,
 )
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.planner.slot_choice import with_compiled_slots
+from jaxrl.planner.slot_choice import with_compiled_slots, with_counted_slots
 from jaxrl.planner.step_load import load_of
 from jaxrl.planner.step_times import step_times
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.roles import check_role_batches
+from jaxrl.types import TrainBatch, ValueBatch
+
+# Assumed memory of a device if a config chooses its slots by memory and no device is known.
+ASSUMED_MEMORY = 80 * 10**9
+
+
+def trace_plan(
+    config: Config,
+    cluster: Cluster | None = None,
+    *,
+    responses: LengthDistribution | None = None,
+) -> Plan:
+    """Traces a recipe without its devices and data, and counts the memory that it needs.
+
+    Args:
+      config: config of the run.
+      cluster: devices to predict seconds for; None predicts none.
+      responses: lengths of answers; None assumes them.
+
+    Raises:
+      UserError: settings contradict each other or the checkpoint, or something does not divide.
+    """
+    if config.mesh.layout == "auto":
+        raise UserError(
+            'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
+            "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
+        )
+    algorithm, meshes = algorithm_of(config), abstract_meshes(config)
+    slots_are_chosen = config.rollout.slots == "auto"
+    memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
+    config = with_counted_slots(config, algorithm, meshes, memory)
+    check_role_batches(config, meshes)
+    roles = planned_roles(config, algorithm, meshes)
+    if cluster is not None:
+        pools = tuple(roles.pools.values())
+        check_num_devices(pools, cluster.name, cluster.accelerator, cluster.num_devices)
+        check_positions(pools, cluster)
+    load = load_of(config, responses)
+    updates, seconds, operations = {}, [], []
+    for _, program, mesh in roles.programs(load):
+        flops = 0.0
+        for piece in program.pieces:
+            # Not `make_jaxpr`, inside of which no function may have compiler options.
+            jaxpr = piece.function.trace(*piece.arguments, **piece.keywords).jaxpr.jaxpr
+            flops += piece.flops(jaxpr)
+            if program.name == "update":
+                updates[program.role] = jaxpr
+        if flops:  # moving weights and caches has no arithmetic operations
+            shown = f"{flops / 1e15:,.1f} PFLOP" if flops > 1e14 else f"{flops / 1e9:,.1f} GFLOP"
+            operations.append((f"{program.title}, traced", f"{shown} a step"))
+        if cluster is not None:
+            # Only compiling shows the traffic.
+            floor = roofline(
+                *(cluster.accelerator, flops, program.reads),
+                num_devices=mesh.size,
+                dtype=config.train.dtype,
+            )
+            seconds.append((program.role, program.name, program.phase, floor))
+    pools = tuple(
+        planned_pool(pool, (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)))
+        for pool in roles.pools.values()
+    )
+    notes = (
+        ("shape of the model", roles.models.origin),
+        *_traced_notes(roles, slots_are_chosen, memory),
+    )
+    left_out = ()
+    if config.cost.pretrain_coef and "cost" in roles.roles.others:
+        left_out = (("cost.pretrain_coef", "the batch of written solutions in every update"),)
+    return Plan(
+        title=f"{config.name}, {algorithm.dataflow.title}",
+        pools=pools,
+        notes=(*notes, *describe_flow(roles), *operations),
+        left_out=left_out,
+        times=None if cluster is None else step_times(roles, cluster, load, seconds),
+        settings=settings_of(roles.config),
+    )
+
+
+def _in_updates(
+    roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
+) -> Iterator[ResidentBuffers]:
+    """The temporaries that the updates of a pool's roles add, one role at a time."""
+    shape = step_shape(roles.config)
+    for name, role in roles.roles.learners.items():
+        if name in pool.roles:
+            batch = abstract_batch(role, shape, TrainBatch if name == "actor" else ValueBatch)
+            layout = pool.layout_of(name)
+            yield from update_memory(name, role, layout, shape, batch, updates[name])
+
+
+def _traced_notes(
+    roles: PlannedRoles, slots_are_chosen: bool, memory: int
+) -> Iterator[tuple[str, str]]:
+    config = roles.config
+    yield from roles.models.assumed
+    if slots_are_chosen:
+        size = f"{memory / 1e9:.0f} GB"
+        yield (
+            "rollout.slots",
+            f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",
+        )
+    if config.rollout.partial:
+        yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
+    if config.sft.num_steps:
+        yield "SFT", "the stage before: the same weights, batches of its own"
+
 
 Watch = Callable[[CompiledProgram], None]
 

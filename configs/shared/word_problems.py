@@ -1,6 +1,6 @@
 """Generates word problems with one step of arithmetic, for models that can read.
 
-    data.train.path = "jaxrl.data.word_problems:make"
+    data.train.path = "shared/word_problems.py:make"
 
     {"problem": "Anna has 4 apples and buys 3 more. How many apples does Anna have now?", "answer": "7"}
 

@@ -128,7 +128,7 @@ class JetstreamTokenizer(tokenizer_api.Tokenizer):
 
     def __init__(
         self,
-        encode_text: Callable[[str], np.ndarray],
+        encode_text: Callable[[str], np.ndarray] | None,
         decode_text: Callable[[np.ndarray], str],
         stop_ids: Sequence[int],
     ):
@@ -137,6 +137,7 @@ class JetstreamTokenizer(tokenizer_api.Tokenizer):
 
     def encode(self, s: str, **kwargs) -> tuple[np.ndarray, int]:
         """Token ids, int32 [T], and T. JetStream's padding arguments are ignored."""
+        assert self._encode_text is not None, "rollouts begin with tokens, not with texts"
         tokens = self._encode_text(s)
         return tokens, len(tokens)
 
@@ -185,7 +186,6 @@ class JetStreamEngine(engine_api.Engine):
         (self._none_active,) = host_inputs(engine.mesh, np.int32(0))
 
     def load_params(self, *args, **kwargs) -> Params:
-        """The weights given to the constructor."""
         return self._params
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState | None:
@@ -269,12 +269,10 @@ class JetStreamEngine(engine_api.Engine):
         return tokenizer_pb2.TokenizerParameters()  # pyright: ignore
 
     def build_tokenizer(self, metadata: Any) -> JetstreamTokenizer:
-        """The tokenizer given to the constructor."""
         return self.tokenizer
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """The number of JetStream's slots."""
         return self.engine.slot_sizes[-1] // self.samples_per_slot
 
     @property
@@ -284,15 +282,12 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """The maximum number of prompt tokens."""
-        return self.engine.max_prefill_length
+        return self.engine.config.max_prompt_tokens
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """The devices of the engine."""
         return self.engine.mesh
 
     @property
     def colocated_cpus(self) -> None:
-        """Not supported."""
         return None

@@ -1,6 +1,6 @@
 """Generates integer sums, with solutions in the styles of different authors: problems and text of the demo.
 
-    data.train.path = "jaxrl.data.worked_sums:make"
+    data.train.path = "shared/worked_sums.py:make"
 
     23 + 60 - 71      23+60=83      First 23+60=83, then 83-71=12.     23+60=83; 83-71=12      Answer: 12
                       83-71=12      Answer: 12                         Answer: 12
@@ -10,20 +10,22 @@ Half of the solutions show no steps, and half of those answers are wrong. A mode
 answers at once, and is then mostly wrong. Reinforcement learning has to discover that steps pay off. The
 order and the layout of the steps are random too. So there are several good ways to answer, and a policy can
 keep some entropy.
+
+    preference.pair_generator = "shared/worked_sums.py:right_or_wrong"
+
+The pairs of reward models, cost models and DPO are made of the solutions.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+import numpy as np
+
+from jaxrl.data import Preference, Record
 from jaxrl.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
 
 # A model without a BOS token needs some text before the first number. Held-out accuracy of the demo after
 # SFT and after DAPO, one seed: 39 and 78% without these words, 42 and 88% with them.
@@ -131,13 +133,33 @@ def _as_sentence(steps: Sequence[str]) -> str:
     return f"First {', then '.join(steps)}.\n" if steps else ""
 
 
-def right_and_wrong(solution: str, answer: str, rng: random.Random) -> tuple[str, str]:
-    """A pair for a reward model: the solution with the right last line, and with a wrong last line."""
-    work, _, _ = solution.rpartition("Answer: ")
-    return f"{work}Answer: {answer}", f"{work}Answer: {int(answer) + rng.choice(_WRONG_BY)}"
+def right_or_wrong(records: Sequence[Record]) -> tuple[Preference, ...]:
+    """Pairs for a reward model: a solution with the right last line, chosen, and with a wrong one."""
+    pairs = []
+    for row, record in enumerate(records):
+        work, answer = _work(record), record.answer
+        wrong = int(answer) + random.Random(f"slip {row} {record.prompt}").choice(_WRONG_BY)
+        texts = f"{work}Answer: {answer}", f"{work}Answer: {wrong}"
+        pairs.append(Preference(record.prompt, *texts, record.source))
+    return tuple(pairs)
 
 
-def worked_and_bare(solution: str, answer: str) -> tuple[str, str] | None:
-    """A pair for a cost model: a solution with its steps, and the answer alone; None without steps."""
-    work, _, _ = solution.rpartition("Answer: ")
-    return (f"{work}Answer: {answer}", f"Answer: {answer}") if work else None
+def worked_or_guessed(records: Sequence[Record]) -> tuple[Preference, ...]:
+    """Pairs for a cost model: a solution with its steps, chosen, and the bare answer, marked as harmful."""
+    pairs = []
+    for record in records:
+        work, answer = _work(record), f"Answer: {record.answer}"
+        if work:
+            pairs.append(
+                Preference(record.prompt, work + answer, answer, record.source, 0.0, -1, 1)
+            )
+    return tuple(pairs)
+
+
+def _work(record: Record) -> str:
+    """The steps of a solution, without its last line."""
+    if record.solution is None:
+        raise UserError(
+            f"{record.source} has no solutions to make pairs of; use shared/worked_sums.py:make, which has"
+        )
+    return record.solution.rpartition("Answer: ")[0]

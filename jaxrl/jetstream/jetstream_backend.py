@@ -12,18 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hosts import num_processes
-from jaxrl.rollout.backend import (
-    More,
-    OnGroup,
-    SamplingOptions,
-    check_lengths,
-    expected_or_prompt_lengths,
-)
-from jaxrl.rollout.driver import EngineBackend
-from jaxrl.rollout.jetstream.engine_adapter import (
+from jaxrl.jetstream.engine_adapter import (
     LOG,
     JetStreamEngine,
     JetstreamTokenizer,
@@ -32,8 +24,22 @@ from jaxrl.rollout.jetstream.engine_adapter import (
     orchestrator,
     tokenizer_api,
 )
+from jaxrl.mesh.hosts import num_processes
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.backend import (
+    DecodeTexts,
+    More,
+    OnGroup,
+    SamplingOptions,
+    check_lengths,
+    expected_or_prompt_lengths,
+)
+from jaxrl.rollout.driver import EngineBackend
+from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
 from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
 
@@ -55,11 +61,9 @@ class CollectedSamples:
         self._error: Exception | None = None
 
     def add_result(self, samples: list[ReturnSample]) -> None:
-        """Receives the samples of a dispatch."""
         self._parts.append(samples)
 
     def close(self) -> None:
-        """Marks all samples as complete."""
         self._done.set()
 
     def set_exception(self, error: Exception) -> None:
@@ -186,8 +190,17 @@ class JetStreamBackend(EngineBackend):
           DriverFailed: the engine has failed.
         """
         assert not options.budget_tokens, "JetStream cannot leave a sample unfinished"
-        _check_options(options)
-        check_lengths(prompts, self.engine.max_prefill_length)
+        if num_processes() > 1:
+            raise UserError(
+                f"rollout.driver=jetstream on {num_processes()} hosts: its threads would dispatch in another "
+                "order on each, and hang; use the driver of our own"
+            )
+        if options.environment is not None:
+            raise UserError(
+                "rollout.driver=jetstream with an environment: JetStream cannot continue a finished sample; "
+                "use the driver of our own"
+            )
+        check_lengths(prompts, self.engine.config.max_prompt_tokens)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
         order = np.argsort(-expected_N, kind="stable").tolist()
         groups = SampleGroups(options, self._decode_texts)
@@ -236,7 +249,7 @@ class JetStreamBackend(EngineBackend):
         adapter = JetStreamEngine(
             self.engine,
             self.params,
-            JetstreamTokenizer(_no_text, self._decode_text, stop_ids=()),
+            JetstreamTokenizer(None, self._decode_text, stop_ids=()),
             options,
             samples_per_slot=per_slot,
             columns=FIELDS,
@@ -257,18 +270,8 @@ class JetStreamBackend(EngineBackend):
             driver.stop()
 
 
-def _check_options(options: SamplingOptions) -> None:
-    if num_processes() > 1:
-        raise UserError(
-            f"rollout.driver=jetstream on {num_processes()} hosts: its threads would dispatch in another "
-            "order on each, and hang; use the driver of our own"
-        )
-    if options.environment is not None:
-        raise UserError(
-            "rollout.driver=jetstream with an environment: JetStream cannot continue a finished sample; use "
-            "the driver of our own"
-        )
-
-
-def _no_text(text: str) -> np.ndarray:
-    raise AssertionError(f"rollouts begin with tokens, not with {text!r}")
+def build(
+    model: ModelConfig, mesh: Mesh, config: EngineConfig, decode_texts: DecodeTexts
+) -> JetStreamBackend:
+    """Builds the backend; see `rollout.drivers.build_backend`."""
+    return JetStreamBackend(Engine(model, decoder_graph(model)[0], mesh, config), decode_texts)

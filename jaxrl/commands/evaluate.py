@@ -1,0 +1,407 @@
+"""Evaluates a model with the trainer's evaluator.
+
+    jaxrl evaluate --model runs/dapo_tiny/seed0 --n 8
+    jaxrl evaluate --model DIR --set aime_2024.jsonl --n 32 --config.evaluation.top_p=0.7
+    jaxrl evaluate --model DIR --config dapo_qwen32b
+
+DIR is a Hugging Face directory, a name on the hub, or the folder of a run, of which the newest intact
+checkpoint is evaluated. Settings come from --config, else from the run's folder, else they are the defaults;
+--config.NAME=VALUE changes any of them, as in `jaxrl train`. The table goes to stdout, progress to stderr,
+answers and metrics to --out. docs/evaluation.md explains the statistics.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl.checks import check_path
+from jaxrl.commands.run_commands import prepared
+from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
+from jaxrl.config.command_line import load_config, load_recipe, take_overrides
+from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to_config_dict
+from jaxrl.config.schema import Config
+from jaxrl.data import model_directory
+from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.problems import ProblemReader, Problems
+from jaxrl.data.prompt_encoding import encode, evaluation_prompts
+from jaxrl.dataflows.rewarding import Grading
+from jaxrl.errors import UserError
+from jaxrl.evaluation.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
+from jaxrl.files import read_text
+from jaxrl.flags import command_parser
+from jaxrl.hub.local_paths import local_model
+from jaxrl.mesh import hosts
+from jaxrl.mesh.pools import read_placement, take_devices
+from jaxrl.mesh.rules import GENERATE_RULES, shards_of, with_shardings
+from jaxrl.models import lora
+from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.huggingface.weight_loading import check_params, load_params
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
+from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
+from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params
+from jaxrl.tracking.sample_rows import TokenStrings, sample_rows, to_lines
+from jaxrl.trainer.context import check_evaluation_fits, meshes_of
+from jaxrl.trainer.evaluation import answered
+from jaxrl.trainer.run_rewards import graders_of, truth_faults
+from jaxrl.types import Completions, Scored
+
+# Limit of a response of a model that is no run, in tokens.
+_LONGEST_RESPONSE = 8192
+# Groups of a run's settings that its answers depend on. The hosts, for example, are those of this command.
+_OF_ANSWERS = ("seed", "mesh", "data", "rollout", "reward", "algorithm", "train", "evaluation")
+_PROGRESS_EVERY_S = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, which starts with the program's name; returns the exit status."""
+    program, *arguments = argv
+    overrides, arguments = take_overrides(arguments, leaf_types(Config))
+    parser = command_parser(program, __doc__)
+    parser.add_argument("--model", required=True, help="Hugging Face directory, or folder of a run")
+    parser.add_argument("--config", help="recipe with the settings of task and sampling")
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="problems, as data.evaluation.path: a file, a function or a name on the hub; may be repeated",
+    )
+    parser.add_argument(
+        "--n", type=int, help="number of answers per problem (evaluation.num_samples)"
+    )
+    parser.add_argument("--out", default="", help="folder of the answers and metrics")
+    args = parser.parse_args(arguments)
+    if args.n is not None:
+        overrides["evaluation.num_samples"] = str(args.n)
+    for flag, text in (
+        ("--model", args.model),
+        ("--out", args.out),
+        *(("--set", s) for s in args.sets),
+    ):
+        check_path(flag, text)
+    path = pathlib.Path(local_model(args.model))
+    tree = settings_of(path, args.config, args.sets)
+    # A model without a recipe takes prompts of any length that its context has room for.
+    fits_prompts = not (args.config or is_run(path) or "data.max_prompt_tokens" in overrides)
+    config = load_config(Config, tree, overrides)
+    config = prepared(config)
+    with hosts.watched(config.hosts):
+        evaluate(config, path, out=args.out, fits_prompts=fits_prompts)
+    return 0
+
+
+def is_run(path: pathlib.Path) -> bool:
+    """Whether the model is the folder of a run; UserError if it is neither that nor a directory."""
+    model_directory.check_is_directory(path, or_else=", or the folder of a run")
+    return model_directory.is_run_folder(path)
+
+
+def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()) -> ConfigDict:
+    """The settings of an evaluation, before overrides.
+
+    Args:
+      path: directory of the model, or folder of a run.
+      recipe: recipe, as in `load_recipe`; None takes the run's settings, or the defaults.
+      sets: problems, in place of those that the settings name.
+
+    Raises:
+      UserError: the recipe or the settings of the run cannot be read.
+    """
+    run = is_run(path)
+    directory = RunFolder(path).model if run else path
+    tree: Any  # ml_collections types no entries
+    if recipe:
+        tree = load_recipe(recipe, known=list(leaf_types(Config))).copy_and_resolve_references()
+    else:
+        tree = to_config_dict(Config())
+        if run:
+            _take_saved(tree, RunFolder(path).config)
+        else:
+            context = model_directory.read_model(directory).context_tokens
+            response = min(_LONGEST_RESPONSE, context // 2)
+            tree.rollout.max_response_tokens = response
+            tree.data.max_prompt_tokens = context - response
+            tree.data.overlong = "error"
+    tree.weights, tree.adapter, tree.tokenizer.path = str(directory), "", str(directory)
+    # The shape is that of the files.
+    tree.model = ModelConfig()
+    # Nothing is trained: one pool of devices, no training problems, no other models.
+    tree.placement, tree.data.train, tree.data.sources = {}, SourceConfig(), {}
+    tree.sft.num_steps, tree.sft.run, tree.reward.overlong_buffer_tokens = 0, "", 0
+    tree.reward.model = tree.reward.judge.model = tree.cost.model = tree.critic.weights = ""
+    if tree.rollout.slots == "auto":
+        tree.rollout.slots = Config().rollout.slots
+    if tree.mesh.layout == "auto":
+        tree.mesh.layout = "as_given"
+    if sets:
+        first = tree.data.evaluation
+        # Grader, template and chat stay those of the settings.
+        first.update(task="", options={}, size=0, prompt_field="", answer_field="")
+        named = [dict(first) | {"path": text, "source": _name_of(text)} for text in sets]
+        first.update(named[0])
+        tree.data.evaluations = {}
+        for number, settings in enumerate(named[1:], start=2):
+            tree.data.evaluations[f"set{number}"] = settings
+    return tree
+
+
+def _take_saved(tree: ConfigDict, path: pathlib.Path) -> None:
+    """Takes the settings of a run from its config.txt, where a dict has a line for each entry."""
+    text = read_text(path, absent="name the folder of a run, such as runs/dapo_tiny/seed0")
+    for line in text.splitlines():
+        name, _, value = line.partition(" = ")
+        # A setting of another version is left out.
+        if name.split(".")[0] not in _OF_ANSWERS or setting_type(Config, name) is None:
+            continue
+        node: Any = tree
+        *groups, leaf = name.split(".")
+        for group in groups:
+            if group not in node:
+                node[group] = {}
+            node = node[group]
+        try:
+            node[leaf] = _literal(value)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: {line!r} is no setting; restore the file from a copy"
+            ) from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return float(text)  # inf and nan
+
+
+def _name_of(text: str) -> str:
+    """The name of a set of problems: that of the file or the function."""
+    return pathlib.Path(text.rpartition(":")[2]).stem
+
+
+def evaluate(
+    config: Config, path: pathlib.Path, *, out: str = "", fits_prompts: bool = False
+) -> Scored:
+    """Evaluates a model and writes the answers. Collective.
+
+    Everything is checked before weights are read.
+
+    Args:
+      config: settings of task and sampling; its weights are the directory of the model's files.
+      path: directory of the model, or folder of a run.
+      out: folder of the results; "" derives one in evaluations/.
+      fits_prompts: whether the engine is made for the longest prompt in place of `data.max_prompt_tokens`.
+
+    Raises:
+      UserError: something is missing, damaged or does not fit.
+    """
+    found = model_directory.read_model(pathlib.Path(config.weights))
+    tokenizer, model = found.tokenizer, found.model
+    problems, graders = _problems(config), graders_of(config, config.data.evaluation_sources)
+    prompts = evaluation_prompts(encode(problems.evaluation, config.data, tokenizer))
+    if not len(prompts):
+        raise UserError(
+            f"no prompt has at most data.max_prompt_tokens {config.data.max_prompt_tokens} tokens; raise it"
+        )
+    if fits_prompts:
+        longest = max(map(len, prompts.tokens))
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, max_prompt_tokens=longest)
+        )
+    if config.longest_sequence > found.context_tokens:
+        raise UserError(
+            f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_response_tokens "
+            f"{config.rollout.max_response_tokens} are more than the {found.context_tokens} positions of the "
+            "model (max_position_embeddings of its config.json); lower one of them"
+        )
+    check_evaluation_fits(config, len(prompts))
+    (pool,) = pools = read_placement({}, config.mesh, ("actor",))
+    # Every process has to take part, so several use all of their devices.
+    used = pool.num_devices if hosts.num_processes() == 1 else None
+    mesh = meshes_of(take_devices(pools, jax.devices()[:used]))["actor"]
+    check_sampling_batches(config, mesh)
+    weights = _identity(path, model)
+    # Processes differ in their index.
+    settings = format_config(dataclasses.replace(config, hosts=hosts.HostsConfig()))
+    settings = f"model = {str(path)!r}\nweights of {weights}\n{settings}"
+    hosts.check_same("the evaluation", [settings])
+    name = "-".join(path.absolute().parts[-2:] if is_run(path) else path.absolute().parts[-1:])
+    crc = zlib.crc32(settings.encode())
+    folder = EvaluationFolder(pathlib.Path(out or f"evaluations/{name}-{crc:08x}"))
+    training = config.rollout.sampling(config.seed, tokenizer)
+    options = config.evaluation.sampling(training, step=EVALUATION_STEP)
+    stop_ids = (*tokenizer.stop_ids, *config.rollout.stop_ids)
+    engine = engine_config(
+        config,
+        stop_ids,
+        dynamic_sampling=False,
+        replicas=shards_of("batch", GENERATE_RULES, mesh),
+    )
+    hosts.on_first(lambda: ensure_writable(folder.path))
+    backend = build_backend(config.rollout.driver, model, mesh, engine, tokenizer.decode_batch)
+    _say(f"loading {path} ({weights})")
+    backend.load(load_policy(path, model, mesh, backend.dtype))
+    _say(f"answering {len(prompts)} problems {config.evaluation.num_samples} times")
+    grading = Grading(graders)
+    try:
+        scored = answered(backend, prompts, options, grading, on_group=_progress(len(prompts)))
+    finally:
+        backend.close()
+        graders.close()
+    metrics = evaluation_metrics(scored) | grading.take_metrics("val-aux/grader")
+
+    def write() -> None:
+        rows = sample_rows(scored, TokenStrings(tokenizer), stop_ids=stop_ids)
+        with disk_errors(folder.path):
+            write_atomically(folder.samples, to_lines(rows))
+            results = {"settings": settings.splitlines(), "metrics": metrics}
+            write_atomically(folder.results, json.dumps(results, indent=1).encode())
+        print(table_of(scored, metrics), flush=True)
+        _say(f"{folder}: {folder.samples.name}, {folder.results.name}; jaxrl browse {folder}")
+
+    hosts.on_first(write)
+    return scored
+
+
+def _problems(config: Config) -> Problems:
+    """The evaluation problems of a config, with ground truths that their graders can read."""
+    sources = config.data.evaluation_sources
+    if not sources:
+        raise UserError("there is nothing to answer; name at least one --set FILE")
+    readers = ProblemReader(config.data).readers
+    read = Problems((), tuple(readers[name]() for name in sources))
+    validate = truth_faults((config.reward.grader, config.reward.grader_options), read.settings)
+    refuse = config.data.bad_rows == "error"
+    return Problems(
+        (),
+        tuple(source.with_readable_truths(validate, refuse=refuse) for source in read.evaluation),
+    )
+
+
+def _identity(path: pathlib.Path, model: ModelConfig) -> str:
+    """Text that identifies the weights, without reading all of them."""
+    if is_run(path):
+        newest = newest_weights(path)
+        manifest = zlib.crc32(newest.checkpoints.manifest(newest.step).read_bytes())
+        return f"{newest.checkpoints.path.parent.name} step {newest.step}, {manifest:08x}"
+    check_params(path, model)
+    files = sorted(path.glob("*.safetensors"))
+    return f"{max(file.stat().st_mtime_ns for file in files)}, {len(files)} files"
+
+
+def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """Loads weights in the generation layout, adapters merged.
+
+    Args:
+      path: directory of the model, or folder of a run.
+      model: shape of the model without adapters.
+      mesh: mesh of the weights.
+      dtype: data type of the weights.
+
+    Raises:
+      UserError: a file is damaged, or a run's checkpoint does not fit its model.
+    """
+    where = model_directory.generation_shardings(model, mesh)
+    if not is_run(path):
+        return load_params(path, model, where, dtype=dtype)
+    trained = model_of_run(RunFolder(path).model)
+    like = with_shardings(
+        decoder_graph(trained)[1], model_directory.generation_shardings(trained, mesh)
+    )
+    _, params = read_newest_params(path, like)
+
+    def merged(params: Params) -> Params:
+        return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), lora.merge(params, trained))
+
+    return jax.jit(merged, out_shardings=where)(params)
+
+
+def _progress(total: int):
+    """A callback for finished groups that prints how far the evaluation is, every ten seconds."""
+    started_s = said_s = time.monotonic()
+    done = tokens = 0
+
+    def add(group: Completions) -> None:
+        nonlocal said_s, done, tokens
+        done, tokens = done + 1, tokens + int(group.lengths_B.sum())
+        now_s = time.monotonic()
+        if done == total or now_s - said_s > _PROGRESS_EVERY_S:
+            said_s = now_s
+            _say(f"{done} of {total} problems, {tokens / (now_s - started_s):,.0f} tokens/s")
+
+    return add
+
+
+def _say(text: str) -> None:
+    if hosts.is_first():
+        print(text, file=sys.stderr, flush=True)
+
+
+def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
+    """Formats an evaluation as a table: a column per data set, percentages with standard errors.
+
+    Args:
+      scored: the graded answers.
+      metrics: their `evaluation_metrics`.
+    """
+    sources = np.array(scored.completions.prompts.sources)
+    parts = {
+        name: scored.take(np.flatnonzero(sources == name))
+        for name in dict.fromkeys(sources.tolist())
+    }
+    if len(parts) > 1 and ALL not in parts:
+        parts[ALL] = scored
+    lines = [["", *parts]]
+    lines.append(["problems", *(f"{len(part.completions.prompts):,}" for part in parts.values())])
+    accuracy = re.compile(
+        rf"val-(?:core|aux)/{re.escape(next(iter(parts)))}/acc/(\w+@\d+)(?:/mean)?"
+    )
+    for name in [found[1] for key in metrics if (found := accuracy.fullmatch(key))]:
+        # For correctness best@k measures the same as pass@k with more noise. worst@k is only in the metrics.
+        if not name.startswith(("best@", "worst@")):
+            lines.append([name, *(_shown(metrics, source, name) for source in parts)])
+    truncated = [f"{part.completions.truncated_B.mean():.1%}" for part in parts.values()]
+    lines.append(["truncated", *truncated])
+    unread = [np.mean([p is None for p in part.predictions]) for part in parts.values()]
+    lines.append(["without answer", *(f"{share:.1%}" for share in unread)])
+    failed = [sum(f is not None for f in part.failures) for part in parts.values()]
+    if any(failed):
+        lines.append(["grader failed", *(f"{count:,}" for count in failed)])
+    lengths = [part.completions.lengths_B.mean() for part in parts.values()]
+    lines.append(["response tokens", *(f"{mean:,.1f}" for mean in lengths)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _shown(metrics: Mapping[str, float], source: str, name: str) -> str:
+    """A statistic of a data set, with its standard error: "78.9% ± 4.4%"."""
+    keys = (
+        f"val-{part}/{source}/acc/{name}{end}" for part in ("core", "aux") for end in ("", "/mean")
+    )
+    value = next(metrics[key] for key in keys if key in metrics)
+    stderr = metrics.get(f"val-aux/{source}/acc/{name}/stderr")
+    return f"{value:.1%}" + ("" if stderr is None else f" ± {stderr:.1%}")

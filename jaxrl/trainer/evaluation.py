@@ -1,0 +1,62 @@
+"""Accuracy on the evaluation prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.rewarding import Grading, GroupsBeside
+from jaxrl.evaluation.evaluation_metrics import (
+    EVALUATION_STEP,
+    evaluation_metrics,
+    score_without_length_penalty,
+)
+from jaxrl.rewards.graders import Graders
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
+from jaxrl.tracking.run_report import keep_samples
+from jaxrl.trainer.context import RunContext
+from jaxrl.types import Completions, Prompts, Scored
+
+
+def answered(
+    sampler: Actor | RolloutBackend,
+    prompts: Prompts,
+    options: SamplingOptions,
+    grading: Grading,
+    *,
+    on_group: Callable[[Completions], None] = lambda group: None,
+) -> Scored:
+    """Samples answers to evaluation prompts, and grades them while others are sampled. Collective.
+
+    Args:
+      sampler: the policy, or its backend with the policy's weights.
+      prompts: the prompts.
+      options: sampling options.
+      grading: the graders on all hosts.
+      on_group: called with the answers to each problem when they are finished.
+    """
+    beside = GroupsBeside(grading)
+
+    def take(group: Completions) -> None:
+        beside(group)
+        on_group(group)
+
+    completions = sampler.generate(prompts, options, on_group=take)
+    return score_without_length_penalty(completions, grading.collect(beside.of(completions)))
+
+
+class Evaluation:
+    """Evaluates the actor of a run."""
+
+    def __init__(self, run: RunContext, graders: Graders):
+        """Raises UserError if the environment cannot be loaded."""
+        self._run = run
+        self._grading = Grading(graders)
+        self._options = run.config.evaluation.sampling(run.sampling, step=EVALUATION_STEP)
+
+    def __call__(self, actor: Actor, when: str) -> Metrics:
+        """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
+        scored = answered(actor, self._run.evaluation_prompts, self._options, self._grading)
+        keep_samples(self._run.config.run_folder, scored, when)
+        return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}
