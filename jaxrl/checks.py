@@ -291,6 +291,7 @@ def count(low: int) -> Range:
 Settings = TypeVar("Settings")
 
 
+# For type checkers all fields are keywords; a subclass of settings takes no others.
 @typing.dataclass_transform(
     frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,)
 )
@@ -307,9 +308,11 @@ def settings(cls: type[Settings]) -> type[Settings]:
     hints = typing.get_type_hints(cls, include_extras=True)
     own = inspect.get_annotations(cls)
     cls.__annotations__ = {name: _strict(hints[name]) for name in own}
-    # Keywords alone, because a subclass may add fields without a default.
     made: Any = pydantic.dataclasses.dataclass(
-        frozen=True, kw_only=True, config=ConfigDict(extra="forbid")
+        frozen=True,
+        # A subclass may add fields without a default.
+        kw_only=any(map(dataclasses.is_dataclass, cls.__mro__[1:])),
+        config=ConfigDict(extra="forbid"),
     )(cls)
     make = made.__init__
 

@@ -1,14 +1,13 @@
 """Command-line flags and help texts made from dataclasses of settings.
 
-Each setting is declared once: the annotation of a field has its type, range and default, and "Attributes:" in
-the class docstring has its help text.
+Each setting is declared once: the annotation of a field has its type, range and default, and the text below
+has its help text.
 
-    class ServeConfig:                              jaxrl serve --help
-        '''...                                        --http_port HTTP_PORT
-        Attributes:                                                 port; 0 chooses a free one (default: 8000)
-          http_port: port; 0 chooses a free one.
-        '''
+    class ServeConfig:
         http_port: Annotated[int, between(0, 65_535)] = 8000
+        '''Port; 0 chooses a free one.'''
+
+    jaxrl serve --help    --http_port HTTP_PORT    Port; 0 chooses a free one (default: 8000)
 
 `add_flags` declares a flag for every field. `settings_of` makes the dataclass, which checks its own ranges,
 from the parsed arguments. `config.command_line` reads recipes and `--config.NAME=VALUE`.
@@ -17,18 +16,17 @@ from the parsed arguments. `config.command_line` reads recipes and `--config.NAM
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import functools
 import inspect
 import pathlib
-import re
+import textwrap
 import typing
 from collections.abc import Container
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
-
-_ENTRY = re.compile(r"^  (\w[\w, ]*): ?(.*)$")
 
 
 def command_parser(program: str, about: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -49,25 +47,21 @@ def command_parser(program: str, about: str | None, **options: Any) -> argparse.
 
 @functools.cache
 def help_of(cls: type) -> dict[str, str]:
-    """The help text of every field of a dataclass, from "Attributes:" in its docstring and its bases'."""
-    texts = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            texts |= _attributes(inspect.cleandoc(base.__doc__ or ""))
-    return texts
-
-
-def _attributes(docstring: str) -> dict[str, str]:
-    _, _, section = docstring.partition("\nAttributes:\n")
+    """The help text of every setting: the text below its field, or below the next field that has one."""
     texts: dict[str, str] = {}
-    names: list[str] = []
-    for line in section.split("\n"):
-        if entry := _ENTRY.match(line):
-            names = entry[1].split(", ")
-            texts |= dict.fromkeys(names, entry[2])
-        elif line.startswith("    ") and names:
-            texts |= dict.fromkeys(names, f"{texts[names[0]]} {line.strip()}")
-    return {name: text.rstrip(".") for name, text in texts.items()}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        waiting: list[str] = []
+        for node in typing.cast("ast.ClassDef", tree).body:
+            if isinstance(node, ast.AnnAssign):
+                waiting.append(ast.unparse(node.target))
+            elif waiting and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = " ".join(str(node.value.value).split()).rstrip(".")
+                texts |= dict.fromkeys(waiting, text)
+                waiting = []
+    return texts
 
 
 def add_flags(parser: Any, cls: type, *, only: Container[str] | None = None) -> None:

@@ -76,6 +76,6 @@ def test_help_shows_the_docstring_of_the_field(capsys):
         server.main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "--grace_s GRACE_S seconds that open requests may continue after SIGTERM (default: 10.0)"
+        "--grace_s GRACE_S Seconds that open requests may continue after SIGTERM (default: 10.0)"
         in shown
     )

@@ -79,9 +79,7 @@ READERS = {
         SourceConfig(path=str(folder / "problems.jsonl")), "data.train", refuse_bad_rows=True
     ),
     "talks.jsonl": lambda folder: read_demonstrations(folder / "talks.jsonl", source="s"),
-    "pairs.jsonl": lambda folder: read_preferences(
-        folder / "pairs.jsonl", source="s", margin_field="margin"
-    ),
+    "pairs.jsonl": lambda folder: read_preferences(folder / "pairs.jsonl", source="s"),
 }
 JSON = [name for name in READERS if name.endswith(".json")]
 JSONL = [name for name in READERS if name.endswith(".jsonl")]

@@ -28,24 +28,22 @@ from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 @settings
 class Config:
-    """All settings of a run.
-
-    Attributes:
-      name: name of the recipe; also the name of the folder in `run.output`.
-      seed: random seed of weights, data order and sampling.
-      weights: Hugging Face directory with the initial weights; "" starts from random weights.
-      adapter: PEFT directory with the initial adapters (`model.lora`); "" starts with new adapters.
-      placement: devices of each role, as a dict of pool name -> pool settings in the format of
-        `mesh.pools.read_placement`; {} puts all roles on all devices.
-    """
+    """All settings of a run."""
 
     name: Annotated[str, FOLDER_NAME] = "run"
+    """Name of the recipe; also the name of the folder in `run.output`."""
     seed: Annotated[int, SEED] = 0
+    """Random seed of weights, data order and sampling."""
     weights: Annotated[str, PATH] = ""
+    """Hugging Face directory with the initial weights; "" starts from random weights."""
     adapter: Annotated[str, PATH] = ""
+    """PEFT directory with the initial adapters (`model.lora`); "" starts with new adapters."""
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     placement: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Devices of each role, as a dict of pool name -> pool settings in the format of
+    `mesh.pools.read_placement`; {} puts all roles on all devices.
+    """
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = dataclasses.field(default_factory=TokenizerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

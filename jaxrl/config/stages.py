@@ -8,36 +8,32 @@ from typing import Annotated, Any
 from jaxrl.checks import FOLDER_NAME, NAME, PATH, count, settings, steps
 from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, MIN_P, TOP_K, TOP_P, truncation_of
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_K, TOP_P, truncation_of
 
 
 @settings
 class SftConfig:
-    """Supervised learning (SFT), before reinforcement learning or by itself.
-
-    Attributes:
-      num_steps: number of optimiser updates; 0 skips the stage.
-      path: JSONL file of conversations, or of questions with answers, in the format of
-        `data.demonstrations.read_demonstrations`; "" uses the written solutions of the training problems.
-      prompt_field, response_field, messages_field: names of the fields in the file. In a conversation all
-        messages of the assistant are trained on.
-      run: name of the run whose folder holds the result, so that several runs can share it; "" is this run.
-      examples_per_step: number of examples per update.
-      optim: optimiser of this stage.
-      save_every: number of steps between checkpoints.
-      log_every: number of steps between rows of the log.
-    """
+    """Supervised learning (SFT), before reinforcement learning or by itself."""
 
     num_steps: Annotated[int, steps(0)] = 0
+    """Number of optimiser updates; 0 skips the stage."""
     path: Annotated[str, PATH] = ""
-    prompt_field: Annotated[str, NAME] = "prompt"
-    response_field: Annotated[str, NAME] = "response"
-    messages_field: Annotated[str, NAME] = "messages"
+    """JSONL file of conversations, or of questions with answers, in the format of
+    `data.demonstrations.read_demonstrations`; "" uses the written solutions of the training
+    problems.
+    """
     run: Annotated[str, FOLDER_NAME] = ""
+    """Name of the run whose folder holds the result, so that several runs can share it; "" is
+    this run.
+    """
     examples_per_step: Annotated[int, count(1)] = 32
+    """Number of examples per update."""
     optim: StageOptimConfig = dataclasses.field(default_factory=StageOptimConfig)
+    """Optimiser of this stage."""
     save_every: Annotated[int, steps(1)] = 200
+    """Number of steps between checkpoints."""
     log_every: Annotated[int, steps(1)] = 1
+    """Number of steps between rows of the log."""
 
     def __post_init__(self):
         if self.run and not self.num_steps:
@@ -53,31 +49,28 @@ class PreferenceConfig:
 
     It uses the optimiser `optim`, runs for `run.num_steps` updates and measures its accuracy every
     `evaluation.every` steps.
-
-    Attributes:
-      path: JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates pairs
-        from the problems of `data`, for training and for evaluation.
-      evaluation_path: JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set.
-      pair_generator: function that makes pairs of problems, file.py:name: it takes `data.Record`s and returns
-        `data.Preference`s.
-      margin_field: name of the field with the margin of a pair; "" for files without margins.
-      harm_fields: names of the two fields that tell whether each answer is harmful; () for none.
-      loss, options: name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
-        "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy. "" learns from
-        no pairs.
-      pairs_per_step: number of pairs per update.
-      evaluation_pairs: number of pairs that the accuracy is measured on.
     """
 
     path: Annotated[str, PATH] = ""
+    """JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates
+    pairs from the problems of `data`, for training and for evaluation.
+    """
     evaluation_path: Annotated[str, PATH] = ""
+    """JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set."""
     pair_generator: Annotated[str, PATH] = ""
-    margin_field: Annotated[str, NAME] = ""
+    """Function that makes pairs of problems, file.py:name: it takes `data.Record`s and returns
+    `data.Preference`s.
+    """
     harm_fields: tuple[Annotated[str, NAME], ...] = ()
+    """Names of the two fields that tell whether each answer is harmful; () for none."""
     loss: Annotated[str, NAME] = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
+    "bradley_terry" and "cost_preference" train a scalar model, "dpo" and "ipo" a policy. ""
+    learns from no pairs.
+    """
     pairs_per_step: Annotated[int, count(1)] = 16
-    evaluation_pairs: Annotated[int, count(1)] = 256
+    """Number of pairs per update."""
 
     def __post_init__(self):
         if self.evaluation_path and not self.path:
@@ -93,21 +86,19 @@ class PreferenceConfig:
 
 @settings
 class EvaluationConfig:
-    """Evaluation of the policy on the evaluation problems.
-
-    Attributes:
-      every: number of steps between evaluations. One more runs before the first step and after the last.
-      num_samples: number of answers per problem; accuracy is their mean (avg@n).
-      temperature: sampling temperature; 0 is greedy.
-      top_k, top_p, min_p: limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`.
-    """
+    """Evaluation of the policy on the evaluation problems."""
 
     every: Annotated[int, steps(1)] = 10
+    """Number of steps between evaluations. One more runs before the first step and after the
+    last.
+    """
     num_samples: Annotated[int, count(1)] = 8
+    """Number of answers per problem; accuracy is their mean (avg@n)."""
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    min_p: Annotated[float, MIN_P] = 0.0
+    """Limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
@@ -119,5 +110,5 @@ class EvaluationConfig:
             num_samples=self.num_samples,
             step=step,
             temperature=self.temperature,
-            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p),
+            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=0.0),
         )

@@ -31,38 +31,39 @@ MAX_ROWS = 10**9
 
 @settings
 class EvaluationSourceConfig:
-    """A source of problems: a file, a function that generates them, or a procedural task of reasoning-gym.
-
-    Attributes:
-      source: name of the data set in metrics; "" takes the field data_source of the rows, or else the name of
-        the file, the function or the task.
-      path: JSONL, JSON, Parquet or Arrow file, or a folder of these; or a function that
-        generates rows, "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
-      prompt_field, answer_field: fields of the problem and of its ground truth, with dots for a field inside
-        another; "" recognises them.
-      solution_field: field with worked solutions, for supervised training; None recognises one, if there is.
-      task: name of a reasoning-gym data set.
-      size: number of problems, from the first on. 0 uses all problems of a file. A task or a function then
-        generates problems without end, when they are drawn; evaluation needs a size.
-      seed, options: seed of a task or a function, and its own settings.
-      grader, grader_options: grader of its answers, as reward.grader; "" takes that one.
-      template: text around its problems; "" takes data.template.
-      chat: whether the chat template renders its problems; None takes data.chat.
-    """
+    """A source of problems: a file, a function that generates them, or a procedural task of reasoning-gym."""
 
     source: Annotated[str, NAME] = ""
+    """Name of the data set in metrics; "" takes the field data_source of the rows, or else the
+    name of the file, the function or the task.
+    """
     path: Annotated[str, PATH] = ""
+    """JSONL, JSON, Parquet or Arrow file, or a folder of these; or a function that generates
+    rows, "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
+    """
     prompt_field: Annotated[str, NAME] = ""
     answer_field: Annotated[str, NAME] = ""
+    """Fields of the problem and of its ground truth, with dots for a field inside another; ""
+    recognises them.
+    """
     solution_field: Annotated[str, NAME] | None = None
+    """Field with worked solutions, for supervised training; None recognises one, if there is."""
     task: Annotated[str, NAME] = ""
+    """Name of a reasoning-gym data set."""
     size: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
+    """Number of problems, from the first on. 0 uses all problems of a file. A task or a
+    function then generates problems without end, when they are drawn; evaluation needs a size.
+    """
     seed: Annotated[int, between(0, MAX_TASK_SEED)] = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Seed of a task or a function, and its own settings."""
     grader: Annotated[str, PATH] = ""
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Grader of its answers, as reward.grader; "" takes that one."""
     template: Annotated[str, PROSE] = ""
+    """Text around its problems; "" takes data.template."""
     chat: bool | None = None
+    """Whether the chat template renders its problems; None takes data.chat."""
 
     def __post_init__(self):
         if self.grader_options and not self.grader:
@@ -91,25 +92,21 @@ class EvaluationSourceConfig:
 
 @settings
 class SourceConfig(EvaluationSourceConfig):
-    """A source of training problems; `EvaluationSourceConfig` documents the inherited settings.
-
-    Attributes:
-      weight: share of its prompts among the training sources, relative to theirs.
-    """
+    """A source of training problems; `EvaluationSourceConfig` documents the inherited settings."""
 
     weight: Annotated[float, positive(at_most=MAX_ROWS)] = 1.0
+    """Share of its prompts among the training sources, relative to theirs."""
 
 
 @settings
 class CurriculumConfig:
-    """How often problems are drawn that the policy always or never solves.
-
-    Attributes:
-      by: "off" draws every problem once per epoch. "pass_rate" mostly skips problems whose next group of
-        answers is likely to be all right or all wrong, judged by the groups graded in the run.
-    """
+    """How often problems are drawn that the policy always or never solves."""
 
     by: Literal["off", "pass_rate"] = "off"
+    """"off" draws every problem once per epoch. "pass_rate" mostly skips problems whose next
+    group of answers is likely to be all right or all wrong, judged by the groups graded in the
+    run.
+    """
 
     def check_rewards(self, grader_weight: float) -> None:
         """Raises UserError if problems are drawn by their pass rates, and no grader decides what passes."""
@@ -122,42 +119,44 @@ class CurriculumConfig:
 
 @settings
 class DataConfig:
-    """Problems and prompts.
-
-    Attributes:
-      train, evaluation: problems for training and for evaluation. Training leaves out evaluation problems. A
-        run without evaluation problems reports no accuracy.
-      sources, evaluations: further sources of both kinds, by names of your own.
-      template: text around a problem, with "{prompt}" in its place. The default keeps the words that a file
-        has around each problem.
-      chat: whether the tokenizer's chat template renders a problem, as one user message. It always renders
-        conversations.
-      system_prompt: system message of every conversation; without chat, a line before the prompt.
-      chat_options: further variables of the chat template, such as {"enable_thinking": False}.
-      answer_prefix: text at the end of the prompt that every response continues, such as "<think>\\n".
-      max_prompt_tokens: largest number of tokens of a prompt, template included.
-      overlong: treatment of longer prompts: leave out, cut (left, right, middle), or refuse.
-      bad_rows: treatment of rows that cannot be used, and of ground truths that their grader cannot read:
-        leave out and count, or refuse.
-      duplicates: treatment of a problem that a file repeats: leave out and count, or keep. Generated problems
-        are always kept.
-      curriculum: training problems that are drawn rarely.
-    """
+    """Problems and prompts."""
 
     train: SourceConfig = dataclasses.field(default_factory=SourceConfig)
     evaluation: EvaluationSourceConfig = dataclasses.field(default_factory=EvaluationSourceConfig)
+    """Problems for training and for evaluation. Training leaves out evaluation problems. A run
+    without evaluation problems reports no accuracy.
+    """
     sources: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     evaluations: dict[str, EvaluationSourceConfig] = dataclasses.field(default_factory=dict)
+    """Further sources of both kinds, by names of your own."""
     template: Annotated[str, PROSE] = "{prompt}"
+    """Text around a problem, with "{prompt}" in its place. The default keeps the words that a
+    file has around each problem.
+    """
     chat: bool = False
+    """Whether the tokenizer's chat template renders a problem, as one user message. It always
+    renders conversations.
+    """
     system_prompt: Annotated[str, PROSE] = ""
+    """System message of every conversation; without chat, a line before the prompt."""
     chat_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further variables of the chat template, such as {"enable_thinking": False}."""
     answer_prefix: Annotated[str, PROSE] = ""
+    """Text at the end of the prompt that every response continues, such as "<think>\n"."""
     max_prompt_tokens: Annotated[int, token_count(1)] = 64
+    """Largest number of tokens of a prompt, template included."""
     overlong: Literal["drop", "left", "right", "middle", "error"] = "drop"
+    """Treatment of longer prompts: leave out, cut (left, right, middle), or refuse."""
     bad_rows: Literal["drop", "error"] = "drop"
+    """Treatment of rows that cannot be used, and of ground truths that their grader cannot
+    read: leave out and count, or refuse.
+    """
     duplicates: Literal["drop", "keep"] = "drop"
+    """Treatment of a problem that a file repeats: leave out and count, or keep. Generated
+    problems are always kept.
+    """
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    """Training problems that are drawn rarely."""
 
     def __post_init__(self):
         check_template(self.template)
@@ -208,12 +207,9 @@ def _further(group: str, sources: dict[str, _Source]) -> dict[str, _Source]:
 
 @settings
 class TokenizerConfig:
-    """The tokenizer.
-
-    Attributes:
-      path: Hugging Face tokenizer directory; "" trains a small tokenizer on the problems.
-      vocab_size: largest vocabulary of the small tokenizer, at least 258.
-    """
+    """The tokenizer."""
 
     path: Annotated[str, PATH] = ""
+    """Hugging Face tokenizer directory; "" trains a small tokenizer on the problems."""
     vocab_size: Annotated[int, between(258, 2**20)] = 320
+    """Largest vocabulary of the small tokenizer, at least 258."""

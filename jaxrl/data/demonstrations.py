@@ -116,33 +116,26 @@ def read_demonstrations(
     path: str | pathlib.Path,
     *,
     source: str,
-    prompt_field: str = "prompt",
-    response_field: str = "response",
-    messages_field: str = "messages",
 ) -> tuple[Demonstration, ...]:
     """Reads a file of questions with answers, of conversations, or of both.
 
     Args:
       path: The file, in any format of `data.rows`.
       source: Name of the data set.
-      prompt_field: Field with the question, or with the messages before the answer.
-      response_field: Field with the answer; only the answer is trained on.
-      messages_field: Field with a conversation that ends with the assistant; all of the assistant's turns are
-        trained on. In rows with this field the other two are ignored.
 
     Raises:
       UserError: The file is missing or empty, or a row is broken ("file:line: ...").
     """
 
     def parse(row: Row) -> Demonstration:
-        if messages_field in row:
-            what = f"field {messages_field!r}"
-            context, response = split_last_answer(messages_of(row[messages_field], what), what)
+        if "messages" in row:
+            what = "field 'messages'"
+            context, response = split_last_answer(messages_of(row["messages"], what), what)
             return Demonstration(context, response, source, all_turns=True)
-        response = checked_text(field_of(row, response_field), f"field {response_field!r}")
-        return Demonstration(context_of(row, prompt_field), response, source)
+        response = checked_text(field_of(row, "response"), "field 'response'")
+        return Demonstration(context_of(row, "prompt"), response, source)
 
-    example = f'{{"{prompt_field}": ..., "{response_field}": ...}} or {{"{messages_field}": [...]}}'
+    example = '{"prompt": ..., "response": ...} or {"messages": [...]}'
     return parse_rows(path, parse, example=example)
 
 

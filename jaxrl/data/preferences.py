@@ -141,7 +141,6 @@ def read_preferences(
     path: str | pathlib.Path,
     *,
     source: str,
-    margin_field: str | None = None,
     harm_fields: tuple[str, str] | None = None,
 ) -> tuple[Preference, ...]:
     """Reads a file of pairs, with the fields prompt, chosen and rejected.
@@ -153,7 +152,6 @@ def read_preferences(
     Args:
       path: The file, in any format of `data.rows`.
       source: Name of the data set.
-      margin_field: Field with the margin, a number; None ignores margins.
       harm_fields: Fields that say whether the chosen and the rejected answer are harmful (true, false, or
         null for unknown); None ignores harm.
 
@@ -163,10 +161,10 @@ def read_preferences(
 
     def parse(row: Row) -> Preference:
         context, chosen, rejected = _answers(row)
-        margin = 0.0 if margin_field is None else field_of(row, margin_field)
+        margin = row.get("margin", 0.0)
         if not is_finite(margin) or margin < 0:
             raise BadRow(
-                f"field {margin_field!r} is {shown(margin)}; a margin must be a number of 0 or more (swap "
+                f"field 'margin' is {shown(margin)}; a margin must be a number of 0 or more (swap "
                 "the answers if the rejected one is better)"
             )
         harms = [_harm(row, name) for name in harm_fields or ()] or [0, 0]

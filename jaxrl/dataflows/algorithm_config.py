@@ -27,24 +27,22 @@ from jaxrl.roles.optim_config import OptimConfig
 
 @settings
 class KlConfig:
-    """The KL penalty to the reference policy, which holds the initial weights of training.
-
-    Attributes:
-      reward_coef: coefficient of the KL penalty in the reward.
-      reward_estimate: estimate of the KL in the reward, a name of `algos.kl.KL_ESTIMATES`. Its value counts.
-      loss_coef: coefficient of the KL penalty in the loss.
-      loss_estimate: estimate of the KL in the loss, one of the same names. Its gradient counts. "full" is the
-        KL over the whole vocabulary; every update then runs the reference's forward pass too.
-      target: KL that `reward_coef` is adapted to reach; 0 keeps the coefficient constant.
-      horizon: number of sequences over which the coefficient adapts.
-    """
+    """The KL penalty to the reference policy, which holds the initial weights of training."""
 
     reward_coef: Annotated[float, coefficient()] = 0.0
+    """Coefficient of the KL penalty in the reward."""
     reward_estimate: Annotated[str, one_of(*KL_ESTIMATES)] = "k1"
+    """Estimate of the KL in the reward, a name of `algos.kl.KL_ESTIMATES`. Its value counts."""
     loss_coef: Annotated[float, coefficient()] = 0.0
+    """Coefficient of the KL penalty in the loss."""
     loss_estimate: Annotated[str, one_of(*KL_ESTIMATES, FULL)] = "k3"
+    """Estimate of the KL in the loss, one of the same names. Its gradient counts. "full" is the
+    KL over the whole vocabulary; every update then runs the reference's forward pass too.
+    """
     target: Annotated[float, coefficient()] = 0.0
+    """KL that `reward_coef` is adapted to reach; 0 keeps the coefficient constant."""
     horizon: Annotated[float, at_least(1, at_most=10**8)] = 10_000.0
+    """Number of sequences over which the coefficient adapts."""
 
     def __post_init__(self):
         if self.target and not self.reward_coef:
@@ -124,66 +122,62 @@ class KlConfig:
 
 @settings
 class TrustRegionConfig:
-    """The step of dataflow `trpo`.
-
-    Attributes:
-      max_kl: bound on the mean KL of a step, in nats per token.
-      damping: multiple of the identity that is added to the Fisher matrix. With more of it the step is
-        smaller and turns towards the plain gradient.
-    """
+    """The step of dataflow `trpo`."""
 
     max_kl: Annotated[float, positive_coefficient()] = 0.01
-    damping: Annotated[float, coefficient()] = 0.1
+    """Bound on the mean KL of a step, in nats per token."""
 
 
 @settings
 class AlgorithmConfig:
-    """The algorithm: dataflow, advantages, loss and updates.
-
-    Attributes:
-      dataflow: name of `dataflows.lookup.DATAFLOWS`, or your own function as "package.module:function" or
-        "path/to/file.py:function".
-      advantage, advantage_options: name of `algos.advantages.ADVANTAGES` or your own function, and its
-        keyword arguments.
-      whiten: scale the advantages of a step to mean 0 and deviation 1, as PPO does.
-      loss, loss_options: name of `algos.policy_losses.POLICY_LOSSES` or your own function, and its keyword
-        arguments.
-      aggregation, aggregation_options: name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments.
-      entropy_coef: coefficient of the entropy bonus.
-      entropy_target: entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
-        coefficient constant.
-      top_entropy_quantile: share of a step's trained tokens that give a gradient: those at which the sampler
-        had the highest entropy (arXiv 2506.01939 uses .2). The others stay in the divisor of the loss.
-      kl: KL penalty to the reference policy.
-      trust_region: step of dataflow `trpo`, which has no optimiser.
-      correction: correction for a sampler whose probabilities differ from the trainer's.
-      truncated_logprobs: with `rollout.top_k`, `top_p` or `min_p`, log-probabilities are those among the
-        tokens that these keep, in the sampler and in training. So the policy that is trained is the one that
-        sampled. Without such a limit it has no effect.
-      updates_per_step: number of minibatches in a step, one optimiser update each.
-      epochs: number of passes over the minibatches of a step. Later passes keep the old log-probabilities of
-        the first, as in PPO.
-    """
+    """The algorithm: dataflow, advantages, loss and updates."""
 
     dataflow: Annotated[str, PATH] = "dapo"
+    """Name of `dataflows.lookup.DATAFLOWS`, or your own function as "package.module:function"
+    or "path/to/file.py:function".
+    """
     advantage: Annotated[str, PATH] = "grpo"
     advantage_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Name of `algos.advantages.ADVANTAGES` or your own function, and its keyword arguments."""
     whiten: bool = False
+    """Scale the advantages of a step to mean 0 and deviation 1, as PPO does."""
     loss: Annotated[str, PATH] = "clipped"
     loss_options: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     )
+    """Name of `algos.policy_losses.POLICY_LOSSES` or your own function, and its keyword
+    arguments.
+    """
     aggregation: Annotated[str, NAME] = "token-mean"
     aggregation_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments."""
     entropy_coef: Annotated[float, coefficient()] = 0.0
+    """Coefficient of the entropy bonus."""
     entropy_target: Annotated[float, coefficient()] = 0.0
+    """Entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
+    coefficient constant.
+    """
     top_entropy_quantile: Annotated[float, between(0, 1, has_low=False)] = 1.0
+    """Share of a step's trained tokens that give a gradient: those at which the sampler had the
+    highest entropy (arXiv 2506.01939 uses .2). The others stay in the divisor of the loss.
+    """
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
+    """KL penalty to the reference policy."""
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
+    """Step of dataflow `trpo`, which has no optimiser."""
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
+    """Correction for a sampler whose probabilities differ from the trainer's."""
     truncated_logprobs: bool = True
+    """With `rollout.top_k`, `top_p` or `min_p`, log-probabilities are those among the tokens
+    that these keep, in the sampler and in training. So the policy that is trained is the one
+    that sampled. Without such a limit it has no effect.
+    """
     updates_per_step: Annotated[int, count(1)] = 4
+    """Number of minibatches in a step, one optimiser update each."""
     epochs: Annotated[int, between(1, 1000)] = 1
+    """Number of passes over the minibatches of a step. Later passes keep the old
+    log-probabilities of the first, as in PPO.
+    """
 
     def check_trust_region(self, *, pretrain_coef: float, truncates: bool) -> None:
         """Raises UserError if a setting contradicts one step per batch whose loss can be measured again.
@@ -230,21 +224,20 @@ class AlgorithmConfig:
 
 @settings
 class CriticConfig:
-    """The critic, and the critic of costs.
-
-    Attributes:
-      weights: Hugging Face directory of the initial weights; "" takes the policy's, with a new head of zeros.
-      lr: peak learning rate of the critic; its optimiser is otherwise that of `optim`.
-      clip: largest change of a value in a step, in units of reward; inf for no limit.
-      warmup_steps: number of first steps in which only the critic learns.
-      epochs: number of passes over the minibatches of a step.
-    """
+    """The critic, and the critic of costs."""
 
     weights: Annotated[str, PATH] = ""
+    """Hugging Face directory of the initial weights; "" takes the policy's, with a new head of
+    zeros.
+    """
     lr: Annotated[float, coefficient()] = 1e-5
+    """Peak learning rate of the critic; its optimiser is otherwise that of `optim`."""
     clip: Annotated[float, positive_coefficient(or_inf=True)] = 0.5
+    """Largest change of a value in a step, in units of reward; inf for no limit."""
     warmup_steps: Annotated[int, steps(0)] = 0
+    """Number of first steps in which only the critic learns."""
     epochs: Annotated[int, between(1, 1000)] = 1
+    """Number of passes over the minibatches of a step."""
 
     def optim(self, optim: OptimConfig) -> OptimConfig:
         """The actor's optimiser with the critic's learning rate."""
@@ -253,19 +246,15 @@ class CriticConfig:
 
 @settings
 class CostConfig:
-    """Costs, which Safe RLHF keeps below a limit.
-
-    Attributes:
-      model: Hugging Face directory of a cost model (...ForSequenceClassification).
-      limit: largest acceptable mean cost.
-      multiplier: initial Lagrange multiplier.
-      multiplier_lr: learning rate of the multiplier's logarithm.
-      pretrain_coef: coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
-        (`data.train.solution_field`); 0 disables it.
-    """
+    """Costs, which Safe RLHF keeps below a limit."""
 
     model: Annotated[str, PATH] = ""
+    """Hugging Face directory of a cost model (...ForSequenceClassification)."""
     limit: Annotated[float, score()] = 0.0
+    """Largest acceptable mean cost."""
     multiplier: Annotated[float, positive_coefficient()] = 1.0
-    multiplier_lr: Annotated[float, between(0, 10)] = 0.1
+    """Initial Lagrange multiplier."""
     pretrain_coef: Annotated[float, coefficient()] = 0.0
+    """Coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
+    (`data.train.solution_field`); 0 disables it.
+    """

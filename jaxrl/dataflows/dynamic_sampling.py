@@ -52,17 +52,14 @@ class MixedGroups:
 
 
 class SpreadGroups:
-    """Groups whose best and worst scores differ by more than a limit, without the length punishment."""
+    """Groups whose scores differ, without the length punishment."""
 
-    def __init__(self, limit: float):
-        """Args: the limit in units of the score; 0 for any difference."""
-        self._limit = limit
-        self.wanted = f"scores more than {limit:g} apart"
+    wanted = "scores that differ"
 
     def __call__(self, scored: Scored) -> np.ndarray:
         """Whether each group is kept, bool [N]."""
         score_NG = scored.score_B.reshape(-1, scored.completions.num_samples)
-        return np.ptp(score_NG, axis=1) > self._limit
+        return np.ptp(score_NG, axis=1) > 0
 
 
 class NotEnoughGroups(UserError):

@@ -393,6 +393,10 @@ class CostPhase:
             return Costs(cost_B, {"cost/mean": cost_B.mean(), "cost/max": cost_B.max()})
 
 
+# Learning rate of the multiplier's logarithm.
+MULTIPLIER_LR = 0.1
+
+
 @dataclasses.dataclass(eq=False)
 class Multiplier:
     """The Lagrange multiplier: the reward that one unit of cost takes away.

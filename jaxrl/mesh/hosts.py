@@ -36,22 +36,21 @@ Result = TypeVar("Result")
 
 @settings
 class HostsConfig:
-    """The processes of a run; each is started with the same command.
-
-    Attributes:
-      coordinator: "" for a single process; "auto" if JAX can find the others (TPU pods, SLURM, Open MPI,
-        Kubernetes); "pathways" for one process that drives all devices through Pathways; otherwise
-        "address:port" of process 0, with `num_processes` and `process_id` set.
-      num_processes: number of processes.
-      process_id: number of this process, from 0.
-      lost_after_s: seconds without a heartbeat after which a process counts as lost and all others end.
-        Choose it longer than any C function that blocks Python's other threads.
-    """
+    """The processes of a run; each is started with the same command."""
 
     coordinator: Annotated[str, NAME] = ""
+    """"" for a single process; "auto" if JAX can find the others (TPU pods, SLURM, Open MPI,
+    Kubernetes); "pathways" for one process that drives all devices through Pathways; otherwise
+    "address:port" of process 0, with `num_processes` and `process_id` set.
+    """
     num_processes: Annotated[int, count(1)] = 1
+    """Number of processes."""
     process_id: Annotated[int, count(0)] = 0
+    """Number of this process, from 0."""
     lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0
+    """Seconds without a heartbeat after which a process counts as lost and all others end.
+    Choose it longer than any C function that blocks Python's other threads.
+    """
 
     def __post_init__(self):
         if not 0 <= self.process_id < self.num_processes:

@@ -38,40 +38,43 @@ MAX_SIMULATED_DEVICES = 4096
 
 @settings
 class LayoutConfig:
-    """The parallel layout as a user writes it.
-
-    Attributes:
-      simulated_devices: number of simulated CPU devices; 0 for real devices. "auto" simulates 2 on a CPU with
-        several cores, in the layout 1-1-2, for models at least 256 wide that train from random weights, if no
-        other setting describes the devices; else 0.
-      layout: "auto" searches for the fastest mapping of roles to devices before the run begins, by simulation
-        (docs/planner.md), and sets layouts, pools and slots.
-      hardware: description of the devices for that search: a name of `mesh.hardware.ACCELERATORS`, or the
-        path of a JSON file (docs/planner.md); "" looks up the kind of the devices.
-      train: "p-t-d", pipeline, tensor and data parallel size of training.
-      generate: "p_g-t_g-d_g-d" of generation; "" keeps p and t of training.
-      fsdp: number of replicas (of the d) that share one sharded copy of weights and optimiser state.
-      expert: number of replicas that split the experts of a mixture. For the rest of the model these are
-        data-parallel replicas.
-      context: number of replicas that split each sequence instead of the batch.
-      sharding: sharding of weights, gradients and moments over replicas, a name of
-        `mesh.sharding_strategies.ZERO`.
-      offload_training_state: keep moments in pinned host memory during generation, and master weights too if
-        generation has its own copy.
-    """
+    """The parallel layout as a user writes it."""
 
     simulated_devices: (
         Annotated[int, at_least(0, at_most=MAX_SIMULATED_DEVICES)] | Literal["auto"]
     ) = "auto"
+    """Number of simulated CPU devices; 0 for real devices. "auto" simulates 2 on a CPU with
+    several cores, in the layout 1-1-2, for models at least 256 wide that train from random
+    weights, if no other setting describes the devices; else 0.
+    """
     layout: Literal["as_given", "auto"] = "as_given"
+    """"auto" searches for the fastest mapping of roles to devices before the run begins, by
+    simulation (docs/planner.md), and sets layouts, pools and slots.
+    """
     hardware: Annotated[str, PATH] = ""
+    """Description of the devices for that search: a name of `mesh.hardware.ACCELERATORS`, or
+    the path of a JSON file (docs/planner.md); "" looks up the kind of the devices.
+    """
     train: Annotated[str, NAME] = "1-1-1"
+    """"p-t-d", pipeline, tensor and data parallel size of training."""
     generate: Annotated[str, NAME] = ""
+    """"p_g-t_g-d_g-d" of generation; "" keeps p and t of training."""
     fsdp: Annotated[int, count(1)] = 1
+    """Number of replicas (of the d) that share one sharded copy of weights and optimiser state."""
     expert: Annotated[int, count(1)] = 1
+    """Number of replicas that split the experts of a mixture. For the rest of the model these
+    are data-parallel replicas.
+    """
     context: Annotated[int, count(1)] = 1
+    """Number of replicas that split each sequence instead of the batch."""
     sharding: Literal["replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"] = "FSDP"
+    """Sharding of weights, gradients and moments over replicas, a name of
+    `mesh.sharding_strategies.ZERO`.
+    """
     offload_training_state: bool = False
+    """Keep moments in pinned host memory during generation, and master weights too if
+    generation has its own copy.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,19 +29,16 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @settings
 class RopeScaling:
-    """Scaling of rotary wavelengths for longer contexts; lengths in tokens.
-
-    Attributes:
-      factor: factor of the wavelengths.
-      low_freq_factor, high_freq_factor, original_max_positions: parameters of "llama3" only.
-      kind: "llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them.
-    """
+    """Scaling of rotary wavelengths for longer contexts; lengths in tokens."""
 
     factor: Annotated[float, at_least(1, at_most=MAX_COEFFICIENT)] = 8.0
+    """Factor of the wavelengths."""
     low_freq_factor: Annotated[float, positive_coefficient()] = 1.0
     high_freq_factor: Annotated[float, positive_coefficient()] = 4.0
     original_max_positions: Annotated[int, token_count(1)] = 8192
+    """Parameters of "llama3" only."""
     kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
+    """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them."""
 
     def __post_init__(self):
         if self.high_freq_factor <= self.low_freq_factor:
@@ -54,17 +51,14 @@ class RopeScaling:
 
 @settings
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + alpha / rank * B A x, W frozen.
-
-    Attributes:
-      rank: rank of the adapters; 0 trains all weights, without adapters.
-      alpha: scale of the adapters' output, divided by the rank.
-      targets: projections with an adapter, names of `LORA_TARGETS`.
-    """
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): W x + alpha / rank * B A x, W frozen."""
 
     rank: Annotated[int, at_least(0, at_most=65_536)] = 0
+    """Rank of the adapters; 0 trains all weights, without adapters."""
     alpha: Annotated[float, positive_coefficient()] = 32.0
+    """Scale of the adapters' output, divided by the rank."""
     targets: tuple[Annotated[str, one_of(*LORA_TARGETS)], ...] = LORA_TARGETS
+    """Projections with an adapter, names of `LORA_TARGETS`."""
 
     def __post_init__(self):
         if self.rank and not self.targets:
@@ -83,40 +77,14 @@ class ModelConfig:
     """Architecture of a decoder with RMSNorm, gated feed-forward, rotary positions and grouped queries.
 
     The defaults are those of the demo's Qwen2-architecture model.
-
-    Attributes:
-      vocab_size: rows of the embedding, at least the tokenizer's size.
-      num_tokens: number of token ids; rows above are padding and get no probability. 0 for all rows.
-      num_layers, d_model: depth, width.
-      d_ff: width of the feed-forward network, of each expert in a mixture.
-      num_heads, num_kv_heads, head_dim: query heads, key-value heads, size of each.
-      rope_theta, rope_scaling: base of the rotary wavelengths, and their scaling; None for none.
-      rope_local_theta: rotary base of layers with a sliding window, which are not scaled (Gemma 3); 0 for the
-        base of the other layers.
-      sliding_window: tokens that a token of a sliding layer sees, itself included; 0 if no layer slides.
-      layer_pattern: kinds of attention, each "full" or "sliding", repeated over the layers from the first.
-      rms_norm_eps: added to the mean square before its root.
-      tie_embeddings: the unembedding is the embedding transposed.
-      qkv_bias: biases on the query, key and value projections (Qwen2).
-      qk_norm: RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3).
-      query_pre_attn_scalar: attention scores are divided by its square root; 0 for head_dim.
-      attention_softcap, logits_softcap: c of the cap c * tanh(x / c) on attention scores and on logits
-        (Gemma 2); 0 for none.
-      activation: activation function of the gate, "silu" or "gelu_tanh".
-      post_norms: add norms after attention and feed-forward, before the residual sum (Gemma).
-      zero_centered_norms: norm weights are stored as scale - 1 (Gemma).
-      scale_embeddings: multiply embeddings by the square root of d_model (Gemma).
-      num_experts: experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network.
-      experts_per_token: number of experts that each token is sent to.
-      normalize_experts: scale the weights of a token's experts to sum to 1 (`norm_topk_prob`).
-      num_scores: number of scores per token in place of logits, for reward, cost and value models; 0 for a
-        language model.
-      lora: low-rank adapters.
     """
 
     # What a checkpoint's config.json or `model_shapes` says, and no command line.
     TOLD: ClassVar[tuple[str, ...]] = (
         "num_tokens",
+        "tie_embeddings",
+        "qkv_bias",
+        "qk_norm",
         "rope_theta",
         "rope_scaling",
         "rope_local_theta",
@@ -137,34 +105,62 @@ class ModelConfig:
     )
 
     vocab_size: Annotated[int, at_least(1, at_most=MAX_VOCABULARY)] = 128
+    """Rows of the embedding, at least the tokenizer's size."""
     num_tokens: Annotated[int, at_least(0, at_most=MAX_VOCABULARY)] = 0
+    """Number of token ids; rows above are padding and get no probability. 0 for all rows."""
     num_layers: Annotated[int, at_least(1, at_most=MAX_LAYERS)] = 4
     d_model: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 128
+    """Depth, width."""
     d_ff: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 384
+    """Width of the feed-forward network, of each expert in a mixture."""
     num_heads: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 4
     num_kv_heads: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 2
     head_dim: Annotated[int, at_least(2, at_most=MAX_WIDTH)] = 32
+    """Query heads, key-value heads, size of each."""
     rope_theta: Annotated[float, at_least(1, at_most=1e11)] = 10_000.0
     rope_scaling: RopeScaling | None = None
+    """Base of the rotary wavelengths, and their scaling; None for none."""
     rope_local_theta: Annotated[float, at_least(0, at_most=1e11)] = 0.0
+    """Rotary base of layers with a sliding window, which are not scaled (Gemma 3); 0 for the
+    base of the other layers.
+    """
     sliding_window: Annotated[int, token_count(0)] = 0
+    """Tokens that a token of a sliding layer sees, itself included; 0 if no layer slides."""
     layer_pattern: tuple[Annotated[str, one_of("full", "sliding")], ...] = ("full",)
+    """Kinds of attention, each "full" or "sliding", repeated over the layers from the first."""
     rms_norm_eps: Annotated[float, positive(at_most=0.1)] = 1e-6
+    """Added to the mean square before its root."""
     tie_embeddings: bool = True
+    """The unembedding is the embedding transposed."""
     qkv_bias: bool = True
+    """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
+    """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
+    """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
     logits_softcap: Annotated[float, coefficient()] = 0.0
+    """C of the cap c * tanh(x / c) on attention scores and on logits (Gemma 2); 0 for none."""
     activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
+    """Activation function of the gate, "silu" or "gelu_tanh"."""
     post_norms: bool = False
+    """Add norms after attention and feed-forward, before the residual sum (Gemma)."""
     zero_centered_norms: bool = False
+    """Norm weights are stored as scale - 1 (Gemma)."""
     scale_embeddings: bool = False
+    """Multiply embeddings by the square root of d_model (Gemma)."""
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network."""
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Number of experts that each token is sent to."""
     normalize_experts: bool = True
+    """Scale the weights of a token's experts to sum to 1 (`norm_topk_prob`)."""
     num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
+    """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
+    language model.
+    """
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    """Low-rank adapters."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:

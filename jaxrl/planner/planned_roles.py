@@ -43,8 +43,7 @@ from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.trainer.algorithm import Algorithm, compared_role, pools_of
 from jaxrl.trainer.context import meshes_of
-from jaxrl.trainer.role_models import RoleModels, role_models
-from jaxrl.trainer.roles import Roles, build_roles
+from jaxrl.trainer.roles import RoleModels, Roles, build_roles, role_models
 
 
 @dataclasses.dataclass(frozen=True)

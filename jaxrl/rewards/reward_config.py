@@ -17,7 +17,7 @@ from jaxrl.checks import (
     token_count,
 )
 from jaxrl.errors import UserError
-from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate, score_parser
+from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate
 
 SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
 """Values of `reward.code_sandbox`."""
@@ -28,34 +28,25 @@ MAX_GRADER_WORKERS = 1024
 
 @settings
 class JudgeConfig:
-    """A language model that scores responses (`rewards.judge`).
-
-    Attributes:
-      model: Hugging Face directory with model and tokenizer; "" for no judge.
-      weight: weight of the judge's score in the reward.
-      template: prompt of the judge, with {response} and optionally {question} and {answer}.
-      chat: whether to apply the chat template of the judge's tokenizer.
-      score_range: lowest and highest score at the end of the verdict ("Score: 7").
-      failed_score: score of a response whose verdict has none.
-      max_prompt_tokens: longest prompt. Of a response the last two characters per token are in it.
-      max_verdict_tokens: longest verdict.
-      slots: number of verdicts decoded at once.
-    """
+    """A language model that scores responses (`rewards.judge`)."""
 
     model: Annotated[str, PATH] = ""
+    """Hugging Face directory with model and tokenizer; "" for no judge."""
     weight: Annotated[float, score()] = 1.0
+    """Weight of the judge's score in the reward."""
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
-    chat: bool = True
-    score_range: tuple[Annotated[float, score()], Annotated[float, score()]] = (0.0, 10.0)
+    """Prompt of the judge, with {response} and optionally {question} and {answer}."""
     failed_score: Annotated[float, score()] = 0.0
+    """Score of a response whose verdict has none."""
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
+    """Longest prompt. Of a response the last two characters per token are in it."""
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
+    """Longest verdict."""
     slots: Annotated[int, count(1)] = 64
+    """Number of verdicts decoded at once."""
 
     def __post_init__(self):
         JudgeTemplate(self.template)
-        low, high = self.score_range
-        score_parser(low=low, high=high)
 
     @property
     def max_response_chars(self) -> int:
@@ -65,46 +56,52 @@ class JudgeConfig:
 
 @settings
 class RewardConfig:
-    """Settings of the reward.
-
-    Attributes:
-      grader: name of a grader (answer, gsm8k, math, choice, exact, regex, code, reasoning_gym), or your own
-        as "package.module:function" or "path/to/file.py:function".
-      grader_options: options of the grader, by name.
-      grader_workers: worker processes per host, for graders that need them (math, regex, code, reasoning_gym,
-        your own); 0 starts one per core, at most 8.
-      grader_timeout_s: processor time for grading one response in a worker process.
-      code_sandbox: sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly", "landlock",
-        or "none" for no sandbox; "auto" takes the first that works on this machine, and never "none".
-      grader_weight: weight of the grader's +1 or -1 in the reward. With 0, training prompts need no ground
-        truth, unless dynamic sampling filters groups by correctness or the judge's template has {answer}.
-      functions: further reward functions, name -> {"path": path, "weight": w}; the path is
-        "package.module:function" or "path/to/file.py:function" (`rewards.user`).
-      functions_timeout_s: seconds that each function may take for the responses of a step.
-      model: Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
-        tokenizer; "" for none.
-      model_weight: weight of the reward model's score in the reward.
-      judge: generative judge.
-      overlong_buffer_tokens: tokens before the length limit in which the soft penalty grows; 0 turns it off.
-      overlong_penalty: largest soft penalty.
-      mask_truncated: whether to leave truncated responses out of the loss (overlong filtering); they still
-        count in the baseline of their group.
-    """
+    """Settings of the reward."""
 
     grader: Annotated[str, PATH] = "answer"
+    """Name of a grader (answer, gsm8k, math, choice, exact, regex, code, reasoning_gym), or
+    your own as "package.module:function" or "path/to/file.py:function".
+    """
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of the grader, by name."""
     grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
+    """Worker processes per host, for graders that need them (math, regex, code, reasoning_gym,
+    your own); 0 starts one per core, at most 8.
+    """
     grader_timeout_s: Annotated[float, between(0.01, 3600)] = 4.0
+    """Processor time for grading one response in a worker process."""
     grader_weight: Annotated[float, score()] = 1.0
+    """Weight of the grader's +1 or -1 in the reward. With 0, training prompts need no ground
+    truth, unless dynamic sampling filters groups by correctness or the judge's template has
+    {answer}.
+    """
     functions: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further reward functions, name -> {"path": path, "weight": w}; the path is
+    "package.module:function" or "path/to/file.py:function" (`rewards.user`).
+    """
     functions_timeout_s: Annotated[float, between(0.01, 7 * 86_400)] = 600.0
+    """Seconds that each function may take for the responses of a step."""
     model: Annotated[str, PATH] = ""
+    """Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
+    tokenizer; "" for none.
+    """
     model_weight: Annotated[float, score()] = 1.0
+    """Weight of the reward model's score in the reward."""
     code_sandbox: SandboxChoice = "auto"
+    """Sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly",
+    "landlock", or "none" for no sandbox; "auto" takes the first that works on this machine, and
+    never "none".
+    """
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
+    """Generative judge."""
     overlong_buffer_tokens: Annotated[int, token_count(0)] = 16
+    """Tokens before the length limit in which the soft penalty grows; 0 turns it off."""
     overlong_penalty: Annotated[float, coefficient()] = 1.0
+    """Largest soft penalty."""
     mask_truncated: bool = False
+    """Whether to leave truncated responses out of the loss (overlong filtering); they still
+    count in the baseline of their group.
+    """
 
     def __post_init__(self):
         for name, function in self.functions.items():

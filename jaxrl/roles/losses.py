@@ -208,27 +208,29 @@ class CorrectionConfig:
     """Correction for tokens whose probability differs between sampler and trainer.
 
     All bounds are on pi_train / pi_rollout.
-
-    Attributes:
-      bypass: use the sampler's log-probability as the old one (two policies instead of three). This saves a
-        forward pass. Weights and rejections are then computed inside the loss, from the policy being trained,
-        and `weights` are for losses without a ratio of their own (`algos.policy_losses.RATIO_FREE`).
-      weights: importance weights of the loss, per token, per sequence, or none.
-      highest: upper bound of weights (TIS, truncated importance sampling); inf for none.
-      lowest: if above 0, weights outside lowest..highest become 0 (IcePop).
-      normalize: scale weights to mean 1 over the step, or in bypass over each minibatch.
-      reject: rejection rules, name of `REJECTIONS` -> limit or limits: {"token_k3": 0.1, "seq_mean_ratio":
-        (0.5, 2.0)}. A token is kept only if every rule accepts it. Each rule sees the original mask and has
-        its own metrics, `rollout_corr/rollout_rs_<name>_*`, where a ratio is called k1, as in verl.
     """
 
     bypass: bool = False
+    """Use the sampler's log-probability as the old one (two policies instead of three). This
+    saves a forward pass. Weights and rejections are then computed inside the loss, from the
+    policy being trained, and `weights` are for losses without a ratio of their own
+    (`algos.policy_losses.RATIO_FREE`).
+    """
     weights: Literal["none", "token", "sequence"] = "none"
+    """Importance weights of the loss, per token, per sequence, or none."""
     highest: Annotated[float, positive_coefficient(or_inf=True)] = 2.0
+    """Upper bound of weights (TIS, truncated importance sampling); inf for none."""
     lowest: Annotated[float, coefficient()] = 0.0
+    """If above 0, weights outside lowest..highest become 0 (IcePop)."""
     normalize: bool = False
+    """Scale weights to mean 1 over the step, or in bypass over each minibatch."""
     # A dict has no hash. Compiled functions take this class as a static argument.
     reject: dict[str, Limit] = dataclasses.field(default_factory=dict, hash=False)
+    """Rejection rules, name of `REJECTIONS` -> limit or limits: {"token_k3": 0.1,
+    "seq_mean_ratio": (0.5, 2.0)}. A token is kept only if every rule accepts it. Each rule sees
+    the original mask and has its own metrics, `rollout_corr/rollout_rs_<name>_*`, where a ratio
+    is called k1, as in verl.
+    """
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:

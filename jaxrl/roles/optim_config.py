@@ -18,55 +18,41 @@ from jaxrl.checks import (
 
 @settings
 class StageOptimConfig:
-    """The optimiser of a stage before reinforcement learning. All else is as in the run's `optim`.
-
-    Attributes:
-      kind: "adamw", or "muon": Muon for the matrices of the layers, AdamW for all other weights.
-      lr: peak learning rate.
-      lr_warmup_steps: steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps.
-      lr_decay_steps: step at which a cosine reaches lr * lr_final; 0 for a constant rate.
-      lr_final: learning rate after the decay, as a share of lr.
-      weight_decay: weight decay of AdamW and Muon.
-    """
+    """The optimiser of a stage before reinforcement learning. All else is as in the run's `optim`."""
 
     kind: Literal["adamw", "muon"] = "adamw"
+    """"adamw", or "muon": Muon for the matrices of the layers, AdamW for all other weights."""
     lr: Annotated[float, coefficient()] = 1e-6
+    """Peak learning rate."""
     lr_warmup_steps: Annotated[int, steps(0)] = 10
+    """Steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps."""
     lr_decay_steps: Annotated[int, steps(0)] = 0
+    """Step at which a cosine reaches lr * lr_final; 0 for a constant rate."""
     lr_final: Annotated[float, between(0, 1)] = 0.0
+    """Learning rate after the decay, as a share of lr."""
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
+    """Weight decay of AdamW and Muon."""
 
     def merged_into(self, optim: OptimConfig) -> OptimConfig:
         """The run's optimiser with these settings."""
-        return dataclasses.replace(optim, lr_stable_steps=0, **vars(self))
+        return dataclasses.replace(optim, **vars(self))
 
 
 @settings
 class OptimConfig(StageOptimConfig):
-    """The optimiser and its schedule; `StageOptimConfig` documents the inherited settings.
-
-    Attributes:
-      moments: data type of the moments, "float32", "bfloat16" or "int8". With AdamW they take 8, 4 or about
-        2.1 bytes per trained weight. Weights stay float32.
-      moments_on_host: keep the moments in pinned host memory between updates. The device has more room for
-        activations, and each update waits for the copies to the device and back.
-      lr_stable_steps: number of the decay steps before the cosine begins (warm-up, stable, decay).
-      beta1, beta2, epsilon: settings of AdamW. Muon has a momentum of 0.95.
-      grad_clip: maximum global norm of the gradient; inf for none.
-    """
+    """The optimiser and its schedule; `StageOptimConfig` documents the inherited settings."""
 
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Data type of the moments, "float32", "bfloat16" or "int8". With AdamW they take 8, 4 or
+    about 2.1 bytes per trained weight. Weights stay float32.
+    """
     moments_on_host: bool = False
-    lr_stable_steps: Annotated[int, steps(0)] = 0
+    """Keep the moments in pinned host memory between updates. The device has more room for
+    activations, and each update waits for the copies to the device and back.
+    """
     beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
     beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
     epsilon: Annotated[float, positive_coefficient()] = 1e-8
+    """Settings of AdamW. Muon has a momentum of 0.95."""
     grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0
-
-    def __post_init__(self):
-        if self.lr_stable_steps and self.lr_stable_steps >= self.lr_decay_steps:
-            raise ValueError(
-                f"lr_stable_steps {self.lr_stable_steps} leaves no step for a decay that ends at "
-                f"lr_decay_steps {self.lr_decay_steps}; raise that above it, or set both to 0 for a "
-                "constant rate"
-            )
+    """Maximum global norm of the gradient; inf for none."""

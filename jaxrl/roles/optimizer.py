@@ -101,7 +101,6 @@ class Schedule(NamedTuple):
     Attributes:
       lr: peak rate.
       per_warmup_step: 1 / number of steps of linear warm-up.
-      stable_steps: step at which the decay begins.
       per_decay_step: 1 / number of steps of the decay; 0 for a constant rate.
       final: rate after the decay, as a share of the peak.
       half_decay: (1 - final) / 2.
@@ -109,7 +108,6 @@ class Schedule(NamedTuple):
 
     lr: np.float32
     per_warmup_step: np.float32
-    stable_steps: np.float32
     per_decay_step: np.float32
     final: np.float32
     half_decay: np.float32
@@ -117,13 +115,11 @@ class Schedule(NamedTuple):
     @classmethod
     def of(cls, config: OptimConfig) -> Schedule:
         """The schedule of an optimiser's settings."""
-        length = config.lr_decay_steps - config.lr_stable_steps
-        one = np.float32(1)
+        one, length = np.float32(1), config.lr_decay_steps
         return cls(
             lr=np.float32(config.lr),
             per_warmup_step=one / np.float32(max(1, config.lr_warmup_steps)),
-            stable_steps=np.float32(config.lr_stable_steps),
-            per_decay_step=one / np.float32(length) if config.lr_decay_steps else np.float32(0),
+            per_decay_step=one / np.float32(length) if length else np.float32(0),
             final=np.float32(config.lr_final),
             half_decay=np.float32((1 - config.lr_final) * 0.5),
         )
@@ -137,6 +133,6 @@ def learning_rate(schedule: Schedule, step: jax.Array) -> jax.Array:
     """
     step = jnp.asarray(step, jnp.float32)
     warmup = jnp.minimum(1.0, (step + 1) * schedule.per_warmup_step)
-    done = jnp.clip((step - schedule.stable_steps) * schedule.per_decay_step, 0.0, 1.0)
+    done = jnp.clip(step * schedule.per_decay_step, 0.0, 1.0)
     cosine = schedule.final + schedule.half_decay * (1 + jnp.cos(jnp.pi * done))
     return schedule.lr * warmup * jnp.where(schedule.per_decay_step > 0, cosine, 1.0)

@@ -20,18 +20,17 @@ PROMPT, ANSWER = "{prompt}", "{answer}"
 
 @settings
 class TeacherConfig:
-    """The teacher of a distillation dataflow (`dataflows.distill`).
-
-    Attributes:
-      weights: Hugging Face directory of a language model with the student's vocabulary.
-      template: text before a response as the teacher reads it. "{prompt}" stands for the student's prompt
-        with its chat template, "{answer}" for the ground truth. The text may contain special tokens.
-      max_extra_tokens: maximum number of tokens that the template adds to a prompt; the rest is cut off.
-    """
+    """The teacher of a distillation dataflow (`dataflows.distill`)."""
 
     weights: Annotated[str, PATH] = ""
+    """Hugging Face directory of a language model with the student's vocabulary."""
     template: Annotated[str, NAME] = PROMPT
+    """Text before a response as the teacher reads it. "{prompt}" stands for the student's
+    prompt with its chat template, "{answer}" for the ground truth. The text may contain special
+    tokens.
+    """
     max_extra_tokens: Annotated[int, token_count(1)] = 64
+    """Maximum number of tokens that the template adds to a prompt; the rest is cut off."""
 
     def __post_init__(self):
         if self.template.count(PROMPT) != 1:

@@ -13,43 +13,49 @@ _LOGITS_BYTES = {"cpu": 40 * 2**20}
 
 @settings
 class TrainConfig:
-    """How the learning step is computed.
-
-    Attributes:
-      rows: R, rows of a microbatch over the whole mesh.
-      row_tokens: T, tokens of a packed row; at least the longest prompt plus response. "auto" is that
-        length, 256 or more. Where prompts may be shared, the rows of a device then become one row, of as
-        many tokens or up to twice as many, for a prompt with its answers.
-      fill_minibatches: samples may move to another minibatch of their step if that saves microbatches; about
-        one in a hundred moves. The minibatch of a sample then depends on `rows` and `row_tokens`.
-      share_prompts: compute a prompt once for all its answers in a row, forward and backward. Each answer is
-        a branch after the prompt. The results are the same with fewer tokens. "auto" shares the prompts
-        of a step on CPU if its lengths make that faster (docs/learning.md).
-      logprob_chunk_tokens: number of positions of a device whose logits are in memory at once; "auto" takes
-        as many as fit into 42 MB on CPU and 268 MB elsewhere.
-      dtype: data type of activations and of weights frozen below adapters. Master weights are float32.
-      matmuls: precision of the layers' projections, forward and backward: "full" (`dtype`), "int8" or "fp8"
-        (needs the extra `qwix`). It does not apply to sampling.
-      remat: activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`.
-      pipeline_microbatches: number of parts of the rows that pass through the pipeline stages one after
-        another, for layouts with p > 1; a multiple of p, and 0 for p. With more parts the stages idle less,
-        and each part is less work.
-      attention: implementation, "auto" or one of `models.attention.IMPLEMENTATIONS`.
-      load_balancing_coef: weight of `models.mixture.load_balancing_loss` in the loss of a mixture of
-        experts, computed per microbatch.
-    """
+    """How the learning step is computed."""
 
     rows: Annotated[int, count(1)] = 8
+    """R, rows of a microbatch over the whole mesh."""
     row_tokens: Annotated[int, token_count(1)] | Literal["auto"] = "auto"
+    """T, tokens of a packed row; at least the longest prompt plus response. "auto" is that
+    length, 256 or more. Where prompts may be shared, the rows of a device then become one row,
+    of as many tokens or up to twice as many, for a prompt with its answers.
+    """
     fill_minibatches: bool = False
+    """Samples may move to another minibatch of their step if that saves microbatches; about one
+    in a hundred moves. The minibatch of a sample then depends on `rows` and `row_tokens`.
+    """
     share_prompts: bool | Literal["auto"] = "auto"
+    """Compute a prompt once for all its answers in a row, forward and backward. Each answer is
+    a branch after the prompt. The results are the same with fewer tokens. "auto" shares the
+    prompts of a step on CPU if its lengths make that faster (docs/learning.md).
+    """
     logprob_chunk_tokens: Annotated[int, token_count(1)] | Literal["auto"] = "auto"
+    """Number of positions of a device whose logits are in memory at once; "auto" takes as many
+    as fit into 42 MB on CPU and 268 MB elsewhere.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of activations and of weights frozen below adapters. Master weights are
+    float32.
+    """
     matmuls: Literal["full", "int8", "fp8"] = "full"
+    """Precision of the layers' projections, forward and backward: "full" (`dtype`), "int8" or
+    "fp8" (needs the extra `qwix`). It does not apply to sampling.
+    """
     remat: Literal["full", "projections", "offload", "none"] = "none"
+    """Activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`."""
     pipeline_microbatches: Annotated[int, coefficient()] = 0
+    """Number of parts of the rows that pass through the pipeline stages one after another, for
+    layouts with p > 1; a multiple of p, and 0 for p. With more parts the stages idle less, and
+    each part is less work.
+    """
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """Implementation, "auto" or one of `models.attention.IMPLEMENTATIONS`."""
     load_balancing_coef: Annotated[float, coefficient()] = 0.0
+    """Weight of `models.mixture.load_balancing_loss` in the loss of a mixture of experts,
+    computed per microbatch.
+    """
 
     def __post_init__(self):
         if self.shares_prompts and self.fill_minibatches:

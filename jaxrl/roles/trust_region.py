@@ -35,6 +35,9 @@ from jaxrl.roles.packed_model import micro_of
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 
+# Multiple of the identity that is added to the Fisher matrix. With more of it the step is smaller and turns
+# towards the plain gradient.
+DAMPING = 0.1
 # Products of the Fisher matrix in a step (appendix C of the paper uses 10), and halvings of the line search.
 ITERATIONS = 10
 TRIES = 10
@@ -61,7 +64,7 @@ class TrustRegionActor(Actor):
         *,
         train: TrainConfig,
         max_kl: float,
-        damping: float,
+        damping: float = DAMPING,
         **options: Any,
     ):
         """Args.

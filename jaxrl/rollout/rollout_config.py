@@ -10,7 +10,6 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
-    coefficient,
     count,
     positive,
     settings,
@@ -33,70 +32,73 @@ from jaxrl.rollout.settings import EngineSettings
 
 @settings
 class RolloutConfig(EngineSettings):
-    """Sampling of training data.
-
-    Attributes:
-      slots: maximum number of samples decoded at the same time; the engine has no more than a generation
-        batch has samples. "auto" chooses as many as fit into `memory_fraction`.
-      memory_fraction: fraction of a device's memory available to sampling, including the weights of all
-        roles.
-      num_prompts: number of prompts per step.
-      num_samples: number of answers per prompt, G.
-      generation_prompts: number of prompts per generation batch; more than `num_prompts` over-samples.
-      max_generation_batches: maximum number of generation batches per step to find enough groups; 0 means no
-        limit.
-      keep_groups: group filter of dynamic sampling. "correctness" keeps groups with both right and wrong
-        answers; "score" keeps groups whose scores differ, for rewards without right and wrong.
-      min_spread: with "score", a group is kept only if its best and worst score differ by more than this.
-      on_shortage: what happens if the last generation batch leaves too few groups. "error" ends the run;
-        "fill" completes the step with groups that the filter dropped.
-      max_response_tokens: maximum length of a response, end-of-sequence included.
-      temperature: divisor of the logits, in sampling and in training.
-      top_k, top_p, min_p, min_response_tokens, repetition_penalty: limits on the tokens that can be drawn, as
-        in `models.truncation.Truncation`. `algorithm.truncated_logprobs` says what training makes of the
-        first three.
-      stop_ids: token ids that end a response, in addition to the tokenizer's own.
-      stop_strings: texts that end a response.
-      environment: function that answers each finished turn, "path/to/file.py:function" or
-        "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and returns token
-        ids to append, or None to end the sample. "" means no environment.
-      partial: keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its buffer of
-        groups is full, and unfinished samples continue in the next step. At most as many samples as a
-        generation batch has are decoded at the same time. If the role "rollout" has a pool of its own,
-        sampling goes on while the step learns.
-      max_staleness: with `partial`, maximum number of steps between the weights that sampled a token and the
-        step that trains on it. An unfinished group with older tokens is dropped. For 0 turn `partial` off.
-      schedule: folder of a run with `partial` and a pool of its own for sampling; this run repeats its
-        recorded schedule. It must have the same settings, and gets the same samples and metrics. "" goes by
-        the clock.
-      driver: backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra `jetstream`,
-        one process only); or "package.module:function", a function that builds a backend.
-    """
+    """Sampling of training data."""
 
     # Adds "auto" to the engine's type. It is resolved to a number before the engine is built.
     slots: Annotated[int, count(1)] | Literal["auto"] = 256  # pyright: ignore
+    """Maximum number of samples decoded at the same time; the engine has no more than a
+    generation batch has samples. "auto" chooses as many as fit into `memory_fraction`.
+    """
     memory_fraction: Annotated[float, positive(at_most=1)] = 0.9
+    """Fraction of a device's memory available to sampling, including the weights of all roles."""
     num_prompts: Annotated[int, count(1)] = 32
+    """Number of prompts per step."""
     num_samples: Annotated[int, count(1)] = 8
+    """Number of answers per prompt, G."""
     generation_prompts: Annotated[int, count(1)] = 48
+    """Number of prompts per generation batch; more than `num_prompts` over-samples."""
     max_generation_batches: Annotated[int, between(0, 10_000)] = 10
+    """Maximum number of generation batches per step to find enough groups; 0 means no limit."""
     keep_groups: Literal["correctness", "score"] = "correctness"
-    min_spread: Annotated[float, coefficient()] = 0.0
+    """Group filter of dynamic sampling. "correctness" keeps groups with both right and wrong
+    answers; "score" keeps groups whose scores differ, for rewards without right and wrong.
+    """
     on_shortage: Literal["error", "fill"] = "error"
+    """What happens if the last generation batch leaves too few groups. "error" ends the run;
+    "fill" completes the step with groups that the filter dropped.
+    """
     max_response_tokens: Annotated[int, token_count(1)] = 64
+    """Maximum length of a response, end-of-sequence included."""
     temperature: Annotated[float, TEMPERATURE] = 1.0
+    """Divisor of the logits, in sampling and in training."""
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
     min_p: Annotated[float, MIN_P] = 0.0
     min_response_tokens: Annotated[int, token_count(0)] = 0
     repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`.
+    `algorithm.truncated_logprobs` says what training makes of the first three.
+    """
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...] = ()
+    """Token ids that end a response, in addition to the tokenizer's own."""
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()
+    """Texts that end a response."""
     environment: Annotated[str, PATH] = ""
+    """Function that answers each finished turn, "path/to/file.py:function" or
+    "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and
+    returns token ids to append, or None to end the sample. "" means no environment.
+    """
     partial: bool = False
+    """Keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its
+    buffer of groups is full, and unfinished samples continue in the next step. At most as many
+    samples as a generation batch has are decoded at the same time. If the role "rollout" has a
+    pool of its own, sampling goes on while the step learns.
+    """
     max_staleness: Annotated[int, between(1, 1000)] = 8
+    """With `partial`, maximum number of steps between the weights that sampled a token and the
+    step that trains on it. An unfinished group with older tokens is dropped. For 0 turn
+    `partial` off.
+    """
     schedule: Annotated[str, PATH] = ""
+    """Folder of a run with `partial` and a pool of its own for sampling; this run repeats its
+    recorded schedule. It must have the same settings, and gets the same samples and metrics. ""
+    goes by the clock.
+    """
     driver: Annotated[str, PATH] = "offline"
+    """Backend that samples: "offline"; "jetstream" for the JetStream orchestrator (extra
+    `jetstream`, one process only); or "package.module:function", a function that builds a
+    backend.
+    """
 
     def __post_init__(self):
         super().__post_init__()

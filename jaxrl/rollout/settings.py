@@ -25,43 +25,48 @@ _SMALLEST_BUCKET = 16
 
 @settings
 class EngineSettings:
-    """Settings of an engine that a user chooses. Configs with an engine inherit them.
-
-    Attributes:
-      slots: maximum number of samples decoded at the same time.
-      prefill_prompts: number of prompts per prefill.
-      prefill_chunk_tokens: maximum number of prompt tokens per prefill program; longer prompts are prefilled
-        in chunks. 0 prefills each prompt at once.
-      tokens_per_dispatch: number of tokens decoded before the host checks the slots again.
-      dtype: data type of weights and activations.
-      weights_dtype: "int8" stores the weights inside layers in 8 bits, with a scale per output; "" means
-        `dtype`. Embeddings and the unembedding stay in `dtype`.
-      kv_dtype: data type of the KV cache; "" means `dtype`. int8 has a scale per token and head.
-      decode_attention: kernel for attention to the cache, "auto" or one of
-        `models.kernels.paged_attention.IMPLEMENTATIONS`.
-      cache: "contiguous" gives every slot room for the longest sequence. "paged" gives it pages as its
-        sequence grows, so that more samples fit into the same memory.
-      cache_tokens: number of tokens that a paged cache holds, over all replicas; 0 means the longest sequence
-        in every slot.
-      deterministic: whether samples are the same on every mesh, in bfloat16 too (see docs/numerics.md). Sums
-        that devices share are made in a fixed order, which takes more communication. It needs two slots or
-        more on each replica.
-      speculate: number of tokens drafted from earlier text and verified in one forward pass, while few
-        samples are left; 0 does not draft. Samples stay the same up to rounding. It has no effect on CPU.
-    """
+    """Settings of an engine that a user chooses. Configs with an engine inherit them."""
 
     slots: Annotated[int, count(1)] = 256
+    """Maximum number of samples decoded at the same time."""
     prefill_prompts: Annotated[int, count(1)] = 32
+    """Number of prompts per prefill."""
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
+    """Maximum number of prompt tokens per prefill program; longer prompts are prefilled in
+    chunks. 0 prefills each prompt at once.
+    """
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 16
+    """Number of tokens decoded before the host checks the slots again."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of weights and activations."""
     weights_dtype: Literal["", "int8"] = ""
+    """"int8" stores the weights inside layers in 8 bits, with a scale per output; "" means
+    `dtype`. Embeddings and the unembedding stay in `dtype`.
+    """
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
+    """Data type of the KV cache; "" means `dtype`. int8 has a scale per token and head."""
     decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
+    """Kernel for attention to the cache, "auto" or one of
+    `models.kernels.paged_attention.IMPLEMENTATIONS`.
+    """
     cache: Literal["contiguous", "paged"] = "contiguous"
+    """"contiguous" gives every slot room for the longest sequence. "paged" gives it pages as
+    its sequence grows, so that more samples fit into the same memory.
+    """
     cache_tokens: Annotated[int, at_least(0)] = 0
+    """Number of tokens that a paged cache holds, over all replicas; 0 means the longest
+    sequence in every slot.
+    """
     deterministic: bool = False
+    """Whether samples are the same on every mesh, in bfloat16 too (see docs/numerics.md). Sums
+    that devices share are made in a fixed order, which takes more communication. It needs two
+    slots or more on each replica.
+    """
     speculate: Annotated[int, between(0, 64)] = 0
+    """Number of tokens drafted from earlier text and verified in one forward pass, while few
+    samples are left; 0 does not draft. Samples stay the same up to rounding. It has no effect
+    on CPU.
+    """
 
     def __post_init__(self):
         if self.speculate >= self.tokens_per_dispatch:
@@ -98,28 +103,28 @@ class EngineConfig(EngineSettings):
     """All settings that the compiled programs depend on, besides the model and its mesh.
 
     Example: `EngineConfig(**config.rollout.engine_settings(), max_prompt_tokens=..., ...)`.
-
-    Attributes:
-      max_prompt_tokens: maximum number of prompt tokens, T.
-      max_response_tokens: maximum number of response tokens, R, end-of-sequence included.
-      context_tokens: maximum number of tokens of a prompt and its response together; 0 means T + R.
-      stop_ids: token ids that end a response.
-      attention: attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`.
-      smallest_bucket: smallest number of slots that a decode program is compiled for. A larger value compiles
-        fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if responses
-        have at most 64 tokens, else 16.
-      unroll: number of layers per iteration of the layer scan. If it covers all layers, decoding has no scan
-        and each layer has separate arrays. That is faster on CPU, where a scan copies weights and cache.
-        "auto" is all layers for models of up to 8 layers on CPU, else 1.
     """
 
     max_prompt_tokens: Annotated[int, token_count(1)]
+    """Maximum number of prompt tokens, T."""
     max_response_tokens: Annotated[int, token_count(1)]
+    """Maximum number of response tokens, R, end-of-sequence included."""
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...]
+    """Token ids that end a response."""
     context_tokens: Annotated[int, token_count(0)] = 0
+    """Maximum number of tokens of a prompt and its response together; 0 means T + R."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """Attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`."""
     smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = "auto"
+    """Smallest number of slots that a decode program is compiled for. A larger value compiles
+    fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if
+    responses have at most 64 tokens, else 16.
+    """
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
+    """Number of layers per iteration of the layer scan. If it covers all layers, decoding has
+    no scan and each layer has separate arrays. That is faster on CPU, where a scan copies
+    weights and cache. "auto" is all layers for models of up to 8 layers on CPU, else 1.
+    """
 
     def layers_per_iteration(self, num_layers: int, platform: str | None) -> int:
         """The value of `unroll` for a model and the platform of its mesh."""

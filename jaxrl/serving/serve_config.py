@@ -15,48 +15,49 @@ from jaxrl.rollout.settings import EngineSettings
 
 @settings
 class ServeConfig(EngineSettings):
-    """Settings of a server and its engine; `EngineSettings` documents the inherited ones.
-
-    Attributes:
-      model: Hugging Face directory of the model.
-      name: model name that requests must use; "" means the directory's name.
-      host: address to listen on; "" is every address of this machine.
-      api_key: key that requests must send as `Authorization: Bearer KEY`. "" takes it from the variable
-        JAXRL_API_KEY, which the list of processes does not show. Addresses other than localhost need one.
-      http_port: port to listen on; 0 chooses a free port.
-      slots: maximum number of samples decoded at the same time.
-      prefill_prompts: number of prompts per prefill.
-      max_prompt_tokens, max_response_tokens: maximum lengths of prompt and response; 0 uses all that the
-        model's context and the memory of the devices allow.
-      tokens_per_dispatch: number of tokens decoded between two pieces of streamed text.
-      mesh: mesh of the devices as "p-t-d"; it uses the first devices of this machine.
-      dtype: data type of weights and activations. "auto" is bfloat16 on accelerators and float32 on CPUs,
-        which are slower in bfloat16.
-      max_waiting: maximum number of samples that wait for a slot; more are refused.
-      max_body_bytes: maximum size of a request in bytes.
-      max_connections: maximum number of open HTTP connections.
-      grace_s: seconds that open requests may continue after SIGTERM.
-    """
+    """Settings of a server and its engine; `EngineSettings` documents the inherited ones."""
 
     model: Annotated[str, PATH]
+    """Hugging Face directory of the model."""
     name: str = ""
+    """Model name that requests must use; "" means the directory's name."""
     host: Annotated[str, NAME] = "127.0.0.1"
+    """Address to listen on; "" is every address of this machine."""
     api_key: Annotated[str, NAME] = ""
+    """Key that requests must send as `Authorization: Bearer KEY`. "" takes it from the variable
+    JAXRL_API_KEY, which the list of processes does not show. Addresses other than localhost
+    need one.
+    """
     http_port: Annotated[int, between(0, 65_535)] = 8000
+    """Port to listen on; 0 chooses a free port."""
     slots: Annotated[int, count(1)] = 64
+    """Maximum number of samples decoded at the same time."""
     prefill_prompts: Annotated[int, count(1)] = 8
+    """Number of prompts per prefill."""
     # The activations of a long prompt may not fit if it is prefilled at once.
     prefill_chunk_tokens: Annotated[int, token_count(0)] = 2048
     max_prompt_tokens: Annotated[int, token_count(0)] = 0
     max_response_tokens: Annotated[int, token_count(0)] = 0
+    """Maximum lengths of prompt and response; 0 uses all that the model's context and the
+    memory of the devices allow.
+    """
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 8
+    """Number of tokens decoded between two pieces of streamed text."""
     mesh: str = "1-1-1"
+    """Mesh of the devices as "p-t-d"; it uses the first devices of this machine."""
     # Adds "auto" to the engine's type. It is resolved once the devices are known.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # pyright: ignore
+    """Data type of weights and activations. "auto" is bfloat16 on accelerators and float32 on
+    CPUs, which are slower in bfloat16.
+    """
     max_waiting: Annotated[int, count(1)] = 10_000
+    """Maximum number of samples that wait for a slot; more are refused."""
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 1 << 20
+    """Maximum size of a request in bytes."""
     max_connections: Annotated[int, count(1)] = 1000
+    """Maximum number of open HTTP connections."""
     grace_s: Annotated[float, between(0, 86_400)] = 10.0
+    """Seconds that open requests may continue after SIGTERM."""
 
     def __post_init__(self):
         super().__post_init__()

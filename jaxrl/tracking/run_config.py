@@ -33,36 +33,38 @@ class _LoggerRule(Rule):
 
 @settings
 class RunConfig:
-    """The length, the folder and the checkpoints of a run.
-
-    Attributes:
-      output: parent folder of runs; a run is in <output>/<name>/seed<seed>.
-      num_steps: number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone.
-      save_every: number of steps between checkpoints; the last step is always saved.
-      keep_checkpoints: number of newest checkpoints to keep.
-      resume: what a command does in the folder of an earlier run. "auto" continues from the newest intact
-        checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has lost metric rows.
-        "or_restart" starts such a stage again and moves its old files aside. "accept_lost_rows" continues
-        without the lost rows. "never" refuses a folder that contains a run.
-      stop_within_s: seconds between SIGTERM or Ctrl-C and the end of the run; a step that takes longer is
-        abandoned. A checkpoint that is being saved at that time is completed first.
-      loggers: where metrics go besides metrics.jsonl: "tensorboard", "wandb" (Weights & Biases), "trackio".
-        The last two need the extra of their name. "wandb:PROJECT" names a project; it is the recipe's
-        name by default.
-      rollouts_every: number of steps between saved samples (`jaxrl browse` shows them). Samples of the first
-        step are saved too. 0 saves none.
-      rollouts_prompts: number of prompts per saved step, each with all of its samples; 0 saves all.
-    """
+    """The length, the folder and the checkpoints of a run."""
 
     output: Annotated[str, PATH] = "runs"
+    """Parent folder of runs; a run is in <output>/<name>/seed<seed>."""
     num_steps: Annotated[int, steps(0)] = 100
+    """Number of rollout steps, or of updates on pairs. 0 trains the supervised stage alone."""
     save_every: Annotated[int, steps(1)] = 10
+    """Number of steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Annotated[int, count(1)] = 2
+    """Number of newest checkpoints to keep."""
     resume: Literal["auto", "or_restart", "accept_lost_rows", "never"] = "auto"
+    """What a command does in the folder of an earlier run. "auto" continues from the newest
+    intact checkpoint; it refuses a stage that has begun and has no intact checkpoint, or has
+    lost metric rows. "or_restart" starts such a stage again and moves its old files aside.
+    "accept_lost_rows" continues without the lost rows. "never" refuses a folder that contains a
+    run.
+    """
     loggers: tuple[Annotated[str, _LoggerRule()], ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: "tensorboard", "wandb" (Weights & Biases),
+    "trackio". The last two need the extra of their name. "wandb:PROJECT" names a project; it is
+    the recipe's name by default.
+    """
     rollouts_every: Annotated[int, steps(0)] = 10
+    """Number of steps between saved samples (`jaxrl browse` shows them). Samples of the first
+    step are saved too. 0 saves none.
+    """
     stop_within_s: Annotated[float, at_least(0.1, at_most=86_400)] = 20.0
+    """Seconds between SIGTERM or Ctrl-C and the end of the run; a step that takes longer is
+    abandoned. A checkpoint that is being saved at that time is completed first.
+    """
     rollouts_prompts: Annotated[int, count(0)] = 8
+    """Number of prompts per saved step, each with all of its samples; 0 saves all."""
 
     def __post_init__(self):
         names = [split_logger(entry)[0] for entry in self.loggers]

@@ -30,9 +30,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.trainer.algorithm import Algorithm, algorithm_of
 from jaxrl.trainer.findings import RunKind, find_everything
-from jaxrl.trainer.role_models import RoleModels, role_models
 from jaxrl.trainer.role_table import ROLES
-from jaxrl.trainer.roles import RoleBuilder, check_role_batches
+from jaxrl.trainer.roles import RoleBuilder, RoleModels, check_role_batches, role_models
 from jaxrl.trainer.run_rewards import truth_faults
 from jaxrl.types import Prompts
 from jaxrl.user_code import load_function

@@ -179,9 +179,6 @@ def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
     return read_demonstrations(
         options.path,
         source=options.path,
-        prompt_field=options.prompt_field,
-        response_field=options.response_field,
-        messages_field=options.messages_field,
     )
 
 
@@ -197,7 +194,6 @@ def _pairs(config: Config, faults: Faults) -> dict[str, Any]:
                 read_preferences,
                 path,
                 source=path,
-                margin_field=options.margin_field or None,
                 harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
             )
             found[path] = faults(f"preference.{name}", read)

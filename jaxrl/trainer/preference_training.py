@@ -35,8 +35,10 @@ from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.trainer.context import RunContext, preference_stream
 from jaxrl.trainer.loop import Schedule, open_loop
-from jaxrl.trainer.supervised import ExamplesStage, starting_params
-from jaxrl.trainer.weights import copied
+from jaxrl.trainer.supervised import ExamplesStage, copied, starting_params
+
+# Number of pairs that the accuracy is measured on.
+_EVALUATION_PAIRS = 256
 
 StartingParams = Callable[[], Params]
 
@@ -121,8 +123,7 @@ class PairStage(ExamplesStage):
         return metrics | work_metrics(self._learner, on_host)
 
     def _read_evaluation_pairs(self) -> PairBatch:
-        count = self._run.config.preference.evaluation_pairs
-        stream = preference_stream(self._run, evaluation=True, pairs_per_batch=count)
+        stream = preference_stream(self._run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
         return self._placed(next(stream))
 
 

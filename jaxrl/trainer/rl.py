@@ -1,8 +1,21 @@
 """Reinforcement learning as a training stage: the config's dataflow, step after step.
 
-prompts --> sampler (run_sampling) --> rewards (run_rewards) --> step (run_step) --> metrics
-                                                                   |
-                   `begin` gives the roles their weights; `record` returns the state of a resumable run
+One step on one pool of devices. Each line begins when the line that it waits for has ended:
+
+    gen            prompts -> engine, all slots -> groups       waits for the weights, moved from training
+      grading        groups, one by one, in other processes     beside gen, for groups that have finished
+    reward         functions, reward model, judge               waits for gen, and for the last verdict
+    pack           rows of [U, M, R, T]                         waits for reward
+    old_log_prob   the actor again; ref, values                 waits for pack and for the weights to return
+    adv            advantages over the whole step               waits for them
+    update         U updates                                    waits for adv; metrics wait for update
+      saving         checkpoint, rollouts, logs                 beside the next step
+
+With `rollout.partial` and a pool of its own for the role "rollout" the sampler goes on while a step learns,
+with the newest weights that have arrived; `gen` is then the wait for enough groups (`dataflows.free_running`).
+
+`begin` gives the roles their weights; `record` returns the state of a resumable run. `run_rewards` builds the
+rewards, `run_step` the sampler and the step.
 """
 
 from __future__ import annotations
@@ -14,8 +27,6 @@ from typing import Any
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
-from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule
-from jaxrl.dataflows.samplers import Generation
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
@@ -23,21 +34,13 @@ from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
 from jaxrl.tracking.kept_rollouts import KeptRollouts
-from jaxrl.tracking.schedule_file import ScheduleFile
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_rewards import graders_of, reward_functions, rewards_of
-from jaxrl.trainer.run_sampling import (
-    group_sampler,
-    prompt_stream,
-    recorded_schedule,
-    step_sampler,
-)
-from jaxrl.trainer.run_step import StepBuilder, StepState
-from jaxrl.trainer.supervised import starting_params
-from jaxrl.trainer.weights import keep_reference, load_frozen, start_from
+from jaxrl.trainer.run_step import RunSampling, StepState, build_step, recorded_schedule
+from jaxrl.trainer.supervised import keep_reference, load_frozen, start_from, starting_params
 
 
 def reinforce(run: RunContext, stop: StopSignal) -> None:
@@ -78,39 +81,31 @@ class RlStage(TrainingStage):
         Raises:
           UserError: a reward function cannot be imported, or a recorded schedule cannot be repeated.
         """
+        config = run.config
         self._run = run
-        self._schedule_file = ScheduleFile(run.config.run_folder.rl.schedule)
-        schedule = SamplingSchedule(self._schedule_file.write, recorded_schedule(run.config))
         self._roles = roles
         self._timer = timer
         self._starting_params = starting_params
-        self._graders = graders_of(run.config, run.problems.settings)
-        self._prompts = prompt_stream(run)
-        self._generation = Generation(roles.actor, run.sampling, timer)
-        self._state = StepState(run)
+        self._graders = graders_of(config, run.problems.settings)
         self._evaluation = Evaluation(run, self._graders)
-        # Last, because it starts a process and only `close` ends it: nothing after this may raise.
-        self._functions = reward_functions(run.config, timer)
-        rewards = rewards_of(run.config, roles, timer, self._graders, self._functions)
+        self._state = StepState.of(run)
+        recorded = recorded_schedule(config)
+        # It starts a process, and only `close` ends it: nothing after this may raise.
+        self._functions = reward_functions(config, timer)
+        rewards = rewards_of(config, roles, timer, self._graders, self._functions)
+        self._sampling = RunSampling(run, roles.actor, timer, rewards, recorded)
         self._rollouts = KeptRollouts(
-            run.config.run,
-            run.config.run_folder,
+            config.run,
+            config.run_folder,
             run.tokenizer,
             timer,
             stop_ids=run.stop_ids,
             terms=rewards.term_names,
             # A step that trains on the sampler's log-probabilities has none of the trainer's.
-            has_old_logprob=not run.config.algorithm.correction.bypass,
+            has_old_logprob=not config.algorithm.correction.bypass,
         )
-        groups = group_sampler(run, self._generation, rewards, schedule)
-        self._sampler = step_sampler(run, groups, self._prompts)
-        build = StepBuilder(run, roles, self._state, timer)
-        self._step = build.step(
-            self._sampler,
-            self._generation,
-            rewards,
-            self._rollouts.look,
-            groups.meanwhile if isinstance(groups, FreeRunning) else _nothing,
+        self._step = build_step(
+            run, roles, timer, self._state, self._sampling, rewards, self._rollouts.look
         )
 
     @property
@@ -126,7 +121,7 @@ class RlStage(TrainingStage):
     @property
     def prompts(self) -> PromptStream:
         """The problems, in the order of training."""
-        return self._prompts
+        return self._sampling.prompts
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
         """Sets the initial weights of the roles; in a resumed stage only those that no checkpoint holds."""
@@ -137,36 +132,31 @@ class RlStage(TrainingStage):
         if self._roles.reference is not None:
             keep_reference(self._roles, self._starting_params())
         self._state.restore(record)
-        self._sampler.restore(record["sampling"], self._prompts)
+        self._sampling.sampler.restore(record["sampling"], self.prompts)
 
     def step(self) -> Metrics:
         """Runs one step of the dataflow."""
         self._rollouts.begin_step()
         try:
-            return self._run.algorithm.dataflow(self._step, self._prompts)
+            return self._run.algorithm.dataflow(self._step, self.prompts)
         except NotEnoughGroups as error:
             path = self._rollouts.look_at_failed(error.sampled)
             raise UserError(f"{error}. What was sampled is in {path}") from error
 
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts."""
-        self._generation.load_weights()
+        self._sampling.generation.load_weights()
         with self._timer.phase("testing", shown="evaluate"):
             return dict(self._evaluation(self._roles.actor, when))
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state that a resumed run needs besides the learners' states."""
-        return self._state.record() | {"sampling": self._sampler.record(self._prompts)}
+        return self._state.record() | {"sampling": self._sampling.sampler.record(self.prompts)}
 
     def close(self) -> None:
         """Waits for sampling and writing in progress; closes backend, graders and reward functions."""
         self._rollouts.close()
-        self._schedule_file.close()
+        self._sampling.close()
         self._functions.close()
         self._graders.close()
         self._roles.actor.close()
-
-
-def _nothing(results: Any) -> None:
-    """Nothing is sampled while a step learns."""
-    del results

@@ -285,11 +285,6 @@ class JudgeKind(RoleKind):
         check_params(directory, model)
         tokenizer = load_tokenizer(directory)
         check_vocabulary(model, tokenizer, directory)
-        if config.reward.judge.chat and tokenizer.chat_template is None:
-            raise UserError(
-                f"{directory} has no chat template; set reward.judge.chat to False, or put a "
-                "chat_template.jinja there"
-            )
         return tokenizer
 
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
@@ -310,7 +305,10 @@ class JudgeKind(RoleKind):
             tokenizer.decode_batch,
         )
         return GenerativeJudge(
-            backend, tokenizer, max_prompt_tokens=options.max_prompt_tokens, chat=options.chat
+            backend,
+            tokenizer,
+            max_prompt_tokens=options.max_prompt_tokens,
+            chat=tokenizer.chat_template is not None,
         )
 
     def load(self, role: GenerativeJudge, model: ModelConfig, directory: str) -> None:
@@ -323,13 +321,12 @@ class JudgeKind(RoleKind):
     def reward(self, role: GenerativeJudge, config: Config) -> RewardTerm:
         """The score at the end of its verdict."""
         options = config.reward.judge
-        low, high = options.score_range
         return JudgeReward(
             "judge",
             options.weight,
             role,
             JudgeTemplate(options.template, options.max_response_chars, role.special_texts),
-            score_parser(low=low, high=high),
+            score_parser(low=0.0, high=10.0),
             options.failed_score,
         )
 

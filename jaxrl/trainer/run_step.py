@@ -1,26 +1,125 @@
-"""Builds the `Step` that a dataflow gets (`dataflows.step`), from the roles of a run."""
+"""Builds the sampler of a run and the `Step` that its dataflow gets (`dataflows.step`), from its roles."""
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl.config.batch_shapes import row_limits, step_shape
+from jaxrl.config.config_tree import format_config
+from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import solutions_of
+from jaxrl.data.pass_rates import Curriculum
+from jaxrl.data.stream import PromptStream
+from jaxrl.dataflows.dynamic_sampling import (
+    DynamicSampling,
+    MixedGroups,
+    SpreadGroups,
+)
 from jaxrl.dataflows.experience import Experience
+from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
 from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
-from jaxrl.dataflows.rewarding import Multiplier, Rewards
-from jaxrl.dataflows.samplers import Generation, GreedySampling, Sampler
+from jaxrl.dataflows.rewarding import MULTIPLIER_LR, Multiplier, Rewards
+from jaxrl.dataflows.samplers import (
+    CurriculumSampling,
+    Generation,
+    GreedySampling,
+    PartialSampling,
+    Sampler,
+    Sampling,
+)
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.roles.advantage_estimator import SUM_PI_SQUARED
 from jaxrl.roles.losses import likelihood
+from jaxrl.roles.policy import Actor
+from jaxrl.tracking.run_folder import RunFolder
+from jaxrl.tracking.schedule_file import ScheduleFile, read_schedule
+from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.role_table import ROLES, PhaseParts
 from jaxrl.trainer.roles import Roles
 
 
+class RunSampling:
+    """The sampler of a run's steps, with the prompts that it draws.
+
+        PromptStream --> Sampling, or partial, or free running --> CurriculumSampling --> DynamicSampling
+
+    Attributes:
+      prompts: training prompts in an endless order.
+      generation: the actor in its generation layout.
+      sampler: sampler of the groups to learn from.
+      meanwhile: called with arrays on the devices before the host waits for them; a sampler that runs free
+        then goes on.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        actor: Actor,
+        timer: StepTimer,
+        rewards: Rewards,
+        recorded: dict[int, VersionRow] | None,
+    ):
+        """Args: the run, its actor, timer and rewards, and the schedule to repeat (`recorded_schedule`)."""
+        config, options, flow = run.config, run.config.rollout, run.algorithm.dataflow
+        per_batch = options.prompts_per_batch(dynamic_sampling=flow.dynamic_sampling)
+        by_rates = config.data.curriculum.by != "off"
+        self.prompts = PromptStream(
+            run.train_prompts,
+            weights=[source.settings.weight for source in run.problems.train],
+            # Partial rollout draws prompts one at a time, as slots fall free.
+            prompts_per_batch=1 if options.partial else per_batch,
+            seed=config.seed,
+            curriculum=Curriculum(options.num_samples) if by_rates else None,
+        )
+        self.generation = Generation(actor, run.sampling, timer)
+        self._schedule_file = ScheduleFile(config.run_folder.rl.schedule)
+        self.meanwhile: Callable[[Any], None] = lambda results: None
+        limits: Any = {"prompts_per_batch": per_batch, "max_staleness": options.max_staleness}
+        groups: Sampler
+        if runs_free(config):
+            schedule = SamplingSchedule(self._schedule_file.write, recorded)
+            groups = FreeRunning(
+                self.generation, rewards, schedule, groups_per_step=options.num_prompts, **limits
+            )
+            self.meanwhile = groups.meanwhile
+        elif options.partial:
+            groups = PartialSampling(self.generation, rewards, **limits)
+        else:
+            groups = Sampling(self.generation, rewards)
+        self.sampler: Sampler = CurriculumSampling(groups, self.prompts)
+        if flow.dynamic_sampling:
+            by_correctness = options.keep_groups == "correctness"
+            self.sampler = DynamicSampling(
+                self.sampler,
+                options.num_prompts,
+                max_generation_batches=options.max_generation_batches,
+                keeps=MixedGroups() if by_correctness else SpreadGroups(),
+                fills_up=options.on_shortage == "fill",
+            )
+
+    def close(self) -> None:
+        """Closes the recorded schedule."""
+        self._schedule_file.close()
+
+
+def recorded_schedule(config: Config) -> dict[int, VersionRow] | None:
+    """The schedule that the config names; None if the run goes by the clock.
+
+    Raises:
+      UserError: the schedule is missing, damaged, or of a run with other settings.
+    """
+    if not config.rollout.schedule:
+        return None
+    return read_schedule(RunFolder(pathlib.Path(config.rollout.schedule)), format_config(config))
+
+
+@dataclasses.dataclass
 class StepState:
     """State that steps change, besides the learners and the position in the data.
 
@@ -31,20 +130,24 @@ class StepState:
       pretraining: supervised examples of the auxiliary (ptx) loss; None without `cost.pretrain_coef`.
     """
 
-    def __init__(self, run: RunContext):
-        """Starts with the values of the config."""
-        kl, cost = run.config.algorithm.kl, run.config.cost
-        self.kl = KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon)
-        self.multiplier = Multiplier(
-            cost.multiplier, limit=cost.limit, learning_rate=cost.multiplier_lr
+    kl: KlCoefficient
+    multiplier: Multiplier
+    entropy: EntropyCoefficient | None
+    pretraining: Pretraining | None
+
+    @staticmethod
+    def of(run: RunContext) -> StepState:
+        """The state before the first step."""
+        algorithm, cost = run.config.algorithm, run.config.cost
+        kl, entropy = algorithm.kl, None
+        if algorithm.entropy_target:
+            entropy = EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
+        return StepState(
+            KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon),
+            Multiplier(cost.multiplier, limit=cost.limit, learning_rate=MULTIPLIER_LR),
+            entropy,
+            _pretraining(run) if cost.pretrain_coef else None,
         )
-        algorithm = run.config.algorithm
-        self.entropy = (
-            EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
-            if algorithm.entropy_target
-            else None
-        )
-        self.pretraining = _pretraining(run) if cost.pretrain_coef else None
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
@@ -64,108 +167,79 @@ class StepState:
             self.pretraining.stream.restore(record["pretraining"])
 
 
-class StepBuilder:
-    """Builds the step of a run."""
+def build_step(
+    run: RunContext,
+    roles: Roles,
+    timer: StepTimer,
+    state: StepState,
+    sampling: RunSampling,
+    rewards: Rewards,
+    look: Callable[[Experience], None],
+) -> Step:
+    """Builds the step of a run, whose phases are those of the roles that its dataflow declares.
 
-    def __init__(self, run: RunContext, roles: Roles, state: StepState, timer: StepTimer):
-        """Args: the run, its roles, the state that its steps change, and their timer."""
-        self._run = run
-        self._roles = roles
-        self._state = state
-        self._timer = timer
-
-    def step(
-        self,
-        sampler: Sampler,
-        generation: Generation,
-        rewards: Rewards,
-        look: Callable[[Experience], None],
-        meanwhile: Callable[[Any], None],
-    ) -> Step:
-        """Builds the step.
-
-        Args:
-          sampler: sampler of the groups to learn from.
-          generation, rewards: generation and rewards of greedy responses.
-          look: called with the experience of every step.
-          meanwhile: called with arrays on the devices before the host waits for them.
-        """
-        return Step(
-            sample=sampler.sample,
-            greedy=GreedySampling(generation, rewards),
-            pack=self._packer(),
-            actor=self._actor_phase(look, meanwhile),
-            advantages=self._advantages(),
-            multiplier=self._state.multiplier,
-            phases=self._phases(),
-        )
-
-    def _phases(self) -> dict[str, Any]:
-        """The phases of the roles that the dataflow declares."""
-        parts = PhaseParts(
-            self._run.config, self._roles.actor, self._timer, self._run.tokenizer.encode
-        )
-        declared = self._run.algorithm.dataflow.roles
-        return {
-            name: row.phase(name, self._roles.others.get(name), parts)
-            for name, row in ROLES.items()
-            if name in declared and row.phase is not None
-        }
-
-    def _packer(self) -> Packer:
-        config = self._run.config
-        return Packer(
-            self._roles.actor,
-            step_shape(
-                config, [mesh for role, mesh in self._run.meshes.items() if role != "rollout"]
-            ),
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            mask_truncated=config.reward.mask_truncated,
-            fill_minibatches=config.train.fill_minibatches,
-            share_prompts=config.train.share_prompts,
-            equal_last=self._run.algorithm.objective.needs_advantage,
-            top_entropy=config.algorithm.top_entropy_quantile,
-            epochs=config.algorithm.epochs,
-        )
-
-    def _actor_phase(
-        self, look: Callable[[Experience], None], meanwhile: Callable[[Any], None]
-    ) -> ActorPhase:
-        config, algorithm = self._run.config, self._run.algorithm
-        return ActorPhase(
-            self._roles.actor,
-            algorithm.objective,
-            config.algorithm.correction,
-            self._timer,
-            epochs=config.algorithm.epochs,
-            reference=self._roles.compared,
-            shares_forward=algorithm.shares_forward,
-            squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
-            pretraining=self._state.pretraining,
-            frozen_steps=config.critic.warmup_steps,
-            needs_signal=self._needs_signal(),
-            entropy=self._state.entropy,
-            sampling=self._run.sampling,
-            look=look,
-            meanwhile=meanwhile,
-        )
-
-    def _needs_signal(self) -> bool:
-        """Whether a step without advantages has no gradient at all."""
-        config = self._run.config
-        balances = self._run.model.num_experts and config.train.load_balancing_coef
-        pretrains = self._state.pretraining is not None
-        return self._run.algorithm.objective.needs_advantage and not (balances or pretrains)
-
-    def _advantages(self) -> Advantages:
-        return Advantages(
-            self._roles.actor,
-            self._run.algorithm.estimator,
-            self._state.kl,
-            self._timer,
-            penalizes=self._run.config.algorithm.kl.reward_coef > 0,
-            multiplier=self._state.multiplier,
-        )
+    Args:
+      run, roles, timer: the run, its roles, and the timer of its steps.
+      state: state that the steps change.
+      sampling, rewards: the sampler, and rewards of greedy responses.
+      look: called with the experience of every step.
+    """
+    config, algorithm = run.config, run.algorithm
+    parts = PhaseParts(config, roles.actor, timer, run.tokenizer.encode)
+    phases = {
+        name: kind.phase(name, roles.others.get(name), parts)
+        for name, kind in ROLES.items()
+        if name in algorithm.dataflow.roles
+    }
+    learners = [mesh for role, mesh in run.meshes.items() if role != "rollout"]
+    pack = Packer(
+        roles.actor,
+        step_shape(config, learners),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        mask_truncated=config.reward.mask_truncated,
+        fill_minibatches=config.train.fill_minibatches,
+        share_prompts=config.train.share_prompts,
+        equal_last=algorithm.objective.needs_advantage,
+        top_entropy=config.algorithm.top_entropy_quantile,
+        epochs=config.algorithm.epochs,
+    )
+    balances = run.model.num_experts and config.train.load_balancing_coef
+    actor = ActorPhase(
+        roles.actor,
+        algorithm.objective,
+        config.algorithm.correction,
+        timer,
+        epochs=config.algorithm.epochs,
+        reference=roles.compared,
+        shares_forward=algorithm.shares_forward,
+        squared_probabilities=SUM_PI_SQUARED in algorithm.estimator.inputs,
+        pretraining=state.pretraining,
+        frozen_steps=config.critic.warmup_steps,
+        # Without advantages no other term of the loss has a gradient.
+        needs_signal=algorithm.objective.needs_advantage
+        and not (balances or state.pretraining is not None),
+        entropy=state.entropy,
+        sampling=run.sampling,
+        look=look,
+        meanwhile=sampling.meanwhile,
+    )
+    advantages = Advantages(
+        roles.actor,
+        algorithm.estimator,
+        state.kl,
+        timer,
+        penalizes=config.algorithm.kl.reward_coef > 0,
+        multiplier=state.multiplier,
+    )
+    return Step(
+        sample=sampling.sampler.sample,
+        greedy=GreedySampling(sampling.generation, rewards),
+        pack=pack,
+        actor=actor,
+        advantages=advantages,
+        multiplier=state.multiplier,
+        phases={name: phase for name, phase in phases.items() if phase is not None},
+    )
 
 
 def _pretraining(run: RunContext) -> Pretraining:

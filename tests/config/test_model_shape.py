@@ -15,7 +15,7 @@ from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import model_shapes
-from jaxrl.trainer.role_models import role_models
+from jaxrl.trainer.roles import role_models
 
 STORED = ModelConfig(
     vocab_size=300,

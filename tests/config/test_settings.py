@@ -156,7 +156,6 @@ MEANT = {
         (
             "model.d_ff",
             "model.d_model",
-            "preference.evaluation_pairs",
             "preference.pairs_per_step",
             "rollout.generation_prompts",
             "rollout.num_prompts",
@@ -181,17 +180,14 @@ MEANT = {
             "algorithm.kl.loss_coef",
             "algorithm.kl.reward_coef",
             "algorithm.kl.target",
-            "algorithm.trust_region.damping",
             "algorithm.loss_options.clip_high",
             "algorithm.loss_options.clip_low",
             "cost.limit",
-            "cost.multiplier_lr",
             "cost.pretrain_coef",
             "critic.lr",
             "critic.warmup_steps",
             "data.evaluation.seed",
             "data.train.seed",
-            "evaluation.min_p",
             "evaluation.temperature",
             "evaluation.top_k",
             "hosts.process_id",
@@ -219,7 +215,6 @@ MEANT = {
             "rollout.max_generation_batches",
             "rollout.min_p",
             "rollout.min_response_tokens",
-            "rollout.min_spread",
             "rollout.prefill_chunk_tokens",
             "rollout.speculate",
             "rollout.top_k",
@@ -243,7 +238,6 @@ MEANT = {
             "lr",
             "lr_decay_steps",
             "lr_final",
-            "lr_stable_steps",
             "lr_warmup_steps",
             "weight_decay",
         )
@@ -272,12 +266,8 @@ PROSE = {"data.system_prompt", "data.answer_prefix"}
 # Names of the user's own. What they name is looked up before training.
 NAMES = {
     "name",
-    "sft.prompt_field",
-    "sft.response_field",
-    "sft.messages_field",
     "sft.run",
     "preference.path",
-    "preference.margin_field",
 } | {
     f"data.{split}.{name}"
     for split in ("train", "evaluation")

@@ -65,8 +65,7 @@ def test_scores_that_differ_keep_a_group_whatever_is_right(make_scored):
     scored = make_scored([0, 15, 5])
     score_NG = np.array([[0.1, 0.1, 0.4, 0.1], [0.9, 0.9, 0.9, 0.9], [0.0, 0.2, 0.2, 0.2]])
     scored = dataclasses.replace(scored, score_B=score_NG.reshape(-1).astype(np.float32))
-    assert SpreadGroups(0.0)(scored).tolist() == [True, False, True]
-    assert SpreadGroups(0.25)(scored).tolist() == [True, False, False]
+    assert SpreadGroups()(scored).tolist() == [True, False, True]
 
 
 # The buffer

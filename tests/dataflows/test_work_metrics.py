@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data.packing import PackedShape
-from jaxrl.dataflows import work_metrics as module
+from jaxrl.dataflows import step_metrics as module
 from jaxrl.dataflows.step_metrics import work_metrics, work_rates
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.hardware import Roof

@@ -496,18 +496,6 @@ def rates(num_steps: int, **settings) -> np.ndarray:
     return np.array([float(learning_rate(schedule, jnp.int32(n))) for n in range(num_steps)])
 
 
-def test_warm_up_stable_decay():
-    found = rates(13, lr_warmup_steps=2, lr_stable_steps=6, lr_decay_steps=10, lr_final=0.2)
-    np.testing.assert_allclose(found[:7], [0.5, 1, 1, 1, 1, 1, 1])
-    np.testing.assert_allclose(found[[8, 10, 12]], [0.6, 0.2, 0.2], rtol=1e-6)
-
-
-@pytest.mark.parametrize("decay", [0, 5])
-def test_a_stable_part_without_a_decay_is_refused(decay):
-    with pytest.raises(ValueError, match="lr_stable_steps 5 leaves no step"):
-        OptimConfig(lr_stable_steps=5, lr_decay_steps=decay)
-
-
 @pytest.mark.parametrize("setting", [{"kind": "sgd"}, {"moments": "int4"}])
 def test_unknown_kinds_list_the_known(setting):
     with pytest.raises(UserError, match=r"expected 'adamw' or 'muon'|expected 'float32', "):

@@ -32,8 +32,8 @@ from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.role_models import role_models
-from jaxrl.trainer.weights import load_or_init
+from jaxrl.trainer.roles import role_models
+from jaxrl.trainer.supervised import load_or_init
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8

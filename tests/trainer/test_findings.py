@@ -106,7 +106,6 @@ def function(path: str) -> dict:
 
 SAFE = {"algorithm__dataflow": "safe_rlhf", "algorithm__advantage": "gae"}
 PPO = {"algorithm__dataflow": "ppo", "algorithm__advantage": "gae"}
-JUDGE = {"reward__judge__chat": False}
 
 
 @pytest.mark.parametrize(
@@ -151,14 +150,10 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({**SAFE, "cost__model": "few_words"}, "the model in few_words 200"),
         ({**PPO, "critic__weights": "nowhere"}, "nowhere/config.json does not exist"),
         ({**PPO, "critic__weights": "few_words"}, "the model in few_words 200"),
+        ({"reward__judge__model": "nowhere"}, "nowhere/config.json does not exist"),
+        ({"reward__judge__model": "scores"}, "which says nothing in words"),
         (
-            {"reward__judge__model": "language"},
-            "language has no chat template; set reward.judge.chat",
-        ),
-        ({**JUDGE, "reward__judge__model": "nowhere"}, "nowhere/config.json does not exist"),
-        ({**JUDGE, "reward__judge__model": "scores"}, "which says nothing in words"),
-        (
-            {**JUDGE, "reward__judge__model": "few_words_language"},
+            {"reward__judge__model": "few_words_language"},
             "the tokenizer has 258 tokens, the model in few_words_language 200",
         ),
         ({"reward__grader": "choice"}, "train.jsonl:1: ground truth"),

@@ -232,7 +232,6 @@ def safe_settings(folder) -> dict:
         **ppo_settings(folder),
         "cost__model": str(folder / "cost"),
         "cost__limit": -2.0,
-        "cost__multiplier_lr": 0.5,
         "cost__pretrain_coef": 0.1,
     }
 
@@ -271,7 +270,7 @@ def test_the_multiplier_follows_the_cost(folder, tmp_path):
     assert first["cost/multiplier"] == 1.0
     assert first["cost/mean"] > -2.0
     assert second["cost/multiplier"] == pytest.approx(
-        np.exp(0.5 * (first["cost/mean"] + 2.0)), rel=1e-5
+        np.exp(0.1 * (first["cost/mean"] + 2.0)), rel=1e-5
     )
     assert first["cost_critic/vf_loss"] > 0 and first["cost_critic/vf_explained_var"] == 0
 
@@ -355,7 +354,6 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     judge = {
         "model": str(directory),
         "template": "How good is {response}?",
-        "chat": False,
         "failed_score": -2.0,
         "max_prompt_tokens": 32,
         "max_verdict_tokens": 4,

@@ -15,9 +15,8 @@ from jaxrl.trainer.algorithm import algorithm_of
 from jaxrl.trainer.context import build_context
 from jaxrl.trainer.findings import REINFORCEMENT
 from jaxrl.trainer.rl import RlStage
-from jaxrl.trainer.role_models import role_models
-from jaxrl.trainer.roles import build_roles
-from jaxrl.trainer.weights import load_or_init
+from jaxrl.trainer.roles import build_roles, role_models
+from jaxrl.trainer.supervised import load_or_init
 
 SMALL = {
     "model.num_layers": "2",

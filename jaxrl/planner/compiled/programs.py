@@ -428,7 +428,7 @@ def engine_programs(
 
 
 def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
-    """Bytes of a device's experts that no token of a decoding step chooses, if all are chosen equally often."""
+    """Bytes of a device's experts that no token of a decoding step chooses, if all are as likely."""
     model = engine.model
     if not model.num_experts:
         return 0.0

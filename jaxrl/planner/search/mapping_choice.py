@@ -28,8 +28,7 @@ from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_times import expected_step, tasks_of_run
 from jaxrl.trainer.algorithm import algorithm_of, roles_of
-from jaxrl.trainer.role_models import role_models
-from jaxrl.trainer.roles import check_role_batches
+from jaxrl.trainer.roles import check_role_batches, role_models
 
 # Settings that a mapping changes, besides the placement.
 _CHANGED = {

@@ -32,8 +32,7 @@ from jaxrl.planner.simulation.step_simulator import RoleMapping
 from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.trainer.algorithm import pools_of, roles_of
-from jaxrl.trainer.role_models import role_models
-from jaxrl.trainer.roles import check_role_batches
+from jaxrl.trainer.roles import check_role_batches, role_models
 
 
 def recipe(**algorithm) -> Config:
