@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from jaxrl.data.text_stream import TextStream
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End
@@ -30,7 +31,6 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.sampling import SamplingOptions, Truncation, untruncated
 from jaxrl.rollout.stop_strings import StopSearch
-from jaxrl.serving.text_stream import TextStream
 
 STOP, LENGTH = "stop", "length"
 _FINISH = {None: "", End.STOP_ID: STOP, End.STOP_STRING: STOP, End.FULL: LENGTH}

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.problems import NO_EVALUATION
-from jaxrl.mesh import hosts
-from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.metrics import (
     evaluation_accuracy,
     evaluation_stderr,
@@ -20,39 +18,19 @@ from jaxrl.tracking.metrics import (
     readable_rows,
 )
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
-from jaxrl.types import Scored
 
 logger = logging.getLogger(__name__)
 
-# Number of problems whose answers the report shows before and after training.
-_REPORT_SAMPLES = 8
 # The evaluations whose answers the report shows.
-_SAMPLES_KEPT = ("before", "after")
+_SHOWN = ("before", "after")
 _SAMPLE_FIELDS = ("prompt", "answer", "text", "correct")
 
 Rows = list[dict[str, Any]]
 
 
-def keep_samples(folder: RunFolder, scored: Scored, when: str) -> None:
-    """Stores the first answer to a few evaluation problems, if the report shows this evaluation."""
-    if when not in _SAMPLES_KEPT or not hosts.is_first():
-        return
-    completions = scored.completions
-    samples = [
-        {
-            "prompt": completions.prompts.texts[i],
-            "answer": completions.prompts.answers[i],
-            "text": completions.texts[i * completions.num_samples],
-            "correct": bool(scored.correct_B[i * completions.num_samples]),
-        }
-        for i in range(min(_REPORT_SAMPLES, len(completions.prompts)))
-    ]
-    write_atomically(folder.samples(when), json.dumps(samples, indent=1).encode())
-
-
 def _sample_pairs(folder: RunFolder) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The stored samples of both evaluations; empty if one of the files is missing or damaged."""
-    before, after = (stored_samples(folder, when) for when in _SAMPLES_KEPT)
+    before, after = (stored_samples(folder, when) for when in _SHOWN)
     if before and after and len(before) != len(after):
         logger.warning("%s has %d and %d answers", folder, len(before), len(after))
         return []

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.data.text_stream import TextStream
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.serving.text_stream import TextStream
 from jaxrl.types import Completions, PackedBatch, Scored
 
 # The last key of a row.

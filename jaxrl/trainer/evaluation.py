@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from jaxrl.dataflows.experience import Metrics
@@ -11,12 +12,16 @@ from jaxrl.evaluation.evaluation_metrics import (
     evaluation_metrics,
     score_without_length_penalty,
 )
+from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
-from jaxrl.tracking.run_report import keep_samples
+from jaxrl.tracking.durable import write_atomically
 from jaxrl.trainer.context import RunContext
 from jaxrl.types import Completions, Prompts, Scored
+
+# The report shows the first answer to so many problems, before and after training.
+_REPORT_SAMPLES = 8
 
 
 def answered(
@@ -58,5 +63,20 @@ class Evaluation:
     def __call__(self, actor: Actor, when: str) -> Metrics:
         """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
         scored = answered(actor, self._run.evaluation_prompts, self._options, self._grading)
-        keep_samples(self._run.config.run_folder, scored, when)
+        if when in ("before", "after") and hosts.is_first():
+            self._keep_samples(scored, when)
         return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}
+
+    def _keep_samples(self, scored: Scored, when: str) -> None:
+        completions = scored.completions
+        samples = [
+            {
+                "prompt": completions.prompts.texts[i],
+                "answer": completions.prompts.answers[i],
+                "text": completions.texts[i * completions.num_samples],
+                "correct": bool(scored.correct_B[i * completions.num_samples]),
+            }
+            for i in range(min(_REPORT_SAMPLES, len(completions.prompts)))
+        ]
+        path = self._run.config.run_folder.samples(when)
+        write_atomically(path, json.dumps(samples, indent=1).encode())

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.data.text_stream import TextStream
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
-from jaxrl.serving.text_stream import TextStream
 
 
 def utf8(tokens) -> str:
