@@ -20,7 +20,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ from jaxrl.files import read_text
 from jaxrl.flags import command_parser
 from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh import hosts
+from jaxrl.mesh.devices import dtype_on
 from jaxrl.mesh.pools import read_placement, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, shards_of, with_shardings
 from jaxrl.models import lora
@@ -99,12 +100,13 @@ def main(argv: Sequence[str]) -> int:
         check_path(flag, text)
     path = pathlib.Path(local_model(args.model))
     tree = settings_of(path, args.config, args.sets)
-    # A model without a recipe takes prompts of any length that its context has room for.
-    fits_prompts = not (args.config or is_run(path) or "data.max_prompt_tokens" in overrides)
+    # A model without a recipe takes prompts of any length that its context has room for, in the fast type.
+    is_bare = not (args.config or is_run(path))
+    chosen = {"data.max_prompt_tokens", "rollout.dtype"} - overrides.keys() if is_bare else set()
     config = load_config(Config, tree, overrides)
     config = prepared(config)
     with hosts.watched(config.hosts):
-        evaluate(config, path, out=args.out, fits_prompts=fits_prompts)
+        evaluate(config, path, out=args.out, chosen=chosen)
     return 0
 
 
@@ -198,7 +200,7 @@ def _name_of(text: str) -> str:
 
 
 def evaluate(
-    config: Config, path: pathlib.Path, *, out: str = "", fits_prompts: bool = False
+    config: Config, path: pathlib.Path, *, out: str = "", chosen: Set[str] = frozenset()
 ) -> Scored:
     """Evaluates a model and writes the answers. Collective.
 
@@ -208,7 +210,8 @@ def evaluate(
       config: settings of task and sampling; its weights are the directory of the model's files.
       path: directory of the model, or folder of a run.
       out: folder of the results; "" derives one in evaluations/.
-      fits_prompts: whether the engine is made for the longest prompt in place of `data.max_prompt_tokens`.
+      chosen: settings to replace: "data.max_prompt_tokens" by the longest prompt, "rollout.dtype" by the fast
+        type of the devices.
 
     Raises:
       UserError: something is missing, damaged or does not fit.
@@ -221,7 +224,7 @@ def evaluate(
         raise UserError(
             f"no prompt has at most data.max_prompt_tokens {config.data.max_prompt_tokens} tokens; raise it"
         )
-    if fits_prompts:
+    if "data.max_prompt_tokens" in chosen:
         longest = max(map(len, prompts.tokens))
         config = dataclasses.replace(
             config, data=dataclasses.replace(config.data, max_prompt_tokens=longest)
@@ -238,6 +241,9 @@ def evaluate(
     used = pool.num_devices if hosts.num_processes() == 1 else None
     mesh = meshes_of(take_devices(pools, jax.devices()[:used]))["actor"]
     check_sampling_batches(config, mesh)
+    if "rollout.dtype" in chosen:
+        fast = dataclasses.replace(config.rollout, dtype=dtype_on(mesh, "auto"))
+        config = dataclasses.replace(config, rollout=fast)
     weights = _identity(path, model)
     # Processes differ in their index.
     settings = format_config(dataclasses.replace(config, hosts=hosts.HostsConfig()))

@@ -137,6 +137,21 @@ def test_right_answers_are_counted_by_set(directory, problems, says, tmp_path, c
     assert len(rows) == 20 and rows[0]["completion"] == "Answer: 7" and rows[0]["correct"]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "bfloat16"), ({"rollout.dtype": "float32"}, "float32")]
+)
+def test_a_model_alone_answers_in_the_fast_type(
+    directory, problems, says, tmp_path, monkeypatch, given, expected
+):
+    """On accelerators that is bfloat16: in float32 a model of 32B would take 131 GB."""
+    says("Answer: 7")
+    monkeypatch.setattr("jaxrl.mesh.devices.platform_of", lambda mesh: "gpu")
+    asked = ["--model", directory, "--set", problems[0], "--n", 1, "--out", tmp_path / "out"]
+    assert run_command(*asked, **given) == 0
+    settings = json.loads((tmp_path / "out" / "results.json").read_text())["settings"]
+    assert f"rollout.dtype = {expected!r}" in settings
+
+
 def test_grader_failures_are_counted(directory, problems, says, tmp_path, capfd):
     own = tmp_path / "own.py"
     own.write_text(
@@ -343,4 +358,4 @@ def test_more_answers_than_memory_holds_are_refused(directory, problems, monkeyp
             command.settings_of(directory, None, problems[:1]),
             {**SMALL, "evaluation.num_samples": "1000000"} | {k: str(v) for k, v in SMALL.items()},
         )
-        command.evaluate(config, directory, fits_prompts=True)
+        command.evaluate(config, directory, chosen={"data.max_prompt_tokens"})
