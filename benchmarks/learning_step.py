@@ -31,7 +31,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
@@ -41,6 +40,7 @@ from jaxrl.roles import packed_model
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch, TrainBatch

@@ -34,13 +34,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions

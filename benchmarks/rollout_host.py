@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine_sizes import PageSizes

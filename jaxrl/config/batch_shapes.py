@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.schema import Config
-from jaxrl.data.packing import PackedShape, RowLimits
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, check_divides, shards_of
+from jaxrl.roles.packing import PackedShape, RowLimits
 from jaxrl.rollout.settings import EngineConfig
 
 # Tokens that rows are made longer up to: more answers to a prompt in a row save little.

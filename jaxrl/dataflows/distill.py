@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxrl.algos.moments import Moments
 from jaxrl.algos.segments import masked
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.dataflow import dataflow
 from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.samplers import PromptSource
@@ -23,6 +22,7 @@ from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.teacher import TeacherPrompts
 from jaxrl.types import Completions, Prompts

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.data.demonstrations import DemonstrationStream
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.preparation import EntropyCoefficient
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
@@ -19,6 +18,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.losses import CorrectionConfig, EntropyBatch, Objective, corrected
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.redraw import draws_of
 from jaxrl.roles.scores import Critic

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.algos.controllers import adaptive, constrained_advantage, entropy_coef
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.rewarding import Costs, Multiplier
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics, work_metrics
@@ -19,6 +18,7 @@ from jaxrl.mesh import hosts
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import ShareOption, pack_completions
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.types import Scored, ValueBatch
 

@@ -18,7 +18,6 @@ import numpy as np
 from jaxrl.algos.controllers import raised_multiplier
 from jaxrl.algos.segments import to_sequences
 from jaxrl.algos.shaping import soft_overlong_penalty
-from jaxrl.data.packing import RowLimits
 from jaxrl.dataflows.experience import Metrics, Sampled
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
@@ -30,6 +29,7 @@ from jaxrl.rewards.score import AskedVerdicts, Term, grader_term, score_completi
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.generative_judge import GenerativeJudge
+from jaxrl.roles.packing import RowLimits
 from jaxrl.roles.scores import RewardModel
 from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 

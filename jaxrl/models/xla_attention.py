@@ -254,7 +254,7 @@ def _tiles(ids: _Ids, reach: jax.Array | None) -> _Tiles:
 def needed_tiles(own_NBC: Any, prefix_NBC: Any, reach: Any, xp: Any = jnp) -> Any:
     """The pairs of blocks in which a query of any row may see a key; their tiles are computed.
 
-    Two blocks can share a segment only if the ranges of their ids overlap. Rows of `data.packing` have
+    Two blocks can share a segment only if the ranges of their ids overlap. Rows of `roles.packing` have
     ascending ids, so almost all overlapping pairs do share one. Other orders give the same result but skip
     fewer tiles.
 

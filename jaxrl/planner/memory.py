@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax.extend import core as jax_core
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import microbatches_of
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
@@ -29,6 +28,7 @@ from jaxrl.planner.simulation.workload import train_name
 from jaxrl.quantized import Quantized
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.packed_model import Frozen
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 

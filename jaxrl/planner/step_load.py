@@ -11,7 +11,6 @@ import math
 import jax.numpy as jnp
 
 from jaxrl.config.schema import Config
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.models.attention import pick_implementation
 from jaxrl.models.kernels.paged_attention import pick_decode_implementation
@@ -19,6 +18,7 @@ from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.filled_rows import filled_rows
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
+from jaxrl.roles.packing import PackedShape
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
 RESPONSE_SHARE = 0.2

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
-from jaxrl.data.packing import PackedShape, Packing, PrefixGroups, plan_packing
+from jaxrl.roles.packing import PackedShape, Packing, PrefixGroups, plan_packing
 from jaxrl.types import Completions, PackedBatch, TrainBatch
 
 ShareOption = bool | Literal["auto"]

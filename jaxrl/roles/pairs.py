@@ -27,9 +27,9 @@ from jaxrl.algos.preference_losses import (
 )
 from jaxrl.algos.registry import check_inputs, check_options, lookup
 from jaxrl.algos.segments import last_tokens, masked
-from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.data.preferences import Answer, PreferencePair
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
+from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.roles.scores import ScoreOutputs
 from jaxrl.types import PackedBatch
 

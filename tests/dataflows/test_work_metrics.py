@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows import step_metrics as module
 from jaxrl.dataflows.step_metrics import work_metrics, work_rates
 from jaxrl.mesh.devices import build_mesh
@@ -14,6 +13,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(

@@ -10,7 +10,6 @@ import jax
 import pytest
 from processes import started
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -18,6 +17,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 

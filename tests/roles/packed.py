@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl.data.packing import PackedShape, plan_packing
+from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.types import PackedBatch, TrainBatch
 
 # Three ways to lay out eight sequences of at most 12 tokens.

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.packing import PackedShape
 from jaxrl.tracking.sample_rows import logprobs_by_response
 from jaxrl.types import Completions, Prompts
 

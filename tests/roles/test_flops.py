@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.parallel_layers import expert_parallel
@@ -20,6 +19,7 @@ from jaxrl.planner.compiled.programs import abstract_batch, matmul_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 

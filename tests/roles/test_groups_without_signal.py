@@ -13,10 +13,10 @@ from test_policy import ADAM, EIGHT_DEVICES, MODEL, ONE_DEVICE, OPTIONS, first_s
 
 from jaxrl.algos.aggregation import AGGREGATIONS
 from jaxrl.algos.policy_losses import HAVE_OTHER_TERMS, POLICY_LOSSES
-from jaxrl.data.packing import PackedShape
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.gradient import num_with_advantage
 from jaxrl.roles.losses import policy
+from jaxrl.roles.packing import PackedShape
 from jaxrl.types import Completions, Prompts, TrainBatch
 
 # Four groups of two answers; the second and the last have no advantage.

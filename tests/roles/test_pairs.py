@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -14,6 +13,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.pairs import (
     pack_pairs,
     pair_sums,

@@ -11,7 +11,6 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 
-from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -21,6 +20,7 @@ from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, Objective, corrected, policy
 from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
+from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.redraw import draws_of
 from jaxrl.roles.train_config import TrainConfig

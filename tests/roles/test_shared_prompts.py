@@ -9,7 +9,6 @@ from closeness import assert_close
 from slow_values import mostly_slow
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -19,6 +18,7 @@ from jaxrl.models.decoder import init_params, score_config
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import policy
 from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.scores import RewardModel
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import Completions, Prompts

@@ -27,7 +27,6 @@ from test_policy import (
     step,
 )
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.preparation import ReferencePhase
@@ -38,6 +37,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, policy
 from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions

@@ -5,7 +5,6 @@ import re
 import pytest
 from jax.sharding import Mesh
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
@@ -14,6 +13,7 @@ from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 

@@ -12,7 +12,6 @@ from byte_engine import assert_same_samples
 from closeness import assert_close
 from flax import nnx
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -21,6 +20,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine

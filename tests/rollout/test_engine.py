@@ -10,7 +10,6 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 
-from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -23,6 +22,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import sampler_shapes
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout import cache_choice

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
+from jaxrl.roles.packing import PackedShape
 from jaxrl.tracking.kept_rollouts import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import (

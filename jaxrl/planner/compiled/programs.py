@@ -27,7 +27,6 @@ import numpy as np
 from jax.extend import core as jax_core
 from jax.sharding import NamedSharding
 
-from jaxrl.data.packing import PackedShape
 from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
@@ -38,6 +37,7 @@ from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_n
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import Objective
 from jaxrl.roles.packed_model import PackedModel
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import RewardModel, ScoreLearner
 from jaxrl.rollout.decode_state import Assignment, DecodeState

@@ -14,15 +14,15 @@ import math
 
 import numpy as np
 
-from jaxrl.data.packing import (
+from jaxrl.models.xla_attention import needed_tiles
+from jaxrl.planner.simulation.workload import Workload
+from jaxrl.roles.packing import (
     PrefixGroups,
     Rows,
     best_fit_decreasing,
     filled_minibatches,
     ids_of_rows,
 )
-from jaxrl.models.xla_attention import needed_tiles
-from jaxrl.planner.simulation.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)

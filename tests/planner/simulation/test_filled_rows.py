@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from toy_clusters import toy, toy_model, toy_work
 
-from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.models import xla_attention
 from jaxrl.models.attention_kind import FULL
 from jaxrl.planner.hardware.cluster import Cluster
@@ -18,6 +17,7 @@ from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.filled_rows import filled_rows, pairs_of_a_row, pairs_of_one_text
 from jaxrl.planner.simulation.simulate_passes import BACKWARD_ATTENTION, PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution, Strategy
+from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
 
 MODEL = toy_model()
 

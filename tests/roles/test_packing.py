@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.packing import PackedShape, plan_packing
 from jaxrl.errors import UserError
+from jaxrl.roles.packing import PackedShape, plan_packing
 
 
 @st.composite

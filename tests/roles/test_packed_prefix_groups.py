@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.packing import PackedShape, PrefixGroups, plan_packing
+from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
 
 
 @st.composite
