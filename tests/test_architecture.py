@@ -204,17 +204,17 @@ def test_no_two_files_have_one_name():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 45_200,
+    "lines of code": 38_200,
     "lines of code of planner/": 5_070,
-    "lines of code of the largest other package": 4_540,
-    "files": 450,
-    "lines of code that trainer/ imports, itself included": 30_550,
-    "files that trainer/ imports, itself included": 306,
-    "settings": 236,
-    "functions per 1,000 lines of code": 93,
+    "lines of code of the largest other package": 4_040,
+    "files": 321,
+    "lines of code that trainer/ imports, itself included": 26_150,
+    "files that trainer/ imports, itself included": 221,
+    "settings": 218,
+    "functions per 1,000 lines of code": 91,
     "lines of code of tests per 100 of the package": 90,
 }
-MIN_COMMENT_PERCENT = 1.6
+MIN_COMMENT_PERCENT = 1.9
 
 
 def test_the_house_keeps_its_budgets(capsys):
