@@ -71,6 +71,8 @@ def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> It
             f"    {message if len(message) <= 200 else f'{message[:197]}...'}"
             for message in dropped.named
         )
+    if kept := sum(not record.answer for record in source.records):
+        yield f"  {kept:,} prompts without a truth, which the grader does not look at; kept"
     if source.own_template:
         yield "  the file's own words around each problem stay, unless a template is set"
     if encoded is None:

@@ -45,6 +45,7 @@ class _NoTokenizer:
     """The tokenizer of a plan, which builds shapes only. No shape depends on the tokens."""
 
     stop_ids = (0,)
+    chat_template = None
 
     def decode_batch(self, sequences: Sequence[np.ndarray]) -> list[str]:
         """Never called, because a plan decodes nothing."""

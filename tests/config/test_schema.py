@@ -32,7 +32,7 @@ from jaxrl.trainer.algorithm import algorithm_of
         ("train.remat", "some", "'some': expected 'full', 'projections', 'offload' or 'none'"),
         ("train.rows", "0", "train.rows 0 is below 1"),
         ("reward.overlong_buffer_tokens", "48", "leaves nothing unpunished"),
-        ("run.num_steps", "0", "run.num_steps 0 is below 1"),
+        ("run.num_steps", "-1", "run.num_steps -1 is below 0"),
         ("optim.lrr", "1", "near: optim.lr"),
         ("optim.lr", "fast", "optim.lr"),
         ("temperature", "1", "near: rollout.temperature"),

@@ -137,6 +137,10 @@ MEANT = {
             "algorithm.kl.horizon",
             "data.evaluation.size",
             "data.train.size",
+            "model.head_dim",
+            "model.num_heads",
+            "rollout.num_samples",
+            "train.rows",
             "model.query_pre_attn_scalar",
             "model.rope_local_theta",
             "model.rope_scaling.original_max_positions",
@@ -223,6 +227,7 @@ MEANT = {
             "seed",
             "train.load_balancing_coef",
             "train.pipeline_microbatches",
+            "run.num_steps",
             "sft.num_steps",
             "data.evaluation.size",  # of a file, which has its own
             "data.train.size",
@@ -250,6 +255,10 @@ PATHS = {
     "data.evaluation.path",
     "data.train.path",
     "preference.path",
+    "preference.pair_generator",
+    "data.evaluation.grader",
+    "data.train.grader",
+    "reward.grader",
     "mesh.hardware",
     "reward.functions.brevity.path",
     "reward.judge.model",
@@ -279,6 +288,7 @@ NONE_BY_EMPTY = {
     "hosts.coordinator",
     "mesh.generate",
     "preference.evaluation_path",
+    "preference.loss",
     "rollout.kv_dtype",
     "rollout.schedule",
     "rollout.weights_dtype",
@@ -296,6 +306,7 @@ def recipe() -> ml_config_dict.ConfigDict:
     with tree.unlocked():
         tree.reward.functions = {"brevity": {"path": "rewards.py:brevity", "weight": 1.0}}
         tree.algorithm.advantage_options = {"normalize_std": True, "epsilon": 1e-6}
+        tree.preference.loss = "bradley_terry"
         tree.preference.options = {"center_coef": 0.01}
     return to_config_dict(from_config_dict(Config, tree))
 
@@ -395,7 +406,12 @@ def is_meant(setting: str, hostile: str) -> bool:
     return setting in MEANT.get(hostile, {})
 
 
-OPEN_TABLES = ("data.chat_options", "data.train.options", "data.evaluation.options")
+OPEN_TABLES = (
+    "data.chat_options",
+    "reward.grader_options",
+    "data.train.options",
+    "data.evaluation.options",
+)
 EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings", "run.loggers")
 # Numbers that are 1 or more, or need another setting before they can be more than 0.
 NOT_HALF = {
@@ -588,5 +604,6 @@ def test_answers_that_no_memory_holds_are_refused_with_the_bytes():
         checked(with_value("evaluation.num_samples", 1_000_000))
     assert str(refused.value) == (
         "evaluation.num_samples 1,000,000 x 128 problems x rollout.max_response_tokens 48: the "
-        "answers take 250.9 GB, more than this machine with 68.7 GB; lower evaluation.num_samples"
+        "answers take 250.9 GB, more than this machine with 68.7 GB; lower evaluation.num_samples, or "
+        "data.evaluation.size"
     )

@@ -58,8 +58,8 @@ def test_rows_with_texts(tmp_path):
 
 
 def test_margins_and_harms_have_fields_with_names(tmp_path):
-    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "by": 1, "a": False, "b": None}
-    pairs = read(tmp_path, row, margin_field="by", harm_fields=("a", "b"))
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1, "a": False, "b": None}
+    pairs = read(tmp_path, row, harm_fields=("a", "b"))
     assert pairs == (Preference("1+1=", "2", "3", "s", 1.0, -1, 0),)
 
 
@@ -100,7 +100,7 @@ def test_rows_with_messages(tmp_path, row, context):
 MESSAGES = {
     "chosen": [user("?"), assistant("2")],
     "rejected": [user("?"), assistant("3")],
-    "by": 1,
+    "margin": 1,
     "h": True,
 }
 
@@ -133,20 +133,23 @@ MESSAGES = {
             {**MESSAGES, "rejected": [user("?"), assistant("2") | {"tool_calls": [{}]}]},
             "message 2 of field 'rejected' has 'tool_calls'; only a role and a content",
         ),
-        ({**MESSAGES, "by": -1}, "field 'by' is -1; a margin must be a number of 0 or more"),
         (
-            '{"prompt": "?", "chosen": "2", "rejected": "3", "h": null, "by": NaN}',
-            "field 'by' is NaN",
+            {**MESSAGES, "margin": -1},
+            "field 'margin' is -1; a margin must be a number of 0 or more",
         ),
-        ({**MESSAGES, "by": True}, "field 'by' is true"),
+        (
+            '{"prompt": "?", "chosen": "2", "rejected": "3", "h": null, "margin": NaN}',
+            "field 'margin' is NaN",
+        ),
+        ({**MESSAGES, "margin": True}, "field 'margin' is true"),
         ({**MESSAGES, "h": "yes"}, "field 'h' is \"yes\"; whether an answer does harm"),
     ],
 )
 def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, message):
-    good = {"prompt": "?", "chosen": "2", "rejected": "3", "by": 0, "h": True}
+    good = {"prompt": "?", "chosen": "2", "rejected": "3", "margin": 0, "h": True}
     path = write(tmp_path, good, "", row)
     with pytest.raises(UserError, match=re.escape(f"{path}:3: ") + f".*{re.escape(message)}"):
-        read_preferences(path, source="s", margin_field="by", harm_fields=("h", "h"))
+        read_preferences(path, source="s", harm_fields=("h", "h"))
 
 
 def test_a_missing_file_says_what_to_put_there(tmp_path):

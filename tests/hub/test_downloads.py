@@ -9,10 +9,10 @@ import sys
 import time
 
 import hub_server
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.utils._runtime import is_xet_available
 
 from jaxrl.data.rows import open_rows
 from jaxrl.errors import UserError
@@ -397,4 +397,4 @@ def test_a_command_takes_names(server, tmp_path):
 
 def test_no_download_passes_the_guarded_client_by(hub):
     """Where `hf_xet` is installed, `huggingface_hub` would fetch files with that library's own client."""
-    assert not huggingface_hub.utils.is_xet_available()
+    assert not is_xet_available()
