@@ -417,6 +417,8 @@ def fault_of(cls: type, error: ValidationError) -> str:
     if faults[0]["type"] == "value_error":  # of a __post_init__
         fault = str(faults[0].get("ctx", {}).get("error", faults[0]["msg"]))
         return f"{name}: {fault}" if name else fault
+    if faults[0]["type"] == "unexpected_keyword_argument":
+        return f'unknown setting "{name}" of {cls.__name__}'
     same = []
     for fault in faults:
         # Each type of a union has its own error.

@@ -23,9 +23,8 @@ ODD = {
 NO_PATHS = {
     *("hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt", "data.answer_prefix"),
-    *("sft.prompt_field", "sft.response_field", "sft.messages_field"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
-    *("preference.margin_field", "preference.loss"),
+    "preference.loss",
     *(
         f"data.{name}.{field}"
         for name in ("train", "evaluation")

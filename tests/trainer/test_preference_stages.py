@@ -56,7 +56,6 @@ def make_config(files, output, num_steps: int = 12, **preference) -> Config:
         "path": str(files / "train_pairs.jsonl"),
         "evaluation_path": str(files / "evaluation_pairs.jsonl"),
         "pairs_per_step": 8,
-        "evaluation_pairs": 16,
         "loss": "bradley_terry",
         **preference,
     }
