@@ -36,6 +36,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl.config.command_line import load_recipe
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards import Responses
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -46,16 +48,6 @@ SETTINGS = {
     "algorithm.dataflow": "grpo",
     "algorithm.kl.loss_coef": 0.0,
     "algorithm.updates_per_step": 1,
-    "model.vocab_size": 512,
-    "model.num_layers": 4,
-    "model.d_model": 256,
-    "model.d_ff": 1024,
-    "model.num_heads": 8,
-    "model.num_kv_heads": 4,
-    "model.head_dim": 32,
-    "model.qk_norm": True,
-    "model.qkv_bias": False,
-    "model.tie_embeddings": True,
     "tokenizer.vocab_size": 512,
     "data.max_prompt_tokens": 64,
     "rollout.num_prompts": 16,
@@ -101,6 +93,24 @@ PHASES = {
 }
 
 
+def get_config() -> Any:
+    """The recipe of the problem, to which `SETTINGS` are added."""
+    config: Any = load_recipe("grpo_tiny")
+    config.model = ModelConfig(
+        vocab_size=512,
+        num_layers=4,
+        d_model=256,
+        d_ff=1024,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        qk_norm=True,
+        qkv_bias=False,
+        tie_embeddings=True,
+    )
+    return config
+
+
 def hashed(responses: Responses) -> list[float]:
     """A reward between 0 and 1 that no two answers share."""
     return [zlib.crc32(text.encode()) / 2**32 for text in responses.texts]
@@ -108,7 +118,7 @@ def hashed(responses: Responses) -> list[float]:
 
 def ours(settings: Mapping[str, Any]) -> dict[str, float]:
     """Medians of the timed steps of a run with some settings."""
-    command = [sys.executable, "launch/train.py", "--config", "configs/grpo_tiny.py"]
+    command = [sys.executable, "launch/train.py", "--config", __file__]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     with tempfile.TemporaryDirectory() as folder:
         run_alone([*command, f"--config.run.output={folder}"])
