@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from step_vs_peers import MODEL
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
@@ -45,19 +46,6 @@ from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch, TrainBatch
 
-# That of step_vs_peers.py.
-MODEL = ModelConfig(
-    vocab_size=512,
-    num_layers=4,
-    d_model=256,
-    d_ff=1024,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-    qk_norm=True,
-    qkv_bias=False,
-    tie_embeddings=True,
-)
 LOSS = policy(
     "clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}, shares_forward=True
 )

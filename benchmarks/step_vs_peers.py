@@ -7,7 +7,8 @@
 has a signal and every step an update; a step without one ends the benchmark.
 
     even      no answer ends before 192 tokens
-    ragged    some tokens end an answer: 49 tokens on average, as if each token did with probability 1/50
+    ragged    some tokens end an answer. How long answers get depends on the random weights. The benchmark
+              ends with an error if one system's answers have a quarter more tokens than another's
 
 jaxrl runs twice: with its defaults (two cores are two devices, each with half of the batch), and tuned, with
 rows that somebody chose for these lengths.
@@ -41,6 +42,18 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards import Responses
 
 ROOT = pathlib.Path(__file__).parents[1]
+MODEL = ModelConfig(
+    vocab_size=512,
+    num_layers=4,
+    d_model=256,
+    d_ff=1024,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    qk_norm=True,
+    qkv_bias=False,
+    tie_embeddings=True,
+)
 # The first steps compile: a batch of other lengths may ask for programs of another size.
 WARM_UP, TIMED = 5, 3
 SETTINGS = {
@@ -96,18 +109,7 @@ PHASES = {
 def get_config() -> Any:
     """The recipe of the problem, to which `SETTINGS` are added."""
     config: Any = load_recipe("grpo_tiny")
-    config.model = ModelConfig(
-        vocab_size=512,
-        num_layers=4,
-        d_model=256,
-        d_ff=1024,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        qk_norm=True,
-        qkv_bias=False,
-        tie_embeddings=True,
-    )
+    config.model = MODEL
     return config
 
 
@@ -187,6 +189,12 @@ def main() -> None:
         }
         for name in systems
     }
+    tokens = [row["tokens"] for row in middle.values()]
+    if max(tokens) > 1.25 * min(tokens):
+        counts = ", ".join(f"{name} {row['tokens']:,.0f}" for name, row in middle.items())
+        sys.exit(
+            f"the systems answered with unlike numbers of tokens ({counts}); choose other stop ids"
+        )
     for name, row in middle.items():
         ratio = row["step_s"] / middle["jaxrl"]["step_s"]
         seconds = (f"{row[key]:.2f}" for key in PHASES)
