@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from jaxrl.errors import UserError
 from jaxrl.files import shown_path
-from jaxrl.rewards.sandbox import SANDBOXES, SandboxUnavailable
-from jaxrl.rewards.sandbox.native import READABLE
+from jaxrl.rewards.sandbox.native import READABLE, Bubblewrap, SandboxUnavailable
 
 SECONDS = 10
 """How long a script may run. Nothing in it waits, so most end in milliseconds."""
@@ -137,7 +136,7 @@ def run_script(
 def _fault_of_bubblewrap() -> str:
     """Why bubblewrap does not work here; "" if it does."""
     try:
-        SANDBOXES["bubblewrap"]().check()
+        Bubblewrap().check()
     except SandboxUnavailable as reason:
         return str(reason)
     return ""

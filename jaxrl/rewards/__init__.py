@@ -1,14 +1,7 @@
-from jaxrl.rewards.answer import (
-    Grade,
-    extract_answer,
-    grade_answer,
-    grade_gsm8k,
-    gsm8k_answer,
-    normalize_answer,
-)
 from jaxrl.rewards.graders import GRADERS, Graders, check_grader
 from jaxrl.rewards.grading import (
     FunctionGrader,
+    Grade,
     Grader,
     GradingTask,
     Response,
@@ -53,14 +46,9 @@ __all__ = [
     "UserRewards",
     "Verdict",
     "check_grader",
-    "extract_answer",
-    "grade_answer",
-    "grade_gsm8k",
     "grader_term",
-    "gsm8k_answer",
     "judge_prompts",
     "judge_scores",
-    "normalize_answer",
     "parse_verdicts",
     "rows_of",
     "samples_of",

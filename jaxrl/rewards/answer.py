@@ -17,7 +17,6 @@ Covered: numbers, and text or LaTeX that differs in notation only. Not covered: 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from fractions import Fraction
 
@@ -29,6 +28,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     closing_brace,
     without_spacing,
 )
+from jaxrl.rewards.grading import Grade
 
 # This also bounds the digits of a number.
 _WINDOW_CHARS = 300
@@ -100,19 +100,6 @@ _SAME_UNITS = {"km/h": "kph", "%": "percent", "\u00b0": "degree", "degrees": "de
 _FRACTION = re.compile(r"([+-]?)\s*\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
 _NUMERAL = rf"(?:{SCIENTIFIC}|(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"([+-]?)\s*({_NUMERAL})(?:\s*/\s*({_NUMERAL}))?")
-
-
-@dataclasses.dataclass(frozen=True)
-class Grade:
-    """The verdict on one response.
-
-    Attributes:
-      correct: whether the response gives the ground truth.
-      prediction: the answer of the response, spelled by `normalize_answer`; None if there is none.
-    """
-
-    correct: bool
-    prediction: str | None
 
 
 def extract_answer(response: str) -> str | None:

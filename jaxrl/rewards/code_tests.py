@@ -19,7 +19,8 @@ import math
 from typing import Any
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.sandbox import Sandbox, SandboxLimits, sandbox_called
+from jaxrl.rewards.sandbox.choose import sandbox_called
+from jaxrl.rewards.sandbox.native import Sandbox, SandboxLimits
 
 MAX_TESTS = 200
 _MAX_CODE_CHARS = 100_000

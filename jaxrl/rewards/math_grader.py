@@ -13,12 +13,14 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import answer_span, normalize_answer
+from jaxrl.rewards.answer_reader.answer_equality import equal
 from jaxrl.rewards.answer_reader.answer_tokens import (
     BOX,
     MAX_CHARS,
@@ -26,10 +28,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     spelled,
     undressed,
 )
-from jaxrl.rewards.grading import GradingTask, PendingVerdict, Response, Verdict, empty_fault
-
-EQUAL = "math"
-"""Name of the comparison in a process pool."""
+from jaxrl.rewards.grading import Grader, GradingTask, Response, Verdict, empty_fault, in_worker
 
 # The text between two boxes of one answer: "\boxed{1}, \boxed{2}", "\boxed{1} and \boxed{2}". After a full
 # stop, or after nothing but space, the later box replaces the earlier one.
@@ -103,29 +102,34 @@ def math_truth(answer: str) -> str:
     return answer.strip()
 
 
-class MathGrader:
+class MathGrader(Grader):
     """Grades mathematics; see the header.
 
     Args:
-      pool: processes that know `answer_equality.equal` as `EQUAL`.
+      pool: processes that have the function of `worker`.
     """
+
+    @staticmethod
+    def worker() -> Callable[[tuple[str, str]], bool]:
+        """Returns the comparison of a pair of truth and answer."""
+        return lambda pair: equal(*pair)
 
     def __init__(self, pool: ProcessPool):
         self._pool = pool
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """Returns a verdict on each response; compares equal pairs of truth and answer once."""
-        answers = [math_answer(sample.text) for sample in samples]
-        pairs = [
-            (self._truth(sample.row), answer)
-            for sample, answer in zip(samples, answers, strict=True)
-        ]
-        asked: dict[tuple[str, str], concurrent.futures.Future[bool] | bool] = {}
-        for truth, answer in pairs:
+        asked: dict[tuple[str, str], Any] = {}
+        pairs = []
+        for sample in samples:
+            if fault := self.validate(sample.row):
+                raise UserError(fault)
+            truth, answer = math_truth(sample.row.answer), math_answer(sample.text)
+            pairs.append((truth, answer))
             if answer is not None and (truth, answer) not in asked:
                 decided = _decided(truth, answer)
                 asked[truth, answer] = (
-                    self._pool.submit(EQUAL, (truth, answer)) if decided is None else decided
+                    self._pool.submit("math", (truth, answer)) if decided is None else decided
                 )
         return [
             Verdict.of(False, None) if answer is None else _verdict(asked[truth, answer], answer)
@@ -146,11 +150,6 @@ class MathGrader:
             )
         return None
 
-    def _truth(self, row: GradingTask) -> str:
-        if fault := self.validate(row):
-            raise UserError(fault)
-        return math_truth(row.answer)
-
 
 def _decided(truth: str, answer: str) -> bool | None:
     """Returns a verdict that needs no mathematics; None if one does."""
@@ -168,4 +167,4 @@ def _verdict(asked: concurrent.futures.Future[bool] | bool, answer: str) -> Verd
     shown = normalize_answer(answer) or answer[:MAX_CHARS]
     if isinstance(asked, bool):
         return Verdict.of(asked, shown)
-    return PendingVerdict(asked, functools.partial(Verdict.of, prediction=shown), shown).wait()
+    return in_worker(asked, functools.partial(Verdict.of, prediction=shown), shown)()

@@ -12,11 +12,11 @@ from jaxrl.rewards import (
     FunctionGrader,
     Grade,
     Graders,
-    grade_answer,
     samples_of,
     score_completions,
     verdicts_of,
 )
+from jaxrl.rewards.answer import grade_answer
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
 from jaxrl.types import Completions, Prompts

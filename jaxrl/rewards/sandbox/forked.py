@@ -16,12 +16,13 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.native import READABLE, syscall_filter
-from jaxrl.rewards.sandbox.sandbox_interface import (
+from jaxrl.rewards.sandbox.native import (
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
+    READABLE,
     SandboxLimits,
     SandboxUnavailable,
+    syscall_filter,
 )
 
 

@@ -68,25 +68,21 @@ def restrict(readable: list[str], syscall_filter: bytes, *, landlock: bool) -> N
     """
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if landlock:
-        _restrict_files(readable)
+        files, network, scopes = _known_rights()
+        rules = _ruleset(files, network, scopes)
+        _checked(rules)
+        try:
+            for path in readable:
+                _allow(rules, path, files & (_READ_FILE | _READ_DIR))
+            _allow(rules, "/dev/null", files & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
+            _checked(_libc.syscall(_RESTRICT_SELF, rules, 0))
+        finally:
+            os.close(rules)
     if syscall_filter:
         # struct sock_fprog: the number of instructions of 8 bytes, and where they are.
         content = ctypes.create_string_buffer(syscall_filter, len(syscall_filter))
         program = struct.pack("@HP", len(syscall_filter) // 8, ctypes.addressof(content))
         _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0))
-
-
-def _restrict_files(readable: list[str]) -> None:
-    files, network, scopes = _known_rights()
-    rules = _ruleset(files, network, scopes)
-    _checked(rules)
-    try:
-        for path in readable:
-            _allow(rules, path, files & (_READ_FILE | _READ_DIR))
-        _allow(rules, "/dev/null", files & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
-        _checked(_libc.syscall(_RESTRICT_SELF, rules, 0))
-    finally:
-        os.close(rules)
 
 
 def _known_rights() -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Sandboxes that run the Python of this process again, locked down by the kernel.
+"""The interface of sandboxes, and those that run the Python of this process again, locked down by the kernel.
 
 run(program) -> a new process, started by the subclass's command (bubblewrap, or Python itself)
                 lockdown.main: limits -> Landlock -> seccomp filter -> program
@@ -13,8 +13,10 @@ shmget), namespaces, mounts, bpf, io_uring, keyrings.
 
 from __future__ import annotations
 
+import abc
 import base64
 import contextlib
+import dataclasses
 import errno
 import functools
 import inspect
@@ -33,14 +35,76 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.sandbox_interface import (
-    CLOCK_FACTOR,
-    MAX_OUTPUT_BYTES,
-    Outcome,
-    Sandbox,
-    SandboxLimits,
-    SandboxUnavailable,
-)
+
+MAX_OUTPUT_BYTES = 1 << 20
+"""Bytes kept of each output stream of a program. A program that prints more may be ended."""
+
+CLOCK_FACTOR = 10
+"""A program's limit of clock time, in multiples of its limit of processor time. It is wide because a right
+program must not fail on a machine where ten others want each core."""
+
+
+class SandboxUnavailable(Exception):
+    """A sandbox does not work on this machine; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one program.
+
+    Attributes:
+      seconds: processor time, and as many seconds asleep; the clock may run `CLOCK_FACTOR` times as long.
+      memory_bytes: address space of the program. Programs cannot start processes, so this is the sum.
+    """
+
+    seconds: float = 4.0
+    memory_bytes: int = 1 << 29
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a program.
+
+    Attributes:
+      status: the exit status; 128 + n after signal n; None if it was ended, most often by its time.
+      stdout: the first megabyte of its output.
+      stderr: the first megabyte of its error output.
+      seconds: processor time that the program has taken, and time that it has slept.
+    """
+
+    status: int | None
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+
+class Sandbox(abc.ABC):
+    """Runs Python programs that nobody trusts, one at a time.
+
+    No sandbox but `none` lets a program write a file, open a socket or start a process.
+
+    Attributes:
+      name: the value of `reward.code_sandbox` that selects it.
+      gaps: sentences about what it does not protect, for the log.
+    """
+
+    name: str
+    gaps: tuple[str, ...]
+
+    @abc.abstractmethod
+    def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
+        """Runs a program as `__main__` in a process or instance of its own and waits for its end.
+
+        Args:
+          program: Python source.
+          stdin: its whole standard input.
+          limits: when it is ended.
+        """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises SandboxUnavailable if this machine lacks something that the sandbox needs."""
+
 
 READABLE = (
     sys.prefix,
@@ -68,6 +132,7 @@ _MAX_THREADS = 128
 _LOOK_EVERY_S = 0.05
 # The test program takes milliseconds. The wide limit holds on a machine with a load of a hundred.
 CHECK_LIMITS = SandboxLimits(seconds=10.0)
+_LOCKDOWN = inspect.getsource(lockdown) + "\n\nmain()\n"
 
 
 class NativeSandbox(Sandbox):
@@ -98,8 +163,30 @@ class NativeSandbox(Sandbox):
         }
         with _file_of(stdin) as given, _file_of(program.encode(errors="replace")) as source:
             options["source"] = source.fileno()
-            python = ["-I", "-B", "-c", _lockdown_source(), json.dumps(options)]
-            return _supervised(self.command(python), given, source, limits)
+            python = ["-I", "-B", "-c", _LOCKDOWN, json.dumps(options)]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            with subprocess.Popen(
+                self.command(python),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[source.fileno()],
+                env=_ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            ) as process:
+                try:
+                    found, status, asleep_s = _followed(process, limits.seconds)
+                finally:
+                    # Without a sandbox it may have started others, which are in its session unless they
+                    # left it.
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if status is not None and status < 0:
+            status = 128 - status
+        return Outcome(status, *found, seconds + asleep_s)
 
     def check(self) -> None:
         """Raises SandboxUnavailable if a small program does not run."""
@@ -178,11 +265,6 @@ class Unconfined(NativeSandbox):
     seccomp = False
 
 
-@functools.cache
-def _lockdown_source() -> str:
-    return inspect.getsource(lockdown) + "\n\nmain()\n"
-
-
 @contextlib.contextmanager
 def _file_of(content: bytes) -> Iterator[BinaryIO]:
     """An unnamed file with this content, open for reading only."""
@@ -191,34 +273,6 @@ def _file_of(content: bytes) -> Iterator[BinaryIO]:
         file.flush()
         with open(file.name, "rb") as reading:
             yield reading
-
-
-def _supervised(
-    command: list[str], given: BinaryIO, source: BinaryIO, limits: SandboxLimits
-) -> Outcome:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(
-        command,
-        stdin=given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[source.fileno()],
-        env=_ENVIRONMENT,
-        cwd="/",
-        start_new_session=True,
-    )
-    with process:
-        try:
-            found, status, asleep_s = _followed(process, limits.seconds)
-        finally:
-            # Without a sandbox it may have started others, which are in its session unless they left it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    if status is not None and status < 0:
-        status = 128 - status
-    return Outcome(status, *found, seconds + asleep_s)
 
 
 def _followed(

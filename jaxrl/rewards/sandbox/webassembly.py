@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.process_pool import ProcessPool, WorkerFault
-from jaxrl.rewards.sandbox.native import CHECK_LIMITS
-from jaxrl.rewards.sandbox.sandbox_interface import (
+from jaxrl.rewards.sandbox.native import (
+    CHECK_LIMITS,
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
     Outcome,
