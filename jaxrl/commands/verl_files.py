@@ -439,7 +439,7 @@ _SAID = {
     "output": "Programs whose output the script uses; they were not run, so values made of it are wrong",
     "lost": "Settings after the end of the command (a comment, an empty line, or a blank after the backslash "
     "ends it), which verl does not see",
-    "trap on DEBUG": "Traps on DEBUG, which see each command; they were not set, so what they do is not known",
+    "trap on DEBUG": "Traps on DEBUG, which were not set, so what they do at each command is not known",
     "begun": "Started too, and not imported",
 }
 

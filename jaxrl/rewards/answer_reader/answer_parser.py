@@ -1,4 +1,4 @@
-"""Parses a text into a kind of answer (`answer_kinds`) by its outermost structure.
+"""Parses a text into a kind of answer (`answer_expressions`) by its outermost structure.
 
 The first form that matches wins:
 
@@ -23,13 +23,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import Node, expression, num
-from jaxrl.rewards.answer_reader.answer_kinds import (
+from jaxrl.rewards.answer_reader.answer_expressions import (
     Answer,
     Based,
     Brackets,
     Empty,
     Matrix,
+    Node,
     Quantity,
     Ratio,
     Reals,
@@ -37,6 +37,8 @@ from jaxrl.rewards.answer_reader.answer_kinds import (
     Several,
     Union,
     Words,
+    expression,
+    num,
 )
 from jaxrl.rewards.answer_reader.answer_tokens import (
     MAX_CHARS,

@@ -7,12 +7,12 @@ units after a number, "or" and "and". Outside brackets a comma between groups of
 number, if `thousands` is set.
 """
 
-# ruff: noqa: RUF001
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 import re
+import tomllib
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -41,21 +41,16 @@ class Token:
     spaced: bool = False
 
 
-_UNICODE = {
-    "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u221e": r"\infty ", "\u2264": r"\le ",
-    "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u00b0": r"^{\circ}", "\u222a": r"\cup ",
-    "\u2229": r"\cap ", "\u2208": r"\in ", "\u03b8": r"\theta ",
-    "\u03b1": r"\alpha ", "\u03b2": r"\beta ", "\u211d": r"\reals ", "\u2248": r"\approx ",
-    "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\uff0c": ",",
-    "\u3001": ",", "\uff1b": ";", "\uff08": "(", "\uff09": ")", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
-    "\u2019": "'", "\u2220": r"\angle ", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds ",
-    "\uff0b": "+", "\uff0d": "-", "\uff1d": "=", "\uff1a": ":", "\uff05": "%", "\uff0f": "/",
-    "\u2032": "'", "\u2033": "''", "\u221b": r"\sqrt[3]", "\u221c": r"\sqrt[4]", "\u2211": r"\sum ",
-    "\u2103": r"^{\circ}\text{C}", "\u2044": "/", "\u2219": r"\cdot ", "\u00ba": r"^{\circ}",
-    "\u33a1": r"\text{m}^{2}", "\u20bd": r"\text{руб}", "\u339d": r"\text{cm}", "\u338f": r"\text{kg}",
-    "\u339e": r"\text{km}", "\u2215": "/", "\u22c3": r"\cup ",
-}  # fmt: skip
+_FOLDER = pathlib.Path(__file__).parent
+_NOTATION = tomllib.loads((_FOLDER / "notation.toml").read_text("utf-8"))
+_UNICODE: dict[str, str] = _NOTATION["characters"]
+_SYNONYMS: dict[str, str] = _NOTATION["commands"]
+_FOREIGN_WORDS: dict[str, str] = _NOTATION["foreign_words"]
+SYMBOLS: dict[str, str] = _NOTATION["unit_symbols"]
+UNIT_WORDS, FUNCTIONS, _GREEK = (
+    frozenset(_NOTATION[name].split()) for name in ("unit_words", "functions", "greek")
+)
+_ASCII: dict[str, str] = {**{name: name for name in FUNCTIONS}, **_NOTATION["letters"]}
 
 _TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathcal|mbox|hbox"
@@ -70,22 +65,6 @@ _DRESS = (
     "left|right|mathopen|mathclose|middle|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits"
     "|hfill|strut"
 )
-# Commands of one meaning.
-_SYNONYMS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
-    **dict.fromkeys(("leq", "leqslant"), r"\le "),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge "),
-    **dict.fromkeys(("backslash", "smallsetminus", "setminus"), r"\setminus "),
-    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
-    **dict.fromkeys(("ast", "cdot", "times"), "*"),
-    **dict.fromkeys(("ldots", "cdots"), r"\dots "),
-    **dict.fromkeys(("R", "Reals"), r"\reals "),
-    "neq": r"\ne ", "lt": "<", "gt": ">", "varnothing": r"\emptyset ", "lbrace": r"\{", "rbrace": r"\}",
-    "lbrack": "[", "rbrack": "]", "degrees": r"\degree ", "div": "/", "infin": r"\infty ", "mp": r"\pm ",
-}  # fmt: skip
-
-
 # 10\u207b\u00b3 is 10^{-3}.
 _RAISED = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
@@ -128,52 +107,15 @@ _REWRITES = tuple(
     )
 )
 
-FUNCTIONS = frozenset({
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
-    "ln", "log", "exp",
-})  # fmt: skip
-_ASCII = {
-    **{name: name for name in FUNCTIONS},
-    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "sqrt": "sqrt", "pi": "pi", "infinity": "infty",
-    "infty": "infty", "inf": "infty", "oo": "infty", "theta": "theta", "alpha": "alpha", "beta": "beta",
-    "frac": "frac", "lg": "log", "union": "cup", "U": "cup", "cup": "cup", "degrees": "degree",
-    "degree": "degree",
-    "percent": "%", "deg": "degree",
-}  # fmt: skip
-_GREEK = frozenset({
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
-    "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
-    "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega",
-    "ell", "hbar",
-})  # fmt: skip
 WORDS = frozenset(("or", "and", "in", "not"))
 
 # Units and counted things, a group of names in each line. The first name of a group stands for all. They are
 # whole words after a number only.
 UNITS: dict[str, str] = {
     name: names.split()[0]
-    for names in pathlib.Path(__file__).with_name("units.txt").read_text("utf-8").splitlines()
+    for names in (_FOLDER / "units.txt").read_text("utf-8").splitlines()
     for name in names.split()
 }
-# Words allowed before or between units.
-UNIT_WORDS = frozenset((
-    "square", "sq", "cubic", "per", "total", "distinct", "different", "of", "right", "possible", "ordered",
-    "squared", "cubed",
-))  # fmt: skip
-# Symbols of units; some differ in case only.
-SYMBOLS = {
-    "m": "meter", "s": "second", "h": "hour", "g": "gram", "L": "liter", "l": "liter", "mL": "ml", "t": "ton",
-    "N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "K": "kelvin", "C": "coulomb",
-    "Hz": "hertz", "Pa": "pascal", "mol": "mole", "kJ": "kilojoule", "kW": "kilowatt", "MW": "megawatt",
-    "mW": "milliwatt", "kN": "kilonewton", "kPa": "kilopascal", "kHz": "kilohertz", "MHz": "megahertz",
-    "dm": "decimeter", "nm": "nanometer", "ms": "millisecond", "mA": "milliampere", "dL": "deciliter",
-    "\u0434\u043c": "decimeter",
-}  # fmt: skip
-_FOREIGN_WORDS = {
-    "平方": "square", "立方": "cubic", "每": "per", "кв": "square", "куб": "cubic", "в": "per",
-    "或": "or", "或者": "or", "または": "or", "или": "or", "和": "and", "与": "and", "и": "and",
-    "度": "degree", "градус": "degree", "градуса": "degree", "градусов": "degree",
-}  # fmt: skip
 _FOREIGN_PART = re.compile("(平方|立方|每)")
 # A quotient of units outside \\text: "60 km/h", "9.8 m/s^2", "5 \\frac{m}{s}".
 _LETTERS = r"[A-Za-z]{1,7}\.?(?:\^\{?-?[1-4]\}?)?"

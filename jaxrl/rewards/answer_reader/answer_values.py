@@ -17,8 +17,11 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.rewards.answer_reader.answer_expressions import Node, num
-from jaxrl.rewards.answer_reader.answer_kinds import Quantity
+from jaxrl.rewards.answer_reader.answer_expressions import (
+    Node,
+    Quantity,
+    num,
+)
 
 # Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000

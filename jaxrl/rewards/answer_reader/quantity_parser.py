@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import expression, num
-from jaxrl.rewards.answer_reader.answer_kinds import Quantity
+from jaxrl.rewards.answer_reader.answer_expressions import (
+    Quantity,
+    expression,
+    num,
+)
 from jaxrl.rewards.answer_reader.answer_tokens import (
     FUNCTIONS,
     SYMBOLS,
