@@ -193,9 +193,17 @@ def _assignments(lines: Sequence[Line]) -> Iterator[str]:
         if line.setting.rpartition(".")[0] and line.setting.partition(".")[0] != group:
             group = line.setting.partition(".")[0]
             yield ""
-        yield from _assignment(
-            line.setting, _literal(line.value, type_name(kinds[line.setting])), line.why
-        )
+        code = f"    config.{line.setting} = {_literal(line.value, type_name(kinds[line.setting]))}"
+        # A value of the file may hold a line break, which would end the comment.
+        why = "".join(c if c.isprintable() else "?" for c in line.why)
+        if why and len(code) + len(why) + 4 <= _WIDTH:
+            code += f"  # {why}"
+        elif why:
+            indent = "    # "
+            yield from textwrap.wrap(
+                why, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False
+            )
+        yield code
 
 
 def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
@@ -206,7 +214,9 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
             yield line
             continue
         table = next(
-            name for name in kinds if line.setting.startswith(f"{name}.") and _is_table(kinds[name])
+            name
+            for name, kind in kinds.items()
+            if line.setting.startswith(f"{name}.") and type_name(kind).startswith("dict")
         )
         *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
         entry = tables.setdefault(table, {})
@@ -214,24 +224,6 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
             entry = entry.setdefault(name, {})
         entry[leaf] = line.value
     yield from (Line(table, entries, "") for table, entries in tables.items())
-
-
-def _is_table(kind: Any) -> bool:
-    return type_name(kind).startswith("dict")
-
-
-def _assignment(setting: str, literal: str, why: str) -> Iterator[str]:
-    line = f"    config.{setting} = {literal}"
-    why = "".join(c if c.isprintable() else "?" for c in why)
-    if not why:
-        yield line
-    elif len(line) + len(why) + 4 <= _WIDTH:
-        yield f"{line}  # {why}"
-    else:
-        yield from textwrap.wrap(
-            why, _WIDTH, initial_indent="    # ", subsequent_indent="    # ", break_long_words=False
-        )
-        yield line
 
 
 def _literal(value: Any, kind: str) -> str:

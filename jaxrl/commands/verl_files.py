@@ -8,6 +8,7 @@ settings of verl is one file of settings.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -117,12 +118,12 @@ def read_verl(
     if "\0" in text:
         raise UserError(f"{shown} is no text; {_ABSENT}")
     is_script = pathlib.Path(path).suffix.lower() not in (".yaml", ".yml")
-    unresolved: dict[str, str] = {}
-    remarks: list[str] = []
-    if is_script:
-        given = _script_settings(path, text, arguments, call, confined, unresolved, remarks)
-    else:
-        given = _yaml_settings(text, shown)
+    file = VerlFile({}, {}, [], is_script)
+    given = (
+        _script_settings(path, text, arguments, call, confined, file)
+        if is_script
+        else _yaml_settings(text, shown)
+    )
     roots = {name.split(".")[0] for name in given}
     if not roots & {*_ROOTS}:
         raise UserError(f"{shown} has no setting of verl, such as data.train_batch_size; {_ABSENT}")
@@ -130,19 +131,18 @@ def read_verl(
         raise UserError(f"{shown} has settings of {_OTHER_PROGRAMS[0][1]}")
     if given.get("distillation.enabled") in (True, "True", "true"):
         raise UserError(f"{shown} has distillation.enabled, which is {_OTHER_PROGRAMS[3][1]}")
-    settings = {}
     for name, value in given.items():
         try:
             if value == "" and is_script:
                 raise KeyError(name)  # a variable that is empty, most often
-            settings[name] = _resolved(value, name, given)
+            file.settings[name] = _resolved(value, name, given)
         except KeyError:
-            unresolved[name] = str(value) or "(empty)"
+            file.unresolved[name] = str(value) or "(empty)"
         except RecursionError as error:
             raise UserError(
                 f"{shown}: the interpolations of {name} do not end; write its value"
             ) from error
-    return VerlFile(settings, unresolved, remarks, is_script)
+    return file
 
 
 # YAML.
@@ -262,19 +262,19 @@ def _script_settings(
     arguments: Sequence[str],
     number: int,
     confined: bool,
-    unresolved: dict[str, str],
-    remarks: list[str],
+    file: VerlFile,
 ) -> dict[str, Any]:
-    shown = shown_path(path)
-    run, checks = run_script(os.fspath(path), arguments, confined=confined), False
+    """The settings of a start; adds to the remarks of `file` and to its unresolved values."""
+    shown, files_exist = shown_path(path), False
+    ran = functools.partial(run_script, os.fspath(path), confined=confined)
+    run = ran(arguments)
     starts = _starts(run.calls)
     if not starts and run.failure and confined:
         # A script that stops since its data or model is not here goes on if it seems to be.
-        with_files = run_script(os.fspath(path), arguments, confined=True, files_exist=True)
+        with_files = ran(arguments, files_exist=True)
         if starts := _starts(with_files.calls):
-            run, checks = with_files, True
-    chosen = _chosen(starts, number, shown) if starts else None
-    if chosen is None:
+            run, files_exist = with_files, True
+    if not starts:
         last = run.calls[-1] if run.calls else Call([], "", "", frozenset(os.environ))
         absent = [f"${name}" for name in sorted(_absent(text, arguments, last))]
         begun = "; ".join(_short(call.words) for call in run.calls[:5])
@@ -284,47 +284,38 @@ def _script_settings(
             + (f"; set by nobody: {', '.join(absent)}" if absent else "")
             + f"; {_ABSENT}, and give a script its variables before the command and its arguments after FILE"
         )
+    chosen = _chosen(starts, number, shown)
     if chosen.other:
         raise UserError(f"{shown} starts {chosen.module}, which is {chosen.other}")
-    given = _overrides(chosen, remarks)
+    given = _overrides(chosen, file.remarks)
     # Once more with a text in each variable that nobody sets, to see which settings it reaches.
     for call in run.calls:
-        file = pathlib.Path(call.folder, call.words[-1])
-        if call.words[0] == "source" and file.is_file():
-            text += read_text(file, absent=_ABSENT)
-    absent = _absent(text, arguments, chosen.call)
-    if absent:
+        sourced = pathlib.Path(call.folder, call.words[-1])
+        if call.words[0] == "source" and sourced.is_file():
+            text += read_text(sourced, absent=_ABSENT)
+    if absent := _absent(text, arguments, chosen.call):
         texts = {name: f"${name}" for name in absent if not name.isdecimal()}
-        extra = [
-            f"${n}"
-            for n in range(len(arguments) + 1, max([0, *map(int, absent - texts.keys())]) + 1)
-        ]
+        last = max([0, *map(int, absent - texts.keys())])
+        extra = [f"${n}" for n in range(len(arguments) + 1, last + 1)]
         try:
-            again = _starts(
-                run_script(
-                    os.fspath(path),
-                    [*arguments, *extra],
-                    texts,
-                    confined=confined,
-                    files_exist=checks,
-                ).calls
-            )
+            again = _starts(ran([*arguments, *extra], texts, files_exist=files_exist).calls)
         except UserError:
             again = []
         other = _overrides(again[starts.index(chosen)], []) if len(again) == len(starts) else {}
         changed = {name for name in given if str(other.get(name)) != str(given[name])}
-        reached = [n for n in given if n in changed and _LEFT_OVER.search(str(other.get(n)))]
-        unresolved |= {name: str(other[name]) for name in reached}
+        reached = {n for n in changed if _LEFT_OVER.search(str(other.get(n)))}
+        file.unresolved.update((name, str(other[name])) for name in given if name in reached)
         # Arguments are read by functions too, so they are named only if something changes with them.
-        if changed - {*reached} or other.keys() - given.keys() or texts:
-            names = absent if changed - {*reached} or other.keys() - given.keys() else texts.keys()
-            remarks.append(
-                f"Set by nobody, and so empty: {', '.join(f'${name}' for name in sorted(names))}. The "
+        elsewhere = changed - reached or other.keys() - given.keys()
+        if elsewhere or texts:
+            names = sorted(absent if elsewhere else texts)
+            file.remarks.append(
+                f"Set by nobody, and so empty: {', '.join(f'${name}' for name in names)}. The "
                 "script may take another way with them: give variables before the command, arguments "
                 "after FILE."
             )
         given = {name: value for name, value in given.items() if name not in reached}
-    _remark_on_run(run, starts, chosen, remarks)
+    _remark_on_run(run, starts, chosen, file.remarks)
     return given
 
 
@@ -444,27 +435,22 @@ _SAID = {
 }
 
 
-def _kind(call: Call) -> str:
-    """What a reader must know of a call that is no start of verl: a key of `_SAID`; else nothing."""
-    first = call.words[0]
-    if first in _SAID or first in ("source", "sleep"):
-        return first
-    if (found := _OVERRIDE.fullmatch(first)) and found[3]:
-        return "lost"
-    return "output" if call.output and "verl" not in " ".join(call.words) else "begun"
-
-
 def _remark_on_run(
     run: ScriptRun, starts: Sequence[_Start], chosen: _Start, remarks: list[str]
 ) -> None:
     said: dict[str, list[str]] = {kind: [] for kind in _SAID}
     for call in run.calls:
-        if (start := _start_of(call)) is None:
-            kind = _kind(call)
-            words = call.words[1:] if kind == call.words[0] else call.words
-            said.setdefault(kind, []).append(" ".join(words) if kind == "lost" else _short(words))
-        elif start.other and start.module != chosen.module:
-            said["begun"].append(_short(call.words))
+        first = call.words[0]
+        if start := _start_of(call):
+            if start.other and start.module != chosen.module:
+                said["begun"].append(_short(call.words))
+        elif first in _SAID:
+            said[first].append(_short(call.words[1:]))
+        elif (found := _OVERRIDE.fullmatch(first)) and found[3]:
+            said["lost"].append(" ".join(call.words))
+        elif first not in ("source", "sleep"):
+            took = call.output and "verl" not in " ".join(call.words)
+            said["output" if took else "begun"].append(_short(call.words))
     for kind, text in _SAID.items():
         if names := list(dict.fromkeys(said[kind])):
             more = f", and {len(names) - 12} more" if len(names) > 12 else ""
