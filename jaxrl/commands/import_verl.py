@@ -104,9 +104,11 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
         file.settings, num_train_prompts=num_train_prompts, every=file.is_script
     )
     text = recipe_text(shown_path(path), file, found)
+    # Written even if it is refused: mending a line is less work than finding it.
     fault = _fault_of(text)
     if out:
         try:
+            # A recipe that somebody has changed is not overwritten.
             with pathlib.Path(out).open("x") as target:
                 target.write(text)
         except FileExistsError as error:
@@ -218,6 +220,7 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
             for name, kind in kinds.items()
             if line.setting.startswith(f"{name}.") and type_name(kind).startswith("dict")
         )
+        # data.sources.train_2.path is an entry of the table data.sources.
         *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
         entry = tables.setdefault(table, {})
         for name in groups:
@@ -228,10 +231,12 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
 
 def _literal(value: Any, kind: str) -> str:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
+    # A recipe is strict about types, YAML is not.
     if is_whole and "float" in kind and "int" not in kind:
         value = float(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=not value.isprintable())
+    # As ruff would write it, so that the recipe passes a formatter unchanged.
     text = repr(value)
     text = text if '"' in text or "\\" in text else text.replace("'", '"')
     return f'float("{text}")' if text in ("inf", "-inf") else text

@@ -26,6 +26,7 @@ _ABSENT = "name a YAML file of verl, or a shell script that starts it"
 _ROOTS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "reward_model", "trainer")
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*)(?:=(.*))?", re.DOTALL)
+# Without braces inside: the innermost is resolved first.
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 # Of bash, left over where nobody sets a variable; and the word that stands for a program's output.
 _LEFT_OVER = re.compile(r"\$(?:\w+|\{\w+\})|\bOUTPUT_OF_\w+")
@@ -115,6 +116,7 @@ def read_verl(
     """
     text = read_text(path, absent=_ABSENT)
     shown = shown_path(path)
+    # bash would stop there in silence.
     if "\0" in text:
         raise UserError(f"{shown} is no text; {_ABSENT}")
     is_script = pathlib.Path(path).suffix.lower() not in (".yaml", ".yml")
@@ -127,6 +129,7 @@ def read_verl(
     roots = {name.split(".")[0] for name in given}
     if not roots & {*_ROOTS}:
         raise UserError(f"{shown} has no setting of verl, such as data.train_batch_size; {_ABSENT}")
+    # The groups of verl's fine-tuning, which also has data and trainer.
     if roots & {"model", "optim", "engine"} and not roots & {"actor_rollout_ref", "algorithm"}:
         raise UserError(f"{shown} has settings of {_OTHER_PROGRAMS[0][1]}")
     if given.get("distillation.enabled") in (True, "True", "true"):
@@ -181,6 +184,7 @@ def _resolved(value: Any, name: str, given: Mapping[str, Any]) -> Any:
     if whole := _INTERPOLATION.fullmatch(value):
         return _looked_up(whole[1], name, given)
     text = value
+    # Several in one text, or one whose name is made by another.
     while found := _INTERPOLATION.search(text):
         inner = _looked_up(found[1], name, given)
         text = f"{text[: found.start()]}{inner}{text[found.end() :]}"
@@ -204,6 +208,7 @@ def _looked_up(reference: str, name: str, given: Mapping[str, Any]) -> Any:
     # A relative one: ".lr" is a neighbour of the setting, "..lr" of its group.
     if dots := len(reference) - len(reference.lstrip(".")):
         reference = ".".join([*name.split(".")[:-dots], reference[dots:]])
+    # A value may be an interpolation itself; a ring ends in RecursionError.
     if reference in given:
         return _resolved(given[reference], reference, given)
     if default:
@@ -232,6 +237,7 @@ class _Start(NamedTuple):
 
 def _start_of(call: Call) -> _Start | None:
     words = call.words
+    # The last one: launchers such as torchrun come before the program that they start.
     at = [
         number
         for number, word in enumerate(words)
@@ -242,6 +248,7 @@ def _start_of(call: Call) -> _Start | None:
         return None
     start = _Start(words[at[-1]], words[at[-1] + 1 :], call)
     names = [found[2] for word in start.words if (found := _OVERRIDE.fullmatch(word)) and found[3]]
+    # A program of somebody's own counts if it is given settings of verl.
     is_trainer = re.search(r"verl[./].*trainer[./]|main_ppo|main_dapo", start.module)
     has_settings = any(name.split(".")[0] in _ROOTS and "." in name for name in names)
     return start if is_trainer or has_settings else None
@@ -320,6 +327,7 @@ def _script_settings(
 
 
 def _chosen(starts: Sequence[_Start], number: int, shown: str) -> _Start:
+    # A stage of fine-tuning before PPO is no choice.
     fitting = [start for start in starts if not start.other] or starts
     if number:
         if number > len(fitting):
@@ -327,6 +335,7 @@ def _chosen(starts: Sequence[_Start], number: int, shown: str) -> _Start:
         return fitting[number - 1]
     if len(fitting) == 1:
         return fitting[0]
+    # Only what differs, or the line would have a thousand words.
     common = set.intersection(*({start.module, *start.words} for start in fitting))
     which = "; ".join(
         f"{n} {_short([w for w in (s.module, *s.words) if w not in common])}"
@@ -344,6 +353,7 @@ def _short(words: Sequence[str]) -> str:
 
 def _absent(text: str, arguments: Sequence[str], call: Call) -> set[str]:
     """Variables and arguments that the script reads without a default and nobody sets."""
+    # Comments often name variables that somebody may set.
     text = re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE)
     names = {found[1] or found[2] for found in _READS.finditer(text)}
     for found in _IN_ARITHMETIC.finditer(text):
@@ -367,11 +377,13 @@ def _overrides(start: _Start, remarks: list[str]) -> dict[str, Any]:
             odd.append(word)
         elif found[1] == "~":
             removed.append(found[2])
+        # verl's group of configs, which sets the engine.
         elif found[2] == "model_engine":
             given.setdefault("actor_rollout_ref.actor.strategy", found[3])
         elif "." not in found[2] or "@" in found[2] or "/" in found[2]:
             odd.append(word)
         else:
+            # A table on the command line is as many settings: data={seed: 1}.
             value = _scalar(found[3])
             leaves = (
                 _leaves(value, f"{found[2]}.")
@@ -405,6 +417,7 @@ def _overrides(start: _Start, remarks: list[str]) -> dict[str, Any]:
 def _with_config_file(
     given: dict[str, Any], name: str, folder: str, call: Call, remarks: list[str]
 ) -> dict[str, Any]:
+    # verl has one config for each engine.
     if "megatron" in name:
         given.setdefault("actor_rollout_ref.actor.strategy", "megatron")
     if name in ("", "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer"):
@@ -471,6 +484,7 @@ def _scalar(text: Any) -> Any:
         return text
     if text.startswith("{"):
         text = _KEY_IN_BRACES.sub(r"\1: ", text)
+    # Hydra reads what has these signs as a text, YAML would not.
     elif not text.startswith(("[", "'", '"')) and re.search(r"[:#,]", text):
         return text
     try:

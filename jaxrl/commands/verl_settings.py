@@ -69,6 +69,7 @@ def _path(value: Any) -> str:
 
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    # A conversion raises ValueError or TypeError for a value without counterpart.
     "same": lambda value: value,
     "float": float,
     "text": str,
@@ -287,9 +288,11 @@ def _layout(verl: _Verl) -> None:
     strategy = verl.get(
         "actor.strategy", "megatron" if verl.has("actor.megatron.") else "fsdp", str
     )
+    # Recipes for Megatron name its sizes, and the engine only in the config file.
     megatron = strategy == "megatron"
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         verl.say(f"Layout: the engine {strategy} is taken for FSDP; check mesh.")
+    # The critic has the layout of the actor.
     verl.get("critic.strategy")
     t_g = verl.get("rollout.tensor_model_parallel_size", 2 if devices > 1 else 1, int)
     width = verl.get("actor.ulysses_sequence_parallel_size", 1, int)
@@ -303,6 +306,7 @@ def _layout(verl: _Verl) -> None:
         raise UserError(
             "verl's numbers of devices and parallel sizes must be at least 1; correct them"
         )
+    # Training and generation share a mesh: both sizes must divide its tensor groups.
     t = math.lcm(t_g, width)
     if devices % (p * t * context * expert):
         raise UserError(
@@ -322,6 +326,7 @@ def _layout(verl: _Verl) -> None:
         verl.put("mesh.sharding", "ZeRO-1", why="Megatron's distributed optimizer")
     else:
         size = verl.get("actor.fsdp_config.fsdp_size", -1, int)
+        # fsdp_size counts devices, of which a copy of the state has t x fsdp here.
         fsdp = math.gcd(d, max(1, size // t)) if size > 0 else d
         why = f"tensor {t} x fsdp {fsdp} devices hold one copy of the state"
         verl.put("mesh.fsdp", fsdp, why=why)
@@ -332,6 +337,7 @@ def _layout(verl: _Verl) -> None:
             f"mesh.train 1-{t}-{d}, not 1-1-{t * d}, with mesh.fsdp. The bytes of a device are the same."
         )
     names = [f"actor.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
+    # A list, so that both are read.
     if any([verl.get(name) for name in names]):
         verl.put("mesh.offload_training_state", True, *names)
     _rows(verl, d=d, replicas=d // context * p, width=1 if megatron else width)
@@ -352,6 +358,7 @@ def _rows(verl: _Verl, *, d: int, replicas: int, width: int) -> None:
         rows, why = size * d // width, f"{verl.origin(size_name)}, x {d} replicas"
     else:
         rows, why = replicas, "one for each replica"
+    # Packing fills rows of this length, so none is longer than one sample.
     verl.put("train.row_tokens", longest, why="the longest prompt and response")
     verl.put("train.rows", max(1, rows // replicas) * replicas, why=why)
     verl.put("train.logprob_chunk_tokens", min(longest, 2048), why="logits at a time")
@@ -372,6 +379,7 @@ def _model(verl: _Verl) -> None:
     rank = verl.get("model.lora_rank", 0, int)
     targets = verl.get("model.target_modules", "all-linear")
     if not rank:
+        # lora_alpha has a value in most files, with or without adapters.
         verl.lines = [line for line in verl.lines if not line.setting.startswith("model.lora")]
         return
     verl.put("model.lora.rank", rank, "model.lora_rank")
@@ -408,6 +416,7 @@ def _data(verl: _Verl) -> None:
         if not paths:
             verl.say(f"No {files} are named; set {first}.path.")
         for number, path in enumerate(paths, start=1):
+            # Our first source has settings of its own, further ones are a table.
             group = first if number == 1 else f"{others}.{first.split('.')[-1]}_{number}"
             verl.put(f"{group}.path", _path(path), why=files)
             if prompt_key != "prompt":
@@ -415,12 +424,14 @@ def _data(verl: _Verl) -> None:
                 verl.put(f"{group}.answer_field", "reward_model.ground_truth", why="verl's layout")
     verl.put("data.chat", True, why="verl renders every prompt with the chat template")
     names = ("data.filter_overlong_prompts", "data.truncation")
+    # Read both, so that neither is named as unread.
     drops, truncation = verl.get(names[0], False), str(verl.get(names[1], "error"))
     verl.put("data.overlong", "drop" if drops else truncation, *names)
 
 
 def _rewards(verl: _Verl) -> None:
     train = str(verl.get("data.train_files") or "").lower()
+    # verl chooses by the data_source of each row, which a name of a file often holds.
     grader = "math" if "math" in train and "dapo" not in train else "answer"
     verl.put("reward.grader", grader, why="by the name of the training files")
     verl.say(
@@ -478,14 +489,17 @@ def _dataflow(verl: _Verl) -> None:
     if estimator == "gae":
         verl.put("algorithm.whiten", True, why="verl whitens the advantages of gae")
         names = ("critic.ppo_epochs", "actor.ppo_epochs")
+        # verl's critic has the actor's epochs by default.
         epochs = verl.get(names[0], verl.get(names[1], 1, int), int)
         verl.put("critic.epochs", epochs, *names)
     size, part = "data.train_batch_size", "actor.ppo_mini_batch_size"
     batch, mini = verl.get(size, 1024, int), verl.get(part, 256, int)
     prefix = "algorithm.filter_groups"
+    # Read in any case: a file may have them with enable=False.
     metric = verl.get(f"{prefix}.metric", "acc")
     most = verl.get(f"{prefix}.max_num_gen_batches", 0, int)
     generated = verl.get("data.gen_batch_size", batch, int)
+    # Dynamic sampling needs groups, which gae and remax do not have.
     if dataflow == "dapo":
         keep = "correctness" if metric == "acc" else "score"
         verl.put("rollout.keep_groups", keep, f"{prefix}.metric")
@@ -525,10 +539,12 @@ def _loss(verl: _Verl) -> None:
     }
     options = {**by_mode.get(mode, {}), **options.get(mode, {})}
     verl.put("algorithm.loss", loss, "actor.policy_loss.loss_mode")
+    # The comment of a line without clip names the group of settings alone.
     names = [f"actor.clip_ratio{end}" for end in ("", "_low", "_high", "_c")]
     why = verl.origin(*names) if "clip_low" in options else "actor.policy_loss"
     verl.put("algorithm.loss_options", options, why=why)
     aggregation = verl.get("actor.loss_agg_mode", "token-mean", str)
+    # verl's sapo ignores the setting.
     aggregation = "seq-mean-token-mean" if mode == "sapo" else aggregation
     verl.put("algorithm.aggregation", aggregation, "actor.loss_agg_mode")
     names = ("actor.loss_scale_factor", "data.max_response_length")
@@ -556,6 +572,7 @@ def _kl(verl: _Verl) -> None:
         verl.put("algorithm.kl.loss_estimate", estimate(names[1], kind), names[1])
     control, penalty = "algorithm.kl_ctrl", "algorithm.kl_penalty"
     coef, kind = verl.get(f"{control}.kl_coef", 0.001, float), verl.get(penalty, "kl")
+    # All are read first: a KL term that is off leaves nothing to explain.
     adaptive = verl.get(f"{control}.type", "fixed", str) == "adaptive"
     target = verl.get(f"{control}.target_kl", 0.1, float)
     horizon = verl.get(f"{control}.horizon", 10000, float)
@@ -592,6 +609,7 @@ def _correction(verl: _Verl) -> None:
         verl.put(f"{ours}.normalize", bool(normalize), why="rollout_is_batch_normalize")
     names = [rule.strip() for rule in str(rules).split(",")] if rules else []
     each = [bound.strip() for bound in str(bounds).split(",")]
+    # One bound may be for all rules.
     each = each if len(each) == len(names) else each * len(names)
     for name, bound in zip(names, each, strict=False):
         over, _, by = name.rpartition("_")
@@ -604,6 +622,7 @@ def _correction(verl: _Verl) -> None:
             verl.put(f"{ours}.reject.{name}", _bound(bound), why=f"{name} {bound}")
     if bypass:
         verl.put(f"{ours}.bypass", True, f"{_CORRECTION}.bypass_mode")
+        # Last value of a setting counts, so this replaces the loss above.
         if loss_type == "reinforce":
             verl.put("algorithm.loss", "policy_gradient", f"{_CORRECTION}.loss_type")
             verl.put("algorithm.loss_options", {}, why="a policy gradient has no clip")
@@ -624,6 +643,7 @@ def _bound(text: Any) -> float:
         value = float(text)
     except (TypeError, ValueError):
         value = 0.0
+    # Written so that NaN is refused too; the inverse of a smaller one overflows.
     if not value >= 1e-30:
         raise UserError(
             f"bound {text!r} of verl's rollout_correction: expected a number above 0; correct it"
@@ -643,6 +663,7 @@ def _schedule(verl: _Verl, num_train_prompts: int) -> None:
     batch = verl.get("data.train_batch_size", 1024, int)
     why = verl.origin("trainer.total_training_steps")
     if steps is None and num_train_prompts:
+        # verl drops the rest of an epoch that fills no batch.
         steps = max(1, num_train_prompts // batch * epochs)
         why = f"{epochs} epochs of {num_train_prompts} prompts / {batch}"
     if steps is None:
@@ -656,6 +677,7 @@ def _schedule(verl: _Verl, num_train_prompts: int) -> None:
         every = verl.get(f"trainer.{frequency}", -1, int)
         if every > 0:
             verl.put(setting, every, f"trainer.{frequency}")
+        # -1 is verl's "only at the end", which is every so many steps here.
         elif steps:
             verl.put(setting, steps, why=f"trainer.{frequency} {every}: at the end only")
     _learning_rate(verl, steps)
@@ -689,6 +711,7 @@ def _learning_rate(verl: _Verl, steps: int | None) -> None:
         verl.say(
             f"Warm-up: {ratio:g} of all steps, which are not known; set optim.lr_warmup_steps."
         )
+    # -1 leaves it to the ratio.
     warmup = warmup if warmup >= 0 else int(ratio * (steps or 0))
     verl.put("optim.lr_warmup_steps", warmup, *names)
     if warmup:

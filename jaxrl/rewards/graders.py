@@ -159,6 +159,7 @@ class Graders:
         # By source: the grader's name and itself.
         self._graders: dict[str, tuple[str, Grader]] = {}
         for source, (name, options) in choices.items():
+            # Sources with equal graders share one, so that their samples are graded together.
             key = json.dumps([name, dict(options)], sort_keys=True, default=str)
             if key not in made:
                 try:
@@ -311,8 +312,9 @@ def _built(
             f"the grader {name!r} needs the package {kind.package}, which is not installed; run "
             f"pip install {kind.package.replace('_', '-')}, or use the grader 'answer'"
         )
+    # Imported now: options are checked by the constructor, before anything is compiled.
     build = kind.load()
-    is_class = inspect.isclass(build)
+    is_class: bool = inspect.isclass(build)
     parameters = inspect.signature(build).parameters.values() if is_class else ()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     hints = typing.get_type_hints(build.__init__) if is_class else {}

@@ -71,8 +71,10 @@ def _last_boxes(text: str) -> tuple[int, int, str] | None:
     """Returns start, end and content of the last box, joined with the boxes right before it; None without."""
     starts = [match for match in BOX.finditer(text)]
     found: tuple[int, int, str] | None = None
+    # An answer in more than eight boxes is a page of them.
     for match in reversed(starts[-8:]):
         end = closing_brace(text, match.end())
+        # A box that is not closed was cut off, and what came before it was not the last word.
         if end < 0 or end - match.end() > 4 * MAX_CHARS:
             if found is None:
                 return None
@@ -95,6 +97,7 @@ def math_truth(answer: str) -> str:
     _, hashes, after = answer.rpartition(_HASHES)
     if hashes:
         return after.strip()
+    # A short truth with a box in it may be "\boxed{1} or 2", which is read whole.
     if len(answer) > 100 or answer.count(" ") > 20:
         box = _last_boxes(answer)
         if box is not None:
@@ -153,6 +156,7 @@ class MathGrader(Grader):
 
 def _decided(truth: str, answer: str) -> bool | None:
     """Returns a verdict that needs no mathematics; None if one does."""
+    # The parser would refuse it, in a worker.
     if len(answer) > MAX_CHARS:
         return False
     first, second = undressed(truth), undressed(answer)

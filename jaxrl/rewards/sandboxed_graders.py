@@ -27,8 +27,7 @@ from jaxrl.rewards.grading import (
 )
 from jaxrl.rewards.reward_config import SandboxChoice
 from jaxrl.rewards.sandbox.choose import logged_choice
-from jaxrl.rewards.sandbox.forked import run_forked
-from jaxrl.rewards.sandbox.native import SandboxLimits
+from jaxrl.rewards.sandbox.native import SandboxLimits, run_forked
 
 _BLOCK = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 # No answer to a puzzle needs these. Some scorers evaluate the answer, and these would let it do anything.
@@ -70,6 +69,7 @@ class CodeGrader(Grader):
         program = program_of(sample.text)
         if program is None:
             return Verdict.of(False, None)
+        # The sandbox has the limit of time; that of the worker is for a worker that hangs.
         asked = (program, sample.row.answer, self._pool.cpu_seconds, self._sandbox)
         future = self._pool.submit("code", asked, patience_s=_PATIENCE_S)
         shown = program[:_MAX_PREDICTION]
@@ -119,6 +119,7 @@ class ReasoningGymGrader(Grader):
             task, answer, entry, seconds = argument
             if task not in factory.DATASETS:
                 return f"raised: reasoning-gym has no task {task!r}"
+            # A wrong answer, and no failure of the grader, which would be counted and shown.
             if _CODE.search(answer):
                 return 0.0
             scorer = scorer_of(task)

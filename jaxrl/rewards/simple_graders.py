@@ -58,6 +58,7 @@ class ChoiceGrader(Grader):
 def choice_of(answer: str) -> str | None:
     """Returns the letter that an answer chooses; None if it chooses none or several."""
     text = _undressed(answer)
+    # A small letter alone is a choice; in a sentence it is the word "a".
     if len(text) == 1 and text.isalpha():
         text = text.upper()
     match = _CHOICE.fullmatch(text)
@@ -139,6 +140,7 @@ class RegexGrader(Grader):
             raise UserError(f"grader_options.pattern {fault}")
 
     def begin(self, sample: Response) -> Callable[[], Verdict]:
+        # At the end, or a response that lists all answers would be right.
         pattern = self._pattern or rf"(?:{sample.row.answer})\W*\Z"
         text = sample.text[-self._max_chars :]
         future = self._pool.submit("regex", (pattern, self._flags, text))

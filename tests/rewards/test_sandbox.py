@@ -22,8 +22,7 @@ from jaxrl.rewards import Graders
 from jaxrl.rewards.sandbox import choose as choosing
 from jaxrl.rewards.sandbox import lockdown
 from jaxrl.rewards.sandbox.choose import SANDBOXES, choose_sandbox, logged_choice
-from jaxrl.rewards.sandbox.forked import run_forked
-from jaxrl.rewards.sandbox.native import SandboxLimits, SandboxUnavailable
+from jaxrl.rewards.sandbox.native import SandboxLimits, SandboxUnavailable, run_forked
 
 LIMITS = SandboxLimits(seconds=2.0)
 REAL = [name for name in SANDBOXES if name != "none"]

@@ -52,10 +52,12 @@ _Piece = tuple[Any, bool, Any, bool]
 
 def equal(one: str, other: str) -> bool:
     """Returns whether two answers are equal; the order does not matter."""
+    # Answers that cannot be parsed (limits, cases) can still be spelled alike.
     canonical = spelled(one)
     if canonical and canonical == spelled(other):
         return True
     ours, theirs = _readings(one), _readings(other)
+    # Without \text it is a formula, where signs count.
     if not (ours or theirs) and r"\text" in one + other:
         # "October 30", "8:34 p.m.": compare letters and digits.
         return _bare(one) == _bare(other) != ""
@@ -110,6 +112,7 @@ def _same(one: Answer, other: Answer) -> bool:
         case Matrix(), Matrix():
             return _all(functools.partial(_all, same_value), one.rows, other.rows)
         case Ratio(), Ratio():
+            # a : b is c : d if a d = b c, also where one of them is 0.
             ours = [Node("mul", (item, other.items[0])) for item in one.items]
             theirs = [Node("mul", (item, one.items[0])) for item in other.items]
             return _all(same_value, ours, theirs)
@@ -133,6 +136,7 @@ def _all(same: Callable[[Any, Any], bool], ours: Sequence[Any], theirs: Sequence
 def _same_words(words: Words, other: Answer) -> bool:
     if isinstance(other, Words):
         return words.text == other.text
+    # Words never equal a number with a unit, however it is spelled.
     if not isinstance(other, Quantity) or other.unit:
         return False
     # "C" is the choice "(C)", "c" is a variable.
@@ -320,6 +324,7 @@ def _same_relations(one: Relation, other: Relation) -> bool:
         return False
     if not one.operators == other.operators == ("=",):
         return False
+    # "y = 2x + 3" and "2x - y + 3 = 0" differ by a factor.
     forms = [_moved(one), _moved(other)]
     return forms[0] is not None and forms[1] is not None and proportional(forms[0], forms[1])
 
@@ -352,6 +357,7 @@ def same_set(truth: Answer, said: Answer) -> bool:
     )
 
 
+# Without this check the difference of two infinities would be NaN, which equals nothing.
 def _same_end(one: Any, other: Any) -> bool:
     return one == other or (mpmath.isfinite(one) and mpmath.isfinite(other) and close(one, other))
 
@@ -436,6 +442,7 @@ def _of_order(relation: Relation) -> tuple[list[_Piece], str] | None:
             low, low_in = end, operator in ("le", "ge")
         else:
             high, high_in = end, operator in ("le", "ge")
+    # "0 < x > 1" and "0 < x < \infty" are no intervals that somebody would write.
     if len(operators) == 2 and (
         place != 1 or not low < high or mpmath.isinf(low) or mpmath.isinf(high)
     ):
@@ -445,6 +452,7 @@ def _of_order(relation: Relation) -> tuple[list[_Piece], str] | None:
 
 def _merged(pieces: list[_Piece]) -> list[_Piece]:
     done: list[_Piece] = []
+    # At one start the closed piece comes first, so that it takes the open one up.
     for low, low_in, high, high_in in sorted(pieces, key=lambda p: (p[0], not p[1])):
         if done:
             a, a_in, b, b_in = done[-1]

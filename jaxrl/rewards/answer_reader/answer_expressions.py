@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from jaxrl.rewards.answer_reader.answer_tokens import FUNCTIONS, Token, Unreadable, number_of
 
+# Below the limit of Python, which would end the worker.
 _MAX_DEPTH = 60
 _CONSTANTS = {"pi": "pi", "infty": "inf"}
 
@@ -235,6 +236,7 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Node("add", tuple(parts))
 
     def _signed(self) -> Node:
+        # "--42" and "+-42" are slips more often than answers.
         negative = self._is("-")
         if self._taken("+", "-") and self._is("+", "-"):
             raise Unreadable("two signs side by side")
@@ -244,6 +246,7 @@ class _Parser:
     def _product(self) -> Node:
         node, plain = self._power(), self._place
         first = self._tokens[plain - 1]
+        # Only a whole number that is typed as one can begin a mixed number: not (2)1/2.
         mixed = node.kind == "num" and first.kind == "num" and node.parts[0].denominator == 1
         while True:
             if self._is("*", "/"):
@@ -299,6 +302,7 @@ class _Parser:
         node = self._postfix(self._atom())
         if self._taken("^"):
             node = self._postfix(Node("pow", (node, self._exponent())))
+            # 2^3^4 has two readings, and TeX refuses it.
             if self._is("^"):
                 raise Unreadable("a power of a power without brackets")
         return node
@@ -428,6 +432,7 @@ class _Parser:
 
     def _root(self) -> Node:
         index = self._group("[", "]") if self._is("[") else num(2)
+        # \sqrt(2) and \sqrt 12 are slips with one meaning.
         if self._is("("):
             node = self._group("(", ")")
         elif self.here is not None and self.here.kind == "num":
@@ -451,6 +456,7 @@ class _Parser:
         if last is None:
             self._expect("^")
             last = self._argument()
+        # Each sum multiplies the terms by 20, so three would take long.
         if len(self._counted) > 1:
             raise Unreadable("sums in sums in sums")
         self._counted.append(variable.text)
@@ -469,6 +475,7 @@ class _Parser:
                 power = self._exponent()
             elif base is None and name == "log" and self._taken("_"):
                 base = self._group("{", "}") if self._is("{") else self._argument()
+        # \sin^{-1} is the inverse, not 1/\sin.
         if power == Node("neg", (num(1),)) and name in ("sin", "cos", "tan"):
             name, power = "arc" + name, None
         if self._is("("):
@@ -478,6 +485,7 @@ class _Parser:
         else:
             argument = self._power()
             while self._starts_atom() and self.here is not None:
+                # \sin 2x is the sine of the product, \sin x \cos x a product of two.
                 if self.here.kind == "num" or self.here.text in FUNCTIONS or self._is("("):
                     break
                 argument = Node("mul", (argument, self._power()))

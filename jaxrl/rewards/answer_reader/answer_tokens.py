@@ -52,6 +52,7 @@ UNIT_WORDS, FUNCTIONS, _GREEK = (
 )
 _ASCII: dict[str, str] = {**{name: name for name in FUNCTIONS}, **_NOTATION["letters"]}
 
+# Fonts say nothing about the value, so their content is read as the words of \text.
 _TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathcal|mbox|hbox"
     "|operatorname|emph|bold|boldsymbol|mathop|rm|bf"
@@ -61,6 +62,7 @@ _TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{((?:[^{{}}]|[\^_]\{
 # Marks around the content of \text{...}.
 _OPEN, _CLOSE = "\x01", "\x02"
 
+# Sizes and spacing of brackets, with no meaning.
 _DRESS = (
     "left|right|mathopen|mathclose|middle|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits"
     "|hfill|strut"
@@ -70,6 +72,7 @@ _RAISED = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
 _RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+# The index of a root: "³√8". After a digit or a letter it would be a power.
 _RAISED_INDEX = re.compile("(?<![0-9A-Za-z)}\\]])([\u00b3\u2074-\u2079])\u221a")
 
 
@@ -77,15 +80,22 @@ _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\{,\}(?=\s*[0-9])|,\\!\s*(?=[0-9])", "\x03"),  # always a separator of thousands
+        # 1\,234 in three digits, since "1\, 2" may be two numbers.
         (r"(?<=[0-9])\\[,;:!]\s*(?=[0-9]{3}(?![0-9]))", "\x03"),
+        # "\left." is a bracket that is not seen, so its full stop goes too.
         (rf"\\(?:{_DRESS})(?![A-Za-z])\.?", " "),
         (r"\\(?:q?quad|enspace|thinspace|hspace\s*\{[^{}]*\})(?![A-Za-z])", " "),
+        # "~" is a space of TeX after a word, and "about" before a number.
         (r"\\[,;:! ]|\\~|(?<=[A-Za-z0-9}.,])~|\\/", " "),
         (r"\\[()\[\]]", " "),
+        # Without the command the braces of a box are a group.
         (r"\\(?:boxed|fbox)(?![A-Za-z])", " "),
         (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
+        # Before the degree sign, which has several commands of its own.
         (r"\\([A-Za-z]+)(?![A-Za-z])", lambda command: _SYNONYMS.get(command[1]) or command[0]),
+        # 30\degree, 30^\circ and 30^{\circ}
         (r"\\degree(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
+        # Signs as they are typed in programs.
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"!=|\\not\s*=", r"\\ne "),
@@ -94,10 +104,13 @@ _REWRITES = tuple(
             r"(?<=[0-9])\s*(?:[xX\u0445\u0425]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)",
             "*",
         ),  # 3 x 10^5
+        # These move the index of a root by some points.
         (r"\\(?:leftroot|uproot)\s*\{[^{}]*\}", ""),
+        # \root 3 \of 8, plain TeX
         (r"\\root\s*\{?([0-9a-z]+)\}?\s*\\of(?![A-Za-z])", r"\\sqrt[\1]"),
         (r"(?<![A-Za-z\\])cbrt(?![A-Za-z])", r"\\sqrt[3]"),
         (
+            # f^{\prime\prime} is f''
             r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime(?![A-Za-z]))",
             lambda primes: "'" * primes[0].count("prime"),
         ),
@@ -116,6 +129,7 @@ UNITS: dict[str, str] = {
     for names in (_FOLDER / "units.txt").read_text("utf-8").splitlines()
     for name in names.split()
 }
+# Chinese writes "square metre" and "per second" without a space.
 _FOREIGN_PART = re.compile("(平方|立方|每)")
 # A quotient of units outside \\text: "60 km/h", "9.8 m/s^2", "5 \\frac{m}{s}".
 _LETTERS = r"[A-Za-z]{1,7}\.?(?:\^\{?-?[1-4]\}?)?"
@@ -123,7 +137,9 @@ _PLAIN_UNIT = re.compile(
     rf"(?<=[0-9}}])(?P<gap>\s*)(?P<unit>\\frac\s*\{{{_LETTERS}\}}\s*\{{{_LETTERS}\}}"
     rf"|{_LETTERS}(?:\s*[/*]\s*{_LETTERS})+)(?![A-Za-z0-9(^])"
 )
+# After a degree sign a letter is a scale of temperature.
 _SCALES = {"c": "celsius", "celsius": "celsius", "f": "fahrenheit", "fahrenheit": "fahrenheit"}
+# Of plain TeX, where the operator stands between its operands.
 _INFIX = {"over": "frac", "choose": "binom"}
 
 SCIENTIFIC = (
@@ -140,6 +156,7 @@ _TOKEN = re.compile(
     r"|(?P<op>[-+*/^_!=<>()\[\]{},;:|&%'?.])"
     r"|(?P<space>[\s$\x01\x02]+)"
 )
+# Not in an index or an exponent, and no more digits after it: "1,2345" is two numbers.
 _THOUSANDS = re.compile(r"(?<![0-9A-Za-z,.\\_^])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
 _SPACED = re.compile(r"(?<![0-9A-Za-z,.\\_^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])(?! [0-9])")
 _DEPTH = re.compile(r"\\\{|\\\}|[()\[\]]")
@@ -264,11 +281,13 @@ def _with_half_open(tokens: list[Token]) -> list[Token]:
 
 
 def _clean(text: str, *, thousands: bool) -> str:
+    # The index of a root first: as a power it would belong to what is before it.
     text = _RAISED_INDEX.sub(lambda m: rf"\sqrt[{m[1].translate(_RAISED)}]", text)
     text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = text.translate(str.maketrans(_UNICODE))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    # Commands may stand in each other; each round takes off the innermost.
     while True:
         unwrapped = _TEXT_COMMAND.sub(rf"{_OPEN}\1{_CLOSE}", text)
         if unwrapped == text:
@@ -304,6 +323,7 @@ def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) ->
     lower = letters.lower()
     if before and before[-1].text == "degree" and lower in _SCALES:
         return [Token("word", _SCALES[lower], spaced)]
+    # "5 m" is a unit, "x m" two variables, and "5 * m" a product.
     after_number = bool(before) and before[-1].text not in ("*", "/", "+", "-", "=", "^", "_")
     if words:
         if lower in ("degree", "degrees"):

@@ -31,7 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 from jaxrl.rewards.sandbox import lockdown
@@ -153,6 +154,7 @@ class NativeSandbox(Sandbox):
         return [sys.executable, *python]
 
     def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
+        # Passed as JSON: the process has no module of ours.
         options = {
             "parent": os.getpid() if self.direct else 0,
             "seconds": max(1, math.ceil(limits.seconds)),
@@ -184,6 +186,7 @@ class NativeSandbox(Sandbox):
                         os.killpg(process.pid, signal.SIGKILL)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        # As a shell says it.
         if status is not None and status < 0:
             status = 128 - status
         return Outcome(status, *found, seconds + asleep_s)
@@ -307,6 +310,7 @@ def _followed(
                 or len(states) > _MAX_THREADS
             ):
                 break
+            # Read after the checks, so that a program that prints without end is ended.
             for key, _ in events:
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
@@ -409,3 +413,93 @@ def syscall_filter() -> bytes:
         filter_.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+# Trusted code on untrusted text, in a forked process
+#
+# The scorers of reasoning-gym take seconds to import, so they cannot start a new Python per response. They
+# are library code, but several of them evaluate an answer; answers that look like code are refused first.
+# So limits of time and memory suffice if Landlock or libseccomp is missing.
+
+
+def run_forked(
+    function: Callable[[], bytes], limits: SandboxLimits, readable: Sequence[str] = ()
+) -> bytes | None:
+    """Runs `function` in a forked process and returns its bytes.
+
+    Args:
+      function: function to run; it sees all memory of this process.
+      limits: limits of the process; memory counts on top of the use of this process.
+      readable: additional files and folders that it may read.
+
+    Returns:
+      The first megabyte; empty if the function failed; None if it ran out of time.
+    """
+    try:
+        # Before the fork: libseccomp writes a temporary file, and the child may write none.
+        syscalls = syscall_filter()
+    except SandboxUnavailable:
+        syscalls = b""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # JAX warns that its threads do not survive a fork; the child needs none of them.
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        _child(function, limits, [*READABLE, *readable], syscalls, writing)
+    os.close(writing)
+    until = time.monotonic() + CLOCK_FACTOR * limits.seconds
+    found = None
+    try:
+        found = _read(reading, until)
+    finally:
+        os.close(reading)
+        if found is None:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    # The kernel kills it when it reaches its limit of processor time.
+    killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    return None if killed else found
+
+
+def _read(pipe: int, until: float) -> bytes | None:
+    found = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while (left := until - time.monotonic()) > 0:
+            if selector.select(left):
+                piece = os.read(pipe, 1 << 16)
+                if not piece:
+                    return bytes(found)
+                found += piece[: MAX_OUTPUT_BYTES - len(found)]
+    return None
+
+
+def _child(
+    function: Callable[[], bytes],
+    limits: SandboxLimits,
+    readable: list[str],
+    syscalls: bytes,
+    writing: int,
+) -> None:
+    """The forked process; it never returns."""
+    try:
+        # So that signals of a terminal do not reach it.
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for target, source in enumerate((nothing, nothing, nothing, os.dup(writing))):
+            os.dup2(source, target)
+        os.closerange(4, 65536)
+        # Keys and tokens are in the environment.
+        os.environ.clear()
+        with open("/proc/self/statm", encoding="ascii") as numbers:
+            held = int(numbers.read().split()[0]) * resource.getpagesize()
+        lockdown.limit_resources(max(1, round(limits.seconds)), held + limits.memory_bytes)
+        lockdown.restrict(readable, syscalls, landlock=lockdown.landlock_version() > 0)
+        content = function()
+        # A pipe may take part of it.
+        while content:
+            content = content[os.write(3, content) :]
+        os._exit(0)
+    except BaseException:  # the child must never continue with the parent's code
+        os._exit(1)
