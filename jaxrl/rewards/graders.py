@@ -314,7 +314,7 @@ def _built(
         )
     # Imported now: options are checked by the constructor, before anything is compiled.
     build = kind.load()
-    is_class: bool = inspect.isclass(build)
+    is_class = not inspect.isfunction(build)
     parameters = inspect.signature(build).parameters.values() if is_class else ()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     hints = typing.get_type_hints(build.__init__) if is_class else {}
