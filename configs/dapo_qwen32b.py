@@ -26,7 +26,7 @@ DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; 
 Settings of verl's script without an equal in jaxrl:
 
     gpu_memory_utilization .8     rollout.memory_fraction .9; rollout.slots "auto" takes as many as fit
-    chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
+    chunked prefill               only jaxrl serve has it: prompts are short here
     parameter, optimizer offload  mesh.offload_training_state, not set: both are split, 3 GB per device
     ulysses sequence parallel 8   mesh.context is the counterpart; rows fit without it
     dynamic batch sizes           rows of a fixed length are packed instead, so nothing compiles twice

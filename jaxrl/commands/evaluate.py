@@ -151,12 +151,12 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
     tree.reward.model = tree.reward.judge.model = tree.cost.model = tree.critic.weights = ""
     if tree.rollout.slots == "auto":
         tree.rollout.slots = Config().rollout.slots
-    if tree.mesh.layout == "auto":
+    if tree.mesh.layout != "as_given":
         tree.mesh.layout = "as_given"
     if sets:
         first = tree.data.evaluation
         # Grader, template and chat stay those of the settings.
-        first.update(task="", options={}, size=0, fields={})
+        first.update(options={}, size=0, fields={})
         named = [dict(first) | {"path": text, "source": _name_of(text)} for text in sets]
         first.update(named[0])
         tree.data.evaluations = {}

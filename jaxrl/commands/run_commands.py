@@ -129,7 +129,12 @@ def check_for_plan(config: Config) -> None:
 def _check_there(path: str) -> None:
     if names_function(path):
         load_function(path, "data function")
-    elif path and hub_name(path) is None and not os.path.exists(path):
+    elif (
+        path
+        and not path.startswith("reasoning-gym:")
+        and hub_name(path) is None
+        and not os.path.exists(path)
+    ):
         raise UserError(f"{path} does not exist")
 
 

@@ -96,7 +96,6 @@ SAME = (
     Counterpart("rollout.top_p", "rollout.top_p"),
     Counterpart("rollout.dtype", "rollout.dtype", "bfloat16", str),
     Counterpart("rollout.val_kwargs.n", "evaluation.num_samples", 1),
-    Counterpart("rollout.val_kwargs.top_k", "evaluation.top_k", None, lambda k: max(k, 0)),
     Counterpart("rollout.val_kwargs.top_p", "evaluation.top_p"),
     Counterpart("actor.ppo_epochs", "algorithm.epochs"),
     Counterpart("actor.entropy_coeff", "algorithm.entropy_coef", None, float),
@@ -125,7 +124,7 @@ NO_COUNTERPART = {
         rollout.multi_turn.* rollout.agent.* data.tool_config_path""",
     "rollout.temperature": "rollout.do_sample",
     "rollout.generation_prompts, with dynamic sampling alone": "data.gen_batch_size",
-    "rollout.partial, with a pool for the role rollout": "async_training.* trainer.v1.*",
+    "rollout.max_staleness, with a pool for the role rollout": "async_training.* trainer.v1.*",
     "no speculative sampling": "model.mtp.*",
     "jaxrl samples with its own engine in the same program": "rollout.*",
     "mesh.offload_training_state, while sampling": "actor.*offload*",
@@ -641,6 +640,8 @@ def _loss(verl: _Verl, result: Import) -> None:
     if aggregation == "seq-mean-token-sum-norm":
         why = verl.origin("actor.loss_scale_factor", "data.max_response_length")
         result.set("algorithm.aggregation_options", {"scale": float(scale)}, why)
+    if verl.number("rollout.val_kwargs.top_k", -1) > 0:
+        result.remarks.append("val_kwargs.top_k: evaluations have top_p alone.")
     if verl.number("rollout.top_k", -1) > 0 or verl.number("rollout.top_p", 1.0) < 1:
         result.remarks.append(
             "top_k and top_p: verl trains on log-probabilities of the whole vocabulary, jaxrl on those of "

@@ -28,6 +28,9 @@ ROW_FIELDS = ("prompt", "answer", "solution")
 MAX_TASK_SIZE = 1_000_000
 MAX_TASK_SEED = 2**32 // MAX_TASK_SIZE - 1
 
+TASK = "reasoning-gym:"
+"""What a path to a data set of reasoning-gym begins with."""
+
 MAX_ROWS = 10**9
 """Limit for the rows of a file. The largest published data sets of problems have some millions."""
 
@@ -42,15 +45,14 @@ class EvaluationSourceConfig:
     """
     path: Annotated[str, PATH] = ""
     """JSONL, JSON, Parquet or Arrow file, or a folder of these; or a function that generates
-    rows, "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
+    rows, "package.module:function" or "path/to/file.py:function"; or a data set of reasoning-gym,
+    "reasoning-gym:NAME".
     """
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     """Fields of the rows, with dots for a field inside another: {"prompt": the problem, "answer":
     its ground truth, "solution": a worked solution, for supervised training}. Those left out are
     recognised by their names.
     """
-    task: Annotated[str, NAME] = ""
-    """Name of a reasoning-gym data set."""
     size: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
     """Number of problems, from the first on. 0 uses all problems of a file. A task or a
     function then generates problems without end, when they are drawn; evaluation needs a size.
@@ -71,7 +73,12 @@ class EvaluationSourceConfig:
     @property
     def is_named(self) -> bool:
         """Whether the source names a file, a function or a task."""
-        return bool(self.path or self.task)
+        return bool(self.path)
+
+    @property
+    def task(self) -> str:
+        """Name of the reasoning-gym data set; "" for a file or a function."""
+        return self.path.removeprefix(TASK) if self.path.startswith(TASK) else ""
 
     @property
     def has_function(self) -> bool:

@@ -160,11 +160,10 @@ def read_source(
     Raises:
       UserError: The file or task does not exist, its layout is unknown, or no row is left.
     """
-    what = settings.path or settings.task
-    if bool(settings.path) == bool(settings.task):
+    what = settings.path
+    if not what:
         raise UserError(
-            f"{name} names {'both a file and a task' if what else 'neither a file nor a task'}; "
-            f"set {name}.path to a file of problems or {name}.task to a reasoning-gym data set"
+            f"{name} names no problems; set {name}.path to a file, a function or reasoning-gym:NAME"
         )
     generated = None
     if settings.task or settings.has_function:

@@ -202,8 +202,8 @@ class AlgorithmConfig:
         # With bypass, a loss with a ratio compares with the sampler's policy, which corrects it.
         if not (correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)):
             raise UserError(
-                "rollout.partial with a pool of its own for the role rollout samples with weights of earlier "
-                'steps, and nothing corrects for it; set algorithm.correction.weights to "token" or '
+                "rollout.max_staleness with a pool of its own for the role rollout samples with weights of "
+                'earlier steps, and nothing corrects for it; set algorithm.correction.weights to "token" or '
                 '"sequence", or algorithm.correction.bypass to True for a loss with a ratio'
             )
 

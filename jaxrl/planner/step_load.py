@@ -138,12 +138,11 @@ def load_of(config: Config, responses: LengthDistribution | None = None) -> Step
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
-        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         shares_prompts=config.train.shares_prompts,
         fill_minibatches=config.train.fill_minibatches,
         paged=rollout.cache == "paged",
         always_full=rollout.partial,
-        max_staleness=rollout.max_staleness,
+        max_staleness=max(1, rollout.max_staleness),
     )
     truncated = bool(rollout.top_k or rollout.top_p < 1)
     source = "as given" if responses else "assumed"

@@ -119,8 +119,6 @@ MEANT = {
     )
     | dict.fromkeys(
         (
-            "evaluation.top_k",
-            "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.keep_checkpoints",
             "train.logprob_chunk_tokens",
@@ -185,7 +183,6 @@ MEANT = {
             "data.evaluation.seed",
             "data.train.seed",
             "evaluation.temperature",
-            "evaluation.top_k",
             "hosts.process_id",
             "mesh.simulated_devices",
             "model.attention_softcap",
@@ -207,7 +204,6 @@ MEANT = {
             "rollout.cache_tokens",
             "rollout.max_generation_batches",
             "rollout.min_response_tokens",
-            "rollout.prefill_chunk_tokens",
             "rollout.speculate",
             "rollout.top_k",
             "run.rollouts_every",
@@ -243,7 +239,7 @@ PATHS = {
     "data.evaluation.grader",
     "data.train.grader",
     "reward.grader",
-    "mesh.hardware",
+    "mesh.layout",
     "reward.functions.brevity.path",
     "reward.judge.model",
     "reward.model",
@@ -261,7 +257,7 @@ NAMES = {
     "name",
     "sft.run",
     "preference.path",
-} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("source", "task")}
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("source",)}
 # "" is none, or the program's choice.
 NONE_BY_EMPTY = {
     "adapter",
@@ -272,7 +268,7 @@ NONE_BY_EMPTY = {
     "rollout.kv_dtype",
     "rollout.schedule",
     "rollout.weights_dtype",
-} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("task", "grader")}
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("grader",)}
 
 
 def recipe() -> ml_config_dict.ConfigDict:

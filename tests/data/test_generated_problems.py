@@ -219,7 +219,9 @@ def test_a_task_without_a_size_has_no_end():
 
     def task(**further) -> Source:
         return read_source(
-            SourceConfig(task="chain_sum", **settings, **further), "x", may_be_endless=True
+            SourceConfig(path="reasoning-gym:chain_sum", **settings, **further),
+            "x",
+            may_be_endless=True,
         )
 
     source, fixed = task(), task(size=1200)

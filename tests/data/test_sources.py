@@ -129,7 +129,7 @@ def test_a_size_takes_the_first(tmp_path):
 
 @pytest.mark.parametrize("size", [3, 0])
 def test_a_task_has_the_name_that_its_settings_give_it(size):
-    settings = SourceConfig(task="countdown", size=size)
+    settings = SourceConfig(path="reasoning-gym:countdown", size=size)
     for name in ("", "puzzles"):
         named = dataclasses.replace(settings, source=name)
         source = read_source(named, "data.train", may_be_endless=True)
@@ -140,11 +140,9 @@ def test_a_task_has_the_name_that_its_settings_give_it(size):
         assert source.generated.problem(99).source == "puzzles"
 
 
-def test_neither_file_nor_task_and_both_are_refused():
-    with pytest.raises(UserError, match=r"data.x names neither a file nor a task"):
+def test_a_source_without_a_path_is_refused():
+    with pytest.raises(UserError, match=r"data.x names no problems; set data.x.path to a file"):
         read_source(SourceConfig(), "data.x")
-    with pytest.raises(UserError, match=r"data.x names both a file and a task"):
-        read_source(SourceConfig(path="a", task="b"), "data.x")
 
 
 # Duplicates.

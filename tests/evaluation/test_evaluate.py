@@ -209,12 +209,12 @@ def test_a_run_is_evaluated_as_it_was_trained(tmp_path, tokenizer, problems):
     }
     steps = {1: random_params(MODEL)}
     run = run_folder(tmp_path / "run", tokenizer, MODEL, steps, **trained)
-    config = load_config(Config, command.settings_of(run, None), {"evaluation.top_k": "3"})
+    config = load_config(Config, command.settings_of(run, None), {"evaluation.top_p": "0.5"})
     assert config.data == dataclasses.replace(trained["data"], train=default.data.train)
     assert {name: getattr(config, name) for name in ("rollout", "reward", "algorithm", "seed")} == {
         name: trained[name] for name in ("rollout", "reward", "algorithm", "seed")
     }
-    assert (config.evaluation.temperature, config.evaluation.top_k) == (0.5, 3)
+    assert (config.evaluation.temperature, config.evaluation.top_p) == (0.5, 0.5)
     # Other problems, in the words and with the grader of the run's own.
     config = load_config(Config, command.settings_of(run, None, problems[1:] * 2), {})
     first, second = config.data.evaluation_sources.values()

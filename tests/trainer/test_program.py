@@ -616,7 +616,7 @@ def test_a_signal_ends_a_reward_that_hangs(tmp_path, problems, whole):
 
 
 def partial_config(folder, problems, whole, *, num_steps, **changes) -> Config:
-    rollout = dataclasses.replace(whole.rollout, partial=True, **changes)
+    rollout = dataclasses.replace(whole.rollout, **{"max_staleness": 8} | changes)
     config = make_config(folder, problems, rollout=rollout, num_steps=num_steps)
     return warm(config, whole)
 
@@ -692,7 +692,10 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"partial": True, "driver": "jetstream"}, "'jetstream' cannot do rollout.partial"),
+        (
+            {"max_staleness": 8, "driver": "jetstream"},
+            "'jetstream' cannot do rollout.max_staleness",
+        ),
         ({"driver": "jetstream", "environment": "a:b"}, "cannot do rollout.environment"),
         ({"stop_ids": (5, 4000)}, r"rollout.stop_ids 4000: .* from 0 to 268"),
         ({"environment": "nowhere.py:f"}, "environment 'nowhere.py:f' is not there"),
@@ -709,7 +712,7 @@ def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
 
 
 def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
-    rollout = dataclasses.replace(whole.rollout, partial=True)
+    rollout = dataclasses.replace(whole.rollout, max_staleness=8)
     algorithm = dataclasses.replace(whole.algorithm, dataflow="grpo")
     config = make_config(tmp_path, problems, rollout=rollout, algorithm=algorithm)
     with pytest.raises(UserError, match=r"dataflow 'grpo' takes what it gets; use dataflow dapo"):
