@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
@@ -24,7 +25,7 @@ from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.decode_trace import DecodeTrace, trace_decoding
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_costs import CostBreakdown, SlotUse
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
+from jaxrl.planner.simulation.workload import Workload
 from jaxrl.rollout.engine_sizes import prefill_sizes, round_up
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
 
@@ -113,8 +114,9 @@ class GenerationSimulator:
     def generation(
         self,
         model: ModelConfig,
-        strategy: Strategy,
-        generation: GenerationStrategy,
+        layout: ParallelLayout,
+        slots: int,
+        cache_tokens: int = 0,
         *,
         greedy: bool = False,
     ) -> CostBreakdown:
@@ -122,39 +124,38 @@ class GenerationSimulator:
 
         Args:
           model: model of the actor.
-          strategy: strategy of training.
-          generation: p_g, t_g and slots.
+          layout: layout of its mesh.
+          slots: number of slots per replica.
+          cache_tokens: tokens of a paged cache per replica; 0 if every slot has room for the longest sample.
           greedy: whether each prompt also gets a greedy answer (ReMax).
         """
-        p_g, t_g, slots = generation.p_g, generation.t_g, generation.slots
-        groups = self.groups(strategy, p_g, t_g)
+        groups = self.groups(layout)
         trace = self._trace(groups.replicas, slots, greedy)
         decoding = self._decoding_s(model, groups, trace)
         used = min(slots, self._samples_per_replica(groups.replicas, greedy))
         full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
         busy_s = sum(self._decoding_s(model, groups, full).values())
         seconds = {
-            "resharding": self.resharding_s(model, strategy, p_g, t_g),
+            "resharding": self.resharding_s(model, layout),
             **self._prefill_s(model, groups, trace),
             **decoding,
         }
-        tokens = generation.cache_tokens or slots * self.workload.slot_tokens
-        cache = tokens * self._token_bytes(model, p_g, t_g)
-        weights = self.weight_bytes(model, p_g, t_g, strategy.expert)
+        tokens = cache_tokens or slots * self.workload.slot_tokens
+        cache = tokens * self._token_bytes(model, layout.p_g, layout.t_g)
+        weights = self.weight_bytes(model, layout.p_g, layout.t_g, layout.expert)
         transient = {"weights of generation": weights, "cache": cache}
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
         busy = float(trace.samples) * groups.replicas
         use = SlotUse(busy, slots * groups.replicas, trace.dispatches)
         return CostBreakdown(seconds, {}, transient, idle_s, use)
 
-    def groups(self, strategy: Strategy, p_g: int, t_g: int) -> GenerationGroups:
-        """The devices that decode together, for a strategy of training and p_g and t_g of generation."""
-        layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
-        ring = self._collectives.ring
+    def groups(self, layout: ParallelLayout) -> GenerationGroups:
+        """The devices that decode together."""
+        ring, n = self._collectives.ring, layout.num_devices
         tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
         copies = ring(layout, *GENERATE_RULES["batch"])
         experts = ring(layout, "expert")
-        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages, copies, experts)
+        return GenerationGroups(n, layout.p_g, layout.t_g, tensor, stages, copies, experts)
 
     def best_seconds(
         self,
@@ -227,23 +228,20 @@ class GenerationSimulator:
         """Bytes per device of the keys and values of a token."""
         return model_numbers(model).cache_values_of_shard(p_g, t_g) * self._assume.cache_bytes
 
-    def resharding_s(self, model: ModelConfig, strategy: Strategy, p_g: int, t_g: int) -> float:
+    def resharding_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
         """Seconds of resharding from the training to the generation layout.
 
         HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model, and gathers it inside
         its micro data-parallel group. With FSDP it first gathers its training shard inside its FSDP group.
         """
-        whole = self.weight_bytes(model, p_g, t_g, strategy.expert)
-        layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
+        whole = self.weight_bytes(model, layout.p_g, layout.t_g, layout.expert)
         micro = self._collectives.ring(layout, "stage_micro", "tensor_micro")
-        return self.unshard_s(model, strategy) + self._collectives.gather_s(whole, micro)
+        return self.unshard_s(model, layout) + self._collectives.gather_s(whole, micro)
 
-    def unshard_s(self, model: ModelConfig, strategy: Strategy) -> float:
+    def unshard_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
         """Seconds in which each FSDP group gathers its training shards, the first part of resharding."""
-        shard = self.weight_bytes(model, strategy.p, strategy.t, strategy.expert)
-        return self._collectives.gather_s(
-            shard, self._collectives.ring(layout_of(strategy), "fsdp")
-        )
+        shard = self.weight_bytes(model, layout.p, layout.t, layout.expert)
+        return self._collectives.gather_s(shard, self._collectives.ring(layout, "fsdp"))
 
     def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
         work = self.workload
@@ -312,13 +310,16 @@ class GenerationSimulator:
         times = trace.steps * ticks
         read = float(times.sum()) * weights_s
         attended = float((times * cache_s).sum())
+        visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
+        each_slot = assume.slot_host_s + groups.replicas * assume.host_s
         found = {
             "weights read": read,
             "matmuls beyond that": float((times * np.maximum(matmuls_s - weights_s, 0)).sum()),
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
             "overhead of each step": float(trace.steps.sum()) * self._step_s,
-            "host between dispatches": self._host_s(trace, groups.replicas),
+            # A program call for each dispatch, and the host's work for every slot in it.
+            "host between dispatches": trace.dispatches * assume.call_s + visits * each_slot,
         }
         if t_g > 1:
             each = self._reduces_s(model, groups, slots, 1.0)
@@ -346,13 +347,6 @@ class GenerationSimulator:
         layers = model.num_layers / groups.p_g
         size = layers * groups.experts.members * tokens * model.d_model * self._assume.compute_bytes
         return self._collectives.reduce_s(size, groups.experts, calls=layers * calls)
-
-    def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
-        """Seconds of the host in all dispatches: a program call each, and its work for every slot."""
-        assume = self._assume
-        visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
-        each_slot = assume.slot_host_s + replicas * assume.host_s
-        return trace.dispatches * assume.call_s + visits * each_slot
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""The work of a step (prompts, samples, lengths, updates), and the strategies to split a model for it."""
+"""The work of a step: prompts, samples, lengths of texts, updates."""
 
 from __future__ import annotations
 
@@ -233,68 +233,6 @@ class Workload:
     def least_pool_tokens(self) -> int:
         """Tokens of the pages that hold one sample of full length."""
         return -(-self.longest_tokens // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Strategy:
-    """Sharding of a role's model over n = p t d devices.
-
-    Attributes:
-      p, t, d: pipeline, tensor and data parallel size (HybridFlow section 5.1).
-      fsdp: number of replicas, of the d, that share one copy of weights and optimiser state.
-      expert: number of replicas that split the experts of a mixture.
-      context: number of replicas that split each row.
-    """
-
-    p: int
-    t: int
-    d: int
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        return self.p * self.t * self.d
-
-    @property
-    def row_shards(self) -> int:
-        """The number of replicas that have rows of their own."""
-        return self.d // self.context
-
-    @property
-    def row_parts(self) -> int:
-        """The number that must divide the rows of a microbatch: replicas with own rows, times stages."""
-        return self.p * self.row_shards
-
-    @property
-    def name(self) -> str:
-        """Display name."""
-        return train_name(layout_of(self))
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class GenerationStrategy:
-    """Sharding of an actor's model during generation: p_g divides p, t_g divides t.
-
-    Attributes:
-      p_g, t_g: pipeline and tensor parallel size.
-      slots: number of slots per replica.
-      cache_tokens: tokens of a paged cache per replica; 0 if every slot has room for the longest sample.
-    """
-
-    p_g: int
-    t_g: int
-    slots: int
-    cache_tokens: int = 0
-
-
-def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:
-    """Both strategies as one layout of a mesh; without a generation strategy the training layout."""
-    p_g, t_g = (generation.p_g, generation.t_g) if generation else (strategy.p, strategy.t)
-    shares = (strategy.fsdp, strategy.expert, strategy.context)
-    return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, *shares)
 
 
 def train_name(layout: ParallelLayout) -> str:

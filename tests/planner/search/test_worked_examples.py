@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as arrays
 
-from jaxrl.planner.search.choice_costs import ChoiceCosts, Turns, pareto_front
-from jaxrl.planner.search.side_by_side import Bounds, SideBySide
+from jaxrl.planner.search.pool_fronts import ChoiceCosts, Turns, pareto_front
+from jaxrl.planner.search.search import Bounds, SideBySide
 
 # Resident and transient GB, seconds of preparation and training, as in pool_fronts.py.
 ACTOR = ChoiceCosts(np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]]))
