@@ -39,7 +39,6 @@ from jaxrl.planner.plan import (
     check_positions,
     describe_flow,
     planned_pool,
-    settings_of,
 )
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
@@ -129,7 +128,6 @@ def trace_plan(
         notes=(*notes, *describe_flow(roles), *operations),
         left_out=left_out,
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
-        settings=settings_of(roles.config),
     )
 
 
@@ -207,7 +205,6 @@ def compile_plan(
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
         target=topology,
         times=step_times(roles, cluster, load, seconds),
-        settings=settings_of(roles.config),
     )
 
 

@@ -100,24 +100,19 @@ class StepLoad:
         return dataclasses.replace(self, work=verdicts, greedy=False)
 
 
-def response_lengths(
-    config: Config, mean: float = 0.0, cut_off: float | None = None
-) -> LengthDistribution:
-    """Lengths of answers for a config that has not run.
+def response_lengths(config: Config, mean: float | None = None) -> LengthDistribution:
+    """Lengths of answers for a config that has not run, with the spread of reasoning policies.
 
     Args:
       config: config of the run.
-      mean: mean length of an answer; 0 assumes a fifth of the limit.
-      cut_off: share of answers that reach the limit; None assumes the spread of reasoning policies.
+      mean: mean length of an answer; None assumes a fifth of the limit.
 
     Raises:
-      UserError: no distribution has this mean and this share, or the mean is above the limit.
+      UserError: the mean is not positive or above the limit.
     """
     limit = config.rollout.max_response_tokens
-    mean = mean or max(1.0, RESPONSE_SHARE * limit)
-    if cut_off is None:
-        return LengthDistribution(mean, limit, "log-normal")
-    return LengthDistribution.with_cut_off(mean, limit, cut_off)
+    mean = max(1.0, RESPONSE_SHARE * limit) if mean is None else mean
+    return LengthDistribution(mean, limit, "log-normal")
 
 
 def load_of(config: Config, responses: LengthDistribution | None = None) -> StepLoad:

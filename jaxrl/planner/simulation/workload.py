@@ -15,9 +15,6 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
 
 _QUANTILES = 16_384
-_MIN_SIGMA = 0.05
-MAX_SIGMA = 5.0
-"""Largest spread of the logarithm of lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class LengthDistribution:
     mean: Annotated[float, positive()]
     longest: Annotated[int, token_count(1)]
     kind: Literal["constant", "log-normal"] = "constant"
-    sigma: Annotated[float, positive(at_most=MAX_SIGMA)] = 0.95
+    sigma: Annotated[float, positive(at_most=5)] = 0.95
 
     def __post_init__(self):
         check_fields(self)
@@ -48,31 +45,6 @@ class LengthDistribution:
     def exactly(tokens: int) -> LengthDistribution:
         """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
         return LengthDistribution(tokens, tokens)
-
-    @staticmethod
-    def with_cut_off(mean: float, longest: int, cut_off: float) -> LengthDistribution:
-        """The log-normal with this mean and this share of truncated texts.
-
-        Args:
-          mean: mean length, truncated texts included.
-          longest: length at which texts are truncated.
-          cut_off: share of truncated texts, between 0 and 1.
-
-        Raises:
-          UserError: no log-normal has both.
-        """
-        low, high = _MIN_SIGMA, MAX_SIGMA
-        for _ in range(40):
-            middle = (low + high) / 2
-            found = LengthDistribution(mean, longest, "log-normal", middle)
-            low, high = (middle, high) if found.cut_off < cut_off else (low, middle)
-        found = LengthDistribution(mean, longest, "log-normal", high)
-        if abs(found.cut_off - cut_off) > max(0.002, cut_off / 20):
-            raise UserError(
-                f"no spread of lengths has a mean of {mean:,.0f} tokens with {cut_off:.1%} cut off at "
-                f"{longest:,}; with this mean choose a share nearer to {found.cut_off:.1%}"
-            )
-        return found
 
     @property
     def is_constant(self) -> bool:

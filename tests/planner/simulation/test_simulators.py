@@ -607,19 +607,10 @@ def test_lengths_have_their_mean_and_longest():
     assert LengthDistribution.exactly(7).quantiles(3).tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize("cut_off", [0.001, 0.02, 0.1])
-def test_mean_and_cut_off_give_the_spread(cut_off):
-    found = LengthDistribution.with_cut_off(4096, 20_480, cut_off)
-    assert found.cut_off == pytest.approx(cut_off, abs=0.002)
-    assert found.quantiles(4096).mean() == pytest.approx(4096, rel=0.02)
-    with pytest.raises(UserError, match="no spread of lengths has a mean of 100 tokens"):
-        LengthDistribution.with_cut_off(100, 20_480, 0.5)
-
-
 def test_a_text_in_flight_is_longer_than_half_of_the_mean():
     assert LengthDistribution.exactly(100).mean_in_flight == 50
     # E[L^2] / 2 E[L] of a spread of 4,091 around 4,096.
-    spread = LengthDistribution.with_cut_off(4096, 20_480, 0.017)
+    spread = LengthDistribution(4096, 20_480, "log-normal")
     found = (spread.mean**2 + spread.deviation**2) / (2 * spread.mean)
     assert spread.mean_in_flight == pytest.approx(found, rel=1e-3)
 
