@@ -115,10 +115,16 @@ def trace_plan(
         planned_pool(pool, (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)))
         for pool in roles.pools.values()
     )
-    notes = (
-        ("shape of the model", roles.models.origin),
-        *_traced_notes(roles, slots_are_chosen, memory),
-    )
+    notes = [("shape of the model", roles.models.origin), *roles.models.assumed]
+    if slots_are_chosen:
+        size = f"{memory / 1e9:.0f} GB"
+        slots = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
+        notes.append(("rollout.slots", slots))
+    if config.rollout.partial:
+        waits = "unfinished samples wait on the host from one step to the next"
+        notes.append(("rollout.partial", waits))
+    if config.sft.num_steps:
+        notes.append(("SFT", "the stage before: the same weights, batches of its own"))
     left_out = ()
     if config.cost.pretrain_coef and "cost" in roles.roles.others:
         left_out = (("cost.pretrain_coef", "the batch of written solutions in every update"),)
@@ -141,23 +147,6 @@ def _in_updates(
             batch = abstract_batch(role, shape, TrainBatch if name == "actor" else ValueBatch)
             layout = pool.layout_of(name)
             yield from update_memory(name, role, layout, shape, batch, updates[name])
-
-
-def _traced_notes(
-    roles: PlannedRoles, slots_are_chosen: bool, memory: int
-) -> Iterator[tuple[str, str]]:
-    config = roles.config
-    yield from roles.models.assumed
-    if slots_are_chosen:
-        size = f"{memory / 1e9:.0f} GB"
-        yield (
-            "rollout.slots",
-            f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",
-        )
-    if config.rollout.partial:
-        yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
-    if config.sft.num_steps:
-        yield "SFT", "the stage before: the same weights, batches of its own"
 
 
 Watch = Callable[[CompiledProgram], None]

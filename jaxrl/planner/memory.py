@@ -29,7 +29,6 @@ from jaxrl.quantized import Quantized
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 
 _OFFLOADED = "in host memory while sampling"
@@ -64,25 +63,46 @@ class ResidentBuffers:
         return self.turn in ("", turn) and self.not_at != turn
 
 
-def training_memory(
-    actor: Actor, layout: ParallelLayout, state: TrainState, *, offload: bool
+def learner_memory(
+    name: str, role: Learner, layout: ParallelLayout, *, offload: bool = False
 ) -> list[ResidentBuffers]:
-    """The buffers of the actor that live between updates."""
-    rank, here = actor.model.lora.rank, not offload
-    adapters = f", adapters of rank {rank} in float32 included" if rank else ""
-    trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
+    """The weights and moments of a role that is trained, which live between its updates.
+
+    Args:
+      name: name of the role.
+      role: the role.
+      layout: layout of its mesh.
+      offload: whether both wait in host memory while sampling; for the actor only.
+    """
+    state, rank, where = role.abstract_state(), role.model.lora.rank, train_name(layout)
+    adapters = f", adapters of rank {rank} in float32 included" if rank and name == "actor" else ""
+    trained = f"{role.frozen_dtype.name}, {where}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
-    if actor.moments_on_host:
+    if role.moments_on_host:
         like = _PASSING
     elif offload:
         like = _OFFLOADED
-    weights = trained if here else f"{trained}, {_OFFLOADED}"
-    moments = f"{_moments(state)}, {train_name(layout)}, {like}"
-    stay = here and not actor.moments_on_host
+    # The actor's moments have a name without its own.
+    shown, of_role = name.replace("_", " "), "" if name == "actor" else f"{name}, "
+    moments = f"{_moments(state)}, {where}, {like}"
+    weights = f"{trained}, {_OFFLOADED}" if offload else trained
+    stay = not (offload or role.moments_on_host)
     return [
-        _buffers("actor in training", weights, state.params, sampling=here),
-        _buffers("optimiser state", moments, state.opt_state, sampling=stay),
+        _buffers(f"{shown} in training", weights, state.params, sampling=not offload),
+        _buffers(
+            f"{of_role.replace('_', ' ')}optimiser state", moments, state.opt_state, sampling=stay
+        ),
     ]
+
+
+def frozen_memory(
+    name: str, role: Frozen, layout: ParallelLayout, *, offload: bool
+) -> list[ResidentBuffers]:
+    """The weights of a role that is not trained; offloaded ones wait in host memory between calls."""
+    where = f"float32, {train_name(layout)}" + (", in host memory between calls" if offload else "")
+    weights, here = role.abstract_params(), not offload
+    shown = f"{name.replace('_', ' ')}, frozen"
+    return [_buffers(shown, where, weights, sampling=here, learning=here)]
 
 
 def sampling_memory(
@@ -113,32 +133,6 @@ def sampling_memory(
         # Released before the actor's update, which makes new weights anyway.
         dataclasses.replace(weights, bytes_per_device=bytes_of(moved), not_at="actor"),
         _buffers("KV cache and slots", held, sampler.slots, learning=False),
-    ]
-
-
-def role_memory(
-    name: str, role: Learner | Frozen, layout: ParallelLayout, *, offload: bool
-) -> list[ResidentBuffers]:
-    """The buffers of a critic, a reference, or a reward or cost model on its devices.
-
-    Args:
-      name: name of the role.
-      role: the role.
-      layout: layout of its mesh.
-      offload: whether its weights wait in host memory between calls. Ignored for a role that is trained.
-    """
-    where, shown = f"float32, {train_name(layout)}", name.replace("_", " ")
-    if isinstance(role, Frozen):
-        where = f"{where}, in host memory between calls" if offload else where
-        weights = role.abstract_params()
-        here = not offload
-        return [_buffers(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
-    state, stay = role.abstract_state(), not role.moments_on_host
-    like = "like the weights" if stay else _PASSING
-    moments = f"{_moments(state)}, {train_name(layout)}, {like}"
-    return [
-        _buffers(f"{shown} in training", where, state.params),
-        _buffers(f"{shown}, optimiser state", moments, state.opt_state, sampling=stay),
     ]
 
 

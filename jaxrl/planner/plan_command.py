@@ -36,7 +36,7 @@ from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.planner import plan_output
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
-from jaxrl.planner.hardware.cluster import Cluster, check_topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, read_topology
 from jaxrl.planner.make_plan import compile_plan, trace_plan
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
@@ -77,7 +77,7 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
                 )
         return trace_plan(config)
     check_path("--topology", args.topology)
-    cluster = Cluster(*check_topology(args.topology))
+    cluster = Cluster.parse(args.topology)
     responses = None
     if args.response_tokens is not None:
         responses = response_lengths(config, args.response_tokens)

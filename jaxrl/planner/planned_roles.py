@@ -19,10 +19,9 @@ from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.programs import (
     Program,
-    critic_programs,
     engine_programs,
     frozen_programs,
-    policy_programs,
+    learner_programs,
     sampler_shapes,
     sampling_programs,
 )
@@ -31,9 +30,9 @@ from jaxrl.planner.hardware.cluster import shapes_of_at_least
 from jaxrl.planner.memory import (
     ResidentBuffers,
     engine_memory,
-    role_memory,
+    frozen_memory,
+    learner_memory,
     sampling_memory,
-    training_memory,
 )
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import clipped_values
@@ -94,7 +93,7 @@ class PlannedRoles:
         state = actor.abstract_state()
         if "actor" in pool.roles:
             layout = pool.layout_of("actor")
-            found += training_memory(actor, layout, state, offload=offload["actor"])
+            found += learner_memory("actor", actor, layout, offload=offload["actor"])
         if pool == self.pool_of("rollout"):
             sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
             layout = pool.layout_of(self.sampler)
@@ -102,9 +101,12 @@ class PlannedRoles:
                 found += sampling_memory(layout, state, sampler)
             else:
                 found += engine_memory("rollout", layout, sampler)
-        for name, role in (self.roles.critics | self.roles.frozen).items():
+        for name, role in self.roles.critics.items():
             if name in pool.roles:
-                found += role_memory(name, role, pool.layout_of(name), offload=offload[name])
+                found += learner_memory(name, role, pool.layout_of(name))
+        for name, role in self.roles.frozen.items():
+            if name in pool.roles:
+                found += frozen_memory(name, role, pool.layout_of(name), offload=offload[name])
         if self.judge is not None and "judge" in pool.roles:
             _, shapes, axes = decoder_graph(self.judge.model)
             sampler = sampler_shapes(self.judge, shapes, axes)
@@ -132,8 +134,8 @@ class PlannedRoles:
         # A model with adapters is its own reference.
         if objective.needs_reference and roles.compared is not None:
             reference = roles.compared.abstract_params()
-        for program in policy_programs(
-            *(roles.actor, objective, shape, load),
+        for program in learner_programs(
+            *("actor", roles.actor, objective, shape, load),
             reference=reference,
             compared=compared_role(self.algorithm.roles),
             first_minibatch=int(self.algorithm.shares_forward),
@@ -142,7 +144,7 @@ class PlannedRoles:
             yield "actor", program, self.meshes["actor"]
         values, epochs = clipped_values(clip=config.critic.clip), config.critic.epochs
         for name, critic in roles.critics.items():
-            for program in critic_programs(name, critic, values, shape, load, epochs=epochs):
+            for program in learner_programs(name, critic, values, shape, load, epochs=epochs):
                 yield name, program, critic.mesh
 
 

@@ -78,6 +78,7 @@ _COLLECTIVE = re.compile(
     r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
     r"(?P<start>-start)?\("
 )
+_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _UNKNOWN = re.compile(r" (collective-broadcast|ragged-all-to-all|send|recv)(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 
@@ -128,23 +129,19 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
         match = _COLLECTIVE.search(line)
         if match:
             kind = match["kind"]
-            permutes = kind == "collective-permute"
-            groups = _pairs(line) if permutes else _groups(line, num_devices)
-            nbytes = _result_bytes(match["result"], kind, bool(match["start"]), len(groups[0]))
+            groups = _groups(line, num_devices)
+            arrays = [(name, _dims(dims)) for name, dims in _ARRAY.findall(match["result"])]
+            if not match["start"] or kind == "all-reduce":
+                nbytes = sum(_nbytes(name, dims) for name, dims in arrays)
+            else:
+                # The result of an asynchronous start also has the operands, and scalars that mark
+                # its progress.
+                size = len(groups[0])
+                shares = {"all-gather": (size, size + 1), "reduce-scatter": (1, size + 1)}
+                part, whole = shares.get(kind, (1, 2))
+                nbytes = sum(_nbytes(name, dims) for name, dims in arrays if dims) * part // whole
             found.append(Collective(kind, tuple(sorted(groups)), nbytes))
     return found
-
-
-def _result_bytes(result: str, kind: str, asynchronous: bool, size: int) -> int:
-    """Bytes of the result on one device, from the text of its type."""
-    arrays = [(name, _dims(dims)) for name, dims in _ARRAY.findall(result)]
-    if not asynchronous or kind == "all-reduce":
-        return sum(_nbytes(name, dims) for name, dims in arrays)
-    # The result of an asynchronous start also has the operands, and scalars that mark its progress.
-    total = sum(_nbytes(name, dims) for name, dims in arrays if dims)
-    shares = {"all-gather": (size, size + 1), "reduce-scatter": (1, size + 1)}
-    part, whole = shares.get(kind, (1, 2))
-    return total * part // whole
 
 
 def _nbytes(name: str, dims: list[int]) -> int:
@@ -152,14 +149,10 @@ def _nbytes(name: str, dims: list[int]) -> int:
     return math.ceil(math.prod(dims) * bits / 8)
 
 
-def _pairs(line: str) -> tuple[tuple[int, ...], ...]:
-    inner = re.search(r"source_target_pairs=\{(.*?\})\}", line)
-    assert inner, f"a permute without pairs: {line.strip()}"
-    return _braces(inner[1])
-
-
 def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """The device groups, in any of the three notations of XLA."""
+    """The device groups, in any of the three notations of XLA; of a permute the pairs."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", line):
+        return _braces(pairs[1])
     if re.search(r"replica_groups=\{\}", line):
         return (tuple(range(num_devices)),)
     if inner := re.search(r"replica_groups=\{(.*?\})\}", line):
@@ -174,12 +167,7 @@ def _groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
         line,
     )
     assert named, f"replica groups in an unknown notation: {line.strip()}"
-    return _along_axes(*named.groups())
-
-
-def _along_axes(
-    mesh: str, dims: str | None, order: str | None, axes: str
-) -> tuple[tuple[int, ...], ...]:
+    mesh, dims, order, axes = named.groups()
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
     ids = _iota(dims or str(math.prod(sizes.values())), order)
     shape, moved = [], []
@@ -196,9 +184,6 @@ def _along_axes(
     group_size = math.prod(shape[i] for i in moved)
     rows = ids.reshape(shape).transpose(*kept, *moved).reshape(-1, group_size)
     return tuple(map(tuple, rows.tolist()))
-
-
-_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

@@ -177,7 +177,13 @@ def matmul_flops(
         if name in _MATMULS:
             total += _MATMULS[name](eqn)
         elif name == "ragged_dot_general":
-            total += _grouped_matmul(eqn) // expert_shards
+            # Each row is multiplied with one group; in its gradient each row adds to one group.
+            numbers: Any = params["ragged_dot_dimension_numbers"]
+            groups: Any = eqn.invars[2].aval
+            (contracted, _), _ = numbers.dot_dimension_numbers
+            summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
+            one = _product(eqn, contracted)
+            total += (one // groups.size if summed else one) // expert_shards
         of_experts = params.get("name") == EXPERT_TILES
         times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
         shards = expert_shards
@@ -207,21 +213,14 @@ def _times(eqn: jax_core.JaxprEqn, open_loops: float) -> float:
 
 def _matmul(eqn: jax_core.JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product(eqn, contracted)
+
+
+def _product(eqn: jax_core.JaxprEqn, contracted: Sequence[int]) -> int:
+    """Operations of a product that sums over these dimensions of its first factor."""
     left: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
-
-
-def _grouped_matmul(eqn: jax_core.JaxprEqn) -> int:
-    """Of `ragged_dot`: each row is multiplied with one group; in its gradient each row adds to one group."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    left: Any = eqn.invars[0].aval
-    result: Any = eqn.outvars[0].aval
-    one = 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
-    groups: Any = eqn.invars[2].aval
-    summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
-    return one // groups.size if summed else one
 
 
 def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
@@ -458,8 +457,9 @@ def _prefill_flops(model: ModelConfig, load: StepLoad) -> float:
     return load.prompts * (each + mean_attention_flops(model, lengths.mean, lengths.mean_square))
 
 
-def policy_programs(
-    actor: Actor,
+def learner_programs(
+    name: str,
+    role: Actor | ScoreLearner,
     objective: Objective,
     shape: PackedShape,
     load: StepLoad,
@@ -469,10 +469,10 @@ def policy_programs(
     first_minibatch: int = 0,
     epochs: int = 1,
 ) -> Iterator[Program]:
-    """The actor's old log-probabilities and its update.
+    """What a trained role reads of a batch (old log-probabilities, values), and its update.
 
     Args:
-      actor: actor on a mesh of devices that need not be present.
+      name, role: the actor or a critic, on a mesh of devices that need not be present.
       objective: objective of its update.
       shape: shape of its batches.
       load: work of a step.
@@ -481,64 +481,37 @@ def policy_programs(
       first_minibatch: first minibatch of the log-probabilities; the update computes those of earlier ones.
       epochs: number of passes over the minibatches.
     """
-    state, batch = actor.abstract_state(), abstract_batch(actor, shape)
-    micro = load.microbatches(shape)
-    used = micro / shape.microbatches
+    state, micro = role.abstract_state(), load.microbatches(shape)
+    weights, moments = WEIGHTS, OPTIMISER
+    if isinstance(role, Actor):
+        what, forward, read = "logprobs", role.logprobs_program, abstract_batch(role, shape)
+        batch = read
+    else:
+        what, forward = "values", role.by_token_program
+        read, batch = (abstract_batch(role, shape, kind) for kind in (PackedBatch, ValueBatch))
+        shown = name.replace("_", " ")
+        weights, moments = f"{shown} in training", f"{shown}, optimiser state"
     if first_minibatch < shape.minibatches:
-        logprobs = Piece(
-            actor.logprobs_program,
-            (state.params, batch),
-            {"first_minibatch": first_minibatch} if first_minibatch else {},
-            used=used,
-        )
+        keywords = {"first_minibatch": first_minibatch} if first_minibatch else {}
+        used = micro / shape.microbatches
+        piece = Piece(forward, (state.params, read), keywords, used=used)
         yield Program(
-            *("actor", "logprobs", "learning", (logprobs,), frozenset({WEIGHTS})),
+            *(name, what, "learning", (piece,), frozenset({weights})),
             bytes_of(state.params) * micro * (shape.minibatches - first_minibatch),
         )
     update = Piece(
-        actor.update_program((objective,), epochs=epochs),
-        (state, (batch,), reference, actor.schedule),
+        role.update_program((objective,), epochs=epochs),
+        (state, (batch,), reference, role.schedule),
         open_loops=micro,
     )
-    holds = {WEIGHTS, OPTIMISER, SAMPLER} | ({f"{compared}, frozen"} if reference else set())
+    # The sampler's copy of the actor's weights is released before its update.
+    holds = {weights, moments} | ({SAMPLER} if name == "actor" else set())
+    holds |= {f"{compared}, frozen"} if reference else set()
+    # Weights are read three times per microbatch (rematerialised), the state twice per update.
+    each = 3 * micro * bytes_of(state.params) + 2 * bytes_of(state)
     yield Program(
-        *("actor", "update", "learning", (update,), frozenset(holds)),
-        _read_by_update(state, epochs * shape.minibatches, micro),
-    )
-
-
-def critic_programs(
-    name: str,
-    critic: ScoreLearner,
-    objective: Objective,
-    shape: PackedShape,
-    load: StepLoad,
-    *,
-    epochs: int = 1,
-) -> Iterator[Program]:
-    """The programs of a critic: the values of a batch, and its update."""
-    state = critic.abstract_state()
-    micro = load.microbatches(shape)
-    shown = name.replace("_", " ")
-    weights, moments = f"{shown} in training", f"{shown}, optimiser state"
-    values = Piece(
-        critic.by_token_program,
-        (state.params, abstract_batch(critic, shape, PackedBatch)),
-        used=micro / shape.microbatches,
-    )
-    yield Program(
-        *(name, "values", "learning", (values,), frozenset({weights})),
-        bytes_of(state.params) * micro * shape.minibatches,
-    )
-    batch = abstract_batch(critic, shape, ValueBatch)
-    update = Piece(
-        critic.update_program((objective,), epochs=epochs),
-        (state, (batch,), None, critic.schedule),
-        open_loops=micro,
-    )
-    yield Program(
-        *(name, "update", "learning", (update,), frozenset({weights, moments})),
-        _read_by_update(state, epochs * shape.minibatches, micro),
+        *(name, "update", "learning", (update,), frozenset(holds)),
+        epochs * shape.minibatches * each,
     )
 
 
@@ -559,8 +532,3 @@ def frozen_programs(
         frozenset({f"{name.replace('_', ' ')}, frozen"}),
         bytes_of(params) * micro * shape.minibatches,
     )
-
-
-def _read_by_update(state: Any, minibatches: int, micro: float) -> float:
-    """Bytes read by an update: weights three times per microbatch (rematerialised), the state twice."""
-    return minibatches * (3 * micro * bytes_of(state.params) + 2 * bytes_of(state))

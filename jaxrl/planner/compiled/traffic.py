@@ -128,7 +128,14 @@ def _rounds(
     test, start, root = root_of(condition), around.get(loop.operands[0]), root_of(body)
     if test is None or test.opcode != "compare" or "direction=LT" not in test.line:
         return None
-    counter, bound = (_carried(name, condition) for name in test.operands)
+    # The positions of both sides of the test in the tuple that the loop carries; None if not from there.
+    carried = [condition.get(_source(name, condition)) for name in test.operands]
+    counter, bound = (
+        int(index[1])
+        if found and found.opcode == "get-tuple-element" and (index := _INDEX.search(found.line))
+        else None
+        for found in carried
+    )
     if counter is None or start is None or root is None:
         return None
     if not start.opcode == root.opcode == "tuple":
@@ -143,15 +150,6 @@ def _rounds(
     if first is None or last is None or not step:
         return None
     return max(0, -(-(last - first) // step))
-
-
-def _carried(name: str, computation: Computation) -> int | None:
-    """The position of a value in the tuple that a loop carries; None if it is not from there."""
-    found = computation.get(_source(name, computation))
-    if found is None or found.opcode != "get-tuple-element":
-        return None
-    index = _INDEX.search(found.line)
-    return int(index[1]) if index else None
 
 
 def _source(name: str, computation: Computation) -> str:

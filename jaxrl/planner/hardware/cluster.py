@@ -19,6 +19,7 @@ autotuning, which needs a device; XLA uses its defaults.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -126,24 +127,6 @@ class Topology:
         return self.devices[0].platform
 
 
-def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
-    """Parses and checks the name of a topology, "KIND:AxBxC", into kind and shape. Loads no compiler.
-
-    Raises:
-      UserError: the text, the kind or the shape is wrong.
-    """
-    kind, _, sides = name.rpartition(":")
-    parts = sides.split("x")
-    if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
-        raise UserError(
-            f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
-            "v5p:4x4x8 (sides of the slice in chips)"
-        )
-    found, shape = accelerator(kind), tuple(map(int, parts))
-    check_shape(found, shape)
-    return found, shape
-
-
 def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
     """Raises UserError, with the existing shapes, if devices of a kind do not come in `shape`."""
     if kind.exists(shape):
@@ -184,7 +167,8 @@ def read_topology(name: str) -> Topology:
     Raises:
       UserError: there is no such topology, or the package that compiles for it is not installed.
     """
-    kind, shape = check_topology(name)
+    cluster = Cluster.parse(name)
+    kind, shape = cluster.accelerator, cluster.shape
     if kind.arrangement == "torus":
         named = _LIBTPU_NAMES.get(kind.name, kind.name)
         devices = tuple(_tpu_devices(f"{named}:{shape_text(shape)}"))
@@ -215,7 +199,13 @@ def _tpu_devices(name: str) -> Sequence[Any]:
 
 
 def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
-    missing = [name for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn") if not _is_there(name)]
+    missing = []
+    for module in ("jax_plugins.xla_cuda13", "nvidia.cudnn"):
+        # The package around a module may be missing too.
+        with contextlib.suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(module) is not None:
+                continue
+        missing.append(module)
     if missing:
         version = jax.__version__
         raise UserError(
@@ -232,13 +222,6 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
     return topologies.get_topology_desc(
         platform="cuda", target_config=GPU_TARGETS[chip].text, topology=f"1x{hosts}x{per_host}"
     ).devices
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 _TPU_HOST_CHIPS = 4
@@ -291,8 +274,14 @@ class Cluster:
         Raises:
           UserError: the text, the kind or the topology is wrong.
         """
-        kind, shape = check_topology(text)
-        return Cluster(kind, shape)
+        kind, _, sides = text.rpartition(":")
+        parts = sides.split("x")
+        if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
+            raise UserError(
+                f"topology {text!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x "
+                "GPUs) or v5p:4x4x8 (sides of the slice in chips)"
+            )
+        return Cluster(accelerator(kind), tuple(map(int, parts)))
 
     @property
     def name(self) -> str:

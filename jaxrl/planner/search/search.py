@@ -126,10 +126,6 @@ def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -
     """The fastest mapping of a problem; None if the models do not fit. Args as of `search_mapping`."""
     search = _Search(problem)
     names = tuple(role.name for role in problem.roles)
-    if not every_placement:
-        # A bound that is fast to find and often good: all roles on all devices.
-        quick_s = search.solver.quick_seconds(names, problem.cluster.num_devices)
-        search.bounds.lower(quick_s)
     best, results = None, []
     # Placements with few pools are searched fast, and their results bound the others.
     for placement in sorted(placements_of(names), key=len):
