@@ -155,7 +155,12 @@ class Progress:
         waited = now_s - self._last_line_s >= self._line_every_s
         if self._live is None and (waited or measured or self._task.finished):
             self._last_line_s = now_s
-            self._print(self._plain_line([*before, *measured.values(), *after]))
+            task = self._task
+            text = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
+            shown = [*before, *measured.values(), *after]
+            values = [f"{entry.label} {entry.value}" for entry in shown]
+            line = [task.description, text, self._eta_text(), *values]
+            self._print("  ".join(filter(None, line)))
 
     def message(self, text: str) -> None:
         """Prints a text, above the live view if there is one. Control characters are replaced."""
@@ -177,12 +182,6 @@ class Progress:
         trend.append(value)
         return _Entry(label, show(value), _sparkline(trend))
 
-    def _plain_line(self, entries: Sequence[_Entry]) -> str:
-        task = self._task
-        step = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
-        values = [f"{entry.label} {entry.value}" for entry in entries]
-        return "  ".join(filter(None, [task.description, step, self._eta_text(), *values]))
-
     def _eta_text(self) -> str:
         eta_s = self.eta_s()
         return "" if eta_s is None else f"eta {duration(eta_s)}"
@@ -191,10 +190,7 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True, highlight=False)
 
     def _view(self) -> Group:
-        return Group(self._steps, self._entry_columns())
-
-    def _entry_columns(self) -> Table:
-        """The entries in two columns, filled from top to bottom."""
+        # The entries in two columns, filled from top to bottom.
         half = (len(self._entries) + 1) // 2
         trend_width = _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
         if self._console.options.ascii_only:  # such a terminal cannot print the bars
@@ -210,7 +206,7 @@ class Progress:
                 trend = entry.trend[max(len(entry.trend) - trend_width, 0) :]
                 cells += [Text(entry.label), Text(entry.value), Text(trend)]
             columns.add_row(*cells)
-        return columns
+        return Group(self._steps, columns)
 
 
 class _PhaseColumn(ProgressColumn):

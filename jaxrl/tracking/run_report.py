@@ -21,20 +21,9 @@ from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 logger = logging.getLogger(__name__)
 
-# The evaluations whose answers the report shows.
-_SHOWN = ("before", "after")
 _SAMPLE_FIELDS = ("prompt", "answer", "text", "correct")
 
 Rows = list[dict[str, Any]]
-
-
-def _sample_pairs(folder: RunFolder) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The stored samples of both evaluations; empty if one of the files is missing or damaged."""
-    before, after = (stored_samples(folder, when) for when in _SHOWN)
-    if before and after and len(before) != len(after):
-        logger.warning("%s has %d and %d answers", folder, len(before), len(after))
-        return []
-    return list(zip(before, after, strict=False))
 
 
 def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
@@ -153,11 +142,16 @@ def write_run_report(
             step = found[-1]["step"]
             minutes = float(np.mean(seconds)) * step / 60 if seconds else 0.0
             lengths.append((f"{name}, steps and minutes", f"{step:,}, {minutes:.1f}"))
+    before, after = (stored_samples(folder, when) for when in ("before", "after"))
+    pairs = list(zip(before, after, strict=False))
+    if before and after and len(before) != len(after):
+        logger.warning("%s has %d and %d answers", folder, len(before), len(after))
+        pairs = []
     page.write_report(
         folder.report,
         title=title,
         summary=[*accuracy, *lengths, *facts],
-        sections=[page.Section(name, found) for name, found in rows.items() if found],
+        sections=[(name, found) for name, found in rows.items() if found],
         samples=[
             page.PromptResponses(
                 before["prompt"],
@@ -167,7 +161,7 @@ def write_run_report(
                     for heading, sample in (("Before", before), ("After", after))
                 ],
             )
-            for before, after in _sample_pairs(folder)
+            for before, after in pairs
         ],
         config_text=config_text,
     )

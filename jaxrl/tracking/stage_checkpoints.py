@@ -175,22 +175,16 @@ def lost_rows(folder: StageFolder) -> str | None:
 def _rows_fault(path: pathlib.Path, written: RowChecksum) -> str | None:
     content = path.read_bytes() if path.exists() else b""
     expected = f"of the {written.num_rows} rows to step {written.last_step}"
-    if not written.matches(content):
-        return _rows_difference(path, content, written, expected)
-    after = content[written.num_bytes :].splitlines()
-    step = _step_of(after[0]) if after else None
-    if step is not None and step <= written.last_step:
-        return f"has a second row of step {step} after the last {expected}"
-    return None
-
-
-def _rows_difference(
-    path: pathlib.Path, content: bytes, written: RowChecksum, expected: str
-) -> str:
+    if written.matches(content):
+        after = content[written.num_bytes :].splitlines()
+        step = _step_of(after[0]) if after else None
+        if step is not None and step <= written.last_step:
+            return f"has a second row of step {step} after the last {expected}"
+        return None
     if not content:
         return f"{'is empty' if path.exists() else 'is missing'} and has none {expected}"
-    last = -1
-    found = 0
+    # Where the rows first differ from those that a run writes.
+    last, found = -1, 0
     for number, line in enumerate(content.splitlines(), start=1):
         step = _step_of(line)
         if step is None:

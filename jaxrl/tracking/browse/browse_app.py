@@ -73,6 +73,10 @@ _ORDERS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "longest": lambda row: -_or_last(row["length"], -math.inf),
     "shortest": lambda row: _or_last(row["length"], math.inf),
 }
+_FACTS = (
+    *("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward"),
+    *("score", "shaping", "length", "truncated", "stop_reason", "entropy"),
+)
 _ANY_FAILURE, _NO_FAILURE = "any kind", "none"
 
 
@@ -206,6 +210,12 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
       title: title of the pages.
     """
     pages = _Pages(files, title)
+
+    def refused(request: Request, error: Exception) -> Response:
+        del request
+        assert isinstance(error, HTTPException), "registered for this type"
+        return PlainTextResponse(error.detail, error.status_code, error.headers)
+
     return _Guarded(
         Starlette(
             routes=[
@@ -213,7 +223,7 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
                 Route("/sample/{file:str}/{line:int}", pages.sample),
                 Route("/browse.css", pages.css),
             ],
-            exception_handlers={HTTPException: _refused},
+            exception_handlers={HTTPException: refused},
         )
     )
 
@@ -291,6 +301,12 @@ class _Pages:
         given = dict(request.query_params)
         color = given.get("color", "")
         color = color if color in ("logprob", "gap", "none") else "logprob"
+        # The table above the text.
+        facts = [(key, row[key]) for key in _FACTS if row.get(key) is not None]
+        if isinstance(failure := row.get("failure"), dict):
+            facts.append(("grader failed", f"{failure.get('kind')}: {failure.get('message')}"))
+        if isinstance(parts := row.get("reward_parts"), dict):
+            facts += [(f"reward, {part}", value) for part, value in parts.items()]
         tokens = tokens_of(row)
         text = str(row.get("completion", ""))
         size = (len(tokens), _TOKENS_PER_PAGE) if tokens else (len(text), _CHARS_PER_PAGE)
@@ -305,7 +321,7 @@ class _Pages:
             place=place,
             prompt=str(row.get("prompt", "")),
             most_chars=_MOST_CHARS,
-            facts=_facts(row),
+            facts=[(str(name)[:100], str(value)[:1000]) for name, value in facts],
             tokens=[_shown(token, color) for token in tokens[part]],
             text="" if tokens else text[part],
             color=color,
@@ -325,12 +341,6 @@ class _Pages:
         text = self._templates.get_template(template).render(title=self._title, **values)
         # Lone surrogates cannot be encoded as UTF-8.
         return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
-
-
-def _refused(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, HTTPException), "registered for this type"
-    return PlainTextResponse(error.detail, status_code=error.status_code, headers=error.headers)
 
 
 class _Guarded:
@@ -430,17 +440,3 @@ def _shown(token: Mapping[str, Any], color: str) -> _Token:
 
 def _class(value: float, ends: Sequence[float]) -> int:
     return sum(value >= end for end in ends)
-
-
-def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of the table above a sample's text."""
-    names = ("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward")
-    names += ("score", "shaping", "length", "truncated", "stop_reason", "entropy")
-    facts = [(name, row[name]) for name in names if row.get(name) is not None]
-    failure = row.get("failure")
-    if isinstance(failure, dict):
-        facts.append(("grader failed", f"{failure.get('kind')}: {failure.get('message')}"))
-    parts = row.get("reward_parts")
-    if isinstance(parts, dict):
-        facts += [(f"reward, {name}", value) for name, value in parts.items()]
-    return [(str(name)[:100], str(value)[:1000]) for name, value in facts]

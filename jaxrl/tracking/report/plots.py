@@ -201,21 +201,17 @@ _COMPARED = (
 
 def plots_of(rows: Rows) -> Iterator[Plot]:
     """The plots of a section; plots without data are left out."""
+    reward = _named_series(_REWARD, rows)
+    # The score alone is shown if shaping makes it different.
+    if len(reward) == 2 and np.array_equal(reward[0].values, reward[1].values):
+        reward = reward[:1]
     plots = [
-        _reward_plot(rows),
+        _curves_plot(_REWARD, reward),
         _accuracy_plot(rows),
         *(_curves_plot(curves, _named_series(curves, rows)) for curves in _OTHERS),
         _phases_plot(rows),
     ]
     return (plot for plot in plots if plot is not None)
-
-
-def _reward_plot(rows: Rows) -> Plot | None:
-    """The reward, and the score if shaping makes it different."""
-    found = _named_series(_REWARD, rows)
-    if len(found) == 2 and np.array_equal(found[0].values, found[1].values):
-        found = found[:1]
-    return _curves_plot(_REWARD, found)
 
 
 def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.checks import check_path
 from jaxrl.errors import UserError
-from jaxrl.files import open_file, read_text
+from jaxrl.files import read_text
 from jaxrl.flags import command_parser
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.metrics import evaluation_accuracy
@@ -82,7 +82,15 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             f"{runs[0].folder.report})"
         )
     check_shared_metrics(runs)
-    settings, num_settings = differing_settings(runs)
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
+    settings = [(name, found) for name, found in values.items() if len(set(found)) > 1]
+    # No rows where a run lacks a stage; a stage of one run alone is left out.
+    stages = [
+        (heading, [(run.label, run.stages.get(name, [])) for run in runs])
+        for name, heading in _STAGES.items()
+        if sum(name in run.stages for run in runs) > 1
+    ]
     evaluated = [evaluation_samples(run) for run in runs]
     step, trained = training_samples(runs)
     training = _side_by_side(runs, [(samples, "") for samples in trained])
@@ -95,9 +103,9 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             title=f"{len(runs)} runs compared",
             runs=[run.label for run in runs],
             headline=headline(runs),
-            stages=shared_stages(runs),
+            stages=stages,
             settings=settings,
-            num_settings=num_settings,
+            num_settings=len(names),
             samples=[
                 ("Answers to evaluation problems", _side_by_side(runs, evaluated)),
                 (f"Samples of training step {step}", training[:_MAX_TRAINING_PROMPTS]),
@@ -153,25 +161,23 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
         if resolved in absolute:
             raise UserError(f"{path} is named twice; name each run once")
         absolute.append(resolved)
-    labels = labels_of(absolute)
-    return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
-
-
-def _read_run(path: pathlib.Path, label: str) -> ComparedRun:
-    folder = RunFolder(path)
-    if not folder.config.exists():
-        runs = sorted(child.parent for child in path.glob("*/config.txt"))
-        hint = f"name one of its runs, such as {runs[0]}" if runs else _NO_RUN
-        raise UserError(f"{path} is no run: it has no config.txt; {hint}")
-    try:
-        settings = parse_config(read_text(folder.config, absent=_NO_RUN))
-    except ValueError as error:
-        raise UserError(f"{folder.config} holds no settings ({error}); {_NO_RUN}") from error
-    rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
-    stages = {name: found for name, found in rows.items() if found}
-    if not stages:
-        raise UserError(f"{path} has no metrics; compare it after its first step")
-    return ComparedRun(label, folder, settings, stages)
+    found = []
+    for path, label in zip(paths, labels_of(absolute), strict=True):
+        folder = RunFolder(path)
+        if not folder.config.exists():
+            runs = sorted(child.parent for child in path.glob("*/config.txt"))
+            hint = f"name one of its runs, such as {runs[0]}" if runs else _NO_RUN
+            raise UserError(f"{path} is no run: it has no config.txt; {hint}")
+        try:
+            settings = parse_config(read_text(folder.config, absent=_NO_RUN))
+        except ValueError as error:
+            raise UserError(f"{folder.config} holds no settings ({error}); {_NO_RUN}") from error
+        rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
+        stages = {name: of_stage for name, of_stage in rows.items() if of_stage}
+        if not stages:
+            raise UserError(f"{path} has no metrics; compare it after its first step")
+        found.append(ComparedRun(label, folder, settings, stages))
+    return found
 
 
 def labels_of(paths: Sequence[pathlib.Path]) -> list[str]:
@@ -208,27 +214,25 @@ def check_shared_metrics(runs: Sequence[ComparedRun]) -> None:
             )
 
 
-def shared_stages(runs: Sequence[ComparedRun]) -> list[tuple[str, list[tuple[str, Rows]]]]:
-    """(heading, (label, rows) of each run) of each stage that two runs have; no rows where a run has none."""
-    return [
-        (heading, [(run.label, run.stages.get(name, [])) for run in runs])
-        for name, heading in _STAGES.items()
-        if sum(name in run.stages for run in runs) > 1
-    ]
-
-
-def differing_settings(runs: Sequence[ComparedRun]) -> tuple[Table, int]:
-    """The settings whose values differ, with the value of each run, and the number of all settings."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
-    return [(name, found) for name, found in values.items() if len(set(found)) > 1], len(names)
-
-
 def headline(runs: Sequence[ComparedRun]) -> Table:
     """The most important numbers of each run's most important stage."""
     stages = [next(name for name in _STAGES if name in run.stages) for run in runs]
     rows = [run.stages[stage] for run, stage in zip(runs, stages, strict=True)]
-    table = _accuracy_lines(rows)
+    table: Table = []
+    # The accuracy of each evaluation set before training and at the last evaluation.
+    for name in sorted(
+        {name for each in rows for row in each for name in evaluation_accuracy(row)}
+    ):
+        before, last = [], []
+        for each in rows:
+            found = [row for row in each if name in evaluation_accuracy(row)]
+            shown = shown_accuracy(found[0], name) if found and not found[0]["step"] else _ABSENT
+            before.append(shown)
+            trained = found and found[-1]["step"]
+            last.append(
+                f"{shown_accuracy(found[-1], name)}, step {trained:,}" if trained else _ABSENT
+            )
+        table += [(f"accuracy before training, {name}", before), (f"last accuracy, {name}", last)]
     table.append(("steps", [_steps(*each) for each in zip(runs, stages, rows, strict=True)]))
     for label, key, of in (
         ("seconds a step, median", "timing_s/step", np.median),
@@ -240,27 +244,6 @@ def headline(runs: Sequence[ComparedRun]) -> Table:
         ]
         table.append((label, [number(float(of(found))) if found else _ABSENT for found in values]))
     table.append(("folder", [str(run.folder) for run in runs]))
-    return table
-
-
-def _accuracy_lines(rows: Sequence[Rows]) -> Table:
-    """The accuracy of each evaluation set before training and at the last evaluation."""
-    names = sorted({name for each in rows for row in each for name in evaluation_accuracy(row)})
-    table: Table = []
-    for name in names:
-        evaluated = [[row for row in each if name in evaluation_accuracy(row)] for each in rows]
-        before = [
-            shown_accuracy(found[0], name) if found and not found[0]["step"] else _ABSENT
-            for found in evaluated
-        ]
-        last = [
-            f"{shown_accuracy(found[-1], name)}, step {found[-1]['step']:,}"
-            if found and found[-1]["step"]
-            else _ABSENT
-            for found in evaluated
-        ]
-        table.append((f"accuracy before training, {name}", before))
-        table.append((f"last accuracy, {name}", last))
     return table
 
 
@@ -292,18 +275,16 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
     if max(counts.values(), default=0) < 2:
         return None, [{} for _ in runs]
     step = max(counts, key=lambda step: (counts[step], step))
-    return step, [_first_responses(each[step]) if step in each else {} for each in files]
-
-
-def _first_responses(path: pathlib.Path) -> Samples:
-    found: Samples = {}
-    with open_file(path, absent=_NO_RUN) as file:
-        for line in file:
+    samples: list[Samples] = []
+    for each in files:
+        samples.append({})
+        for line in each[step].read_bytes().splitlines() if step in each else ():
             try:
                 row = read_head(line)
             except ValueError:
                 continue  # files of samples are not trusted
             if isinstance(prompt := row.get("prompt"), str):
                 key = (prompt, str(row.get("answer")))
-                found.setdefault(key, (str(row.get("completion")), row.get("correct") is True))
-    return found
+                answer = str(row.get("completion")), row.get("correct") is True
+                samples[-1].setdefault(key, answer)
+    return step, samples
