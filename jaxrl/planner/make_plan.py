@@ -140,7 +140,7 @@ def trace_plan(
 def _in_updates(
     roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
 ) -> Iterator[ResidentBuffers]:
-    """The temporaries that the updates of a pool's roles add, one role at a time."""
+    # The temporaries that the updates of a pool's roles add, one role at a time.
     shape = step_shape(roles.config)
     for name, role in roles.roles.learners.items():
         if name in pool.roles:
@@ -223,7 +223,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
-    """Raises UserError if weights, optimiser state and cache alone exceed the memory of a device."""
+    # Raises UserError if weights, optimiser state and cache alone exceed the memory of a device.
     for phase in PHASES:
         present = [held for held in buffers if getattr(held, phase)]
         needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes

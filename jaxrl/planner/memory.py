@@ -148,7 +148,7 @@ def engine_memory(
 
 
 def _stored_types(params: Params) -> str:
-    """The data types of weights, the type of most values first."""
+    # The data types of weights, the type of most values first.
     sizes: collections.Counter[str] = collections.Counter()
     for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized)):
         narrow = isinstance(leaf, Quantized)
@@ -158,7 +158,7 @@ def _stored_types(params: Params) -> str:
 
 
 def _moments(state: TrainState) -> str:
-    """The data type of most values of an optimiser state."""
+    # The data type of most values of an optimiser state.
     sizes: collections.Counter[str] = collections.Counter()
     for leaf in jax.tree.leaves(state.opt_state):
         sizes["8 bits" if leaf.dtype.itemsize == 1 else leaf.dtype.name] += leaf.size

@@ -92,7 +92,7 @@ def _table(title: str, names: Sequence[str], sections: _Sections, console: Conso
 
 
 def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
-    """(title, columns, groups of rows) of the tables of a plan."""
+    # (title, columns, groups of rows) of the tables of a plan.
     first, *others = plan.pools
     title = f"{plan.title}: {first.num_devices} devices, {first.layout}"
     if others:
@@ -125,7 +125,7 @@ def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
 
 
 def _sections(plan: Plan) -> Iterator[list[_Row]]:
-    """Buffers, programs and traffic of each pool, and notes."""
+    # Buffers, programs and traffic of each pool, and notes.
     for pool in plan.pools:
         of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
         if of_pool:
@@ -170,7 +170,7 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
 
 
 def _left(nbytes: int) -> str:
-    """Memory left on the smallest device that holds `nbytes`, and the devices that are too small."""
+    # Memory left on the smallest device that holds `nbytes`, and the devices that are too small.
     sizes = {name: accelerator(name).memory_gb * _GB for name in _COMPARED}
     fitting = [name for name, size in sizes.items() if size > nbytes]
     too_small = [name for name in sizes if name not in fitting]
@@ -183,7 +183,7 @@ def _left(nbytes: int) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    """A few lines: whether the run fits, and its predicted time."""
+    # A few lines: whether the run fits, and its predicted time.
     times = plan.times
     assert times is not None, "only plans on a topology have a verdict"
     if plan.target is not None:

@@ -316,7 +316,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Turns disk errors inside the block into UserErrors."""
+        # Turns disk errors inside the block into UserErrors.
         try:
             yield
         except (OSError, ValueError) as error:
@@ -388,7 +388,7 @@ class Checkpoints:
             self.stored.paths.manifest(step).unlink()
 
     def _commit(self, step: int, rows: RowChecksum | None) -> None:
-        """Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread."""
+        # Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread.
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
@@ -398,12 +398,12 @@ class Checkpoints:
                 self._remove(old)
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint."""
+        # Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint.
         self.stored.paths.manifest(step).unlink(missing_ok=True)
         shutil.rmtree(self.stored.path(step))
 
     def _open(self) -> ocp.CheckpointManager:
-        """Returns Orbax's manager. It is created on first use, because it reads the folder at once."""
+        # Returns Orbax's manager. It is created on first use, because it reads the folder at once.
         if self._manager is None:
             # The manager keeps all checkpoints: this class decides what is removed.
             options = ocp.CheckpointManagerOptions(
@@ -418,11 +418,10 @@ class Checkpoints:
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    """Options that name the processes of the run.
-
-    Orbax synchronises listed processes through its own service. Without a list it would run a collective on
-    the devices in the middle of training.
-    """
+    # Options that name the processes of the run.
+    #
+    # Orbax synchronises listed processes through its own service. Without a list it would run a collective on
+    # the devices in the middle of training.
     count = hosts.num_processes()
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(count)) if count > 1 else None
@@ -453,7 +452,7 @@ def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:
 
 
 def _disk_fault(error: BaseException | None) -> str | None:
-    """The reason of a disk error, such as "No space left on device"; None if `error` is no disk error."""
+    # The reason of a disk error, such as "No space left on device"; None if `error` is no disk error.
     if isinstance(error, OSError):
         return error.strerror or str(error)
     found = _DISK_FAULT.search(str(error)) if isinstance(error, ValueError) else None
@@ -461,10 +460,9 @@ def _disk_fault(error: BaseException | None) -> str | None:
 
 
 def _is_no_disk_fault(record: logging.LogRecord) -> bool:
-    """Log filter that drops disk errors.
-
-    Each Orbax thread logs the error with a traceback and also raises it. The raised error becomes one line.
-    """
+    # Log filter that drops disk errors.
+    #
+    # Each Orbax thread logs the error with a traceback and also raises it. The raised error becomes one line.
     return not record.exc_info or _disk_fault(record.exc_info[1]) is None
 
 
@@ -474,7 +472,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ...]]) -> str | None:
-    """Describes the first weight whose shape differs or that one model lacks; None if all are equal."""
+    # Describes the first weight whose shape differs or that one model lacks; None if all are equal.
     for name in sorted(saved.keys() | like.keys()):
         if saved.get(name) != like.get(name):
             return f"{name} is {_said(saved.get(name))} there and {_said(like.get(name))} here"
@@ -493,10 +491,9 @@ def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:
 
 
 def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    """A copy of a record in which the name of each array takes its place; fills `arrays` by name.
-
-    Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
-    """
+    # A copy of a record in which the name of each array takes its place; fills `arrays` by name.
+    #
+    # Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
     if isinstance(record, np.ndarray):
         if not record.size:  # Orbax stores no empty arrays
             return {_ARRAY: "", "dtype": str(record.dtype)}
@@ -508,7 +505,7 @@ def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> An
 
 
 def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
-    """The inverse of `_without_arrays`."""
+    # The inverse of `_without_arrays`.
     if not isinstance(record, dict):
         return record
     if _ARRAY in record:
@@ -518,7 +515,7 @@ def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _numbered(names: Iterable[str]) -> list[int]:
-    """The step numbers among `names`, in ascending order: "0" and "20" count, "020" and "x" do not."""
+    # The step numbers among `names`, in ascending order: "0" and "20" count, "020" and "x" do not.
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
@@ -531,7 +528,7 @@ def _read_manifest(content: bytes) -> dict[str, list[int]]:
 
 
 def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of every file below `folder`."""
+    # Size and CRC-32 of every file below `folder`.
     sums = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

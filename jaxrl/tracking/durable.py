@@ -135,7 +135,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _named(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """The error with the path of its file, which `os.write` leaves out."""
+    # The error with the path of its file, which `os.write` leaves out.
     return OSError(error.errno, error.strerror, os.fspath(path))
 
 
@@ -171,7 +171,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _take(folder: Path) -> IO[str]:
-    """Takes the lock and returns its open file, which child processes do not inherit."""
+    # Takes the lock and returns its open file, which child processes do not inherit.
     path = RunFolder(folder).lock
     # Opening a pipe would block.
     if path.exists() and not path.is_file():

@@ -94,7 +94,7 @@ class KeptRollouts:
     def _rows(
         self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None
     ) -> Iterator[dict[str, Any]]:
-        """Rows of the first prompts. Runs in the background while training continues."""
+        # Rows of the first prompts. Runs in the background while training continues.
         kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
         of_response = None
         if old_logprob is not None:

@@ -210,7 +210,7 @@ class _JsonlFile:
 
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line without its newline, row) of every line, without an incomplete last line."""
+    # (line without its newline, row) of every line, without an incomplete last line.
     # The file of a long run may exceed the default limit.
     lines = read_bytes(path, absent="name the metrics file of a run", max_bytes=None).splitlines()
     rows = []
@@ -231,7 +231,7 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _readable_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line without its newline, row) of the valid lines, with increasing steps."""
+    # (line without its newline, row) of the valid lines, with increasing steps.
     rows: list[tuple[bytes, dict[str, Any]]] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(TypeError, ValueError):

@@ -196,5 +196,5 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
-    """The rounded value; None for NaN and infinity, which JSON does not have."""
+    # The rounded value; None for NaN and infinity, which JSON does not have.
     return round(float(value), _DIGITS) if math.isfinite(value) else None

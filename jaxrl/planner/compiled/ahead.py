@@ -322,7 +322,7 @@ def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
 
 
 def _too_large(error: Exception, seconds: float) -> CompiledPiece:
-    """The figures of a program that the compiler refused for its memory; raises any other error again."""
+    # The figures of a program that the compiler refused for its memory; raises any other error again.
     match = _USED.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or match is None:
         raise error

@@ -139,7 +139,7 @@ def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:
 
 
 def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
-    """Every equation, including those of inner programs."""
+    # Every equation, including those of inner programs.
     for eqn in jaxpr.eqns:
         yield eqn
         for program in _inside(eqn):
@@ -147,7 +147,7 @@ def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
 
 
 def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
-    """The inner programs of an equation, such as the body of a loop."""
+    # The inner programs of an equation, such as the body of a loop.
     for value in jax.tree.leaves(
         tuple(eqn.params.values()), is_leaf=lambda v: isinstance(v, _PROGRAMS)
     ):
@@ -196,7 +196,7 @@ def matmul_flops(
 
 
 def _times(eqn: jax_core.JaxprEqn, open_loops: float) -> float:
-    """The number of runs of an equation's inner programs."""
+    # The number of runs of an equation's inner programs.
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return params["length"]
@@ -217,14 +217,14 @@ def _matmul(eqn: jax_core.JaxprEqn) -> int:
 
 
 def _product(eqn: jax_core.JaxprEqn, contracted: Sequence[int]) -> int:
-    """Operations of a product that sums over these dimensions of its first factor."""
+    # Operations of a product that sums over these dimensions of its first factor.
     left: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
 
 
 def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
-    """A cuDNN kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H]."""
+    # A cuDNN kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H].
     query: Any = eqn.invars[0].aval
     key: Any = eqn.invars[1].aval
     return matmuls * query.size * key.shape[1]
@@ -427,7 +427,7 @@ def engine_programs(
 
 
 def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
-    """Bytes of a device's experts that no token of a decoding step chooses, if all are as likely."""
+    # Bytes of a device's experts that no token of a decoding step chooses, if all are as likely.
     model = engine.model
     if not model.num_experts:
         return 0.0
@@ -441,7 +441,7 @@ def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
 
 
 def _token_bytes(engine: Engine, state: DecodeState) -> float:
-    """Bytes of a token in the cache of a device, in a slot or in a page."""
+    # Bytes of a token in the cache of a device, in a slot or in a page.
     cache, tokens = state.context.cache, state.num_slots // engine.shards * state.capacity
     if engine.pages is not None:
         cache, tokens = cache.pool, engine.pages.num_pages * engine.pages.page_tokens
@@ -449,7 +449,7 @@ def _token_bytes(engine: Engine, state: DecodeState) -> float:
 
 
 def _prefill_flops(model: ModelConfig, load: StepLoad) -> float:
-    """Operations of the prefills of a step, each prompt once and without padding."""
+    # Operations of the prefills of a step, each prompt once and without padding.
     lengths, numbers = load.work.prompt_lengths, model_numbers(model)
     # Only the last token of a prompt has logits.
     head = 2.0 * numbers.vocabulary * numbers.width

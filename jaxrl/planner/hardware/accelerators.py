@@ -128,7 +128,7 @@ class Accelerator:
 
 
 def _halves(n: int) -> list[int]:
-    """n, n/2, n/4, ... down to the last odd number."""
+    # n, n/2, n/4, ... down to the last odd number.
     found = [n]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)

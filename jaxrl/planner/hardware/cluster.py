@@ -58,7 +58,7 @@ def _target(
     l2_bytes: int,
     shared_bytes: int,
 ) -> GpuTarget:
-    """A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors."""
+    # A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors.
     # A block may use 1 KiB less of the shared memory than its multiprocessor has.
     text = f"""gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048

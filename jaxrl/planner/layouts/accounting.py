@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.resharding import Resharding, Weight
 from jaxrl.mesh.rules import replicated
-from jaxrl.planner.compiled.hlo import Collective, collectives
+from jaxrl.planner.compiled.traffic import Collective, collectives
 
 
 @dataclasses.dataclass(frozen=True)

@@ -217,7 +217,7 @@ def in_words(found: Sequence[tuple[int, ...]]) -> str:
 
 
 def _lines(case: Case) -> Iterator[str]:
-    """Device groups of both phases, and the first collectives of a case."""
+    # Device groups of both phases, and the first collectives of a case.
     yield f"{case.strategy.name} ({case.strategy.system})"
     for name, found in phase_groups(case.strategy, case.mesh).items():
         yield f"  {name:22} {found}"
@@ -239,7 +239,7 @@ def _lines(case: Case) -> Iterator[str]:
 
 
 def _costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
-    """A table of received, peak and redundant bytes of every case, from all sources."""
+    # A table of received, peak and redundant bytes of every case, from all sources.
     title = f"Bytes of one device, of M = {_size(model_bytes)}"
     table = Table(title=title, title_justify="left", box=box.ASCII2)
     table.add_column("")

@@ -50,9 +50,6 @@ from jaxrl.planner.simulation.simulate_generation import (
 )
 from jaxrl.planner.simulation.step_simulator import RoleMapping, RoleTasks, StepSimulator
 
-# Exchange rates of `Turns.quick` between memory and time: seconds of a role per budget of bytes.
-_PRICES = np.concatenate([[0.0], np.geomspace(1e-4, 1e4, 81)])
-
 
 def pareto_front(points: np.ndarray) -> np.ndarray:
     """Indices of the points on the Pareto front: no other point is at most as large in every coordinate.
@@ -135,9 +132,9 @@ class Turns:
     options: np.ndarray
 
     @staticmethod
-    def of_no_roles(count: int = 1) -> Turns:
-        """The start: combinations of no roles, without costs."""
-        return Turns(ChoiceCosts(np.zeros((count, 4))), np.zeros((count, 0), np.int64))
+    def of_no_roles() -> Turns:
+        """The start: one combination of no roles, without costs."""
+        return Turns(ChoiceCosts(np.zeros((1, 4))), np.zeros((1, 0), np.int64))
 
     def with_role(self, own: ChoiceCosts, *, budget: float, most_s: float) -> Turns:
         """Combines each combination with each option of another role, and keeps the Pareto front.
@@ -150,29 +147,8 @@ class Turns:
         pairs = self.costs.in_turn(own)
         i, j = np.nonzero(pairs.fits(budget) & (pairs.passes_s <= most_s))
         kept = pareto_front(pairs.rows[i, j])
-        return self._picked(pairs, i[kept], j[kept])
-
-    def _picked(self, pairs: ChoiceCosts, i: np.ndarray, j: np.ndarray) -> Turns:
+        i, j = i[kept], j[kept]
         return Turns(pairs[i, j], np.concatenate([self.options[i], j[:, None]], axis=1))
-
-    @staticmethod
-    def quick(roles: Sequence[ChoiceCosts], budget: float) -> Turns:
-        """A few good combinations, not always the best: each role takes its cheapest option.
-
-        The cheapest option depends on the exchange rate of memory and time; several rates are tried.
-
-        Args:
-          roles: costs of the options of each role.
-          budget: available bytes per device.
-        """
-        every = np.arange(len(_PRICES))
-        found = Turns.of_no_roles(len(every))
-        for own in roles:
-            if not len(own):
-                return Turns(found.costs[:0], found.options[:0])
-            paid = own.passes_s + _PRICES[:, None] / budget * own.resident * own.passes_s.min()
-            found = found._picked(found.costs.in_turn(own), every, paid.argmin(axis=1))
-        return found
 
 
 @functools.cache
@@ -313,7 +289,7 @@ class GenerationChoice:
     def _with_groups(
         self, options: RoleOptions, groups: GenerationGroups, rows: list[int], free: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits."""
+        # (seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits.
         times = self._times(groups)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
@@ -409,16 +385,8 @@ class PoolSolver:
         costs = [self._options_of(name, devices).costs for name in names]
         return sum(float(each.passes_s.min(initial=np.inf)) for each in costs)
 
-    def quick_seconds(self, names: Sequence[str], devices: int) -> float:
-        """Seconds of a good mapping of a pool with the actor, not always the best; infinite if none."""
-        others = [name for name in names if name != self._actor]
-        costs = [self._options_of(name, devices).costs for name in others]
-        turns = Turns.quick(costs, self._problem.budget_bytes)
-        found = self._with_actor(others, turns, devices)
-        return float(found.points[:, GENERATION:].sum(axis=1).min(initial=np.inf))
-
     def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
-        """Combinations of roles that do not generate, within `most_s` seconds of preparation and training."""
+        # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.
         found, budget = Turns.of_no_roles(), self._problem.budget_bytes
         for i, name in enumerate(names):
             # Reserve the least seconds that the later roles need.
@@ -428,7 +396,7 @@ class PoolSolver:
         return found
 
     def _with_actor(self, others: Sequence[str], turns: Turns, devices: int) -> PoolFront:
-        """Pairs each option of the actor with each combination of the others, with its best generation."""
+        # Pairs each option of the actor with each combination of the others, with its best generation.
         budget, own = self._problem.budget_bytes, self._options_of(self._actor, devices)
         pairs = own.costs.in_turn(turns.costs)
         # Negative if the pair does not fit, so that no slot fits either.
@@ -450,7 +418,7 @@ class PoolSolver:
     def _mappings(
         self, names: Sequence[str], turns: Turns, i: int, devices: int
     ) -> dict[str, RoleMapping]:
-        """The mapping of each role in combination i."""
+        # The mapping of each role in combination i.
         picked = zip(names, turns.options[i].tolist(), strict=True)
         return {
             name: RoleMapping(name, 0, self._options_of(name, devices).layouts[k])

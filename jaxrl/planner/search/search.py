@@ -209,7 +209,7 @@ class _Search:
         ]
 
     def _front_of(self, names: tuple[str, ...]) -> PoolFront:
-        """The trade-offs of a pool over all its sizes."""
+        # The trade-offs of a pool over all its sizes.
         if names not in self._fronts:
             points, choices = [np.zeros((0, 4))], []
             for devices in self._cluster.pool_sizes:
@@ -230,7 +230,7 @@ class _Search:
         return self._fronts[names]
 
     def _merge(self, pools: Placement) -> SideBySide:
-        """Combines pools side by side, leaving devices for another pool."""
+        # Combines pools side by side, leaving devices for another pool.
         if pools not in self._merged:
             self._merged[pools] = self._merge(pools[:-1]).with_pool(
                 self._front_of(pools[-1]).points,
@@ -355,7 +355,7 @@ class Bounds:
 
 
 def _does_not_fit(problem: MappingProblem) -> str:
-    """Names a cluster that would hold the models that do not fit this one."""
+    # Names a cluster that would hold the models that do not fit this one.
     cluster, kind = problem.cluster, problem.cluster.accelerator
     counts = {role.name: problem.models[role.name].num_params for role in problem.roles}
     models = ", ".join(f"{name} of {count / 1e9:.1f}B" for name, count in counts.items())

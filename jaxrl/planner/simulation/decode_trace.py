@@ -113,7 +113,7 @@ def trace_decoding(
 
 
 def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
-    """The step in which each sample starts: as soon as an earlier one has ended."""
+    # The step in which each sample starts: as soon as an earlier one has ended.
     count = len(lengths)
     if slots >= count:
         return np.zeros(count, np.int64)
@@ -130,9 +130,8 @@ def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
 def _stretches(
     starts: np.ndarray, lengths: np.ndarray, prompt_tokens: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Steps between each start or end and the next, and samples in flight with the sums of their cached
-    tokens and of the squares of these.
-    """
+    # Steps between each start or end and the next, and samples in flight with the sums of their cached
+    # tokens and of the squares of these.
     ends = starts + lengths
     edges = np.unique(np.concatenate([starts, ends]))
     steps = np.diff(edges).astype(float)

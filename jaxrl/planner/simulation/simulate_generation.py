@@ -225,7 +225,7 @@ class GenerationSimulator:
         return np.where(left < least, 0.0, slots)
 
     def _token_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of the keys and values of a token."""
+        # Bytes per device of the keys and values of a token.
         return model_numbers(model).cache_values_of_shard(p_g, t_g) * self._assume.cache_bytes
 
     def resharding_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
@@ -268,10 +268,9 @@ class GenerationSimulator:
     def _prefill_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
     ) -> dict[str, float]:
-        """Seconds of all prefills, spread over all devices, with a pipeline bubble; and of the insertions.
-
-        A device may insert any sequence of a batch into its slots, so all of them gather the batch.
-        """
+        # Seconds of all prefills, spread over all devices, with a pipeline bubble; and of the insertions.
+        #
+        # A device may insert any sequence of a batch into its slots, so all of them gather the batch.
         batches, rows, tokens, squares, inserts, inserted = _prefill_work(
             self.workload, groups.replicas, trace.dispatches, trace.samples
         )
@@ -292,11 +291,10 @@ class GenerationSimulator:
     def _decoding_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
     ) -> dict[str, float]:
-        """Seconds of all decoding steps, by cause.
-
-        A pipeline decodes its slots in p_g parts, in 2 p_g - 1 ticks; in each tick a stage reads all of its
-        weights for one part.
-        """
+        # Seconds of all decoding steps, by cause.
+        #
+        # A pipeline decodes its slots in p_g parts, in 2 p_g - 1 ticks; in each tick a stage reads all of its
+        # weights for one part.
         assume, numbers = self._assume, model_numbers(model)
         p_g, t_g = groups.p_g, groups.t_g
         ticks = 2 * p_g - 1
@@ -335,7 +333,7 @@ class GenerationSimulator:
     def _reduces_s(
         self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
     ) -> Any:
-        """Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`."""
+        # Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`.
         numbers, reduces = model_numbers(model), 2 * model.num_layers / groups.p_g
         size = reduces * tokens * numbers.width * self._assume.compute_bytes
         return self._collectives.reduce_s(size, groups.tensor, calls=reduces * calls)
@@ -343,7 +341,7 @@ class GenerationSimulator:
     def _experts_s(
         self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
     ) -> Any:
-        """Seconds in which a group gathers its tokens in each layer, and scatters the sums of its experts."""
+        # Seconds in which a group gathers its tokens in each layer, and scatters the sums of its experts.
         layers = model.num_layers / groups.p_g
         size = layers * groups.experts.members * tokens * model.d_model * self._assume.compute_bytes
         return self._collectives.reduce_s(size, groups.experts, calls=layers * calls)

@@ -157,7 +157,7 @@ class PassSimulator:
         return CostBreakdown(seconds, resident, transient)
 
     def _flush(self, layout: ParallelLayout, *, share: float = 1.0) -> _Flushes:
-        """The flushes of a pass over `share` times the sequences of all minibatches."""
+        # The flushes of a pass over `share` times the sequences of all minibatches.
         work, filled, d = self._work, self._filled, layout.row_shards
         # With one microbatch a pipeline is no faster than one stage.
         wanted = (work.pipeline_microbatches or layout.p) if layout.p > 1 else 1
@@ -182,10 +182,9 @@ class PassSimulator:
         weights: float = 1.0,
         attention: float = 1.0,
     ) -> float:
-        """Seconds of matmuls and attention; with few tokens those of reading the weights.
-
-        `weights` and `attention` are the operations of a pass, relative to those of a forward pass.
-        """
+        # Seconds of matmuls and attention; with few tokens those of reading the weights.
+        #
+        # `weights` and `attention` are the operations of a pass, relative to those of a forward pass.
         numbers = model_numbers(model)
         flops = weights * flushes.tokens * numbers.token_flops
         flops += attention * self._attention_flops(model, layout, flushes)
@@ -196,7 +195,7 @@ class PassSimulator:
     def _attention_flops(
         self, model: ModelConfig, layout: ParallelLayout, flushes: _Flushes
     ) -> float:
-        """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
+        # Operations of a replica's attention in a forward pass, for the pairs that its kernel computes.
         work, rows = self._work, flushes.count * flushes.microbatches * flushes.rows
         # Each replica of the context axis has a part of the heads.
         rows /= layout.context
@@ -224,11 +223,10 @@ class PassSimulator:
     def _exchanges_s(
         self, model: ModelConfig, layout: ParallelLayout, flushes: _Flushes, *, passes: int
     ) -> dict[str, float]:
-        """Seconds of activations sent between devices.
-
-        Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts of
-        rows for heads and back. Per tick: from stage to stage.
-        """
+        # Seconds of activations sent between devices.
+        #
+        # Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts of
+        # rows for heads and back. Per tick: from stage to stage.
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
@@ -263,7 +261,7 @@ class PassSimulator:
         compute_s: float,
         gradients: bool = False,
     ) -> dict[str, float]:
-        """Seconds of exchanges between replicas, and the part that compute hides (negative)."""
+        # Seconds of exchanges between replicas, and the part that compute hides (negative).
         assume, shared, numbers = self._assume, self._collectives, model_numbers(model)
         values = self._values(model, layout)
         shards = shared.ring(layout, "fsdp")
@@ -291,7 +289,7 @@ class PassSimulator:
         return found
 
     def _values(self, model: ModelConfig, layout: ParallelLayout) -> float:
-        """Parameters of a device before FSDP."""
+        # Parameters of a device before FSDP.
         return model_numbers(model).params_of_shard(layout.p, layout.t, layout.expert)
 
     def _weights(
@@ -313,7 +311,7 @@ class PassSimulator:
         *,
         backward: bool = False,
     ) -> dict[str, float]:
-        """Bytes of cast weights, and the larger of one layer's activations and the logits."""
+        # Bytes of cast weights, and the larger of one layer's activations and the logits.
         numbers, assume = model_numbers(model), self._assume
         tokens = flushes.microbatch_tokens
         values = numbers.kept_values + numbers.split_values / layout.t

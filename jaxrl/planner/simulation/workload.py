@@ -85,7 +85,7 @@ class LengthDistribution:
 
     @functools.cached_property
     def _sample(self) -> np.ndarray:
-        """Representative lengths, ascending: float64."""
+        # Representative lengths, ascending: float64.
         if self.kind == "constant":
             return np.array([self.mean])
         # The median that gives the mean after truncation, by bisection.
@@ -100,7 +100,7 @@ class LengthDistribution:
 
 @functools.cache
 def _normals() -> np.ndarray:
-    """A fixed sample of standard normal numbers, ascending."""
+    # A fixed sample of standard normal numbers, ascending.
     return np.sort(np.random.default_rng(7).normal(size=_QUANTILES))
 
 

@@ -121,7 +121,7 @@ class SampleFile:
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a sample; ValueError if the row is not a sample."""
+    # The columns of a sample; ValueError if the row is not a sample.
     prompt, completion, failure = (row.get(name) for name in ("prompt", "completion", "failure"))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ValueError("no prompt or completion")
@@ -146,7 +146,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _excerpt(text: str) -> str:
-    """The beginning of a text and its end, where the answer usually is, with invisible characters escaped."""
+    # The beginning of a text and its end, where the answer usually is, with invisible characters escaped.
     if len(text) > _START_CHARS + _END_CHARS:
         text = f"{text[:_START_CHARS]} […] {text[-_END_CHARS:]}"
     return visible(text)
@@ -157,7 +157,7 @@ def _text(value: Any) -> str:
 
 
 def _real(value: Any) -> float | None:
-    """The value as a float; None unless it is a finite number."""
+    # The value as a float; None unless it is a finite number.
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) < 1e300 and math.isfinite(value) else None
 
@@ -241,7 +241,7 @@ class _Pages:
         self._read: tuple[Any, SampleFile] | None = None
 
     def _file(self, path: pathlib.Path) -> SampleFile:
-        """The samples of a file; the last file is kept until it changes."""
+        # The samples of a file; the last file is kept until it changes.
         with self._reading:
             try:
                 status = path.stat()
@@ -382,7 +382,7 @@ def _page_number(given: Mapping[str, str], pages: int) -> int:
 
 
 def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple[str, str]]:
-    """(label, query string) of the first, previous, next and last page, with the other fields unchanged."""
+    # (label, query string) of the first, previous, next and last page, with the other fields unchanged.
     wanted = {"first": 1, "previous": number - 1, "next": number + 1, "last": pages}
     return [
         (label, "?" + urllib.parse.urlencode({**given, "page": page}, errors="replace"))

@@ -141,7 +141,7 @@ def _drawn(plots: Iterable[Plot], section: str) -> list[tuple[Plot, str]]:
 
 
 def _num_correct(samples: Sequence[PromptResponses]) -> list[tuple[str, int]]:
-    """Number of correct responses under each heading."""
+    # Number of correct responses under each heading.
     counts: dict[str, int] = {}
     for shown in samples:
         for heading, response in shown.responses:

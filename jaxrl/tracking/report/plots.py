@@ -220,12 +220,12 @@ def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
 
 
 def _colored(found: Iterable[_S]) -> list[_S]:
-    """The curves, each with the next colour."""
+    # The curves, each with the next colour.
     return [dataclasses.replace(series, color=i % NUM_COLORS) for i, series in enumerate(found)]
 
 
 def _series(label: str, key: str, rows: Rows) -> _Series:
-    """The finite values of `key`."""
+    # The finite values of `key`.
     points = [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return _Series(label, np.array(steps, np.int64), np.array(values, np.float64))
@@ -267,7 +267,7 @@ def _curves_plot(
 
 
 def _accuracy_plot(rows: Rows) -> Plot | None:
-    """The accuracy on each evaluation set, and that on the sampled training prompts."""
+    # The accuracy on each evaluation set, and that on the sampled training prompts.
     evaluations = _evaluation_series(rows)
     train = _series("training prompts, as sampled", "train/accuracy", rows)
     if not evaluations and not train.values.size:
@@ -287,7 +287,7 @@ def _accuracy_plot(rows: Rows) -> Plot | None:
 
 
 def _evaluation_series(rows: Rows) -> list[_Evaluations]:
-    """The accuracy on each evaluation set, by name of the set."""
+    # The accuracy on each evaluation set, by name of the set.
     points = [(row["step"], evaluation_accuracy(row), evaluation_stderr(row)) for row in rows]
     names = sorted({name for _, accuracy, _ in points for name in accuracy})
     found = []
@@ -303,7 +303,7 @@ def _evaluation_series(rows: Rows) -> list[_Evaluations]:
 
 
 def _draw_evaluations(axes: Axes, found: Sequence[_Evaluations]) -> None:
-    """Draws accuracies with their standard errors."""
+    # Draws accuracies with their standard errors.
     for series in found:
         stride = math.ceil(len(series.steps) / _MAX_MARKERS)
         axes.errorbar(
@@ -382,7 +382,7 @@ def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:
 
 
 def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], list[str]]:
-    """A plot for each evaluation set that two runs share, and the names of these sets."""
+    # A plot for each evaluation set that two runs share, and the names of these sets.
     by_name: dict[str, list[_Evaluations]] = {}
     for i, (label, rows) in enumerate(runs):
         for series in _evaluation_series(rows):
@@ -400,7 +400,7 @@ def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], li
 
 
 def _phases_plot(rows: Rows) -> Plot | None:
-    """The seconds per step, stacked by phase. Many steps are averaged in bins."""
+    # The seconds per step, stacked by phase. Many steps are averaged in bins.
     seconds = _phase_seconds(rows)
     if not seconds:
         return None
@@ -424,7 +424,7 @@ def _phases_plot(rows: Rows) -> Plot | None:
 
 
 def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
-    """Phase -> seconds of each step, in the order of a step. The smallest phases are summed as "other"."""
+    # Phase -> seconds of each step, in the order of a step. The smallest phases are summed as "other".
     keys = {key for row in rows for key in row if re.fullmatch(r"timing_s/[^/]+", key)}
     seconds = {
         key.removeprefix("timing_s/"): np.array([row.get(key, 0.0) for row in rows], np.float64)
@@ -466,7 +466,7 @@ def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """The centred moving mean over about 5% of the points. The window shrinks at the ends."""
+    # The centred moving mean over about 5% of the points. The window shrinks at the ends.
     reach = len(values) // 40 + (len(values) > 8)
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

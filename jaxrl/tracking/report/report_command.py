@@ -116,7 +116,7 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
 def _side_by_side(
     runs: Sequence[ComparedRun], found: Sequence[tuple[Samples, str]]
 ) -> list[PromptResponses]:
-    """The prompts that at least two runs have, in the order of the first run that has them."""
+    # The prompts that at least two runs have, in the order of the first run that has them.
     prompts = dict.fromkeys(key for samples, _ in found for key in samples)
     return [
         PromptResponses(

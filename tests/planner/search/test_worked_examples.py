@@ -63,12 +63,6 @@ def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
     assert not len(both.with_role(CRITIC, budget=20, most_s=6).costs)
 
 
-def test_quick_combinations_trade_memory_for_time():
-    options = Turns.quick([ACTOR, CRITIC], budget=20).options.tolist()
-    assert options[0] == [1, 0] and options[-1] == [0, 0]
-    assert not len(Turns.quick([ACTOR, CRITIC[:0]], budget=20).costs)
-
-
 def test_pools_side_by_side_last_as_long_as_the_slower():
     critic, actor = np.array([[4.0, 0.0, 1.0, 9.0]]), np.array([[8.0, 10.0, 2.0, 6.0]])
     alone = SideBySide.of_no_pools().with_pool(critic, most_devices=15, interesting=everything)
