@@ -57,9 +57,16 @@ def main(argv: Sequence[str]) -> int:
     if not args.config:
         raise UserError("no recipe is named; add --config RECIPE")
     config = command_line.load_config(Config, args.config, overrides)
+    if not args.topology:
+        for name in ("search", "trace", "response_tokens"):
+            if getattr(args, name) not in (None, False):
+                raise UserError(
+                    f"--{name.replace('_', '-')} is about a topology, and none is named; add --topology "
+                    "h100:16x8, or what you have"
+                )
     # The planner has its own cache of compiled programs, with the figures read from them.
     with compiled_programs_not_kept(), disk_errors("."):
-        plan = _plan(args, config)
+        plan = _plan(args, config) if args.topology else trace_plan(config)
         if args.json:
             print(json.dumps(plan.as_json(), indent=1))
         else:
@@ -68,14 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(args: argparse.Namespace, config: Config) -> Plan:
-    if not args.topology:
-        for name in ("search", "trace", "response_tokens"):
-            if getattr(args, name) not in (None, False):
-                raise UserError(
-                    f"--{name.replace('_', '-')} is about a topology, and none is named; add --topology "
-                    "h100:16x8, or what you have"
-                )
-        return trace_plan(config)
+    # The plan for a topology, of the searched mapping if one is asked for.
     check_path("--topology", args.topology)
     cluster = Cluster.parse(args.topology)
     responses = None

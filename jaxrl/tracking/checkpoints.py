@@ -92,7 +92,7 @@ class StoredCheckpoints:
                 fault = self.fault(step)
                 if fault is None:
                     return step
-                logger.info("%s is not intact: %s", self.path(step), fault)
+                logger.info("%s is not intact: %s", self.paths.step(step), fault)
             # A running job may have removed the only intact checkpoint after writing a newer one: look again.
             if steps == self.steps:
                 return None
@@ -172,7 +172,7 @@ class StoredCheckpoints:
         Raises:
           UserError: if the shapes of the checkpoint differ from those of `like`.
         """
-        path = self.path(step) / role
+        path = self.paths.step(step) / role
         # Orbax would pad or truncate arrays of another shape.
         difference = _difference(self.shapes(step, role), _shapes(like))
         if difference is not None:
@@ -192,13 +192,9 @@ class StoredCheckpoints:
     def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
         """The shapes of a role's weights by their path in the tree."""
         # Orbax annotates its own path type and accepts pathlib's.
-        directory: Any = self.path(step) / role
+        directory: Any = self.paths.step(step) / role
         metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
         return _shapes(metadata.tree["params"])
-
-    def path(self, step: int) -> pathlib.Path:
-        """The folder of a step's checkpoint."""
-        return self.paths.step(step)
 
 
 class Checkpoints:
@@ -348,7 +344,7 @@ class Checkpoints:
         Raises:
           UserError: if the checkpoint lacks a role or its shapes differ from those of `like`.
         """
-        path = self.stored.path(step)
+        path = self.stored.paths.step(step)
         saved = {path.name for path in path.iterdir()}
         absent = sorted(set(like) - saved)
         if absent:
@@ -379,7 +375,7 @@ class Checkpoints:
                 fault = self.stored.fault(step)
                 aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
                 aside.parent.mkdir(exist_ok=True)
-                self.stored.path(step).rename(aside)
+                self.stored.paths.step(step).rename(aside)
                 self.stored.paths.manifest(step).unlink(missing_ok=True)
                 logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
         for path in self.stored.paths.path.glob("*.orbax-checkpoint-tmp*"):
@@ -400,7 +396,7 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         # Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint.
         self.stored.paths.manifest(step).unlink(missing_ok=True)
-        shutil.rmtree(self.stored.path(step))
+        shutil.rmtree(self.stored.paths.step(step))
 
     def _open(self) -> ocp.CheckpointManager:
         # Returns Orbax's manager. It is created on first use, because it reads the folder at once.
@@ -475,12 +471,11 @@ def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ..
     # Describes the first weight whose shape differs or that one model lacks; None if all are equal.
     for name in sorted(saved.keys() | like.keys()):
         if saved.get(name) != like.get(name):
-            return f"{name} is {_said(saved.get(name))} there and {_said(like.get(name))} here"
+            there, here = (
+                f"{list(shapes[name])}" if name in shapes else "absent" for shapes in (saved, like)
+            )
+            return f"{name} is {there} there and {here} here"
     return None
-
-
-def _said(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else f"{list(shape)}"
 
 
 def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:

@@ -180,7 +180,14 @@ class Progress:
     def _entry(self, label: str, value: float, show: Callable[[float], str]) -> _Entry:
         trend = self._trends.setdefault(label, collections.deque(maxlen=_TREND_STEPS))
         trend.append(value)
-        return _Entry(label, show(value), _sparkline(trend))
+        finite = [v for v in trend if math.isfinite(v)] or [0.0]
+        low, span = min(finite), (max(finite) - min(finite)) or 1.0
+        # A value that is not finite leaves a gap.
+        bars = (
+            _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
+            for v in trend
+        )
+        return _Entry(label, show(value), "".join(bars))
 
     def _eta_text(self) -> str:
         eta_s = self.eta_s()
@@ -228,16 +235,3 @@ def _present(
     for shown in table:
         if shown.key in metrics:
             yield shown.label, metrics[shown.key], shown.format
-
-
-def _sparkline(values: collections.deque[float]) -> str:
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    if span == 0:
-        span = 1.0
-    return "".join(
-        _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
-        for v in values
-    )

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrl.data.text_stream import TextStream
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.types import Completions, PackedBatch, Scored
+from jaxrl.types import PackedBatch, Scored
 
 # The last key of a row.
 TOKEN_STRINGS = "token_pieces"
@@ -85,9 +85,13 @@ def sample_rows(
             "entropy": _number(completions.entropy[b].mean()) if len(tokens) else None,
         }
         if token_strings is not None:
-            row[TOKEN_STRINGS] = _token_fields(
-                completions, b, token_strings, (old_logprob or {}).get(b)
-            )
+            fields: dict[str, Any] = {"text": token_strings(tokens, completions.texts[b])}
+            fields["rollout_logprob"] = list(map(_number, completions.rollout_logprob[b]))
+            if (of_trainer := (old_logprob or {}).get(b)) is not None:
+                fields["old_logprob"] = list(map(_number, of_trainer))
+            if given := np.flatnonzero(completions.mask[b] == 0).tolist():
+                fields["given"] = given
+            row[TOKEN_STRINGS] = fields
         yield row
 
 
@@ -176,23 +180,6 @@ def logprobs_by_response(
     ends = np.cumsum(np.bincount(sequence[places], minlength=len(lengths)))
     # The response is at the end of its sequence.
     return {b: value[end - lengths[b] : end] for b, end in enumerate(ends.tolist())}
-
-
-def _token_fields(
-    completions: Completions, b: int, token_strings: TokenStrings, old_logprob: np.ndarray | None
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "text": token_strings(completions.tokens[b], completions.texts[b]),
-        "rollout_logprob": _rounded(completions.rollout_logprob[b]),
-    }
-    if old_logprob is not None:
-        found["old_logprob"] = _rounded(old_logprob)
-    given = np.flatnonzero(completions.mask[b] == 0).tolist()
-    return found | ({"given": given} if given else {})
-
-
-def _rounded(values: np.ndarray) -> list[float | None]:
-    return [_number(x) for x in values]
 
 
 def _number(value: Any) -> float | None:

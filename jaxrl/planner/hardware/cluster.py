@@ -127,26 +127,6 @@ class Topology:
         return self.devices[0].platform
 
 
-def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
-    """Raises UserError, with the existing shapes, if devices of a kind do not come in `shape`."""
-    if kind.exists(shape):
-        return
-    if kind.arrangement == "hosts":
-        there = f"HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, up to"
-        hint = ""
-    else:
-        enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
-        many = (
-            f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
-        )
-        there = f"{', '.join(map(shape_text, kind.shapes))}{many}, up to"
-        hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
-    raise UserError(
-        f"{kind.name}:{shape_text(shape)} is no topology that exists; {kind.name} comes as {there} "
-        f"{kind.largest:,} devices{hint}"
-    )
-
-
 def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
     """The two smallest topologies with at least `devices` devices, to complete the message "use ..."."""
     enough = [s for s in kind.growing_shapes() if kind.num_devices(s) >= devices]
@@ -265,7 +245,22 @@ class Cluster:
     whole_hosts: bool = False
 
     def __post_init__(self):
-        check_shape(self.accelerator, self.shape)
+        kind, shape = self.accelerator, self.shape
+        if kind.exists(shape):
+            return
+        hint = ""
+        if kind.arrangement == "hosts":
+            there = f"HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, up to"
+        else:
+            enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
+            multiple = kind.side_multiple
+            many = f", and sides that are multiples of {multiple}" if multiple else ""
+            there = f"{', '.join(map(shape_text, kind.shapes))}{many}, up to"
+            hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
+        raise UserError(
+            f"{self.name} is no topology that exists; {kind.name} comes as {there} {kind.largest:,} "
+            f"devices{hint}"
+        )
 
     @staticmethod
     def parse(text: str) -> Cluster:

@@ -370,32 +370,15 @@ class PoolSolver:
           most_passes_s: maximum seconds of preparation and training; slower points may be left out.
         """
         others = [name for name in names if name != self._actor]
-        if self._actor in names:
-            most_s = most_passes_s - self.least_passes_s([self._actor], devices)
-            return self._with_actor(others, self._turns(others, devices, most_s), devices)
-        turns = self._turns(others, devices, most_passes_s)
-        points = np.pad(turns.costs.rows[:, 2:], ((0, 0), (2, 0)))
-        points[:, DEVICES] = devices
-        kept = pareto_front(points[:, GENERATION:])
-        choices = (self._mappings(others, turns, i, devices) for i in kept.tolist())
-        return PoolFront(points[kept], tuple(choices))
-
-    def least_passes_s(self, names: Sequence[str], devices: int) -> float:
-        """Lower bound of the seconds of preparation and training of these roles on n devices."""
-        costs = [self._options_of(name, devices).costs for name in names]
-        return sum(float(each.passes_s.min(initial=np.inf)) for each in costs)
-
-    def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
-        # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.
-        found, budget = Turns.of_no_roles(), self._problem.budget_bytes
-        for i, name in enumerate(names):
-            # Reserve the least seconds that the later roles need.
-            later_s = self.least_passes_s(names[i + 1 :], devices)
-            costs = self._options_of(name, devices).costs
-            found = found.with_role(costs, budget=budget, most_s=most_s - later_s)
-        return found
-
-    def _with_actor(self, others: Sequence[str], turns: Turns, devices: int) -> PoolFront:
+        if self._actor not in names:
+            turns = self._turns(others, devices, most_passes_s)
+            points = np.pad(turns.costs.rows[:, 2:], ((0, 0), (2, 0)))
+            points[:, DEVICES] = devices
+            kept = pareto_front(points[:, GENERATION:])
+            choices = [self._mappings(others, turns, i, devices) for i in kept.tolist()]
+            return PoolFront(points[kept], tuple(choices))
+        most_s = most_passes_s - self.least_passes_s([self._actor], devices)
+        turns = self._turns(others, devices, most_s)
         # Pairs each option of the actor with each combination of the others, with its best generation.
         budget, own = self._problem.budget_bytes, self._options_of(self._actor, devices)
         pairs = own.costs.in_turn(turns.costs)
@@ -414,6 +397,21 @@ class PoolSolver:
             mappings = self._mappings(others, turns, b, devices)
             choices.append({self._actor: actor, **mappings})
         return PoolFront(points[kept], tuple(choices))
+
+    def least_passes_s(self, names: Sequence[str], devices: int) -> float:
+        """Lower bound of the seconds of preparation and training of these roles on n devices."""
+        costs = [self._options_of(name, devices).costs for name in names]
+        return sum(float(each.passes_s.min(initial=np.inf)) for each in costs)
+
+    def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
+        # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.
+        found, budget = Turns.of_no_roles(), self._problem.budget_bytes
+        for i, name in enumerate(names):
+            # Reserve the least seconds that the later roles need.
+            later_s = self.least_passes_s(names[i + 1 :], devices)
+            costs = self._options_of(name, devices).costs
+            found = found.with_role(costs, budget=budget, most_s=most_s - later_s)
+        return found
 
     def _mappings(
         self, names: Sequence[str], turns: Turns, i: int, devices: int

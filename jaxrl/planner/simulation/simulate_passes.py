@@ -225,8 +225,8 @@ class PassSimulator:
     ) -> dict[str, float]:
         # Seconds of activations sent between devices.
         #
-        # Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts of
-        # rows for heads and back. Per tick: from stage to stage.
+        # Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts
+        # of rows for heads and back. Per tick: from stage to stage.
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches

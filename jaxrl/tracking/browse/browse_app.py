@@ -10,6 +10,7 @@ colours are CSS classes for this reason. `HttpServer` refuses requests that come
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import importlib.resources
@@ -68,20 +69,17 @@ class _Token:
 
 
 _ORDERS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "reward, highest": lambda row: -_or_last(row["reward"], -math.inf),
-    "reward, lowest": lambda row: _or_last(row["reward"], math.inf),
-    "longest": lambda row: -_or_last(row["length"], -math.inf),
-    "shortest": lambda row: _or_last(row["length"], math.inf),
+    # Samples without a value come last.
+    "reward, highest": lambda row: math.inf if row["reward"] is None else -row["reward"],
+    "reward, lowest": lambda row: math.inf if row["reward"] is None else row["reward"],
+    "longest": lambda row: math.inf if row["length"] is None else -row["length"],
+    "shortest": lambda row: math.inf if row["length"] is None else row["length"],
 }
 _FACTS = (
     *("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward"),
     *("score", "shaping", "length", "truncated", "stop_reason", "entropy"),
 )
 _ANY_FAILURE, _NO_FAILURE = "any kind", "none"
-
-
-def _or_last(value: float | None, last: float) -> float:
-    return last if value is None else value
 
 
 class SampleFile:
@@ -429,14 +427,10 @@ def _shown(token: Mapping[str, Any], color: str) -> _Token:
         title.append(f"trainer {trainer:.4f} ({math.exp(min(trainer, 0)):.1%})")
     style = ""
     if color == "logprob" and sampler is not None:
-        style = f"p{_class(-sampler, _LOGPROB_ENDS)}"
+        style = f"p{bisect.bisect_right(_LOGPROB_ENDS, -sampler)}"
     if sampler is not None and trainer is not None:
         title.append(f"gap {trainer - sampler:+.4f}")
         if color == "gap":
             side = "up" if trainer > sampler else "down"
-            style = f"{side}{_class(abs(trainer - sampler), _GAP_ENDS)}"
+            style = f"{side}{bisect.bisect_right(_GAP_ENDS, abs(trainer - sampler))}"
     return _Token(text, style, ", ".join(title))
-
-
-def _class(value: float, ends: Sequence[float]) -> int:
-    return sum(value >= end for end in ends)
