@@ -78,7 +78,6 @@ class Plan:
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """The compiled programs of all pools."""
         return tuple(program for pool in self.pools for program in pool.programs)
 
     @property

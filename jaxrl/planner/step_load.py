@@ -45,7 +45,6 @@ class StepLoad:
 
     @property
     def prompts(self) -> int:
-        """Number of sampled prompts."""
         return math.ceil(self.work.prompts * self.work.sampled_per_kept)
 
     @property
@@ -69,7 +68,6 @@ class StepLoad:
 
     @property
     def text(self) -> str:
-        """Describes what a step samples and what it keeps."""
         return (
             f"{self.prompts:,} prompts x {self.samples} answers = {self.prompts * self.samples:,} are "
             f"sampled, {self.work.sequences:,} are kept and trained on"

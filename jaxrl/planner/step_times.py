@@ -55,7 +55,6 @@ class StepTimes(StepCosts):
 
     @property
     def step_s(self) -> float:
-        """Expected seconds of a step."""
         return self._step_s(at_least=False)
 
     @property

@@ -69,7 +69,6 @@ class StoredCheckpoints:
     """
 
     def __init__(self, folder: pathlib.Path):
-        """Args: the folder of the checkpoints."""
         self.paths = CheckpointFolder(folder.absolute())
 
     @property

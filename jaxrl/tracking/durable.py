@@ -102,7 +102,6 @@ class AppendedFile:
     """A file that is extended by complete records. A record is on disk when `append` returns."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Opens the file, and creates it if necessary."""
         self._path = path
         # Unbuffered: a buffer would try to write a failed record again when the file is closed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -111,7 +111,6 @@ class KeptRollouts:
         )
 
     def close(self) -> None:
-        """Waits until everything is written."""
         self._files.close()
 
 
@@ -135,7 +134,6 @@ class RolloutFiles:
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def remove_after(self, step: int) -> None:
-        """Deletes the files of later steps."""
         for later, path in self._folder.steps().items():
             if later > step:
                 path.unlink(missing_ok=True)
@@ -171,7 +169,6 @@ class RolloutFiles:
             )
 
     def close(self) -> None:
-        """Waits for the last file and ends the thread."""
         self._wait()
         if self._writer is not None:
             self._writer.shutdown()

@@ -29,13 +29,9 @@ from jaxrl.tracking.run_folder import StageFolder
 class Logger(Protocol):
     """Writes the metrics of each step somewhere."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the metrics of a step."""
-        ...
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Flushes and closes."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)

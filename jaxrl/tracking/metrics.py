@@ -157,7 +157,6 @@ class MetricsWriter:
 
     @property
     def checksum(self) -> RowChecksum:
-        """The checksum of all rows in metrics.jsonl."""
         return self._rows.checksum
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,7 +166,6 @@ class MetricsWriter:
             logger.write(step, values)
 
     def close(self) -> None:
-        """Flushes and closes every logger."""
         for logger in self._loggers:
             logger.close()
 

@@ -41,11 +41,9 @@ class CheckpointFolder(_Folder):
         self.damaged = path.with_name(f"{path.name}.damaged")
 
     def step(self, step: int) -> pathlib.Path:
-        """The checkpoint of one step."""
         return self.path / str(step)
 
     def manifest(self, step: int) -> pathlib.Path:
-        """The manifest of one checkpoint."""
         return self.manifests / f"{step}.json"
 
 
@@ -68,7 +66,6 @@ class StageFolder(_Folder):
 
     @property
     def run(self) -> RunFolder:
-        """The folder of the run."""
         return RunFolder(self.path.parent)
 
 
@@ -76,7 +73,6 @@ class RolloutFolder(_Folder):
     """The saved samples of reinforcement learning, a file of `tracking.sample_rows` for each saved step."""
 
     def step(self, step: int) -> pathlib.Path:
-        """The samples of one step."""
         return self.path / f"step_{step}.jsonl"
 
     def steps(self) -> dict[int, pathlib.Path]:

@@ -22,7 +22,6 @@ class ScheduleFile:
     """Appends rows to a schedule. The first row of a resumed run replaces later ones of the file."""
 
     def __init__(self, path: pathlib.Path):
-        """Writes nothing yet."""
         self._path = path
         self._file: AppendedFile | None = None
 
@@ -38,7 +37,6 @@ class ScheduleFile:
         self._file.append(_line(row))
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

@@ -100,7 +100,6 @@ class StageCheckpoints(Checkpoints):
     # The end of a step
 
     def note_record(self, record: Mapping[str, Any]) -> None:
-        """Keeps the record of a step for its checkpoint."""
         self._record = dict(record)
 
     def note_finished(self, step: int, learners: Mapping[str, Learner]) -> None:

@@ -63,7 +63,6 @@ class Seconds:
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """All three."""
         return self.matmuls, self.memory, self.traffic
 
     @property
@@ -163,7 +162,6 @@ class CompiledProgram:
 
     @property
     def title(self) -> str:
-        """Role and name, for tables."""
         return f"{self.role} {self.name}"
 
     @property

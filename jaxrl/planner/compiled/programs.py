@@ -316,7 +316,6 @@ class Program:
 
     @property
     def title(self) -> str:
-        """Role and name, for tables."""
         return f"{self.role} {self.name}"
 
 

@@ -52,7 +52,6 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of its operands."""
         return tuple(_OPERAND.findall(self.inputs))
 
     @property

@@ -69,7 +69,6 @@ class Accelerator:
 
     @property
     def roof(self) -> Roof:
-        """The rates alone."""
         return Roof(self.bfloat16_tflops, self.float32_tflops, self.memory_gbs)
 
     @property
@@ -89,11 +88,9 @@ class Accelerator:
         return self.devices_per_host if self.arrangement == "hosts" else self.largest
 
     def num_devices(self, shape: tuple[int, ...]) -> int:
-        """The number of devices of a shape."""
         return math.prod(shape) * self.devices_per_chip
 
     def exists(self, shape: tuple[int, ...]) -> bool:
-        """Whether a cluster or slice of this shape exists."""
         if self.num_devices(shape) > self.largest:
             return False
         if self.arrangement == "hosts":

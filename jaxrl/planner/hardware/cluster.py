@@ -123,7 +123,6 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """Platform of the devices, as `jax.Device.platform`."""
         return self.devices[0].platform
 
 
@@ -285,7 +284,6 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices."""
         return self.accelerator.num_devices(self.shape)
 
     @property
@@ -300,7 +298,6 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts."""
         return self.num_devices // self.host_devices
 
     @property

@@ -87,7 +87,6 @@ class MappingProblem:
 
     @property
     def actor(self) -> RoleTasks:
-        """The role that generates."""
         return next(role for role in self.roles if role.generates)
 
     @property
@@ -165,7 +164,6 @@ class Mapping:
 
     @property
     def placement(self) -> Placement:
-        """The partition of the roles into pools."""
         return tuple(pool.roles for pool in self.pools)
 
     @property

@@ -295,7 +295,7 @@ class GenerationChoice:
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
 
         def best_within(most: int) -> tuple[float, int]:
-            """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
+            # (seconds, slots) of the best number of slots up to `most`, which itself is also tried.
             if most < 1:
                 return np.inf, 0
             place = np.searchsorted(times.room, most, side="right") - 1
@@ -338,7 +338,6 @@ class PoolSolver:
     """Finds the fronts of pools for one problem, and caches what it simulates."""
 
     def __init__(self, problem: MappingProblem):
-        """Builds the simulators; nothing is simulated yet."""
         self._problem = problem
         self.simulator = StepSimulator(problem.cluster, problem.workload, problem.assumptions)
         actor = problem.actor

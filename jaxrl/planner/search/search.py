@@ -322,7 +322,6 @@ class Bounds:
         self._generation_s = np.minimum.accumulate(alone_s)
 
     def lower(self, seconds: float) -> None:
-        """Records that a mapping with this many seconds exists."""
         self.best_s = min(self.best_s, seconds)
 
     @property

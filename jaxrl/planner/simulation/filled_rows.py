@@ -41,12 +41,10 @@ class FilledRows:
 
     @property
     def total(self) -> int:
-        """Number of rows of all minibatches."""
         return sum(self.rows_U)
 
     @property
     def most(self) -> int:
-        """Number of rows of the largest minibatch."""
         return max(self.rows_U)
 
     def microbatches(self, rows: float, *, fill_minibatches: bool) -> float:

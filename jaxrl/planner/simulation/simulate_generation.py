@@ -65,7 +65,6 @@ class GenerationGroups(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of generation."""
         return self.devices // (self.p_g * self.t_g)
 
 
@@ -150,7 +149,6 @@ class GenerationSimulator:
         return CostBreakdown(seconds, {}, transient, idle_s, use)
 
     def groups(self, layout: ParallelLayout) -> GenerationGroups:
-        """The devices that decode together."""
         ring, n = self._collectives.ring, layout.num_devices
         tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
         copies = ring(layout, *GENERATE_RULES["batch"])
@@ -208,7 +206,6 @@ class GenerationSimulator:
         return (layers + numbers.outside * assume.compute_bytes) / t_g
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of a slot's cache."""
         return self.workload.slot_tokens * self._token_bytes(model, p_g, t_g)
 
     def fitting_slots(

@@ -43,18 +43,15 @@ BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
 
 @dataclasses.dataclass(frozen=True)
 class _Flushes:
-    """The split of a replica's rows into pipeline flushes. Each computes whole rows, padding included.
+    """The split of a replica's rows into pipeline flushes. Each computes whole rows, padding included."""
 
-    Attributes:
-      count: number of flushes in a pass over the sequences, a mean.
-      microbatches: m, number of microbatches per flush.
-      microbatch_tokens: tokens of a replica's rows in a microbatch; of its part of them with a context axis.
-      rows: number of rows in these microbatches, of the replicas that share them.
-    """
-
+    # Number of flushes in a pass over the sequences, a mean.
     count: float
+    # M, number of microbatches per flush.
     microbatches: int
+    # Tokens of a replica's rows in a microbatch; of its part of them with a context axis.
     microbatch_tokens: float
+    # Number of rows in these microbatches, of the replicas that share them.
     rows: float
 
     @property
@@ -111,7 +108,6 @@ class PassSimulator:
         )
 
     def training(self, model: ModelConfig, layout: ParallelLayout) -> CostBreakdown:
-        """Cost of all updates of a step."""
         work, assume = self._work, self._assume
         flushes = self._flush(layout)
         repeats = work.epochs

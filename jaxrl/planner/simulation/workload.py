@@ -48,12 +48,10 @@ class LengthDistribution:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all texts have the same length."""
         return self.kind == "constant"
 
     @functools.cached_property
     def deviation(self) -> float:
-        """Standard deviation of the lengths."""
         return float(self._sample.std())
 
     @functools.cached_property
@@ -161,12 +159,10 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences to train on."""
         return self.prompts * self.samples
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a prompt and its response."""
         return self.prompt_lengths.mean + self.response_lengths.mean
 
     @property

@@ -331,7 +331,6 @@ class _Pages:
         )
 
     def css(self, request: Request) -> Response:
-        """Returns the style sheet."""
         del request
         return Response(self._style, media_type="text/css")
 

@@ -101,36 +101,30 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class _Curves:
-    """The metrics of one plot.
+    """The metrics of one plot."""
 
-    Attributes:
-      title: heading.
-      unit: label of the vertical axis.
-      keys: (metric, label in the legend) of each curve.
-      show: formats a value, for the axis and the headline.
-      floor: value that the vertical axis must reach down to; None for no such value.
-    """
-
+    # Heading.
     title: str
+    # Label of the vertical axis.
     unit: str
+    # (metric, label in the legend) of each curve.
     keys: Sequence[tuple[str, str]]
+    # Formats a value, for the axis and the headline.
     show: Callable[[float], str] = number
+    # Value that the vertical axis must reach down to; None for no such value.
     floor: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """A curve: values at steps.
+    """A curve: values at steps."""
 
-    Attributes:
-      label: name in the legend.
-      steps, values: float64 [N].
-      color: index of the colour in `COLORS`.
-    """
-
+    # Name in the legend.
     label: str
+    # Float64 [N].
     steps: np.ndarray
     values: np.ndarray
+    # Index of the colour in `COLORS`.
     color: int = dataclasses.field(default=0, kw_only=True)
 
 
