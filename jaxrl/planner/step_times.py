@@ -83,27 +83,24 @@ def step_times(
       programs: rooflines of all programs of a step.
     """
     floors: dict[tuple[str, str], list[Seconds]] = {}
+    # The weights of the sampler are the actor's, whatever pool they are on.
+    sampler = {"rollout": "actor"}
     for role, name, phase, seconds in programs:
         stage = "training"
         if name in _PREPARATION or role == "judge":
             stage = "preparation"
         elif phase == "sampling":
             stage = "generation"
-        floors.setdefault((stage, _floor_of(stage, role)), []).append(seconds)
+        floors.setdefault((stage, sampler.get(role, role)), []).append(seconds)
     tasks = []
     for task in expected_step(planned, cluster, load).tasks:
-        found = floors.get((task.stage, _floor_of(task.stage, task.role)), [])
+        found = floors.get((task.stage, sampler.get(task.role, task.role)), [])
         slowest = max(found, key=lambda seconds: seconds.total, default=None)
         at_least_s = sum(seconds.total for seconds in found)
         bound = slowest.bound if slowest else ""
         tasks.append(dataclasses.replace(task, at_least_s=at_least_s, bound=bound))
     steps, overlaps = planned.config.run.num_steps, runs_free(planned.config)
     return StepTimes(tuple(tasks), cluster, load, steps, overlaps)
-
-
-def _floor_of(stage: str, role: str) -> str:
-    # The weights of the sampler are the actor's, whatever pool they are on.
-    return "actor" if stage == "generation" else role
 
 
 def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> StepCosts:

@@ -8,23 +8,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 
+@dataclasses.dataclass(unsafe_hash=True)
 class _Folder:
     """A folder, equal to another one of its kind with the same path; `path` is the folder itself."""
 
-    def __init__(self, path: pathlib.Path):
-        self.path = path
+    path: pathlib.Path
 
     def __str__(self) -> str:
         return str(self.path)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.path == self.path  # pyright: ignore
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.path))
 
 
 class CheckpointFolder(_Folder):

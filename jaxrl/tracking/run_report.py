@@ -15,7 +15,6 @@ from jaxrl.tracking.metrics import (
     evaluation_accuracy,
     evaluation_stderr,
     read_metrics,
-    readable_rows,
 )
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
@@ -54,9 +53,7 @@ def rows_of(folder: StageFolder, *, accepts_lost_rows: bool) -> Rows:
       accepts_lost_rows: whether damaged rows are skipped instead of refused.
     """
     path = folder.metrics
-    if accepts_lost_rows:
-        return readable_rows(path)
-    return read_metrics(path) if path.exists() else []
+    return read_metrics(path, skips_damaged=accepts_lost_rows) if path.exists() else []
 
 
 def evaluation_lines(

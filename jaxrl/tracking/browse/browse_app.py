@@ -130,10 +130,10 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         "source": _text(row.get("source")),
         "prompt_id": _whole(row.get("prompt_id")),
         "sample": _whole(row.get("sample")),
-        "correct": _flag(row.get("correct")),
+        "correct": row["correct"] if isinstance(row.get("correct"), bool) else None,
         "reward": _real(row.get("reward")),
         "length": _whole(row.get("length")),
-        "truncated": _flag(row.get("truncated")),
+        "truncated": row["truncated"] if isinstance(row.get("truncated"), bool) else None,
         "failure": _text(failure.get("kind"))[:_START_CHARS] if isinstance(failure, dict) else "",
         "prompt": _excerpt(prompt),
         "completion": _excerpt(completion),
@@ -163,10 +163,6 @@ def _real(value: Any) -> float | None:
 def _whole(value: Any) -> int | None:
     known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if known else None
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
 
 
 def passing(rows: Sequence[dict[str, Any]], given: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -266,14 +262,16 @@ class _Pages:
         # Further pages are of this step, even if a newer one is there by then.
         given |= {"file": name}
         kinds = sorted({row["failure"] for row in found.rows} - {""})[:50] if found else []
+        means = {}
+        for key in ("reward", "correct", "length"):
+            known = [row[key] for row in rows if row[key] is not None]
+            means[key] = sum(known) / len(known) if known else None
         return self._rendered(
             "list.html",
             given=given,
             asked=asked,
             count=len(rows),
-            means={
-                key: _mean([row[key] for row in rows]) for key in ("reward", "correct", "length")
-            },
+            means=means,
             rows=rows[(number - 1) * _PER_PAGE : number * _PER_PAGE],
             number=number,
             pages=pages,
@@ -359,11 +357,6 @@ class _Guarded:
             await send(message)
 
         await self._app(scope, receive, send_guarded)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _number(text: str | None) -> float | None:
