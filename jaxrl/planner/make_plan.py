@@ -75,6 +75,7 @@ def trace_plan(
     Raises:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
     """
+    # Without devices there is nothing to search for.
     if config.mesh.layout == "auto":
         raise UserError(
             'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
@@ -83,6 +84,7 @@ def trace_plan(
     algorithm, meshes = algorithm_of(config), abstract_meshes(config)
     slots_are_chosen = config.rollout.slots == "auto"
     memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
+    # The roles below have as many slots as were chosen.
     config = with_slots(config, algorithm, meshes, memory)
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
@@ -174,6 +176,7 @@ def compile_plan(
     cluster, pools = Cluster.parse(topology.name), tuple(roles.pools.values())
     check_positions(pools, cluster)
     buffers = {pool.name: roles.resident_buffers(pool) for pool in pools}
+    # Seconds, before minutes of compiling.
     for pool in pools:
         _check_buffers(pool, buffers[pool.name], topology)
     load, compiled = load_of(config, responses), {pool.name: [] for pool in pools}

@@ -182,6 +182,7 @@ def update_memory(
       update: traced program.
     """
     of_role = "" if name == "actor" else f"{name.replace('_', ' ')}, "
+    # The batch axes split rows, the context axis splits tokens.
     row_shards, token_shards = (
         shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length")
     )
@@ -240,6 +241,7 @@ def _buffers(
 
 def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
     """Bytes per device in a phase, "sampling" or "learning", during the update that needs most."""
+    # Roles update one after the other, so the temporaries of two updates are never there together.
     present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
     return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)

@@ -77,6 +77,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 def _table(title: str, names: Sequence[str], sections: _Sections, console: Console) -> Table:
     width = console.width
+    # Names, bytes and seconds are the last to go.
     out = (*_DETAILS, *_MORE_DETAILS) if width < _NARROW else _DETAILS if width < _WIDE else ()
     kept = [n for n, name in enumerate(names) if name not in out]
     lines = box.ROUNDED if console.is_terminal else box.ASCII2

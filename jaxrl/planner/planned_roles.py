@@ -82,6 +82,7 @@ class PlannedRoles:
 
     def pool_of(self, role: str) -> Pool:
         """The pool of a role; "rollout" means the actor's pool unless it has its own."""
+        # A role without a pool of its own samples where the actor learns.
         homes = {role: pool for pool in self.pools.values() for role in pool.roles}
         return homes.get(role, homes["actor"])
 
@@ -164,6 +165,7 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
     # The programs of another backend are unknown; our engine stands for them.
     rollout = dataclasses.replace(config.rollout, driver="offline")
     config = dataclasses.replace(config, rollout=rollout)
+    # A checkpoint that is not here has the size of the actor, and the plan says so.
     models = role_models(config, algorithm.roles)
     roles = build_roles(config, meshes, models)
     return PlannedRoles(config, algorithm, models, pools, meshes, roles)

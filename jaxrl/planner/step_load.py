@@ -138,6 +138,7 @@ def load_of(config: Config, responses: LengthDistribution | None = None) -> Step
         always_full=rollout.partial,
         max_staleness=rollout.max_staleness,
     )
+    # Each of these takes the long branch of the sampling program.
     truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
     truncated = truncated or rollout.repetition_penalty != 1
     source = "as given" if responses else "assumed"
@@ -171,6 +172,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         rollout.decode_attention,
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
+    # Critics and other roles are simulated with the same types.
     return Assumptions.on(
         kind,
         attention=attention,

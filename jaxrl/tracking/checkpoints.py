@@ -98,6 +98,7 @@ class StoredCheckpoints:
 
     def newest_complete(self, *, up_to: float = math.inf) -> int | None:
         """The newest step <= `up_to` whose checkpoint has a manifest; None if there is none."""
+        # A manifest may outlive its checkpoint if a run was killed while it removed one.
         complete = set(self.manifest_steps) & set(self.steps)
         return max((step for step in complete if step <= up_to), default=None)
 
@@ -124,6 +125,7 @@ class StoredCheckpoints:
         checksums = _checksums(checkpoint)
         if rows is not None:
             checksums[_ROWS] = list(rows)
+        # Files first, then the manifest: a power cut may reorder what is not flushed.
         for path in (*checkpoint.rglob("*"), checkpoint, self.paths.path):
             sync(path)
         self.paths.manifests.mkdir(exist_ok=True)
@@ -243,6 +245,7 @@ class Checkpoints:
           record: state of the run: JSON types, and NumPy arrays, which are stored as such.
         """
         self.wait()
+        # JSON has no arrays: they go beside the record, where Orbax stores them as they are.
         arrays: dict[str, np.ndarray] = {}
         record = _without_arrays(record, "", arrays)
         items: dict[str, Any] = {_ARRAYS: ocp.args.StandardSave(arrays)} if arrays else {}
@@ -266,6 +269,7 @@ class Checkpoints:
             stage keeps no metrics.
         """
         assert self._saving is not None, "save comes before commit"
+        # From here on the step may be overwritten by the next save, which waits for this thread.
         step, self._saving = self._saving, None
         self._committing = self._committer.submit(self._commit, step, rows)
 
@@ -277,6 +281,7 @@ class Checkpoints:
         """
         if self._committing is None:
             return
+        # Waited for once: an error is raised once, by the step that meets it.
         committing, self._committing = self._committing, None
         with self._disk_errors():
             committing.result()
@@ -345,6 +350,7 @@ class Checkpoints:
         """
         path = self.stored.paths.step(step)
         saved = {path.name for path in path.iterdir()}
+        # A role that the config has and the checkpoint has not: the recipe has changed.
         absent = sorted(set(like) - saved)
         if absent:
             raise UserError(

@@ -79,6 +79,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
       OSError: if the disk does not accept the content; the old file is unchanged.
     """
     path = Path(path)
+    # In the same folder, because only there a rename is atomic.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
@@ -112,6 +113,7 @@ class AppendedFile:
         Raises:
           OSError: if the disk does not accept the record; the file is unchanged.
         """
+        # A full disk may take part of a record; it is cut off again.
         size = os.fstat(self._descriptor).st_size
         try:
             _write_all(self._descriptor, record)

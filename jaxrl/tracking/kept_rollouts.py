@@ -78,6 +78,7 @@ class KeptRollouts:
         old_logprob = None
         if self._has_old_logprob:
             old_logprob = np.asarray(hosts.fetch(experience.batch.old_logprob))
+        # Collective, so it comes before the question of who writes.
         packed = PackedBatch(**hosts.fetch(experience.batch.packing()))
         if hosts.is_first():
             rows = functools.partial(self._rows, step, experience.scored, packed, old_logprob)
@@ -146,6 +147,7 @@ class RolloutFiles:
           make: returns the rows; it is called in the background thread.
         """
         self._wait()
+        # A run that keeps no samples starts no thread.
         if self._writer is None:
             self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 

@@ -61,6 +61,7 @@ def open_logger(entry: str, folder: StageFolder, resume_step: int | None, run: L
     Raises:
       UserError: the logger's package is not installed, it does not start, or its folder is not writable.
     """
+    # A project of the entry itself wins over that of the recipe.
     name, project = split_logger(entry)
     run = dataclasses.replace(run, project=project or run.project)
     return _LOGGERS[name](folder, resume_step, run)
@@ -96,6 +97,7 @@ class _TensorBoard:
         self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
 
     def _append(self, *events: Any) -> None:
+        # All events of a step in one append: a step is in the file whole or not at all.
         records = b""
         for event in events:
             # A TFRecord: length, checksum of the length, content, checksum of the content.

@@ -151,6 +151,7 @@ class MetricsWriter:
         with contextlib.ExitStack() as on_failure:
             self._rows = _JsonlFile(folder.metrics, resume_step, drops_damaged=drops_damaged)
             self._loggers: list[Logger] = [self._rows]
+            # A logger that does not start must not leave the others open.
             on_failure.callback(self.close)
             for entry in loggers:
                 self._loggers.append(open_logger(entry, folder, resume_step, run))
@@ -163,6 +164,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step. Steps must increase from call to call."""
         values = {key: float(value) for key, value in metrics.items()}
+        # metrics.jsonl comes first: what a logger has, the source of truth has too.
         for logger in self._loggers:
             logger.write(step, values)
 

@@ -144,6 +144,7 @@ class Progress:
         self._last_update_s = now_s
         self._steps.update(self._task_id, completed=step)
         self._steps.update(self._task_id, eta=self._eta_text())
+        # Rewards stand before evaluations, and what explains them after.
         before = [self._entry(*shown) for shown in _present(_BEFORE_EVALUATION, metrics)]
         measured = {
             name: self._entry(f"evaluation {name.rsplit(' ', 1)[0]}", accuracy, _PERCENT)
@@ -198,6 +199,7 @@ class Progress:
 
     def _view(self) -> Group:
         # The entries in two columns, filled from top to bottom.
+        # Filled column by column, so that related metrics stay below each other.
         half = (len(self._entries) + 1) // 2
         trend_width = _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
         if self._console.options.ascii_only:  # such a terminal cannot print the bars

@@ -74,6 +74,7 @@ def evaluation_lines(
         accuracy = f"{name}/acc/mean@{num_samples}"
         of = "" if len(names) == 1 else f" on {name}"
         found = {int(row["step"]): row for row in rows if f"val-core/{accuracy}" in row}
+        # The first and the last evaluation; a run with one has it once.
         for step in dict.fromkeys([*found][:1] + [*found][-1:]):
             when = f"after step {step:,}" if step else "before training"
             last = int(rows[-1]["step"])

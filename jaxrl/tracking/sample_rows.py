@@ -148,6 +148,7 @@ class TokenStrings:
         ids = tokens.tolist()
         for i in set(ids) - self._strings.keys():
             self._strings[i] = self._tokenizer.decode([i])
+        # Most tokens are text by themselves; only if they do not join to the text they are decoded in turn.
         strings = [self._strings[i] for i in ids]
         if "".join(strings) != text:
             # A character has several tokens, or the tokenizer adds spaces only between words.
@@ -177,6 +178,7 @@ def logprobs_by_response(
     places = np.flatnonzero((segment > 0) & (sequence >= 0) & (sequence < len(lengths)))
     places = places[np.lexsort((position[places], sequence[places]))]
     value = np.asarray(logprob).reshape(-1)[places]
+    # Sorted by sequence and position, so each sequence is one stretch.
     ends = np.cumsum(np.bincount(sequence[places], minlength=len(lengths)))
     # The response is at the end of its sequence.
     return {b: value[end - lengths[b] : end] for b, end in enumerate(ends.tolist())}

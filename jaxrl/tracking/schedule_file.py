@@ -30,6 +30,7 @@ class ScheduleFile:
         if not hosts.is_first():
             return
         if self._file is None:
+            # A resumed run repeats versions after its checkpoint, so their rows go.
             kept = _rows(self._path) if self._path.exists() and row.version else {}
             earlier = [kept[version] for version in sorted(kept) if version < row.version]
             write_atomically(self._path, b"".join(map(_line, earlier)))

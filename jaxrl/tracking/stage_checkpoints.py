@@ -87,6 +87,7 @@ class StageCheckpoints(Checkpoints):
         """Moves the old folder aside for a new start; returns its new place, None if there was nothing."""
         if not (self.stored.remains() or self._num_rows()):
             return None
+        # Renamed and not removed: the user may find that nothing was damaged.
         aside = self._folder.path.with_name(f"{self._folder.path.name}.aside.{time.time_ns()}")
         self._folder.path.rename(aside)
         return str(aside)
@@ -104,6 +105,7 @@ class StageCheckpoints(Checkpoints):
 
     def note_finished(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Marks a step as finished and its row as written, so that its state may be saved."""
+        # Compared after a failure: equal counts mean that the failed step has changed no weights.
         self._noted_step = step
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 

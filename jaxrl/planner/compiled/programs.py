@@ -71,6 +71,7 @@ def abstract_batch(
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(role.mesh, spec))
 
     fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(kind)}
+    # Without shared prompts a batch has no such field, and the program has another signature.
     if not role.train.shares_prompts:
         fields["prefix_ids"] = None
     return kind(**fields)
@@ -329,6 +330,7 @@ def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[
 
 
 def _resharding(resharding: Resharding) -> Iterator[Program]:
+    # No weight moves if both layouts have the same shardings.
     if not resharding.buckets:
         return
     # Leaves with equal shapes and layouts share one program.
@@ -340,6 +342,7 @@ def _resharding(resharding: Resharding) -> Iterator[Program]:
         of_key = dict(zip(distinct, own, strict=True))
         return resharding.peak_bytes([of_key[key] for key in keys])
 
+    # Each moved weight is read in one layout and written in the other.
     moved = sum(w.train_bytes + w.generate_bytes for w in resharding.weights if w.moves)
     gathers = tuple(
         Piece(b.gather_program, b.gather_arguments(), calls=keys.count(key) * b.num_slices)
@@ -379,6 +382,7 @@ def engine_programs(
     P = engine.batch_sizes[-1]
     T = round_up(engine.prompt_sizes, min(config.max_prompt_tokens, config.chunk_tokens))
     # Compiled for the longest prompts; a step has programs for shorter ones.
+    # Each prompt is prefilled once for all of its answers.
     calls = math.ceil(load.prompts / P)
     share = load.prompts * load.work.prompt_lengths.mean / (calls * P * T)
     prefill = Piece(
@@ -407,6 +411,8 @@ def engine_programs(
         longest_branch=load.truncated,
     )
     weights = bytes_of(params)
+    # A decoding step reads the weights once, but for experts that no token chose, and the tokens that
+    # its samples hold.
     step = weights - _unread_experts(engine, params, busy)
     step += busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
     yield Program(
@@ -480,6 +486,7 @@ def learner_programs(
       first_minibatch: first minibatch of the log-probabilities; the update computes those of earlier ones.
       epochs: number of passes over the minibatches.
     """
+    # A run computes only microbatches that hold sequences; the shape has room for more.
     state, micro = role.abstract_state(), load.microbatches(shape)
     weights, moments = WEIGHTS, OPTIMISER
     if isinstance(role, Actor):
@@ -521,6 +528,7 @@ def frozen_programs(
     params = role.abstract_params()
     micro = load.microbatches(shape)
     is_policy = isinstance(role, Reference)
+    # Frozen roles see the batch once a step, in the layout of packed rows like all others.
     piece = Piece(
         role.logprobs_program if is_policy else role.scores_program,
         (params, abstract_batch(role, shape, PackedBatch)),

@@ -311,6 +311,7 @@ class Cluster:
         """The possible sizes of a pool, ascending."""
         if not self.whole_hosts:
             return tuple(self.num_hosts * k for k in range(1, self.host_devices + 1))
+        # Whole hosts, or a part of one by its smallest divisors.
         slabs = max(self.shape) if self.accelerator.arrangement == "torus" else self.shape[0]
         slab = self.num_devices // slabs
         parts, size = set(), slab
@@ -332,6 +333,7 @@ class Cluster:
         """
         kind, members = self.accelerator, groups.shape[1]
         here = self.host_devices if self.whole_hosts else -(-groups.size // self.num_hosts)
+        # Devices are numbered host by host.
         hosts = groups // here
         crossings = int((hosts[:, 1:] != hosts[:, :-1]).sum(axis=1).max(initial=0))
         part = here / self.host_devices

@@ -124,6 +124,7 @@ def of_resharding(resharding: Resharding) -> Measured:
     found: list[tuple[int, Collective]] = []
     own_bytes = []
     for bucket in resharding.buckets:
+        # Compiling is what takes long here.
         key = bucket.weights, bucket.num_slices
         if key not in programs:
             programs[key] = bucket.gather_program.lower(*bucket.gather_arguments()).compile()

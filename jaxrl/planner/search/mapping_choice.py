@@ -73,6 +73,7 @@ def search_for(
         cluster,
         assumptions=assumptions_of(config, cluster.accelerator),
         tasks=tasks_of_run(algorithm_of(config), config),
+        # A run has one `train.rows` for all roles.
         common_rows=True,
     )
 
@@ -130,6 +131,7 @@ def with_mapping(config: Config, found: Mapping) -> Config:
         # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
     mesh = dataclasses.replace(config.mesh, **whole)
+    # A prefill batch divides over the replicas of generation.
     per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
         config.rollout,

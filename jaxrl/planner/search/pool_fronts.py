@@ -251,6 +251,7 @@ class GenerationChoice:
         """Args are the simulator, the model, available bytes per device, and whether it adds greedy ones."""
         self._simulator = simulator
         self._model = model
+        # Keyed by the groups that decode together: many layouts of training share them.
         cache = functools.cache
         self._times = cache(
             lambda groups: simulator.best_seconds(model, groups, budget=budget, greedy=greedy)
@@ -277,6 +278,7 @@ class GenerationChoice:
             for p_g, t_g in itertools.product(divisors(layout.p), divisors(layout.t)):
                 groups = self._simulator.groups(dataclasses.replace(layout, p_g=p_g, t_g=t_g))
                 by_groups.setdefault(groups, []).append(i)
+        # In a fixed order, so that of equally fast choices each search takes the same.
         for groups, rows in sorted(by_groups.items()):
             found, slots = self._with_groups(options, groups, rows, free[rows])
             better = found < seconds[rows]
@@ -356,6 +358,7 @@ class PoolSolver:
             )
             for role in problem.roles
         }
+        # By tasks and model, not by name: two critics of one shape are simulated once.
         self._options: dict[tuple, RoleOptions] = {}
 
     def front(

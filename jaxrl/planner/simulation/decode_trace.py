@@ -104,6 +104,7 @@ def trace_decoding(
         cached = cached + above * np.sqrt(of_texts + of_number)
     sizes = np.array(coarse_bucket_sizes(slots, min(slots, fewest_slots)))
     decoded = sizes[np.searchsorted(sizes, np.minimum(running, slots))]
+    # Neighbouring stretches are averaged: the simulator works on arrays of this length.
     if len(steps) > _MOST_STRETCHES:
         firsts = np.arange(_MOST_STRETCHES) * len(steps) // _MOST_STRETCHES
         together = np.add.reduceat(steps, firsts)

@@ -133,6 +133,7 @@ def _packed(work: Workload) -> tuple[list[Rows], np.ndarray, PrefixGroups]:
     if work.shares_prompts:
         # An answer begins with the last token of its prompt (roles.batches).
         groups = PrefixGroups(index_B // work.samples, prompts_B - 1)
+    # Minibatches are equal parts of the step in its order, as a run makes them.
     members_U = np.array_split(index_B, work.updates)
     rows_U = [
         best_fit_decreasing(members, lengths_B, groups, work.row_tokens) for members in members_U

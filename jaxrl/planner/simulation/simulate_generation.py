@@ -131,6 +131,8 @@ class GenerationSimulator:
         groups = self.groups(layout)
         trace = self._trace(groups.replicas, slots, greedy)
         decoding = self._decoding_s(model, groups, trace)
+        # What the same tokens would take with no slot idle and all replicas equally busy: the difference
+        # to the trace is what plans call idle.
         used = min(slots, self._samples_per_replica(groups.replicas, greedy))
         full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
         busy_s = sum(self._decoding_s(model, groups, full).values())
@@ -143,6 +145,7 @@ class GenerationSimulator:
         cache = tokens * self._token_bytes(model, layout.p_g, layout.t_g)
         weights = self.weight_bytes(model, layout.p_g, layout.t_g, layout.expert)
         transient = {"weights of generation": weights, "cache": cache}
+        # Full slots decode in fewer steps, so rounding alone could make this negative.
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
         busy = float(trace.samples) * groups.replicas
         use = SlotUse(busy, slots * groups.replicas, trace.dispatches)
@@ -150,6 +153,7 @@ class GenerationSimulator:
 
     def groups(self, layout: ParallelLayout) -> GenerationGroups:
         ring, n = self._collectives.ring, layout.num_devices
+        # The same mesh as a run has, so a group that crosses hosts there crosses them here too.
         tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
         copies = ring(layout, *GENERATE_RULES["batch"])
         experts = ring(layout, "expert")
@@ -176,6 +180,7 @@ class GenerationSimulator:
         """
         samples = self._samples_per_replica(groups.replicas, greedy)
         fitting = int(self.fitting_slots(model, groups, np.array(budget)))
+        # More slots than samples would never be filled.
         most = min(samples, self.workload.max_slots, fitting)
         are_equal = self.workload.response_lengths.is_constant
         slots = slot_counts(most, equal_samples=samples if are_equal else 0)
@@ -216,8 +221,10 @@ class GenerationSimulator:
         weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
         left = np.maximum(budget - weights, 0.0)
         slots = left // self.slot_bytes(model, p_g, t_g)
+        # A slot of a contiguous cache has its whole memory from the start.
         if not self.workload.paged:
             return slots
+        # A paged pool that cannot hold one sample of full length would never finish it.
         least = self.workload.least_pool_tokens * self._token_bytes(model, p_g, t_g)
         return np.where(left < least, 0.0, slots)
 

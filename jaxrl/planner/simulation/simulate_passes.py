@@ -111,6 +111,7 @@ class PassSimulator:
         work, assume = self._work, self._assume
         flushes = self._flush(layout)
         repeats = work.epochs
+        # Rematerialisation computes each layer once more before its backward pass.
         again = 1 if assume.remat == "full" else 0
         forward = self._forward_s(model, layout, flushes) * repeats
         # A gradient takes twice the matmuls of the weights, but more of those of attention.
@@ -118,6 +119,7 @@ class PassSimulator:
         compute = forward + repeats * self._forward_s(
             model, layout, flushes, weights=2, attention=attention
         )
+        # What can hide the exchanges of weights and gradients.
         busy = compute + again * forward
         data = self._gathers_s(
             model, layout, flushes, gathers=2, compute_s=busy / repeats, gradients=True
@@ -263,6 +265,7 @@ class PassSimulator:
         shards = shared.ring(layout, "fsdp")
         # The weights of a layer are one gather, and their gradients one sum.
         calls = numbers.layers / layout.p + 1
+        # Weights travel in the type of the matmuls, gradients in the type of their sums.
         gather = shared.gather_s(values * assume.compute_bytes, shards, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
@@ -315,6 +318,7 @@ class PassSimulator:
         layer = stacked / numbers.layers / layout.t
         embedding = numbers.vocabulary * numbers.width / layout.t
         logits = min(assume.logits_tokens, tokens) * numbers.vocabulary / layout.t
+        # A backward pass holds the values of a layer and their gradients.
         passes = 2 if backward else 1
         of_layer = passes * tokens * values * assume.compute_bytes
         of_layer += 2 * layer * assume.compute_bytes

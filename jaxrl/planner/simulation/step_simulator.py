@@ -129,6 +129,7 @@ class StepSimulator:
         for task in tasks:
             model, role = models[task.name], roles[task.name]
             if task.generates:
+                # With a sampler on devices of its own the actor generates nothing itself.
                 sampler = roles.get("rollout", role)
                 costs = self.generating.generation(
                     *(model, sampler.layout, sampler.slots, sampler.cache_tokens),

@@ -70,6 +70,7 @@ class LengthDistribution:
         found[-1] = self.longest
         return found
 
+    # Sampled once for each distribution: a search reads it for thousands of mappings.
     @functools.cached_property
     def mean_square(self) -> float:
         """Mean of the squared lengths, which the cost of attention is proportional to."""
@@ -173,6 +174,7 @@ class Workload:
     def lengths_of(self, prompts: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of `prompts` prompts, int64 [N], and of `samples` responses to each, int64 [N, G]."""
         responses = self.response_lengths.quantiles(prompts * samples)
+        # A fixed order, as if lengths were not known beforehand: equal questions get equal answers.
         responses = np.random.default_rng(0).permutation(responses)
         lengths = np.random.default_rng(1).permutation(self.prompt_lengths.quantiles(prompts))
         return lengths, responses.reshape(prompts, samples)

@@ -99,6 +99,7 @@ class SampleFile:
         start = 0
         with path.open("rb") as file:
             for number, line in enumerate(file):
+                # A running job may be writing this line.
                 if not line.endswith(b"\n"):
                     break
                 try:
@@ -253,6 +254,7 @@ class _Pages:
         """Returns the list of a step's samples that pass the filter in the query."""
         # A field that is missing in the query counts as empty.
         given = collections.defaultdict(str, request.query_params)
+        # Looked up by name among the present files: a query never becomes a path.
         paths = {path.stem: path for path in self._files()}
         name = given["file"] if given["file"] in paths else next(iter(paths), "")
         found = self._file(paths[name]) if name else None
@@ -308,6 +310,7 @@ class _Pages:
         size = (len(tokens), _TOKENS_PER_PAGE) if tokens else (len(text), _CHARS_PER_PAGE)
         pages = max(1, math.ceil(size[0] / size[1]))
         number = _page_number(given, pages)
+        # Long samples have pages, because a browser is slow with tens of thousands of spans.
         part = slice((number - 1) * size[1], number * size[1])
         same = ("source", "prompt_id")
         group = [x for x in found.rows if all(x[key] == place[key] for key in same)]

@@ -337,6 +337,7 @@ def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
       runs: (label, metric rows) of each run; at most `NUM_COLORS`.
     """
     keys = shared_metrics([rows for _, rows in runs])
+    # The important metrics have plots of their own titles and units, all others have their names.
     main = [curves for curves in _COMPARED if curves.keys[0][0] in keys]
     drawn = {curves.keys[0][0] for curves in main}
     accuracy, sources = _compared_accuracy(runs)
@@ -398,6 +399,7 @@ def _phases_plot(rows: Rows) -> Plot | None:
     seconds = _phase_seconds(rows)
     if not seconds:
         return None
+    # Bins of nearly equal numbers of steps; a short run has a bar for each step.
     bounds = np.linspace(0, len(rows), min(len(rows), _MAX_BARS) + 1).astype(np.int64)
     first, counts = bounds[:-1], np.diff(bounds)
     steps = np.array([row["step"] for row in rows])
@@ -424,6 +426,7 @@ def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
         key.removeprefix("timing_s/"): np.array([row.get(key, 0.0) for row in rows], np.float64)
         for key in sorted(keys - {"timing_s/step"})  # the step is the sum of its phases
     }
+    # Only so many phases have a colour, so the largest get one.
     by_size = sorted(seconds, key=lambda name: -seconds[name].sum())
     # Phases without a place in the order come last, alphabetically.
     ranks = {name: rank for rank, name in enumerate(_PHASE_ORDER)}

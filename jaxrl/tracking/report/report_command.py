@@ -183,6 +183,7 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
 def labels_of(paths: Sequence[pathlib.Path]) -> list[str]:
     """The parts of different paths that tell them apart: a/x/seed0 and b/x/seed0 are a and b."""
     parts = [list(path.parts) for path in paths]
+    # Parts that all paths share at their beginning or end say nothing.
     for end in (0, -1):
         while min(map(len, parts)) > 1 and len({names[end] for names in parts}) == 1:
             for names in parts:
@@ -274,6 +275,7 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
     counts = {step: sum(step in each for each in files) for each in files for step in each}
     if max(counts.values(), default=0) < 2:
         return None, [{} for _ in runs]
+    # Of steps that equally many runs have, the newest: it shows what they have learned.
     step = max(counts, key=lambda step: (counts[step], step))
     samples: list[Samples] = []
     for each in files:
