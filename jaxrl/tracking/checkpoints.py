@@ -98,7 +98,7 @@ class StoredCheckpoints:
 
     def newest_complete(self, *, up_to: float = math.inf) -> int | None:
         """The newest step <= `up_to` whose checkpoint has a manifest; None if there is none."""
-        # A manifest may outlive its checkpoint if a run was killed while it removed one.
+        # Either may be there alone, after a kill or if a folder was copied in part.
         complete = set(self.manifest_steps) & set(self.steps)
         return max((step for step in complete if step <= up_to), default=None)
 

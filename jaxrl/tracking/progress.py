@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import rich.progress
@@ -145,12 +145,14 @@ class Progress:
         self._steps.update(self._task_id, completed=step)
         self._steps.update(self._task_id, eta=self._eta_text())
         # Rewards stand before evaluations, and what explains them after.
-        before = [self._entry(*shown) for shown in _present(_BEFORE_EVALUATION, metrics)]
+        before, after = (
+            [self._entry(s.label, metrics[s.key], s.format) for s in table if s.key in metrics]
+            for table in (_BEFORE_EVALUATION, _AFTER_EVALUATION)
+        )
         measured = {
             name: self._entry(f"evaluation {name.rsplit(' ', 1)[0]}", accuracy, _PERCENT)
             for name, accuracy in evaluation_accuracy(metrics).items()
         }
-        after = [self._entry(*shown) for shown in _present(_AFTER_EVALUATION, metrics)]
         self._evaluations |= measured
         self._entries = [*before, *self._evaluations.values(), *after]
         waited = now_s - self._last_line_s >= self._line_every_s
@@ -229,11 +231,3 @@ class _PhaseColumn(ProgressColumn):
 
 def _phase(name: str) -> dict[str, Any]:
     return {"phase": name, "phase_start_s": time.monotonic()}
-
-
-def _present(
-    table: Sequence[_Shown], metrics: Mapping[str, float]
-) -> Iterator[tuple[str, float, Callable[[float], str]]]:
-    for shown in table:
-        if shown.key in metrics:
-            yield shown.label, metrics[shown.key], shown.format

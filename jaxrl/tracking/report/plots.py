@@ -355,7 +355,8 @@ def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
                 _curves_plot(_Curves(key, "", [(key, key)]), found, dots=False, values=True)
             )
     plots = [_curves_plot(c, _run_series(c.keys[0][0], runs), values=True) for c in main]
-    return ComparedPlots([*accuracy, *_present(plots)], _present(others), constant)
+    main, others = ([plot for plot in drawn if plot is not None] for drawn in (plots, others))
+    return ComparedPlots([*accuracy, *main], others, constant)
 
 
 def shared_metrics(runs: Sequence[Rows]) -> list[str]:
@@ -365,10 +366,6 @@ def shared_metrics(runs: Sequence[Rows]) -> list[str]:
     ]
     counts = collections.Counter(key for keys in finite for key in keys - {"step", "time_s"})
     return sorted(key for key, count in counts.items() if count > 1)
-
-
-def _present(plots: Iterable[Plot | None]) -> list[Plot]:
-    return [plot for plot in plots if plot is not None]
 
 
 def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:

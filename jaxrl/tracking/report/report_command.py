@@ -234,7 +234,13 @@ def headline(runs: Sequence[ComparedRun]) -> Table:
                 f"{shown_accuracy(found[-1], name)}, step {trained:,}" if trained else _ABSENT
             )
         table += [(f"accuracy before training, {name}", before), (f"last accuracy, {name}", last)]
-    table.append(("steps", [_steps(*each) for each in zip(runs, stages, rows, strict=True)]))
+    steps = []
+    for run, stage, each in zip(runs, stages, rows, strict=True):
+        setting = "sft.num_steps" if stage == "sft" else "run.num_steps"
+        planned, done = run.settings.get(setting, _ABSENT), str(each[-1]["step"])
+        rest = "" if done == planned else ", not finished"
+        steps.append(f"{each[-1]['step']:,} of {planned}{rest}")
+    table.append(("steps", steps))
     for label, key, of in (
         ("seconds a step, median", "timing_s/step", np.median),
         ("tokens a second on a device, median", "perf/throughput", np.median),
@@ -246,12 +252,6 @@ def headline(runs: Sequence[ComparedRun]) -> Table:
         table.append((label, [number(float(of(found))) if found else _ABSENT for found in values]))
     table.append(("folder", [str(run.folder) for run in runs]))
     return table
-
-
-def _steps(run: ComparedRun, stage: str, rows: Rows) -> str:
-    planned = run.settings.get("sft.num_steps" if stage == "sft" else "run.num_steps", _ABSENT)
-    done = f"{rows[-1]['step']:,} of {planned}"
-    return done if str(rows[-1]["step"]) == planned else f"{done}, not finished"
 
 
 def evaluation_samples(run: ComparedRun) -> tuple[Samples, str]:
