@@ -208,10 +208,10 @@ class JetStreamBackend(EngineBackend):
         # `on_group` may raise. The driver must be stopped even then, because it has threads.
         with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
             for n, columns in sampled:
-                for sample, columns_RC in zip(groups.group(n), columns, strict=True):
+                for sample, columns_RC in zip(groups.samples[n], columns, strict=True):
                     self._fill(sample, columns_RC, options)
                 groups.hand_out([n], on_group)
-        return groups.completions(range(len(groups)))
+        return groups.completions(list(groups.samples))
 
     def _fill(self, sample: Sample, columns_RC: np.ndarray, options: SamplingOptions) -> None:
         """Adds the tokens up to the first stop to a sample."""

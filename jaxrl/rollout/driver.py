@@ -169,7 +169,7 @@ class OfflineBackend(EngineBackend):
         groups = running.groups
         finished: list[int] = []
         enough = False
-        while not enough and (running.loop.unfinished or running.draw(more)):
+        while not enough and (running.loop.scheduler.num_unfinished or running.draw(more)):
             running.loop.begin()
             # The text of the groups that have just finished is made while the devices decode on.
             enough = groups.hand_out(finished, on_group)
@@ -179,4 +179,4 @@ class OfflineBackend(EngineBackend):
         running.loop.give_tokens()
         groups.hand_out(finished, on_group)
         if self.engine.num_drafted:
-            self.metrics = running.loop.metrics()
+            self.metrics = running.loop.speculation.metrics()

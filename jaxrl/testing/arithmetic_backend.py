@@ -143,25 +143,25 @@ class ArithmeticBackend:
         ends: dict[int, int] = {}
 
         def running(n: int) -> bool:
-            group = groups.group(n)
+            group = groups.samples[n]
             limits = [ends.setdefault(id(s), len(s) + budget) for s in group]
             return any(not s.finished and len(s) < e for s, e in zip(group, limits, strict=True))
 
         def waiting() -> list[int]:
-            return [n for n in range(len(groups)) if running(n)]
+            return [n for n in groups.samples if running(n)]
 
         while True:
             live = waiting()
             if more is not None and len(live) < most:
-                left = sum(not s.finished for n in live for s in groups.group(n))
+                left = sum(not s.finished for n in live for s in groups.samples[n])
                 self._start(groups, more((most - len(live)) * G, left))
                 live = waiting()
             if not (now := live[:most]):
                 return
             for n in now:
-                for sample in groups.group(n):
+                for sample in groups.samples[n]:
                     count = min(W, ends[id(sample)] - len(sample))
-                    self._add(sample, groups.prompt(n).tokens[0], count, options.step)
+                    self._add(sample, groups.prompts[n].tokens[0], count, options.step)
             if groups.hand_out([n for n in now if groups.finished(n)], on_group):
                 return
 
