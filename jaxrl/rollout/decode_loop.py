@@ -289,11 +289,12 @@ class DecodeLoop:
         """
         assert not self._begun, "a dispatch in progress has the weights that it began with"
         self.give_tokens()
-        self._slots.params, self._version = params, version
+        self._slots.load(params)
+        self._version = version
 
     def release_weights(self) -> None:
         """Forgets the weights, so that their memory can be freed before `renew`."""
-        self._slots.params = None
+        self._slots.load(None)
 
     def _move(self, moves: list[int]) -> None:
         """Moves what is known of the slots, as the scheduler's `resize` has moved their samples."""

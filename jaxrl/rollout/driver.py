@@ -41,7 +41,7 @@ class EngineBackend:
         """Args: the compiled programs; a function from token ids to texts. `load` brings the weights."""
         self.engine = engine
         self.mesh, self.dtype = engine.mesh, jnp.dtype(engine.config.dtype)
-        self.weights_dtype = engine.config.weights_dtype
+        self.weights_dtype: str = engine.config.weights_dtype
         self.metrics: Mapping[str, float] = {}
         self._decode_texts = decode_texts
         # A function and no method, which would keep the weights until Python's cycle collection.

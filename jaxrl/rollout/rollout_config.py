@@ -122,11 +122,6 @@ class RolloutConfig(EngineSettings):
         """The number of prompts of a generation batch; `dynamic_sampling` is the dataflow's."""
         return self.generation_prompts if dynamic_sampling else self.num_prompts
 
-    @property
-    def keeps_some(self) -> bool:
-        """Whether top-k, top-p or min-p drops tokens."""
-        return bool(self.truncation().keeps_some)
-
     def truncation(self, *, renormalized: bool = False) -> Truncation:
         """Limits on the tokens that can be drawn."""
         return truncation_of(

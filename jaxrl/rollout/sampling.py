@@ -40,21 +40,16 @@ _NEVER = -1e30
 _TRIES = 8
 
 
-def untruncated() -> Truncation:
-    """A truncation that allows every token; scalars on the host."""
-    return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
-
-
 def truncation_of(
     *,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     min_tokens: int = 0,
     repetition_penalty: float = 1.0,
     renormalized: bool = False,
 ) -> Truncation:
-    """Makes one truncation for all slots; scalars on the host.
+    """Makes one truncation for all slots, by default one that allows every token; scalars on the host.
 
     Raises:
       UserError: a limit is out of its range.
@@ -96,7 +91,7 @@ class SamplingOptions:
     seed: int = 0
     step: int = 0
     temperature: float = 1.0
-    truncation: Truncation = dataclasses.field(default_factory=untruncated)
+    truncation: Truncation = dataclasses.field(default_factory=truncation_of)
     stop_strings: tuple[str, ...] = ()
     environment: Environment | None = None
     budget_tokens: int = 0
@@ -167,16 +162,12 @@ def penalize(
 
     The penalty preserves signs, so it may follow the division by the temperature.
     """
-
-    def penalized():
-        penalty_S1 = truncation.repetition_penalty[:, None]
-        lower_SV = jnp.where(
-            scaled_logits_SV > 0, scaled_logits_SV / penalty_S1, scaled_logits_SV * penalty_S1
-        )
-        return jnp.where(seen(), lower_SV, scaled_logits_SV)
-
-    wanted = (truncation.repetition_penalty != 1).any()
-    return jax.lax.cond(wanted, penalized, lambda: scaled_logits_SV)
+    x_SV, penalty_S1 = scaled_logits_SV, truncation.repetition_penalty[:, None]
+    return jax.lax.cond(
+        (truncation.repetition_penalty != 1).any(),
+        lambda: jnp.where(seen(), jnp.where(x_SV > 0, x_SV / penalty_S1, x_SV * penalty_S1), x_SV),
+        lambda: x_SV,
+    )
 
 
 def forbid(
@@ -226,11 +217,6 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
     sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
     least_S1, mass_S1 = least_before_top_p(p_SV, limits)
 
-    def inside(p_S1: jax.Array) -> jax.Array:
-        above_S1 = total(jnp.where(p_SV > p_S1, p_SV, 0.0))
-        # The most probable token is always inside, however small top_p is.
-        return (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
-
     def among(token_SK: jax.Array, draw: _Draw) -> _Draw:
         p_SK = jnp.take_along_axis(p_SV, token_SK, axis=-1)
 
@@ -241,7 +227,10 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
             left_SK = left(draw)
             first_S1 = left_SK.argmax(axis=-1, keepdims=True)
             token_S1, p_S1 = (jnp.take_along_axis(x, first_S1, axis=-1) for x in (token_SK, p_SK))
-            any_S1, inside_S1 = left_SK.any(axis=-1, keepdims=True), inside(p_S1)
+            above_S1 = total(jnp.where(p_SV > p_S1, p_SV, 0.0))
+            # The most probable token is always inside, however small top_p is.
+            inside_S1 = (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
+            any_S1 = left_SK.any(axis=-1, keepdims=True)
             return _Draw(
                 jnp.where(any_S1, token_S1, draw.token_S1),
                 jnp.where(any_S1 & ~inside_S1, p_S1, draw.outside_S1),

@@ -117,13 +117,13 @@ class Slots:
 
     Attributes:
       pages: pages of the slots, for the caller to assign; None if the cache is contiguous.
-      params: weights of the next programs; the caller may set others between two programs.
+      params: weights of the next programs; `load` sets them.
     """
 
     def __init__(self, engine: Engine, params: Params | None):
         """Starts with no state; `make_room` allocates it."""
         self.engine = engine
-        self.params = params
+        self.load(params)
         self.clear()
         # Made per instance: a cache on the method would hold a reference to `self`. The decode state, which
         # may fill most of a device's memory, would then survive until Python's cycle collection.
@@ -134,14 +134,9 @@ class Slots:
             lambda value: host_inputs(engine.mesh, np.int32(value))[0]
         )
 
-    @property
-    def params(self) -> Params | None:
-        """Weights of the next programs. Setting them drops the copies made of the old ones."""
-        return self._params
-
-    @params.setter
-    def params(self, params: Params | None) -> None:
-        self._params = params
+    def load(self, params: Params | None) -> None:
+        """Takes the weights of the next programs, and drops the copies made of the old ones."""
+        self.params = params
         self._for_decoding: Params | None = None
 
     def clear(self) -> None:
@@ -320,8 +315,8 @@ class Slots:
         self._state, self._rounds = self.engine.speculate(params, state, *given, least)
 
     def _decoding_params(self) -> Params | None:
-        if self._for_decoding is None and self._params is not None:
-            self._for_decoding = self.engine.for_decoding(self._params)
+        if self._for_decoding is None and self.params is not None:
+            self._for_decoding = self.engine.for_decoding(self.params)
         return self._for_decoding
 
     def rounds(self) -> int:

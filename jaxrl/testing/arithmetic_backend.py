@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from jax.sharding import Mesh
@@ -36,7 +36,7 @@ class ArithmeticBackend:
     Token t of a response has the log-probability -1 / (t + 1) and entropy 1.
 
     Attributes:
-      mesh: mesh of the weights.
+      mesh, dtype, weights_dtype, metrics: see `RolloutBackend`; there are no metrics.
       weights: weights that `load` received; None before.
     """
 
@@ -54,29 +54,16 @@ class ArithmeticBackend:
         respond: computes the responses; None uses `counting`.
         """
         self.mesh = mesh
+        self.dtype, self.weights_dtype = np.dtype(config.dtype), config.weights_dtype
+        self.metrics: Mapping[str, float] = {}
         self.weights: Params | None = None
         self._config = config
         self._decode_texts = decode_texts
         self._respond = counting(config.stop_ids) if respond is None else respond
 
-    @property
-    def dtype(self) -> Any:
-        """The type of the weights."""
-        return np.dtype(self._config.dtype)
-
-    @property
-    def weights_dtype(self) -> str:
-        """The 8-bit type of the weights of projections, or ""."""
-        return self._config.weights_dtype
-
     def load(self, params: Params) -> None:
         """Stores the weights."""
         self.weights = params
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Has none."""
-        return {}
 
     def unload(self) -> Params | None:
         """Returns the weights and forgets them."""

@@ -175,7 +175,7 @@ def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
         loop.add([sample])
         loop.begin()
         slot = loop.scheduler.slot_of[sample]
-        assert (pool.shard_of(slot), pool.shared_n[slot]) == (replica, shared)
+        assert (pool.shard_n[slot], pool.shared_n[slot]) == (replica, shared)
         loop.finish()
         run(loop)
         assert_expected(sample)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,18 +57,17 @@ class _Inbox:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
-        n = call.requests[0].num_samples
-        requests = [(r, self._listener(i * n)) for i, r in enumerate(call.requests)]
-        self._tickets = driver.submit_all(requests)
+        n = call.requests[0].options.num_samples
+        self._tickets = driver.submit_all(
+            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)]
+        )
 
-    def _listener(self, first: int) -> Callable[[Delta | ServingError], None]:
-        def listen(event: Delta | ServingError) -> None:
-            item = event if isinstance(event, ServingError) else (first + event.index, event)
-            # The loop is closed only after the server has stopped, so nobody reads any more.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._events.put_nowait, item)
-
-        return listen
+    def _put(self, first: int, event: Delta | ServingError) -> None:
+        """Takes an event of a request, of which `first` is the index of the first choice."""
+        item = event if isinstance(event, ServingError) else (first + event.index, event)
+        # The loop is closed only after the server has stopped, so nobody reads any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
     async def get(self) -> tuple[int, Delta]:
         """The next delta with the index of its choice; raises ServingError if the call has failed."""
@@ -140,9 +140,14 @@ def build_app(
             result = Answer(call, form, limits.model)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
+            working = asyncio.ensure_future(_whole(inbox, result))
+            gone = asyncio.ensure_future(_disconnected(request))
             try:
-                return await _unless_gone(request, _whole(inbox, result))
+                await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+                return await working if working.done() else Response(status_code=_CLIENT_GONE)
             finally:
+                working.cancel()
+                gone.cancel()
                 inbox.close()
 
         return answer
@@ -224,18 +229,6 @@ def _json(body: str) -> Response:
 
 def _event(body: str) -> str:
     return f"data: {body}\n\n"
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Returns the result of `work`; cancels it if the client disconnects."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else Response(status_code=_CLIENT_GONE)
-    finally:
-        working.cancel()
-        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:
