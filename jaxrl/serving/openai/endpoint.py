@@ -140,15 +140,7 @@ def build_app(
             result = Answer(call, form, limits.model)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
-            working = asyncio.ensure_future(_whole(inbox, result))
-            gone = asyncio.ensure_future(_disconnected(request))
-            try:
-                await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-                return await working if working.done() else Response(status_code=_CLIENT_GONE)
-            finally:
-                working.cancel()
-                gone.cancel()
-                inbox.close()
+            return await _whole(request, inbox, result)
 
         return answer
 
@@ -202,10 +194,23 @@ async def _body_of(request: Request, max_bytes: int) -> Json:
     return body
 
 
-async def _whole(inbox: _Inbox, answer: Answer) -> Response:
-    while not answer.complete:
-        answer.add(*await inbox.get())
-    return _json(answer.whole())
+async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
+    """The whole answer; ends the call if the client disconnects."""
+
+    async def collected() -> Response:
+        while not answer.complete:
+            answer.add(*await inbox.get())
+        return _json(answer.whole())
+
+    working = asyncio.ensure_future(collected())
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        working.cancel()
+        gone.cancel()
+        inbox.close()
 
 
 async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
