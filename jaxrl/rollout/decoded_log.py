@@ -76,10 +76,8 @@ class DecodedLog:
         self._running_n[slots] = True
 
     def append(self, decoded: DecodedTokens) -> None:
-        """Adds the tokens of a dispatch; no slot that was started may have stopped before it.
-
-        They are copied by the next `settle`, which can wait until the devices work again.
-        """
+        """Adds the tokens of a dispatch; no slot that was started may have stopped before it."""
+        # The next `settle` copies them into a block, which can wait until the devices work again.
         self.settle()
         steps = int(decoded.count.max(initial=0))
         if steps > self._last.shape[2]:

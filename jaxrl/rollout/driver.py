@@ -113,9 +113,7 @@ class OfflineBackend(EngineBackend):
     ) -> Rollout:
         """Continues unfinished groups and samples prompts until `on_group` returns True.
 
-        The prompt and the tokens of an unfinished sample are prefilled under the current weights. While the
-        devices decode, `on_group` is called with the groups that the dispatch before has finished, and then
-        `more` for samples that can take the next free slots.
+        The prompt and the tokens of an unfinished sample are prefilled under the current weights.
         """
         running = self._start(options, unfinished)
         running.go_on()
@@ -171,7 +169,8 @@ class OfflineBackend(EngineBackend):
         enough = False
         while not enough and (running.loop.scheduler.num_unfinished or running.draw(more)):
             running.loop.begin()
-            # The text of the groups that have just finished is made while the devices decode on.
+            # While the devices decode on, the text of the groups that the dispatch before has finished is
+            # made, and then prompts are drawn for samples that can take the next free slots.
             enough = groups.hand_out(finished, on_group)
             if not enough:
                 running.draw(more)

@@ -187,11 +187,9 @@ class Engine:
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
 
     def for_decoding(self, params: Params) -> Params:
-        """The weights as `generate` and `speculate` read them fastest.
-
-        On CPU these are copies of single layers, if decoding has no scan over layers. With stacked weights,
-        which the programs take too, each dispatch makes these copies.
-        """
+        """The weights as `generate` and `speculate` read them fastest."""
+        # On CPU these are copies of single layers, if decoding has no scan over layers. With stacked weights,
+        # which the programs take too, each dispatch makes these copies.
         if not self._splits_layers:
             return params
         return params | {"layers": self._split({"layers": params["layers"]})["layers"]}
@@ -263,10 +261,8 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
 
 
 def _sum_parts(model: ModelConfig) -> int:
-    """The number of parts in which sums over heads and neurons are made on every mesh.
-
-    Key-value heads that devices share would be multiplied in other shapes, which round differently.
-    """
+    """The number of parts in which sums over heads and neurons are made on every mesh."""
+    # Key-value heads that devices share would be multiplied in other shapes, which round differently.
     return math.gcd(model.num_kv_heads, model.d_ff)
 
 

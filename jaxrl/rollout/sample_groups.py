@@ -167,10 +167,8 @@ class GroupLoop:
         self._started: dict[int, list[Sample]] = {}
 
     def go_on(self) -> None:
-        """Starts the unfinished samples of all groups: those of the group with the oldest tokens first.
-
-        Of equally old ones the longest start first, so that the sequences of a prefill have similar lengths.
-        """
+        """Starts the unfinished samples of all groups: those of the group with the oldest tokens first."""
+        # Of equally old ones the longest start first, so that sequences of a prefill have similar lengths.
         groups = self.groups.samples
         oldest = {n: oldest_version(group) for n, group in groups.items()}
         samples = [sample for group in groups.values() for sample in group if not sample.finished]

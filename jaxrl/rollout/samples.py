@@ -323,10 +323,9 @@ def completions_of(
 
 
 class _Texts:
-    """Decodes the texts and turns of all samples in one call, at the first access.
+    """Decodes the texts and turns of all samples in one call, at the first access."""
 
-    The processes of a run grade different samples, so each makes only the texts that it reads.
-    """
+    # The processes of a run grade different samples, so each makes only the texts that it reads.
 
     def __init__(
         self,

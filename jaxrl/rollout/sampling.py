@@ -120,11 +120,9 @@ def sample_keys(
 
 
 def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel noise, float32 [S, V], for one position of each sample.
-
-    Threefry makes one key per (sample, position). A cheap integer hash of that key and the token id covers
-    the vocabulary, because threefry over V would cost more than the model of a small run.
-    """
+    """Standard Gumbel noise, float32 [S, V], for one position of each sample."""
+    # Threefry makes one key per (sample, position). A cheap integer hash of that key and the token id covers
+    # the vocabulary, because threefry over V would cost more than the model of a small run.
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_S2), position_S)
     words_S2 = jax.random.key_data(keys)
     token_V = jnp.arange(vocab_size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
@@ -158,10 +156,8 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
 def penalize(
     scaled_logits_SV: jax.Array, truncation: Truncation, seen: Callable[[], jax.Array]
 ) -> jax.Array:
-    """Applies the repetition penalty to logits [S, V]; calls `seen` (bool [S, V]) only if there is one.
-
-    The penalty preserves signs, so it may follow the division by the temperature.
-    """
+    """Applies the repetition penalty to logits [S, V]; calls `seen` (bool [S, V]) only if there is one."""
+    # The penalty preserves signs, so it may follow the division by the temperature.
     x_SV, penalty_S1 = scaled_logits_SV, truncation.repetition_penalty[:, None]
     return jax.lax.cond(
         (truncation.repetition_penalty != 1).any(),
@@ -207,12 +203,10 @@ class _Draw(NamedTuple):
 
 
 def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) -> jax.Array:
-    """`draw` by rejection: tries tokens in the order of logit + noise until one is inside.
-
-    The test of a token against top-p needs one sum over V, of the more probable tokens. Finding the boundary
-    of top-p would need some 30 sums. A first candidate is inside with probability at least `top_p`. After a
-    rejected candidate only the more probable tokens remain.
-    """
+    """`draw` by rejection: tries tokens in the order of logit + noise until one is inside."""
+    # The test of a token against top-p needs one sum over V, of the more probable tokens. To find the boundary
+    # of top-p takes some 30 sums. A first candidate is inside with probability at least `top_p`. After a
+    # rejected candidate only the more probable tokens remain.
     p_SV = jax.nn.softmax(logits_SV, axis=-1)
     sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
     least_S1, mass_S1 = least_before_top_p(p_SV, limits)
@@ -251,11 +245,9 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 
 
 def _largest(x_SV: jax.Array) -> jax.Array:
-    """Indices of the largest values, largest first, int32 [S, K].
-
-    Searches only the K columns of `as_rows` with the largest maxima, which costs little more than a maximum.
-    `top_k` over a vocabulary of 152k costs 10 times as much.
-    """
+    """Indices of the largest values, largest first, int32 [S, K]."""
+    # Searches only the K columns of `as_rows` with the largest maxima: it costs little more than a maximum.
+    # `top_k` over a vocabulary of 152k costs 10 times as much.
     S, V = x_SV.shape
     x_SRC = as_rows(x_SV, -jnp.inf)
     C = x_SRC.shape[2]

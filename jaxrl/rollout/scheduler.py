@@ -111,17 +111,15 @@ class Scheduler:
 
     @property
     def enough_active(self) -> int:
-        """The number of active slots at which a dispatch should end early.
-
-        While requests wait, up to an eighth of the slots may become idle before the host refills them. Once
-        the queue is empty, a dispatch ends when the next smaller number of slots suffices. The result is
-        below the number of running samples, so that a dispatch decodes at least one token.
-        """
+        """The number of active slots at which a dispatch should end early."""
         running, num_slots = len(self.slot_of), len(self.owners)
+        # Once the queue is empty, a dispatch ends when the next smaller number of slots suffices.
         least = next_below(self._slot_sizes, num_slots)
         if self._queue:
-            # Without memory for more samples some slots are idle from the beginning.
+            # Up to an eighth of the slots may become idle before the host refills them. Without memory for
+            # more samples some slots are idle from the beginning.
             least = running - max(1, num_slots // 8)
+        # Below the number of running samples, so that a dispatch decodes at least one token.
         return least if running > least > 0 else 0
 
     def resize(self) -> list[int] | None:

@@ -196,10 +196,6 @@ class SlotPages:
 class LengthRecord:
     """Estimates how long running responses will run, from all that has been decoded.
 
-    Long responses end last, so the lengths of those that have ended are too small. This is the estimate for
-    lives of which some have not ended (Kaplan and Meier): of the tokens decoded in an interval of lengths,
-    the share that ended a response. Without data the mean response has a quarter of the longest.
-
     Attributes:
       width: number of tokens of an interval.
       count: number of intervals, K.
@@ -209,7 +205,11 @@ class LengthRecord:
         """Args: the maximum length of a response; the number of tokens of a dispatch, W."""
         self.width = max(tokens_per_dispatch, -(-longest // _INTERVALS))
         self.count = -(-longest // self.width)
+        # Long responses end last, so the lengths of those that have ended are too small. This is the estimate
+        # for lives of which some have not ended (Kaplan and Meier): of the tokens decoded in an interval of
+        # lengths, the share that ended a response.
         self._decoded_K, self._ended_K = np.zeros(self.count), np.zeros(self.count)
+        # Without data the mean response has a quarter of the longest.
         self._prior_tokens = longest / 4
 
     def add_decoded(self, length_n: np.ndarray, count_n: np.ndarray) -> None:

@@ -77,10 +77,8 @@ def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...
 
 
 def settings_on_device(engine: Engine, options: SamplingOptions) -> tuple[Any, ...]:
-    """How tokens are drawn, on the devices, as the last arguments of `Engine.insert`.
-
-    The transfer is slow, so callers should reuse the result.
-    """
+    """How tokens are drawn, on the devices, as the last arguments of `Engine.insert`."""
+    # The transfer is slow, so callers should reuse the result.
     seed, step = np.uint32(options.seed), np.int32(options.step)
     scalars = host_inputs(engine.mesh, seed, step, np.float32(options.temperature))
     limits, structure = jax.tree.flatten(options.truncation)
