@@ -204,9 +204,9 @@ class _Draw(NamedTuple):
 
 def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) -> jax.Array:
     """`draw` by rejection: tries tokens in the order of logit + noise until one is inside."""
-    # The test of a token against top-p needs one sum over V, of the more probable tokens. Finding the boundary
-    # would need some 30 sums. A first candidate is inside with probability at least `top_p`. After a rejected
-    # candidate only the more probable tokens remain.
+    # The test of a token against top-p needs one sum over V, of the more probable tokens. Finding the
+    # boundary would need some 30 sums. A first candidate is inside with probability at least `top_p`.
+    # After a rejected candidate only the more probable tokens remain.
     p_SV = jax.nn.softmax(logits_SV, axis=-1)
     sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
     least_S1, mass_S1 = least_before_top_p(p_SV, limits)
