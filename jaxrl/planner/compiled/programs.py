@@ -43,7 +43,7 @@ from jaxrl.roles.scores import RewardModel, ScoreLearner
 from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.engine_sizes import round_up
-from jaxrl.rollout.sampling import untruncated
+from jaxrl.rollout.sampling import truncation_of
 from jaxrl.types import PackedBatch, TrainBatch, ValueBatch
 
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence", "prefix_ids"})
@@ -391,9 +391,9 @@ def engine_programs(
         share=share,
         step_flops=_prefill_flops(engine.model, load),
     )
-    prefix = engine.abstract_prefix(jax.eval_shape(engine.prefill, *prefill.arguments))
+    prefix = engine.layout.abstract(jax.eval_shape(engine.prefill, *prefill.arguments))
     assignment: Any = [small(config.slots) for _ in dataclasses.fields(Assignment)]
-    truncation = jax.tree.map(lambda x: small(dtype=jnp.asarray(x).dtype), untruncated())
+    truncation = jax.tree.map(lambda x: small(dtype=jnp.asarray(x).dtype), truncation_of())
     started = (
         *(prefix, state, Assignment(*assignment)),
         *(small(dtype=jnp.uint32), small(), small(dtype=jnp.float32), truncation),
