@@ -421,6 +421,18 @@ class SelectedBatch(TrainBatch):
     selected: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EntropyBatch(TrainBatch):
+    """A batch for an entropy bonus whose coefficient changes from step to step.
+
+    Attributes:
+      entropy_coef: float32, the coefficient of this step.
+    """
+
+    entropy_coef: jax.Array
+
+
 def likelihood(*, coef: float = 1.0) -> Objective:
     """The mean negative log-likelihood of the tokens in the mask, times a coefficient."""
 
@@ -441,6 +453,7 @@ def policy(
     aggregation: str = "token-mean",
     aggregation_options: Mapping[str, Any] | None = None,
     entropy_coef: float = 0.0,
+    adapts_entropy: bool = False,
     kl_coef: float = 0.0,
     kl_estimate: str = "k3",
     correction: CorrectionConfig | None = None,
@@ -454,6 +467,7 @@ def policy(
       name, options: one of `POLICY_LOSSES` or the path of a function of the same form, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
       entropy_coef: coefficient of the entropy bonus; 0 for none.
+      adapts_entropy: take the coefficient from the batch instead, an `EntropyBatch`.
       kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or "full".
       correction: importance weights and rejections inside the loss, from the policy being trained and the
         sampler's. None if the correction is done before the update, or not at all.
@@ -475,12 +489,21 @@ def policy(
     # The exact KL ("full") has no estimate here. It needs the logits of both models, so the role computes it.
     estimate = lookup({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
 
+    has_bonus = bool(entropy_coef) or adapts_entropy
+    if adapts_entropy and select is not None:
+        raise UserError(
+            f"algorithm.entropy_target and policy loss {name!r} are two ways to keep the entropy; set the "
+            "target to 0, or take another loss"
+        )
+
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
         given = {"selected": micro.selected} if isinstance(micro, SelectedBatch) else {}
         loss_RT, stats = on_packed_rows(function, _loss_inputs(outputs, micro), **options, **given)
         loss_RT = loss_RT * micro.weight
-        if entropy_coef:
-            loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=entropy_coef)
+        if has_bonus:
+            # A plan traces the update with a batch that has no coefficient.
+            coef = micro.entropy_coef if isinstance(micro, EntropyBatch) else entropy_coef
+            loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=coef)
         if kl_coef:
             if estimate is None:
                 kl_RT = outputs.kl

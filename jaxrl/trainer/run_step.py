@@ -20,7 +20,7 @@ from jaxrl.dataflows.dynamic_sampling import (
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
-from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer
+from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
 from jaxrl.dataflows.rewarding import MULTIPLIER_LR, Multiplier, Rewards
 from jaxrl.dataflows.samplers import (
     CountedSampling,
@@ -123,20 +123,26 @@ class StepState:
     Attributes:
       kl: coefficient of the KL penalty in the reward.
       multiplier: Lagrange multiplier of costs.
+      entropy: coefficient of the entropy bonus; None for a constant one.
       pretraining: supervised examples of the auxiliary (ptx) loss; None without `cost.pretrain_coef`.
     """
 
     kl: KlCoefficient
     multiplier: Multiplier
+    entropy: EntropyCoefficient | None
     pretraining: Pretraining | None
 
     @staticmethod
     def of(run: RunContext) -> StepState:
         """The state before the first step."""
-        kl, cost = run.config.algorithm.kl, run.config.cost
+        algorithm, cost = run.config.algorithm, run.config.cost
+        kl, entropy = algorithm.kl, None
+        if algorithm.entropy_target:
+            entropy = EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
         return StepState(
             KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon),
             Multiplier(1.0, limit=cost.limit, learning_rate=MULTIPLIER_LR),
+            entropy,
             _pretraining(run) if cost.pretrain_coef else None,
         )
 
@@ -187,6 +193,7 @@ def build_step(
         fill_minibatches=config.train.fill_minibatches,
         share_prompts=config.train.share_prompts,
         equal_last=algorithm.objective.needs_advantage,
+        top_entropy=config.algorithm.top_entropy_quantile,
         epochs=config.algorithm.epochs,
     )
     balances = run.model.num_experts and config.train.load_balancing_coef

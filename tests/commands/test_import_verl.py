@@ -267,8 +267,12 @@ def test_what_is_read_and_not_imported_is_named(setting, value, remark):
 def test_a_recipe_with_limits_of_sampling_says_what_verl_trains(tmp_path, setting, limits):
     source = tmp_path / "run.yaml"
     source.write_text(f"actor_rollout_ref: {{rollout: {{{setting}}}}}\n")
-    text = imported(tmp_path, source)[1].replace("\n# ", " ")
-    assert ("jaxrl on those of the tokens that these keep." in text) == limits
+    settings, text = imported(tmp_path, source)
+    text = text.replace("\n# ", " ")
+    told = "verl trains on log-probabilities of the whole vocabulary; set "
+    assert (f"{told}algorithm.truncated_logprobs = False for that." in text) == limits
+    # Our default stays: the policy that sampled is trained.
+    assert settings["algorithm.truncated_logprobs"]
 
 
 def test_megatron_settings_are_a_megatron_layout():

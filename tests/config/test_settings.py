@@ -171,6 +171,7 @@ MEANT = {
     "0": dict.fromkeys(
         (
             "algorithm.entropy_coef",
+            "algorithm.entropy_target",
             "algorithm.kl.loss_coef",
             "algorithm.kl.reward_coef",
             "algorithm.kl.target",
