@@ -33,7 +33,7 @@ def graders():
     opened = []
 
     def open_(*arguments, **settings):
-        opened.append(Graders(*arguments, **{"workers": 1, **settings}))
+        opened.append(Graders(*arguments, **settings))
         return opened[-1]
 
     yield open_

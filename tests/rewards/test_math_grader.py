@@ -19,7 +19,7 @@ def sample(text, answer):
 
 @pytest.fixture(scope="module")
 def graders():
-    graders = Graders(("math", {}), workers=2, cpu_seconds=2.0)
+    graders = Graders(("math", {}), cpu_seconds=2.0)
     yield graders
     graders.close()
 

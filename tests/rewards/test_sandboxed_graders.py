@@ -25,7 +25,7 @@ def block(program):
 def graders():
     """In the first sandbox that works here, or in none: what passes is the same."""
     sources = {"parts": ("code", {"part_marks": True}), "countdown": ("reasoning_gym", {})}
-    options = {"workers": 2, "cpu_seconds": 1.0}
+    options = {"cpu_seconds": 1.0}
     try:
         graders = Graders(("code", {}), sources, **options, code_sandbox="auto")
     except UserError:

@@ -81,7 +81,7 @@ def patterns():
         "tag": ("regex", {"pattern": r"<a>(.*?)</a>"}),
         "slow": ("regex", {"pattern": r"(?:x+x+)+y", "max_chars": 5000}),
     }
-    graders = Graders(("regex", {}), sources, workers=1, cpu_seconds=0.5)
+    graders = Graders(("regex", {}), sources, cpu_seconds=0.5)
     yield graders
     graders.close()
 
