@@ -170,8 +170,8 @@ class RolloutConfig(EngineSettings):
         if self.partial and not dynamic_sampling and not runs_free:
             raise UserError(
                 f"rollout.max_staleness ends a step when it has enough groups, and dataflow {dataflow!r} "
-                "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in `placement`, or "
-                "set rollout.max_staleness=0"
+                "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in "
+                "`placement`, or set rollout.max_staleness=0"
             )
         if self.schedule and not runs_free:
             raise UserError(
