@@ -161,7 +161,7 @@ def test_a_role_is_four_files():
         and "teacher" in (ROOT / path).read_text().lower()
     }
     assert files == {
-        "jaxrl/roles/teacher.py",
+        "jaxrl/dataflows/algorithm_config.py",
         "jaxrl/dataflows/distill.py",
         "jaxrl/trainer/role_table.py",
         "jaxrl/config/schema.py",
