@@ -15,6 +15,7 @@ import dataclasses
 import time
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.accelerators import accelerator
@@ -24,13 +25,8 @@ from jaxrl.planner.search.search import search_mapping
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.workload import (
-    GenerationStrategy,
-    LengthDistribution,
-    Strategy,
-    Workload,
-)
+from jaxrl.planner.simulation.step_simulator import TASKS
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 # 200 Gbps leave a host, shared by its eight devices.
 A100 = dataclasses.replace(accelerator("a100"), host_gbs=25.0)
@@ -250,7 +246,7 @@ def scaled(dataflow, name, system, overlap):
 
 def tensor_sizes(system: System):
     """Figure 15: t_g of an actor trained as 1-8-2 on 16 devices."""
-    cluster, strategy = Cluster(A100, (2, 8)), Strategy(1, 8, 2)
+    cluster = Cluster(A100, (2, 8))
     print(
         "\n### Seconds of generation by t_g, training 1-8-2 on 16 devices (slots of a replica), "
         f"as {system.name}\n"
@@ -258,7 +254,7 @@ def tensor_sizes(system: System):
     print("| model | t_g 1 | 2 | 4 | 8 | best | paper | best against 8 | paper |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, best, gain in (("7B", 2, "-60.3%"), ("13B", 4, "-36.4%")):
-        found = generation_by_tensor(LLAMA[name], cluster, strategy, system)
+        found = generation_by_tensor(LLAMA[name], cluster, system)
         fastest = min(found, key=lambda t: found[t].total_s)
         cells = " | ".join(f"{x.total_s:.1f} ({x.slots})" for x in found.values())
         less = found[fastest].total_s / found[8].total_s - 1
@@ -271,19 +267,19 @@ class Generated:
     slots: int
 
 
-def generation_by_tensor(model, cluster, strategy, system):
+def generation_by_tensor(model, cluster, system):
     """The actor's training state stays."""
     work, assume = system.work, system.assumptions
     simulator = GenerationSimulator(cluster, work, assume)
-    kept = PassSimulator(cluster, work, assume).training(model, strategy).resident_bytes
+    layouts = {t_g: ParallelLayout(1, 8, 2, 1, t_g) for t_g in (1, 2, 4, 8)}
+    kept = PassSimulator(cluster, work, assume).training(model, layouts[8]).resident_bytes
     budget = (A100.memory_gb * assume.memory_share - assume.scratch_gb) * 1e9 - kept
     found = {}
-    for t_g in (1, 2, 4, 8):
-        groups = simulator.groups(strategy, 1, t_g)
+    for t_g, layout in layouts.items():
+        groups = simulator.groups(layout)
         _, slots, _ = simulator.best_seconds(model, groups, budget=budget)
-        chosen = GenerationStrategy(1, t_g, int(slots[-1]))
-        terms = simulator.generation(model, strategy, chosen)
-        found[t_g] = Generated(terms.total_s, chosen.slots)
+        terms = simulator.generation(model, layout, int(slots[-1]))
+        found[t_g] = Generated(terms.total_s, int(slots[-1]))
     return found
 
 
@@ -327,7 +323,7 @@ def times():
         spent, cpu = time.perf_counter() - start, time.process_time() - start_cpu
         actor = found.roles["actor"]
         what = f"{shown(found.placement)}; actor {actor.layout.name}, fsdp {actor.layout.fsdp}, "
-        what += f"{actor.generation.slots} slots"
+        what += f"{actor.slots} slots"
         row = (
             dataflow,
             len(models),

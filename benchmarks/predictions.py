@@ -48,6 +48,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.compiled.ahead import compile_program
 from jaxrl.planner.hardware.cluster import Cluster, Topology, read_topology
 from jaxrl.planner.make_plan import roles_on
@@ -55,10 +56,9 @@ from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.workload import (
-    GenerationStrategy,
     LengthDistribution,
-    Strategy,
     Workload,
+    train_name,
 )
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
@@ -74,35 +74,29 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 class Layout:
     """Of eight devices; `rows` of a microbatch over all of them, `tokens` of a row."""
 
-    strategy: Strategy
+    sizes: ParallelLayout
     rows: int
     tokens: int = 10_240
 
-    @property
-    def generate(self) -> str:
-        """The kv heads of Qwen2.5-7B are four."""
-        p, t, d = self.strategy.p, self.strategy.t, self.strategy.d
-        return f"1-{t}-{p}-{d}"
-
 
 LAYOUTS = (
-    Layout(Strategy(1, 1, 8, 8), 8),
-    Layout(Strategy(1, 2, 4, 4), 4),
-    Layout(Strategy(1, 4, 2, 2), 2),
-    Layout(Strategy(2, 2, 2, 2), 4),
-    Layout(Strategy(1, 4, 2, 1), 2, 20_480),
+    Layout(ParallelLayout(1, 1, 8, 1, 1, 8), 8),
+    Layout(ParallelLayout(1, 2, 4, 1, 2, 4), 4),
+    Layout(ParallelLayout(1, 4, 2, 1, 4, 2), 2),
+    Layout(ParallelLayout(2, 2, 2, 1, 2, 2), 4),
+    Layout(ParallelLayout(1, 4, 2, 1, 4), 2, 20_480),
 )
 
 
 def recipe_in(layout: Layout) -> Config:
     """The 7B recipe in a layout."""
     config = load_config(Config, str(CONFIGS / "dapo_qwen7b.py"), {})
-    s = layout.strategy
+    train, generate = layout.sizes.name.split(" / ")
     changes = {
         "mesh": {
-            "train": f"{s.p}-{s.t}-{s.d}",
-            "generate": layout.generate,
-            "fsdp": s.fsdp,
+            "train": train,
+            "generate": generate,
+            "fsdp": layout.sizes.fsdp,
         },
         "train": {"rows": layout.rows, "row_tokens": layout.tokens},
         "rollout": {
@@ -126,7 +120,7 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
         simulator = PassSimulator(
             cluster, load_of(config).work, assumptions_of(config, cluster.accelerator)
         )
-        terms = simulator.training(config.model, layout.strategy)
+        terms = simulator.training(config.model, layout.sizes)
         roles = roles_on(config, topology)
         (pool,) = roles.pools.values()
         (update,) = (
@@ -140,7 +134,7 @@ def memory(topology: Topology) -> Iterator[tuple[str, float, float]]:
             dtype=config.train.dtype,
         )
         yield (
-            f"{layout.strategy.name}, {layout.rows} x {layout.tokens:,} tokens",
+            f"{train_name(layout.sizes)}, {layout.rows} x {layout.tokens:,} tokens",
             terms.resident_bytes + terms.transient_bytes,
             found.peak,
         )
@@ -258,7 +252,7 @@ class Ran:
         self, step: Mapping[str, float], cluster: Cluster, rates: Rates
     ) -> dict[str, float]:
         config, work = self.config, self.work(step)
-        one = Strategy(1, 1, 1)
+        one = ParallelLayout(1, 1, 1, 1, 1)
         forward = PassSimulator(cluster, work, rates.forward)
         update = PassSimulator(cluster, work, rates.update)
         critic = dataclasses.replace(config.model, num_scores=1)
@@ -293,8 +287,8 @@ class Ran:
         )
         engine = GenerationSimulator(cluster, sampled, rates.forward)
         assert isinstance(config.rollout.slots, int)
-        slots = GenerationStrategy(1, 1, config.rollout.slots)
-        return batches * engine.generation(config.model, Strategy(1, 1, 1), slots).total_s
+        one = ParallelLayout(1, 1, 1, 1, 1)
+        return batches * engine.generation(config.model, one, config.rollout.slots).total_s
 
 
 def calibrated(run: Ran, cluster: Cluster) -> Rates:

@@ -36,6 +36,7 @@ from rich.table import Table
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
@@ -289,8 +290,8 @@ def sizes(console):
         table.add_row(
             f"{longest:,}",
             f"{1e3 * seconds / 128:.2f}",
-            f"{engine.cache_bytes(8, used) / 1e6:,.0f}",
-            f"{engine.cache_bytes(256, engine.cache_sizes[-1]) / 1e6:,.0f}",
+            f"{cache_bytes(engine.cache, 8, used) / 1e6:,.0f}",
+            f"{cache_bytes(engine.cache, 256, engine.cache_sizes[-1]) / 1e6:,.0f}",
         )
     console.print(table)
 

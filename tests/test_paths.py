@@ -102,7 +102,6 @@ COMMANDS = {
     "import-verl": ["import-verl", "{}"],
     "import-verl --out": ["import-verl", "run.sh", "--out", "{}"],
     "plan --topology": ["plan", *TINY, "--topology", "{}"],
-    "plan --html": ["plan", *TINY, "--topology", "v5p:2x2x1", "--html", "{}"],
     "mesh --model": ["mesh", "--train", "1-1-1", "--model", "{}"],
 }
 

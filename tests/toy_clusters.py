@@ -1,14 +1,16 @@
 """Small models, small devices and a search without pruning, for tests of the planner."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.accelerators import Accelerator
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping import placements_of
-from jaxrl.planner.search.pool_fronts import divisors, strategies_of
+from jaxrl.planner.search.pool_fronts import divisors, layouts_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
@@ -35,6 +37,11 @@ def toy(memory_gb: float = 1.0, *, per_host: int = 4, **changes) -> Accelerator:
         }
         | changes
     )
+
+
+def split(p, t, d, fsdp=1, expert=1, context=1, *, p_g=None, t_g=None) -> ParallelLayout:
+    """A layout whose generation has the sizes of training unless others are given."""
+    return ParallelLayout(p, t, d, p_g or p, t_g or t, fsdp, expert, context)
 
 
 def toy_model(layers: int = 2, *, scores: int = 0, width: int = 1026) -> ModelConfig:
@@ -93,13 +100,13 @@ def _everything(roles, models, work, cluster, assume, limits, devices) -> np.nda
     budget = (kind.memory_gb * assume.memory_share - assume.scratch_gb) * 1e9
     passes = PassSimulator(cluster, work, assume)
     generating = GenerationSimulator(cluster, work, assume)
-    options = [list(strategies_of(models[r.name], devices, kind.domain, limits)) for r in roles]
+    options = [list(layouts_of(models[r.name], devices, kind.domain, limits)) for r in roles]
     found = []
     for combination in itertools.product(*options):
         resident, transient, seconds = 0.0, 0.0, np.zeros(3)
         for role, strategy in zip(roles, combination, strict=True):
             model = models[role.name]
-            forward = passes.inference(model, strategy, share=passes.share_of(role))
+            forward = passes.inference(model, strategy, share=role.share(work))
             seconds[1] += role.forwards * forward.total_s
             transient = max(transient, forward.transient_bytes)
             if role.trains:
@@ -135,7 +142,8 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
         for slots in range(1, most + 1):
             if resident + weights + slots * slot > budget:
                 continue
-            groups = generating.groups(strategy, p_g, t_g)
+            layout = dataclasses.replace(strategy, p_g=p_g, t_g=t_g)
+            groups = generating.groups(layout)
             key = (id(generating), model, groups, slots, role.greedy)
             if key not in _traces:
                 times = generating.best_seconds(
@@ -145,6 +153,6 @@ def _generation_s(role, model, strategy, generating, work, budget, resident) -> 
                     greedy=role.greedy,
                 )
                 _traces[key] = generating, times.seconds
-            moved = generating.resharding_s(model, strategy, p_g, t_g)
+            moved = generating.resharding_s(model, layout)
             best = min(best, _traces[key][1][-1] + moved)
     return best

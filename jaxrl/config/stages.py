@@ -106,5 +106,5 @@ class EvaluationConfig:
             num_samples=self.num_samples,
             step=step,
             temperature=self.temperature,
-            truncation=truncation_of(top_k=0, top_p=self.top_p, min_p=0.0),
+            truncation=truncation_of(top_k=0, top_p=self.top_p),
         )

@@ -14,16 +14,15 @@ verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.evaluation.statistics import Estimate, statistics_of
+from jaxrl.evaluation.statistics import statistics_of
 from jaxrl.mesh.devices import host_memory_bytes
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.score import score_completions
-from jaxrl.rollout import samples
 from jaxrl.types import Completions, Scored
 
 EVALUATION_STEP = 2**31 - 1
@@ -42,7 +41,8 @@ def check_answers_fit(num_answers: int, max_response_tokens: int, *, settings: s
       max_response_tokens: largest number of tokens of an answer.
       settings: settings whose product is too large, with their values, for the message.
     """
-    nbytes, there = samples.host_bytes(num_answers, max_response_tokens), host_memory_bytes()
+    # Per token: id, log-probability, entropy, mask and version. Per answer: 1,000 bytes of Python objects.
+    nbytes, there = num_answers * (20 * max_response_tokens + 1000), host_memory_bytes()
     if nbytes > there:
         raise UserError(
             f"{settings}: the answers take {nbytes / 1e9:,.1f} GB, more than this machine with "
@@ -78,25 +78,21 @@ def _metrics_of(source: str, scored: Scored) -> dict[str, float]:
     completions = scored.completions
     G = completions.num_samples
     answers = [scored.predictions[i : i + G] for i in range(0, len(scored), G)]
-    metrics = _named(source, statistics_of(scored.correct_NG, scored.correct_NG, answers))
-    metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B.mean())
-    # The mean over tokens, not over responses.
-    entropy = float(np.concatenate(completions.entropy).mean())
-    metrics[f"val-aux/{source}/entropy/mean"] = entropy
-    unread = [prediction is None for prediction in scored.predictions]
-    metrics[f"val-aux/{source}/without_answer"] = float(np.mean(unread))
-    return metrics
-
-
-def _named(source: str, statistics: Mapping[str, Estimate]) -> dict[str, float]:
-    metrics = {}
-    for name, estimate in statistics.items():
+    metrics: dict[str, float] = {}
+    for name, estimate in statistics_of(scored.correct_NG, scored.correct_NG, answers).items():
         section = "val-core" if name.startswith("mean@") else "val-aux"
         if estimate.spread is None:
             metrics[f"{section}/{source}/acc/{name}"] = estimate.value
         else:
             metrics[f"{section}/{source}/acc/{name}/mean"] = estimate.value
             metrics[f"{section}/{source}/acc/{name}/std"] = estimate.spread
+        # Undefined for a single prompt.
         if math.isfinite(estimate.stderr):
             metrics[f"val-aux/{source}/acc/{name}/stderr"] = estimate.stderr
+    metrics[f"val-aux/{source}/response_length/mean"] = float(completions.lengths_B.mean())
+    # The mean over tokens, not over responses.
+    entropy = float(np.concatenate(completions.entropy).mean())
+    metrics[f"val-aux/{source}/entropy/mean"] = entropy
+    unread = [prediction is None for prediction in scored.predictions]
+    metrics[f"val-aux/{source}/without_answer"] = float(np.mean(unread))
     return metrics

@@ -41,6 +41,7 @@ from jaxrl.mesh.rules import replicated
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
+from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.slots import insert, prefilled, settings_on_device
 
@@ -91,7 +92,7 @@ orchestrator.delete_pytree = _delete_arrays
 orchestrator.logging = token_utils.logging = LOG
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Work:
     """A prompt and the settings of its request.
 
@@ -111,12 +112,10 @@ class Work:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WorkPrefix:
-    """Keys and values of a prompt, and its request; the fields are those of `Work`."""
+    """Keys and values of a prompt, and its request."""
 
     prefix: Prefix
-    max_tokens: int = dataclasses.field(metadata={"static": True})
-    prompt_id: int = dataclasses.field(metadata={"static": True})
-    first_sample: int = dataclasses.field(metadata={"static": True})
+    work: Work = dataclasses.field(metadata={"static": True})
 
 
 class JetstreamTokenizer(tokenizer_api.Tokenizer):
@@ -176,6 +175,7 @@ class JetStreamEngine(engine_api.Engine):
         self.engine = engine
         self.tokenizer = tokenizer
         self._params = params
+        self._options = options
         self._settings = settings_on_device(engine, options)
         self._samples_per_slot = samples_per_slot
         self._columns = tuple(columns)
@@ -214,21 +214,21 @@ class JetStreamEngine(engine_api.Engine):
             tokens = np.asarray(padded_tokens, np.int32)[:true_length]
             work = Work(tokens, self.engine.config.max_response_tokens)
         with self._lock:
-            prefix = prefilled(self.engine, params, [work.tokens])
-        return WorkPrefix(prefix, work.max_tokens, work.prompt_id, work.first_sample)
+            return WorkPrefix(prefilled(self.engine, params, [work.tokens]), work)
 
     def insert(
         self, prefix: WorkPrefix, decode_state: DecodeState | None, slot: int
     ) -> DecodeState:
         """Starts a request's samples in a slot."""
-        first = slot * self.samples_per_slot
-        samples = [
-            (first + k, 0, prefix.prompt_id, prefix.first_sample + k, prefix.max_tokens, 0)
-            for k in range(self.samples_per_slot)
-        ]
+        work, options = prefix.work, self._options
+        starts = []
+        for k in range(self.samples_per_slot):
+            sample = Sample(0, work.first_sample + k, options.step)
+            sample.request(Start(work.tokens), work.prompt_id, options, work.max_tokens)
+            starts.append((slot * self.samples_per_slot + k, 0, sample))
         with self._lock:
             state = self.engine.init_decode_state() if decode_state is None else decode_state
-            return insert(self.engine, prefix.prefix, state, samples, self._settings)
+            return insert(self.engine, prefix.prefix, state, starts, self._settings)
 
     def generate(
         self, params: Params, decode_state: DecodeState

@@ -38,7 +38,7 @@ from jaxrl.rollout.backend import (
 from jaxrl.rollout.driver import EngineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.sample_groups import SampleGroups
-from jaxrl.rollout.samples import Rollout, Sample, UnfinishedGroups
+from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.stop_strings import end_of_stop
 from jaxrl.types import Completions, Prompts
@@ -208,23 +208,19 @@ class JetStreamBackend(EngineBackend):
         # `on_group` may raise. The driver must be stopped even then, because it has threads.
         with contextlib.closing(self._sampled(prompts, options, order)) as sampled:
             for n, columns in sampled:
-                for sample, columns_RC in zip(groups.group(n), columns, strict=True):
-                    self._fill(sample, columns_RC, options)
+                for sample, columns_RC in zip(groups.samples[n], columns, strict=True):
+                    tokens_R = columns_RC[:, 0]
+                    floats = (np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T)
+                    sample.add_decoded(tokens_R, *floats, version=options.step)
+                    stops = options.stop_strings
+                    end = end_of_stop(tokens_R, len(tokens_R), stops, self._decode_text)
+                    if end is not None:
+                        sample.cut(end)
+                    sample.finished = True
+                    stopped = end is not None or int(tokens_R[-1]) in self.engine.config.stop_ids
+                    sample.truncated = not stopped
                 groups.hand_out([n], on_group)
-        return groups.completions(range(len(groups)))
-
-    def _fill(self, sample: Sample, columns_RC: np.ndarray, options: SamplingOptions) -> None:
-        """Adds the tokens up to the first stop to a sample."""
-        tokens_R = columns_RC[:, 0]
-        logprob_R, entropy_R = (
-            np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T
-        )
-        sample.add_decoded(tokens_R, logprob_R, entropy_R, version=options.step)
-        end = end_of_stop(tokens_R, len(tokens_R), options.stop_strings, self._decode_text)
-        if end is not None:
-            sample.cut(end)
-        sample.finished = True
-        sample.truncated = end is None and int(tokens_R[-1]) not in self.engine.config.stop_ids
+        return groups.completions(list(groups.samples))
 
     def resume(
         self,

@@ -103,6 +103,16 @@ class ParallelLayout:
         return self.p * self.t * self.d
 
     @property
+    def row_shards(self) -> int:
+        """Number of training replicas that have rows of their own."""
+        return self.d // self.context
+
+    @property
+    def row_parts(self) -> int:
+        """Number that must divide the rows of a microbatch: replicas with own rows, times stages."""
+        return self.p * self.row_shards
+
+    @property
     def axis_sizes(self) -> dict[str, int]:
         """Size of each axis of the mesh, in the order of `AXES`."""
         sizes = (

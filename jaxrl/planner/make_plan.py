@@ -39,7 +39,6 @@ from jaxrl.planner.plan import (
     check_positions,
     describe_flow,
     planned_pool,
-    settings_of,
 )
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
@@ -76,6 +75,7 @@ def trace_plan(
     Raises:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
     """
+    # Without devices there is nothing to search for.
     if config.mesh.searched:
         raise UserError(
             'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
@@ -84,6 +84,7 @@ def trace_plan(
     algorithm, meshes = algorithm_of(config), abstract_meshes(config)
     slots_are_chosen = config.rollout.slots == "auto"
     memory = int(cluster.accelerator.memory_gb * 1e9) if cluster else ASSUMED_MEMORY
+    # The roles below have as many slots as were chosen.
     config = with_slots(config, algorithm, meshes, memory)
     check_role_batches(config, meshes)
     roles = planned_roles(config, algorithm, meshes)
@@ -116,10 +117,16 @@ def trace_plan(
         planned_pool(pool, (*roles.resident_buffers(pool), *_in_updates(roles, pool, updates)))
         for pool in roles.pools.values()
     )
-    notes = (
-        ("shape of the model", roles.models.origin),
-        *_traced_notes(roles, slots_are_chosen, memory),
-    )
+    notes = [("shape of the model", roles.models.origin), *roles.models.assumed]
+    if slots_are_chosen:
+        size = f"{memory / 1e9:.0f} GB"
+        slots = f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes"
+        notes.append(("rollout.slots", slots))
+    if config.rollout.partial:
+        waits = "unfinished samples wait on the host from one step to the next"
+        notes.append(("rollout.max_staleness", waits))
+    if config.sft.num_steps:
+        notes.append(("SFT", "the stage before: the same weights, batches of its own"))
     left_out = ()
     if config.cost.pretrain_coef and "cost" in roles.roles.others:
         left_out = (("cost.pretrain_coef", "the batch of written solutions in every update"),)
@@ -129,40 +136,19 @@ def trace_plan(
         notes=(*notes, *describe_flow(roles), *operations),
         left_out=left_out,
         times=None if cluster is None else step_times(roles, cluster, load, seconds),
-        settings=settings_of(roles.config),
     )
 
 
 def _in_updates(
     roles: PlannedRoles, pool: Pool, updates: dict[str, jax_core.Jaxpr]
 ) -> Iterator[ResidentBuffers]:
-    """The temporaries that the updates of a pool's roles add, one role at a time."""
+    # The temporaries that the updates of a pool's roles add, one role at a time.
     shape = step_shape(roles.config)
     for name, role in roles.roles.learners.items():
         if name in pool.roles:
             batch = abstract_batch(role, shape, TrainBatch if name == "actor" else ValueBatch)
             layout = pool.layout_of(name)
             yield from update_memory(name, role, layout, shape, batch, updates[name])
-
-
-def _traced_notes(
-    roles: PlannedRoles, slots_are_chosen: bool, memory: int
-) -> Iterator[tuple[str, str]]:
-    config = roles.config
-    yield from roles.models.assumed
-    if slots_are_chosen:
-        size = f"{memory / 1e9:.0f} GB"
-        yield (
-            "rollout.slots",
-            f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",
-        )
-    if config.rollout.partial:
-        yield (
-            "rollout.max_staleness",
-            "unfinished samples wait on the host from one step to the next",
-        )
-    if config.sft.num_steps:
-        yield "SFT", "the stage before: the same weights, batches of its own"
 
 
 Watch = Callable[[CompiledProgram], None]
@@ -190,6 +176,7 @@ def compile_plan(
     cluster, pools = Cluster.parse(topology.name), tuple(roles.pools.values())
     check_positions(pools, cluster)
     buffers = {pool.name: roles.resident_buffers(pool) for pool in pools}
+    # Seconds, before minutes of compiling.
     for pool in pools:
         _check_buffers(pool, buffers[pool.name], topology)
     load, compiled = load_of(config, responses), {pool.name: [] for pool in pools}
@@ -210,7 +197,6 @@ def compile_plan(
         notes=(("shape of the model", roles.models.origin), *roles.models.assumed, *_notes(roles)),
         target=topology,
         times=step_times(roles, cluster, load, seconds),
-        settings=settings_of(roles.config),
     )
 
 
@@ -240,7 +226,7 @@ def roles_on(config: Config, topology: Topology, *, watch: Watch = lambda _: Non
 
 
 def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Topology) -> None:
-    """Raises UserError if weights, optimiser state and cache alone exceed the memory of a device."""
+    # Raises UserError if weights, optimiser state and cache alone exceed the memory of a device.
     for phase in PHASES:
         present = [held for held in buffers if getattr(held, phase)]
         needed, there = sum(h.bytes_per_device for h in present), topology.memory_bytes

@@ -29,7 +29,6 @@ from jaxrl.quantized import Quantized
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 
 _OFFLOADED = "in host memory while sampling"
@@ -63,22 +62,46 @@ class ResidentBuffers:
         return self.turn in ("", turn) and self.not_at != turn
 
 
-def training_memory(
-    actor: Actor, layout: ParallelLayout, state: TrainState, *, offload: bool
+def learner_memory(
+    name: str, role: Learner, layout: ParallelLayout, *, offload: bool = False
 ) -> list[ResidentBuffers]:
-    """The buffers of the actor that live between updates."""
-    rank, here = actor.model.lora.rank, not offload
-    adapters = f", adapters of rank {rank} in float32 included" if rank else ""
-    trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
+    """The weights and moments of a role that is trained, which live between its updates.
+
+    Args:
+      name: name of the role.
+      role: the role.
+      layout: layout of its mesh.
+      offload: whether both wait in host memory while sampling; for the actor only.
+    """
+    state, rank, where = role.abstract_state(), role.model.lora.rank, train_name(layout)
+    adapters = f", adapters of rank {rank} in float32 included" if rank and name == "actor" else ""
+    trained = f"{role.frozen_dtype.name}, {where}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
     if offload:
         like = _OFFLOADED
-    weights = trained if here else f"{trained}, {_OFFLOADED}"
-    moments = f"{_moments(state)}, {train_name(layout)}, {like}"
+    # The actor's moments have a name without its own.
+    shown, of_role = name.replace("_", " "), "" if name == "actor" else f"{name}, "
+    moments = f"{_moments(state)}, {where}, {like}"
+    weights = f"{trained}, {_OFFLOADED}" if offload else trained
     return [
-        _buffers("actor in training", weights, state.params, sampling=here),
-        _buffers("optimiser state", moments, state.opt_state, sampling=here),
+        _buffers(f"{shown} in training", weights, state.params, sampling=not offload),
+        _buffers(
+            f"{of_role.replace('_', ' ')}optimiser state",
+            moments,
+            state.opt_state,
+            sampling=not offload,
+        ),
     ]
+
+
+def frozen_memory(
+    name: str, role: Frozen, layout: ParallelLayout, *, offload: bool
+) -> list[ResidentBuffers]:
+    """The weights of a role that is not trained; offloaded ones wait in host memory between calls."""
+    where = f"float32, {train_name(layout)}" + (", in host memory between calls" if offload else "")
+    weights, here = role.abstract_params(), not offload
+    shown = f"{name.replace('_', ' ')}, frozen"
+    return [_buffers(shown, where, weights, sampling=here, learning=here)]
 
 
 def sampling_memory(
@@ -112,31 +135,6 @@ def sampling_memory(
     ]
 
 
-def role_memory(
-    name: str, role: Learner | Frozen, layout: ParallelLayout, *, offload: bool
-) -> list[ResidentBuffers]:
-    """The buffers of a critic, a reference, or a reward or cost model on its devices.
-
-    Args:
-      name: name of the role.
-      role: the role.
-      layout: layout of its mesh.
-      offload: whether its weights wait in host memory between calls. Ignored for a role that is trained.
-    """
-    where, shown = f"float32, {train_name(layout)}", name.replace("_", " ")
-    if isinstance(role, Frozen):
-        where = f"{where}, in host memory between calls" if offload else where
-        weights = role.abstract_params()
-        here = not offload
-        return [_buffers(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
-    state = role.abstract_state()
-    moments = f"{_moments(state)}, {train_name(layout)}, like the weights"
-    return [
-        _buffers(f"{shown} in training", where, state.params),
-        _buffers(f"{shown}, optimiser state", moments, state.opt_state),
-    ]
-
-
 def engine_memory(
     name: str, layout: ParallelLayout, sampler: SamplerShapes
 ) -> list[ResidentBuffers]:
@@ -149,7 +147,7 @@ def engine_memory(
 
 
 def _stored_types(params: Params) -> str:
-    """The data types of weights, the type of most values first."""
+    # The data types of weights, the type of most values first.
     sizes: collections.Counter[str] = collections.Counter()
     for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized)):
         narrow = isinstance(leaf, Quantized)
@@ -159,7 +157,7 @@ def _stored_types(params: Params) -> str:
 
 
 def _moments(state: TrainState) -> str:
-    """The data type of most values of an optimiser state."""
+    # The data type of most values of an optimiser state.
     sizes: collections.Counter[str] = collections.Counter()
     for leaf in jax.tree.leaves(state.opt_state):
         sizes["8 bits" if leaf.dtype.itemsize == 1 else leaf.dtype.name] += leaf.size
@@ -183,6 +181,7 @@ def update_memory(
       update: traced program.
     """
     of_role = "" if name == "actor" else f"{name.replace('_', ' ')}, "
+    # The batch axes split rows, the context axis splits tokens.
     row_shards, token_shards = (
         shards_of(axis, TRAIN_RULES, role.mesh) for axis in ("batch", "length")
     )
@@ -241,6 +240,7 @@ def _buffers(
 
 def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
     """Bytes per device in a phase, "sampling" or "learning", during the update that needs most."""
+    # Roles update one after the other, so the temporaries of two updates are never there together.
     present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
     return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)

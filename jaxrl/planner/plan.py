@@ -6,19 +6,16 @@
     search     the same as compile, for the mapping that the search finds            minutes
 
 The memory of a program is the compiler's figure; other buffers are counted from shapes. Seconds and hours are
-predictions and are marked as such. `Plan.figures` has the headline numbers as rows of text, which are saved
-and compared; `plan_output` prints the tables.
+predictions and are marked as such. `plan_output` prints the tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl.config.batch_shapes import step_shape
-from jaxrl.config.config_tree import flatten_config
-from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import bubble, microbatches_of
@@ -30,17 +27,9 @@ from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.planner.step_times import StepTimes
-from jaxrl.tracking.readable import number
 
-# Version of the JSON format; `jaxrl plan --compare` reads files of this version only.
-VERSION = 2
 PHASES = ("sampling", "learning")
 _SAMPLERS = frozenset({"actor", "rollout", "judge"})
-# Settings that a saved plan keeps: those that change memory or seconds of a step.
-_SECTIONS = (
-    *("model.", "mesh.", "placement", "rollout."),
-    *("train.", "algorithm.", "optim.", "data.max"),
-)
 _GB = 1e9
 
 
@@ -78,8 +67,6 @@ class Plan:
       left_out: (subject, reason) pairs of everything that is not counted.
       target: devices that it was compiled for; None if it was only traced.
       times: predicted seconds of a step; None if no devices are named.
-      settings: settings that change memory or seconds, by dotted name; "auto" is replaced by what was chosen.
-      price_per_hour: price of a device for an hour, in any currency; None if none was given.
     """
 
     title: str
@@ -88,12 +75,9 @@ class Plan:
     left_out: tuple[tuple[str, str], ...] = ()
     target: Topology | None = None
     times: StepTimes | None = None
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    price_per_hour: float | None = None
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """The compiled programs of all pools."""
         return tuple(program for pool in self.pools for program in pool.programs)
 
     @property
@@ -101,47 +85,14 @@ class Plan:
         """Whether every compiled program fits; True for a traced plan, which has none."""
         return all(program.fits for program in self.programs)
 
-    def figures(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of the headline numbers: what `--compare` shows side by side."""
-        times = self.times
-        yield "recipe", self.title
-        if times is not None:
-            yield "topology", times.cluster.name
-            yield "lengths", times.load.lengths_text
-            yield "a step samples", times.load.text
-        yield "devices", f"{sum(pool.num_devices for pool in self.pools):,}"
-        if self.programs:  # only the compiler's figures tell
-            yield "fits", "yes" if self.fits else "NO"
-        for pool in self.pools:
-            of_pool = f"{pool.name}: " if len(self.pools) > 1 else ""
-            if not pool.programs:
-                for phase in PHASES:
-                    yield f"{of_pool}memory, {phase}", size_text(pool.bytes_in(phase))
-            for program in pool.programs:
-                yield f"{of_pool}memory, {program.title}", size_text(program.total)
-        if times is None:
-            return
-        for task in times.tasks:
-            yield f"{task.stage}, {task.role}", seconds_text(task.costs.total_s)
-        yield "a step", seconds_text(times.step_s)
-        yield "at least", seconds_text(times.at_least_s)
-        yield f"hours of {times.num_steps:,} steps", number(times.step_s * times.num_steps / 3600)
-        yield "chip-hours", number(times.chip_hours(times.step_s))
-        if self.price_per_hour is not None:
-            price = number(self.price_per_hour * times.chip_hours(times.step_s))
-            yield "price", f"{price}, at {self.price_per_hour:g} for a device and hour"
-
     def as_json(self) -> dict[str, Any]:
         """All figures, in bytes and seconds."""
         times = self.times
         found: dict[str, Any] = {
-            "version": VERSION,
             "title": self.title,
             "fits": self.fits,
-            "figures": dict(self.figures()),
             "notes": self.notes,
             "left_out": self.left_out,
-            "settings": dict(self.settings),
             "pools": [
                 dataclasses.asdict(pool)
                 | {"bytes": {phase: pool.bytes_in(phase) for phase in PHASES}}
@@ -177,6 +128,7 @@ def planned_pool(
     programs: Sequence[CompiledProgram] = (),
 ) -> PlannedPool:
     """Describes a pool: how its roles are sharded, its resident buffers and its compiled programs."""
+    # Roles of a pool may have different layouts.
     by_layout: dict[ParallelLayout, list[str]] = {}
     for role, layout in pool.layouts.items():
         by_layout.setdefault(layout, []).append(role)
@@ -186,14 +138,9 @@ def planned_pool(
         samples = not _SAMPLERS.isdisjoint(roles)
         generation = f", generation {generate_name(layout)}" if samples else ""
         shown.append(f"{whose}training {train_name(layout)}{generation}")
-    layouts = "; ".join(shown)
-    return PlannedPool(pool.name, layouts, pool.num_devices, tuple(buffers), tuple(programs))
-
-
-def settings_of(config: Config) -> dict[str, str]:
-    """The settings of a config that a plan keeps, as text, by dotted name."""
-    values = flatten_config(config).items()
-    return {name: repr(value) for name, value in values if name.startswith(_SECTIONS)}
+    return PlannedPool(
+        *(pool.name, "; ".join(shown), pool.num_devices, tuple(buffers), tuple(programs))
+    )
 
 
 def seconds_text(seconds: float) -> str:

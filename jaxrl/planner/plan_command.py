@@ -4,7 +4,6 @@
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8 --trace             traces, simulates
     jaxrl plan --config configs/dapo_qwen32b.py --topology v5p:4x4x8                     compiles: minutes
     jaxrl plan --config configs/dapo_qwen7b.py --topology h100:1x8 --search              searches, compiles
-    jaxrl plan --compare h100.json v5p.json                                              compares two plans
 
 A traced plan counts the buffers of every role on a device from shapes, and the operations of every program;
 `jaxrl train --dry_run` prints the same. With --topology the seconds of a step are predicted too: simulated,
@@ -18,12 +17,10 @@ on stderr with exit status 2; a run that does not fit has exit status 1.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
-import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 # XLA logs an error for each host of the topology that is not present.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -39,12 +36,12 @@ from jaxrl.mesh.compilation_cache import compiled_programs_not_kept
 from jaxrl.planner import plan_output
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
-from jaxrl.planner.hardware.cluster import Cluster, check_topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, read_topology
 from jaxrl.planner.make_plan import compile_plan, trace_plan
 from jaxrl.planner.plan import Plan
 from jaxrl.planner.search.mapping_choice import propose, setting_lines
 from jaxrl.planner.step_load import RESPONSE_SHARE, response_lengths
-from jaxrl.tracking.durable import disk_errors, ensure_writable
+from jaxrl.tracking.durable import disk_errors
 
 _DOES_NOT_FIT = 1
 
@@ -57,40 +54,33 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser(program)
     overrides, rest = command_line.take_overrides(arguments, config_tree.leaf_types(Config))
     args = parser.parse_args(rest)
-    if args.html is not None:  # before minutes of compiling
-        check_path("--html", args.html)
-        if args.html.is_dir():
-            raise UserError(f"--html {args.html} is a directory; name a file")
-        ensure_writable(args.html.parent)
-    if args.compare:
-        plan_output.compare(args.compare, args.html)
-        return 0
     if not args.config:
-        raise UserError("no recipe is named; add --config RECIPE, or --compare A.json B.json")
+        raise UserError("no recipe is named; add --config RECIPE")
     config = command_line.load_config(Config, args.config, overrides)
-    # The planner has its own cache of compiled programs, with the figures read from them.
-    with compiled_programs_not_kept(), disk_errors("."):
-        plan = _plan(args, config)
-        if args.json:
-            print(json.dumps(plan.as_json(), indent=1))
-        plan_output.show(plan, page=args.html, quiet=args.json)
-    return 0 if plan.fits else _DOES_NOT_FIT
-
-
-def _plan(args: argparse.Namespace, config: Config) -> Plan:
     if not args.topology:
-        for name in ("search", "trace", "response_tokens", "cut_off", "price_per_hour"):
-            if getattr(args, name):
+        for name in ("search", "trace", "response_tokens"):
+            if getattr(args, name) not in (None, False):
                 raise UserError(
                     f"--{name.replace('_', '-')} is about a topology, and none is named; add --topology "
                     "h100:16x8, or what you have"
                 )
-        return trace_plan(config)
+    # The planner has its own cache of compiled programs, with the figures read from them.
+    with compiled_programs_not_kept(), disk_errors("."):
+        plan = _plan(args, config) if args.topology else trace_plan(config)
+        if args.json:
+            print(json.dumps(plan.as_json(), indent=1))
+        else:
+            plan_output.show(plan)
+    return 0 if plan.fits else _DOES_NOT_FIT
+
+
+def _plan(args: argparse.Namespace, config: Config) -> Plan:
+    # The plan for a topology, of the searched mapping if one is asked for.
     check_path("--topology", args.topology)
-    cluster = Cluster(*check_topology(args.topology))
+    cluster = Cluster.parse(args.topology)
     responses = None
-    if args.response_tokens or args.cut_off:
-        responses = response_lengths(config, args.response_tokens, args.cut_off)
+    if args.response_tokens is not None:
+        responses = response_lengths(config, args.response_tokens)
     if args.search or config.mesh.searched:
         found, proposed = propose(config, cluster, responses=responses)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
@@ -98,11 +88,9 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
         config = proposed
     # The compiler has no description of a kind that is in a file only.
     if args.trace or cluster.accelerator.name not in ACCELERATORS:
-        plan = trace_plan(config, cluster, responses=responses)
-    else:
-        topology = read_topology(args.topology)
-        plan = compile_plan(config, topology, responses=responses, watch=_progress)
-    return dataclasses.replace(plan, price_per_hour=args.price_per_hour)
+        return trace_plan(config, cluster, responses=responses)
+    topology = read_topology(args.topology)
+    return compile_plan(config, topology, responses=responses, watch=_progress)
 
 
 def _progress(program: CompiledProgram) -> None:
@@ -116,32 +104,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", help="the recipe, with its layout after a colon")
     parser.add_argument(
-        "--compare",
-        type=pathlib.Path,
-        nargs=2,
-        metavar="PLAN",
-        help="two files that --json printed: shows both side by side, and plans nothing",
-    )
-    parser.add_argument(
         "--topology",
         default="",
         help="compiles for it: a TPU slice (v5p:4x4x8) or hosts of GPUs (h100:16x8)",
     )
     parser.add_argument(
         "--response-tokens",
-        type=_between(0, 1e9),
-        default=0.0,
+        type=float,
         help=f"mean length of an answer, for predictions; default: {RESPONSE_SHARE} of the limit",
-    )
-    parser.add_argument(
-        "--cut-off",
-        type=_between(0, 1),
-        help="share of answers that reach the limit, for predictions; with the mean it gives the spread",
-    )
-    parser.add_argument(
-        "--price-per-hour",
-        type=_between(0, 1e9),
-        help="price of one device for an hour, in any currency; prints the price of the run",
     )
     parser.add_argument(
         "--trace",
@@ -156,18 +126,4 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="prints JSON instead of tables, in bytes and seconds"
     )
-    parser.add_argument("--html", type=pathlib.Path, help="writes the tables as a page too")
     return parser
-
-
-def _between(low: float, high: float) -> Callable[[str], float]:
-    """A type of options: numbers between two others, which themselves are not allowed."""
-
-    def read(text: str) -> float:
-        if not low < (value := float(text)) < high:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not between {low:g} and {high:g}; use a number in between"
-            )
-        return value
-
-    return read

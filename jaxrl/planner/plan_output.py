@@ -1,4 +1,4 @@
-"""Prints a plan, or two saved plans side by side: tables for a terminal, plain text, or a page.
+"""Prints a plan: tables for a terminal, or plain text.
 
     role or event       layout                              values   per device
     actor in training   float32, 1-8-16 fsdp 16     32,763,876,352      1.02 GB
@@ -14,15 +14,11 @@ If devices are named, a second table has the seconds of a step, by phase, role a
     phase        role, causes   expected, PREDICTED   at least, PREDICTED   bound by
     generation   actor                      1,078 s                 514 s   memory
                    cache read                 465 s
-
-A page is what rich exports of the same tables: one file without scripts that loads nothing.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -30,11 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.checks import check_path
-from jaxrl.errors import UserError
 from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.plan import PHASES, VERSION, Plan, seconds_text, size_text
-from jaxrl.tracking.readable import number
+from jaxrl.planner.plan import PHASES, Plan, seconds_text, size_text
 
 # Devices that the totals of a traced plan are compared with, by ascending memory.
 _COMPARED = ("v5e", "v6e", "a100-40", "h100", "v5p", "h200", "b200")
@@ -60,13 +53,7 @@ _Row = tuple[str, ...]
 _Sections = Iterable[Iterable[_Row]]
 
 
-def show(
-    plan: Plan,
-    console: Console | None = None,
-    *,
-    page: pathlib.Path | None = None,
-    quiet: bool = False,
-) -> None:
+def show(plan: Plan, console: Console | None = None) -> None:
     """Prints the tables in the width of a terminal; elsewhere as plain text, as wide as COLUMNS or whole.
 
     Where there is too little room, columns are left out and texts folded.
@@ -74,85 +61,23 @@ def show(
     Args:
       plan: the plan.
       console: where to print; None is the standard output.
-      page: file to which the same is written, in the whole width; None writes none.
-      quiet: whether to print nothing.
     """
-    whole = _PLAIN_WIDTH if plan.target is None else _WIDE
-    if quiet:
-        console = Console(quiet=True)
-    for each in _consoles(console, page, whole):
-        for title, names, sections in _tables(plan):
-            each.print(_table(title, names, sections, each))
-        if plan.times is not None:
-            each.print("\n".join(_verdict(plan)), markup=False, highlight=False)
-        if each.record and page is not None:
-            page.write_text(each.export_html(inline_styles=True), encoding="utf-8")
-
-
-def compare(paths: Sequence[pathlib.Path], page: pathlib.Path | None = None) -> None:
-    """Prints plans that `jaxrl plan --json` wrote side by side, and the settings in which they differ.
-
-    Args:
-      paths: files of the plans.
-      page: page with the same tables; None writes none.
-
-    Raises:
-      UserError: a file cannot be read, is no plan, or is a plan of another version.
-    """
-    plans = [_read(path) for path in paths]
-    settings = list(_side_by_side([plan["settings"] for plan in plans]))
-    differing = [row for row in settings if len(set(row[1:])) > 1]
-    names = ("", *map(str, paths))
-    for each in _consoles(None, page, 160):
-        figures = _side_by_side([plan["figures"] for plan in plans])
-        each.print(_table("predicted", names, [figures], each))
-        if differing:
-            each.print(_table("settings that differ", names, [differing], each))
-        else:
-            each.print("The plans have the same settings.")
-        if each.record and page is not None:
-            page.write_text(each.export_html(inline_styles=True), encoding="utf-8")
-
-
-def _read(path: pathlib.Path) -> dict[str, dict[str, str]]:
-    check_path("--compare", path)
-    try:
-        found = json.loads(path.read_bytes())
-        if found["version"] != VERSION:
-            raise ValueError(f"version {found['version']}, and this jaxrl reads {VERSION}")
-        return {name: {**found[name]} for name in ("figures", "settings")}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"--compare {path} is no plan of this version of jaxrl ({error}); name a file that "
-            "`jaxrl plan --json` wrote"
-        ) from error
-
-
-def _side_by_side(columns: Sequence[dict[str, str]]) -> Iterator[_Row]:
-    """Rows of a name and a value of each plan, or "" if it has none."""
-    for name in dict.fromkeys(name for column in columns for name in column):
-        yield name, *(str(column.get(name, "")) for column in columns)
-
-
-def _consoles(
-    console: Console | None, page: pathlib.Path | None, plain_width: int
-) -> Iterator[Console]:
-    """The console to print to, and one whose record becomes the page."""
     # CI systems set FORCE_COLOR, and rich would then take a log for a terminal.
     if console is None:
         console = Console(force_terminal=None if sys.stdout.isatty() else False)
     if not console.is_terminal:
-        width = console.width if "COLUMNS" in os.environ else plain_width
-        plain = {"force_terminal": False, "color_system": None, "quiet": console.quiet}
-        console = Console(file=console.file, width=width, **plain)
-    yield console
-    if page is not None:
-        with open(os.devnull, "w") as nowhere:
-            yield Console(file=nowhere, width=plain_width, record=True, force_terminal=True)
+        whole = _PLAIN_WIDTH if plan.target is None else _WIDE
+        width = console.width if "COLUMNS" in os.environ else whole
+        console = Console(file=console.file, width=width, force_terminal=False, color_system=None)
+    for title, names, sections in _tables(plan):
+        console.print(_table(title, names, sections, console))
+    if plan.times is not None:
+        console.print("\n".join(_verdict(plan)), markup=False, highlight=False)
 
 
 def _table(title: str, names: Sequence[str], sections: _Sections, console: Console) -> Table:
     width = console.width
+    # Names, bytes and seconds are the last to go.
     out = (*_DETAILS, *_MORE_DETAILS) if width < _NARROW else _DETAILS if width < _WIDE else ()
     kept = [n for n, name in enumerate(names) if name not in out]
     lines = box.ROUNDED if console.is_terminal else box.ASCII2
@@ -168,7 +93,7 @@ def _table(title: str, names: Sequence[str], sections: _Sections, console: Conso
 
 
 def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
-    """(title, columns, groups of rows) of the tables of a plan."""
+    # (title, columns, groups of rows) of the tables of a plan.
     first, *others = plan.pools
     title = f"{plan.title}: {first.num_devices} devices, {first.layout}"
     if others:
@@ -201,7 +126,7 @@ def _tables(plan: Plan) -> Iterator[tuple[str, Sequence[str], _Sections]]:
 
 
 def _sections(plan: Plan) -> Iterator[list[_Row]]:
-    """Buffers, programs and traffic of each pool, and notes."""
+    # Buffers, programs and traffic of each pool, and notes.
     for pool in plan.pools:
         of_pool = f"pool {pool.name}, " if len(plan.pools) > 1 else ""
         if of_pool:
@@ -246,7 +171,7 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
 
 
 def _left(nbytes: int) -> str:
-    """Memory left on the smallest device that holds `nbytes`, and the devices that are too small."""
+    # Memory left on the smallest device that holds `nbytes`, and the devices that are too small.
     sizes = {name: accelerator(name).memory_gb * _GB for name in _COMPARED}
     fitting = [name for name, size in sizes.items() if size > nbytes]
     too_small = [name for name in sizes if name not in fitting]
@@ -259,7 +184,7 @@ def _left(nbytes: int) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    """A few lines: whether the run fits, and its predicted time."""
+    # A few lines: whether the run fits, and its predicted time.
     times = plan.times
     assert times is not None, "only plans on a topology have a verdict"
     if plan.target is not None:
@@ -282,8 +207,5 @@ def _verdict(plan: Plan) -> Iterator[str]:
     for task in times.tasks:
         if (use := task.costs.slot_use) is not None:
             yield f"{task.stage}, {task.role}: {use.text}"
-    if plan.price_per_hour is not None:
-        price = number(plan.price_per_hour * hours)
-        yield f"price: {price}, at {plan.price_per_hour:g} for a device and hour"
     if plan.target is not None:
         yield f"compiled in {sum(program.compiled_s for program in plan.programs):,.0f} s"

@@ -19,10 +19,9 @@ from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.programs import (
     Program,
-    critic_programs,
     engine_programs,
     frozen_programs,
-    policy_programs,
+    learner_programs,
     sampler_shapes,
     sampling_programs,
 )
@@ -31,9 +30,9 @@ from jaxrl.planner.hardware.cluster import shapes_of_at_least
 from jaxrl.planner.memory import (
     ResidentBuffers,
     engine_memory,
-    role_memory,
+    frozen_memory,
+    learner_memory,
     sampling_memory,
-    training_memory,
 )
 from jaxrl.planner.step_load import StepLoad
 from jaxrl.roles.losses import clipped_values
@@ -83,6 +82,7 @@ class PlannedRoles:
 
     def pool_of(self, role: str) -> Pool:
         """The pool of a role; "rollout" means the actor's pool unless it has its own."""
+        # A role without a pool of its own samples where the actor learns.
         homes = {role: pool for pool in self.pools.values() for role in pool.roles}
         return homes.get(role, homes["actor"])
 
@@ -94,7 +94,7 @@ class PlannedRoles:
         state = actor.abstract_state()
         if "actor" in pool.roles:
             layout = pool.layout_of("actor")
-            found += training_memory(actor, layout, state, offload=offload["actor"])
+            found += learner_memory("actor", actor, layout, offload=offload["actor"])
         if pool == self.pool_of("rollout"):
             sampler = sampler_shapes(self.engine, actor.shapes, actor.axes)
             layout = pool.layout_of(self.sampler)
@@ -102,9 +102,12 @@ class PlannedRoles:
                 found += sampling_memory(layout, state, sampler)
             else:
                 found += engine_memory("rollout", layout, sampler)
-        for name, role in (self.roles.critics | self.roles.frozen).items():
+        for name, role in self.roles.critics.items():
             if name in pool.roles:
-                found += role_memory(name, role, pool.layout_of(name), offload=offload[name])
+                found += learner_memory(name, role, pool.layout_of(name))
+        for name, role in self.roles.frozen.items():
+            if name in pool.roles:
+                found += frozen_memory(name, role, pool.layout_of(name), offload=offload[name])
         if self.judge is not None and "judge" in pool.roles:
             _, shapes, axes = decoder_graph(self.judge.model)
             sampler = sampler_shapes(self.judge, shapes, axes)
@@ -132,8 +135,8 @@ class PlannedRoles:
         # A model with adapters is its own reference.
         if objective.needs_reference and roles.compared is not None:
             reference = roles.compared.abstract_params()
-        for program in policy_programs(
-            *(roles.actor, objective, shape, load),
+        for program in learner_programs(
+            *("actor", roles.actor, objective, shape, load),
             reference=reference,
             compared=compared_role(self.algorithm.roles),
             first_minibatch=int(self.algorithm.shares_forward),
@@ -142,7 +145,7 @@ class PlannedRoles:
             yield "actor", program, self.meshes["actor"]
         values, epochs = clipped_values(clip=config.critic.clip), config.critic.epochs
         for name, critic in roles.critics.items():
-            for program in critic_programs(name, critic, values, shape, load, epochs=epochs):
+            for program in learner_programs(name, critic, values, shape, load, epochs=epochs):
                 yield name, program, critic.mesh
 
 
@@ -162,6 +165,7 @@ def planned_roles(config: Config, algorithm: Algorithm, meshes: Mapping[str, Any
     # The programs of another backend are unknown; our engine stands for them.
     rollout = dataclasses.replace(config.rollout, driver="offline")
     config = dataclasses.replace(config, rollout=rollout)
+    # A checkpoint that is not here has the size of the actor, and the plan says so.
     models = role_models(config, algorithm.roles)
     roles = build_roles(config, meshes, models)
     return PlannedRoles(config, algorithm, models, pools, meshes, roles)

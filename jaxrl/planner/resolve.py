@@ -44,7 +44,12 @@ def with_cpu_devices(config: Config) -> Config:
     mesh = config.mesh
     if mesh.simulated_devices != "auto":
         return config
-    pays = takes_two_devices(config) and _is_on_cpu() and len(os.sched_getaffinity(0)) > 1
+    if platforms := getattr(jax.config, "jax_platforms", None):
+        on_cpu = platforms == "cpu"
+    else:
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        on_cpu = not plugins and importlib.util.find_spec("libtpu") is None
+    pays = takes_two_devices(config) and on_cpu and len(os.sched_getaffinity(0)) > 1
     changes = _TWO if pays else {"simulated_devices": 0}
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, **changes))
 
@@ -64,13 +69,6 @@ def takes_two_devices(config: Config) -> bool:
         and config.model.d_model >= _WIDE
         and not any(size % 2 for size in batches)
     )
-
-
-def _is_on_cpu() -> bool:
-    if platforms := getattr(jax.config, "jax_platforms", None):
-        return platforms == "cpu"
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return not plugins and importlib.util.find_spec("libtpu") is None
 
 
 def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config:

@@ -104,6 +104,7 @@ def most_that_fit(
       most: largest useful number.
       slot: lower bound of the bytes of one more slot.
     """
+    # Bytes are nearly linear in slots, so a secant finds the largest number in a few compilations.
     known: dict[int, float] = {}
     slots, fit, too_many = min(first, most), 0, most + 1
     while slots > fit and len(known) < _TRIES:
@@ -177,6 +178,7 @@ class _Choice:
         inserted = _INSERTED_COPIES * prefix
         logits = 4 * self._one.models.actor.vocab_size // self._parts_of_logits
         logits *= _LOGITS_COPIES * self._samples_per_slot
+        # An insert and a decoding step never run together: the larger of both counts.
         fitting = min((self._room - inserted) // self._slot, self._room // (self._slot + logits))
         return int(max(0, min(fitting, self._most)))
 

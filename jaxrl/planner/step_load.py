@@ -45,7 +45,6 @@ class StepLoad:
 
     @property
     def prompts(self) -> int:
-        """Number of sampled prompts."""
         return math.ceil(self.work.prompts * self.work.sampled_per_kept)
 
     @property
@@ -69,7 +68,6 @@ class StepLoad:
 
     @property
     def text(self) -> str:
-        """Describes what a step samples and what it keeps."""
         return (
             f"{self.prompts:,} prompts x {self.samples} answers = {self.prompts * self.samples:,} are "
             f"sampled, {self.work.sequences:,} are kept and trained on"
@@ -100,24 +98,19 @@ class StepLoad:
         return dataclasses.replace(self, work=verdicts, greedy=False)
 
 
-def response_lengths(
-    config: Config, mean: float = 0.0, cut_off: float | None = None
-) -> LengthDistribution:
-    """Lengths of answers for a config that has not run.
+def response_lengths(config: Config, mean: float | None = None) -> LengthDistribution:
+    """Lengths of answers for a config that has not run, with the spread of reasoning policies.
 
     Args:
       config: config of the run.
-      mean: mean length of an answer; 0 assumes a fifth of the limit.
-      cut_off: share of answers that reach the limit; None assumes the spread of reasoning policies.
+      mean: mean length of an answer; None assumes a fifth of the limit.
 
     Raises:
-      UserError: no distribution has this mean and this share, or the mean is above the limit.
+      UserError: the mean is not positive or above the limit.
     """
     limit = config.rollout.max_response_tokens
-    mean = mean or max(1.0, RESPONSE_SHARE * limit)
-    if cut_off is None:
-        return LengthDistribution(mean, limit, "log-normal")
-    return LengthDistribution.with_cut_off(mean, limit, cut_off)
+    mean = max(1.0, RESPONSE_SHARE * limit) if mean is None else mean
+    return LengthDistribution(mean, limit, "log-normal")
 
 
 def load_of(config: Config, responses: LengthDistribution | None = None) -> StepLoad:
@@ -144,6 +137,7 @@ def load_of(config: Config, responses: LengthDistribution | None = None) -> Step
         always_full=rollout.partial,
         max_staleness=max(1, rollout.max_staleness),
     )
+    # Each of these takes the long branch of the sampling program.
     truncated = bool(rollout.top_k or rollout.top_p < 1)
     source = "as given" if responses else "assumed"
     return StepLoad(work, source, dataflow.greedy_baseline, truncated)
@@ -176,6 +170,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         "auto",
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
+    # Critics and other roles are simulated with the same types.
     return Assumptions.on(
         kind,
         attention=attention,

@@ -13,14 +13,19 @@ import dataclasses
 from collections.abc import Iterable
 
 from jaxrl.config.schema import Config
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.compiled.ahead import Seconds
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.step_costs import StepCosts, TaskCosts
-from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
-from jaxrl.planner.simulation.step_tasks import STAGES, RoleTasks, role_tasks
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
+from jaxrl.planner.simulation.step_simulator import (
+    STAGES,
+    RoleMapping,
+    RoleTasks,
+    StepSimulator,
+    role_tasks,
+)
 from jaxrl.planner.step_load import StepLoad, assumptions_of
 from jaxrl.trainer.algorithm import Algorithm, runs_free
 
@@ -50,7 +55,6 @@ class StepTimes(StepCosts):
 
     @property
     def step_s(self) -> float:
-        """Expected seconds of a step."""
         return self._step_s(at_least=False)
 
     @property
@@ -79,27 +83,24 @@ def step_times(
       programs: rooflines of all programs of a step.
     """
     floors: dict[tuple[str, str], list[Seconds]] = {}
+    # The weights of the sampler are the actor's, whatever pool they are on.
+    sampler = {"rollout": "actor"}
     for role, name, phase, seconds in programs:
         stage = "training"
         if name in _PREPARATION or role == "judge":
             stage = "preparation"
         elif phase == "sampling":
             stage = "generation"
-        floors.setdefault((stage, _floor_of(stage, role)), []).append(seconds)
+        floors.setdefault((stage, sampler.get(role, role)), []).append(seconds)
     tasks = []
     for task in expected_step(planned, cluster, load).tasks:
-        found = floors.get((task.stage, _floor_of(task.stage, task.role)), [])
+        found = floors.get((task.stage, sampler.get(task.role, task.role)), [])
         slowest = max(found, key=lambda seconds: seconds.total, default=None)
         at_least_s = sum(seconds.total for seconds in found)
         bound = slowest.bound if slowest else ""
         tasks.append(dataclasses.replace(task, at_least_s=at_least_s, bound=bound))
     steps, overlaps = planned.config.run.num_steps, runs_free(planned.config)
     return StepTimes(tuple(tasks), cluster, load, steps, overlaps)
-
-
-def _floor_of(stage: str, role: str) -> str:
-    # The weights of the sampler are the actor's, whatever pool they are on.
-    return "actor" if stage == "generation" else role
 
 
 def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> StepCosts:
@@ -110,46 +111,30 @@ def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> St
       cluster: devices of the run.
       load: work of a step.
     """
-    models, pools = planned.models.by_role, list(planned.pools.values())
-
-    def sampler(role: str) -> RoleMapping:
-        """A role that only samples: its weights are in the layout of generation already."""
-        layout = planned.pool_of(role).layout_of(role)
-        replicas = layout.num_devices // (layout.p_g * layout.t_g)
-        strategy = Strategy(layout.p_g, layout.t_g, replicas, expert=layout.expert)
-        number = pools.index(planned.pool_of(role))
-        return RoleMapping(role, number, strategy, generation(role))
-
-    def generation(role: str) -> GenerationStrategy:
-        layout = planned.pool_of(role).layout_of(role)
-        engine = planned.judge if role == "judge" else planned.engine
-        assert engine is not None, "a judge samples"
-        pages, slots = engine.pages, engine.config.slots // engine.shards
-        tokens = 0 if pages is None else (pages.num_pages - 1) * pages.page_tokens
-        return GenerationStrategy(layout.p_g, layout.t_g, slots, tokens)
-
-    roles = {}
-    for number, pool in enumerate(pools):
+    models, roles = planned.models.by_role, {}
+    engines = {planned.sampler: planned.engine, "judge": planned.judge}
+    for number, pool in enumerate(planned.pools.values()):
         for name in pool.roles:
-            if name not in _SAMPLERS:
-                layout = pool.layout_of(name)
-                shares = (layout.fsdp, layout.expert, layout.context)
-                strategy = Strategy(layout.p, layout.t, layout.d, *shares)
-                roles[name] = RoleMapping(name, number, strategy, None)
-    if planned.sampler == "rollout":
-        roles["rollout"] = sampler("rollout")
-    else:
-        roles["actor"] = dataclasses.replace(roles["actor"], generation=generation("actor"))
+            layout, engine, slots, tokens = pool.layout_of(name), engines.get(name), 0, 0
+            if name in _SAMPLERS:
+                # The weights of a role that only samples are in the layout of generation already.
+                p, t = layout.p_g, layout.t_g
+                replicas = layout.num_devices // (p * t)
+                layout = ParallelLayout(p, t, replicas, p, t, expert=layout.expert)
+            if engine is not None:
+                slots = engine.config.slots // engine.shards
+                if (pages := engine.pages) is not None:
+                    tokens = (pages.num_pages - 1) * pages.page_tokens
+            roles[name] = RoleMapping(name, number, layout, slots, tokens)
     assumptions = assumptions_of(planned.config, cluster.accelerator)
     simulator = StepSimulator(cluster, load.work, assumptions)
     step = simulator.step(tasks_of_run(planned.algorithm, planned.config), models, roles)
-    if planned.judge is None:
+    if "judge" not in roles:
         return step
-    role = sampler("judge")
-    assert role.generation is not None, "a judge samples"
+    role = roles["judge"]
     verdicts = load.of_verdicts(planned.config.reward.judge.max_verdict_tokens).work
     costs = GenerationSimulator(cluster, verdicts, assumptions).generation(
-        models["judge"], role.strategy, role.generation
+        *(models["judge"], role.layout, role.slots, role.cache_tokens)
     )
     judged = TaskCosts("preparation", "judge", role.pool, costs)
     # After the tasks of preparation.

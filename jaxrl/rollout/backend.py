@@ -40,27 +40,19 @@ More: TypeAlias = Callable[[int, int], Prompts]
 
 
 class RolloutBackend(Protocol):
-    """Samples from a policy."""
+    """Samples from a policy.
 
-    @property
-    def mesh(self) -> Mesh:
-        """The devices of the weights, laid out by `mesh.rules.GENERATE_RULES`."""
-        ...
+    Attributes:
+      mesh: devices of the weights, laid out by `mesh.rules.GENERATE_RULES`.
+      dtype: data type of the weights.
+      weights_dtype: 8-bit type of the weights of projections, see `weight_types`; "" if it is `dtype`.
+      metrics: metrics of the last call of `generate` or `resume`, by name; may be empty.
+    """
 
-    @property
-    def dtype(self) -> Any:
-        """The data type of the weights."""
-        ...
-
-    @property
-    def weights_dtype(self) -> str:
-        """The 8-bit type of the weights of projections, see `weight_types`; "" if it is `dtype`."""
-        ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last call of `generate` or `resume`, by name; may be empty."""
-        ...
+    mesh: Mesh
+    dtype: Any
+    weights_dtype: str
+    metrics: Mapping[str, float]
 
     def load(self, params: Params) -> None:
         """Takes weights in the generation layout and drops any earlier ones."""

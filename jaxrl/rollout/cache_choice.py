@@ -102,8 +102,7 @@ def past_attention(
     """
     if mesh.size == 1:
         return kernel
-    sizes = dict(mesh.shape)
-    head_axes = axes_of("heads", rules, sizes)
+    head_axes = axes_of("heads", rules, dict(mesh.shape))
 
     def on_mesh(q_BQH, cache, layer, length_B):
         group = q_BQH.shape[1] // _num_kv_heads(cache)
@@ -118,16 +117,17 @@ def past_attention(
                 first = jax.lax.axis_index(head_axes) * num_queries // group % num_held
             return kernel(q_BQH, cache, layer, length_B, first_head=first, num_heads=num_used)
 
-        def spec(axes, array):
-            return partition_spec(axes, array.shape, rules, sizes, "attention to the past")
-
-        of_queries: Any = spec(("batch", "heads", "head_dim"), q_BQH)
-        of_cache = jax.tree.map(lambda leaf, axes: spec(axes, leaf), cache, _axes(cache))
+        of_queries, of_cache, of_length = _specs(
+            (q_BQH, cache, length_B),
+            (("batch", "heads", "head_dim"), _axes(cache), ("batch",)),
+            mesh,
+            rules,
+        )
         of_heads: Any = P(*of_queries[:2])
         return per_device(
             shard,
             mesh,
-            in_specs=(of_queries, of_cache, P(), spec(("batch",), length_B)),
+            in_specs=(of_queries, of_cache, P(), of_length),
             out_specs=PartialAttention(of_heads, of_heads, mixed=of_queries),
         )(q_BQH, cache, layer, length_B)
 
@@ -150,7 +150,6 @@ def _axes(cache: KVCache | PagedSlots) -> Any:
 
 def page_gathering(mesh: Mesh, rules: Rules) -> Gather:
     """Gathers pages on every device for its own slots, because a table numbers the pages of its device."""
-    sizes = dict(mesh.shape)
 
     def gather(slots: PagedSlots, axes: PagedSlots) -> Cache:
         def shard(pool, table_nP):
@@ -159,19 +158,18 @@ def page_gathering(mesh: Mesh, rules: Rules) -> Gather:
         if mesh.size == 1:
             return shard(slots.pool, slots.table)
 
-        def specs(tree, names):
-            return jax.tree.map(
-                lambda leaf, of_leaf: partition_spec(of_leaf, leaf.shape, rules, sizes, "pages"),
-                tree,
-                names,
-            )
-
-        whole = jax.eval_shape(shard, slots.pool, slots.table)
-        return per_device(
-            shard,
-            mesh,
-            in_specs=(specs(slots.pool, axes.pool), specs(slots.table, axes.table)),
-            out_specs=specs(whole, axes.pool),
-        )(slots.pool, slots.table)
+        given, names = (slots.pool, slots.table), (axes.pool, axes.table)
+        result = _specs(jax.eval_shape(shard, *given), axes.pool, mesh, rules)
+        specs = _specs(given, names, mesh, rules)
+        return per_device(shard, mesh, in_specs=specs, out_specs=result)(*given)
 
     return gather
+
+
+def _specs(tree: Any, axes: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Partition specs of arrays with these logical axes."""
+    return jax.tree.map(
+        lambda leaf, names: partition_spec(names, leaf.shape, rules, dict(mesh.shape), "slots"),
+        tree,
+        axes,
+    )

@@ -67,11 +67,11 @@ class ContinuousRollout:
         self._in_progress = False
         self._has_weights = False
         self._version = -1
-        self._finished = [n for n in groups if groups.finished(n)]
+        self._finished = [n for n in groups.samples if groups.finished(n)]
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._groups) - len(self._finished)
+        return len(self._groups.samples) - len(self._finished)
 
     def dispatch(self, options: SamplingOptions, more: More) -> bool:
         """Waits for the dispatch in progress and starts the next one.
@@ -89,9 +89,10 @@ class ContinuousRollout:
             self._running = running = self._make_loop(self._groups, options)
             running.go_on()
         elif not self._has_weights or self._version != options.step:
-            running.renew(self._params(), options)
+            running.options = options
+            running.loop.renew(self._params(), options.step)
         self._has_weights, self._version = True, options.step
-        if not (running.loop.unfinished or running.draw(more)):
+        if not (running.loop.scheduler.num_unfinished or running.draw(more)):
             return False
         running.loop.begin()
         self._in_progress = True
@@ -117,8 +118,8 @@ class ContinuousRollout:
             self._running.loop.give_tokens()
         old = [
             n
-            for n in self._groups
-            if n not in self._finished and oldest_version(self._groups.group(n)) < version
+            for n, group in self._groups.samples.items()
+            if n not in self._finished and oldest_version(group) < version
         ]
         for n in old:
             self._remove(n)
@@ -148,8 +149,8 @@ class ContinuousRollout:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """See `DecodeLoop.metrics`, since the last pause."""
-        return {} if self._running is None else self._running.loop.metrics()
+        """Metrics of speculation since the last pause."""
+        return {} if self._running is None else self._running.loop.speculation.metrics()
 
     def _collect(self) -> None:
         """Waits for the dispatch in progress."""

@@ -29,24 +29,21 @@ W tokens of a dispatch   T tokens
 
 from __future__ import annotations
 
-import collections
 import enum
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
-from jaxrl.rollout.decoded_log import DecodedLog, Stretch
+from jaxrl.rollout.decoded_log import DecodedLog
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample, Start
-from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.scheduler import Admission, Scheduler
-from jaxrl.rollout.slot_pages import SlotPages
-from jaxrl.rollout.slots import Known, Placed, Slots
+from jaxrl.rollout.slots import Slots, prefilled
 from jaxrl.rollout.speculation import AnswerTexts, Speculation
 from jaxrl.rollout.stop_strings import StopSearch, StopsOfSlots
 
@@ -79,7 +76,12 @@ class Decoded(NamedTuple):
 
 
 class DecodeLoop:
-    """Decodes samples in the slots of one engine. Not thread-safe."""
+    """Decodes samples in the slots of one engine. Not thread-safe.
+
+    Attributes:
+      scheduler: the samples that wait or decode.
+      speculation: the decisions to speculate, and their metrics.
+    """
 
     def __init__(
         self,
@@ -112,20 +114,31 @@ class DecodeLoop:
         self._streams = streams
         self._slots = Slots(engine, params)
         self._texts = AnswerTexts(0) if texts is None else texts
-        self._speculation = Speculation()
+        self.speculation = Speculation()
         self.clear()
 
     def clear(self) -> None:
         """Drops all samples and frees the memory of their slots."""
         self._slots.clear()
-        self._pages = self._slots.pages
-        self._scheduler = Scheduler(
+        pages = self._pages = self._slots.pages
+        known = pages if self._reuses else None
+        # The functions hold pages alone: with `self` the weights would live until Python's cycle collection.
+        self.scheduler = Scheduler(
             (),
             slot_sizes=self._engine.slot_sizes,
             prefill_batch=self._engine.batch_sizes[-1],
             shards=self._engine.shards,
-            may_start=functools.partial(_take, self._pages),
-            preferred=functools.partial(_holders, self._pages if self._reuses else None),
+            # A contiguous cache has memory in every slot.
+            may_start=lambda slot, sample: (
+                pages is None
+                or pages.take(
+                    slot, sample.start.tokens, sample.prompt_tokens + sample.limit, len(sample)
+                )
+            ),
+            # The shards that hold most of the beginning of a sample's sequence.
+            preferred=lambda sample: (
+                () if known is None else known.pool.holders(sample.start.tokens[:-1])[0]
+            ),
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
@@ -141,27 +154,14 @@ class DecodeLoop:
         # Tokens of the sequence in each slot.
         self._length_n = np.zeros(num_slots, int)
 
-    @property
-    def unfinished(self) -> bool:
-        return self._scheduler.unfinished
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._scheduler.num_unfinished
-
-    @property
-    def places(self) -> int:
-        """The number of samples to add so that all slots are busy and stay so; see `Scheduler.places`."""
-        return self._scheduler.places
-
     def add(self, samples: Iterable[Sample]) -> None:
         """Queues samples; they start in this order. `Sample.request` comes first."""
         for sample in samples:
-            self._scheduler.add(sample, sample.start)
+            self.scheduler.add(sample, sample.start)
 
     def drop(self, samples: Collection[Sample]) -> None:
         """Drops waiting or decoding samples; their slots are free at the next dispatch."""
-        freed = [self._scheduler.cancel(sample) for sample in samples]
+        freed = [self.scheduler.cancel(sample) for sample in samples]
         for sample in samples:
             self._answered.pop(sample, None)
         if running := [slot for slot in freed if slot is not None]:
@@ -182,21 +182,29 @@ class DecodeLoop:
 
     def begin(self) -> None:
         """Starts waiting samples, and a dispatch on the devices, if there is any sample."""
-        scheduler = self._scheduler
-        if not scheduler.unfinished:
+        scheduler = self.scheduler
+        if not scheduler.num_unfinished:
             return
         moves = scheduler.resize()
         if moves is not None:
             self._move(moves)
-        self._grow_pages()
-        # Later admissions may take the memory of known beginnings, so these are looked up one by one.
-        admissions = [(each, self._known(each)) for each in iter(scheduler.admit, None)]
-        for admission, _ in admissions:
+        # By slot, because a sample with an answer may have moved.
+        slot_of = scheduler.slot_of
+        answered = {slot_of[s]: n for s, n in self._answered.items() if s in slot_of}
+        self._grow_pages(answered)
+        admissions = []
+        while (admission := scheduler.admit()) is not None:
+            # Later admissions may take the memory of known beginnings, so these are looked up one by one.
+            admissions.append((admission, self._known(admission)))
             slots, _, samples = zip(*admission.slots, strict=True)
             self._length_n[list(slots)] = [sample.num_tokens for sample in samples]
         longest = int(self._length_n[scheduler.busy_slots].max())
-        self._slots.make_room(scheduler.num_slots, moves, longest)
-        self._extend_answered()
+        self._slots.make_room(len(scheduler.owners), moves, longest)
+        # Samples whose environment has answered decode on, in their slots.
+        self._answered, owners = {}, scheduler.owners
+        extensions = {slot: (owners[slot].sequence, n) for slot, n in sorted(answered.items())}
+        for prefix, slot_of_row in self._slots.extend(extensions):
+            self._insert(prefix, [(slot, i, owners[slot]) for i, slot in slot_of_row.items()])
         for admission, known in admissions:
             self._admit(admission, known)
         self._decode()
@@ -205,27 +213,29 @@ class DecodeLoop:
 
     def _decode(self) -> None:
         """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
-        scheduler, rows = self._scheduler, None
+        scheduler, rows = self.scheduler, None
+        owners, busy = scheduler.owners, scheduler.busy_slots
         if self._engine.num_drafted:
-            busy, num_slots = scheduler.busy_slots, scheduler.num_slots
-            rows = self._speculation.choose(busy, num_slots, self._engine.shards, self._num_sampled)
+            # Tokens of a sample, with those in the log.
+            rows = self.speculation.choose(
+                busy,
+                len(owners),
+                self._engine.shards,
+                lambda slot: int(self._length_n[slot]) - owners[slot].prompt_tokens,
+            )
         if rows is None:
             self._slots.generate(scheduler.enough_active)
             return
         prompt_ids: list[int | None] = [None] * len(rows.slot_m)
         for row, slot in rows.slots.items():
-            prompt_ids[row] = scheduler.owner(slot).prompt_id
+            prompt_ids[row] = owners[slot].prompt_id
         self._slots.speculate(rows, self._texts.references(prompt_ids), scheduler.enough_active)
-
-    def _num_sampled(self, slot: int) -> int:
-        """The number of tokens of the sample in a slot, those in the log included."""
-        return int(self._length_n[slot]) - self._scheduler.owner(slot).prompt_tokens
 
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
 
-        Ended samples may get their tokens only in the next `begin`, while the devices work, or in
-        `give_ended`.
+        Adds its tokens to samples whose turn is over, and frees the slots of ended samples. Ended samples may
+        get their tokens only in the next `begin`, while the devices work, or in `give_ended`.
 
         Returns:
           One entry per ended sample, or with `streams` per running sample, in the order of the slots; empty
@@ -234,16 +244,38 @@ class DecodeLoop:
         if not self._begun:
             return []
         self._begun = False
-        return self._collect(*self._slots.decoded())
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of speculation."""
-        return self._speculation.metrics()
+        active, decoded = self._slots.decoded()
+        busy, before_n = self.scheduler.busy_slots, self._length_n
+        self._log.append(decoded)
+        self._length_n = before_n + decoded.count
+        if self._pages is not None:
+            self._pages.advance(decoded.count)
+        speculated = self.speculation.rows is not None
+        self.speculation.note(int(decoded.count.sum()), self._slots.rounds() if speculated else 0)
+        cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
+        over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
+        ends = self._end_turns(over, decoded, cuts)
+        # The device does not check stop strings, so it must be told to stop decoding.
+        if still_active := [slot for slot in cuts if active[slot]]:
+            self._slots.release(still_active)
+        ended = [slot for slot, end in ends.items() if end is not None]
+        if speculated:
+            # The log takes slots that decode on to have equally many tokens.
+            for slot in np.setdiff1d(busy, over).tolist():
+                self._give_tokens(slot)
+        results = []
+        for slot in busy.tolist() if self._streams else ended:
+            kept = decoded.count[slot] - cuts.get(slot, 0)
+            tokens, logprob = decoded.token[slot, :kept], decoded.logprob[slot, :kept]
+            sample, num_before = self.scheduler.owners[slot], int(before_n[slot])
+            results.append(Decoded(sample, tokens, logprob, ends.get(slot), num_before))
+        self._free(ended)
+        return results
 
     def give_tokens(self) -> None:
         """Gives all samples the tokens that they have so far, without those of a begun dispatch."""
         self.give_ended()
-        for slot in self._scheduler.busy_slots.tolist():
+        for slot in self.scheduler.busy_slots.tolist():
             self._give_tokens(slot)
 
     def give_ended(self) -> None:
@@ -257,11 +289,12 @@ class DecodeLoop:
         """
         assert not self._begun, "a dispatch in progress has the weights that it began with"
         self.give_tokens()
-        self._slots.params, self._version = params, version
+        self._slots.load(params)
+        self._version = version
 
     def release_weights(self) -> None:
         """Forgets the weights, so that their memory can be freed before `renew`."""
-        self._slots.params = None
+        self._slots.load(None)
 
     def _move(self, moves: list[int]) -> None:
         """Moves what is known of the slots, as the scheduler's `resize` has moved their samples."""
@@ -278,37 +311,41 @@ class DecodeLoop:
 
     # Pages
 
-    def _grow_pages(self) -> None:
-        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
+    def _grow_pages(self, answered: dict[int, int]) -> None:
+        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed.
+
+        Args:
+          answered: lengths of the environment's answers that wait, by slot; those that go back are removed.
+        """
         if self._pages is None:
             return
-        for slot, num_new in self._answered_by_slot().items():
-            length = self._scheduler.owner(slot).num_tokens - num_new
+        for slot, num_new in answered.items():
+            length = self.scheduler.owners[slot].num_tokens - num_new
             self._pages.extend(slot, length, num_new)
         if not (dropped := self._pages.grow(self._cached if self._reuses else None)):
             return
         self._slots.release(dropped)
         for slot in dropped:
             self._give_tokens(slot)
+            answered.pop(slot, None)
         self._log.stop(np.array(dropped))
-        for sample in self._scheduler.finish(dropped):
+        for sample in self.scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
-            self._answered.pop(sample, None)
             sample.start = Start(sample.sequence)
-            self._scheduler.add_first(sample, sample.start)
+            self.scheduler.add_first(sample, sample.start)
 
     def _cached(self, slot: int) -> np.ndarray:
         """The sequence in a slot, int32 [T], without an environment's answer that still waits."""
         self._give_tokens(slot)
-        sample = self._scheduler.owner(slot)
+        sample = self.scheduler.owners[slot]
         num_new = self._answered.get(sample)
         # The token before an answer is not cached yet.
         return sample.sequence[: None if num_new is None else -num_new - 1]
 
     # Into slots
 
-    def _known(self, admission: Admission) -> dict[int, Known]:
-        """The batch indices of a new prefill batch whose sequences begin with known pages."""
+    def _known(self, admission: Admission) -> dict[int, tuple[int, list[int], np.ndarray]]:
+        """The sequences of a new prefill batch that begin with known pages, as `Slots.reuse` takes them."""
         if not (self._reuses and self._pages and admission.needs_prefill):
             return {}
         found = {}
@@ -318,7 +355,7 @@ class DecodeLoop:
                 found[index] = (shards[0], pages, start.tokens)
         return found
 
-    def _admit(self, admission: Admission, known: Mapping[int, Known]) -> None:
+    def _admit(self, admission: Admission, known: Mapping[int, Any]) -> None:
         """Prefills the batch of an admission if it is new, and inserts its samples."""
         if admission.needs_prefill:
             self._prefixes = [
@@ -327,7 +364,8 @@ class DecodeLoop:
             ]
             whole = [i for i in range(len(admission.sources)) if i not in known]
             if whole:
-                prefix = self._slots.prefill([admission.sources[i].tokens for i in whole])
+                sequences = [admission.sources[i].tokens for i in whole]
+                prefix = prefilled(self._engine, self._slots.params, sequences)
                 self._prefixes.append((prefix, {index: row for row, index in enumerate(whole)}))
         for prefix, row_of in self._prefixes:
             starts = [(slot, row_of[i], each) for slot, i, each in admission.slots if i in row_of]
@@ -335,76 +373,17 @@ class DecodeLoop:
                 self._insert(prefix, starts)
 
     def _insert(self, prefix: Prefix, starts: list[tuple[int, int, Sample]]) -> None:
-        """Puts samples into slots; samples with equal options are inserted in one call.
-
-        Args:
-          prefix: prefilled sequences.
-          starts: slot, batch index in the prefix, and sample.
-        """
-        alike: dict[SamplingOptions, list[Placed]] = collections.defaultdict(list)
+        """Puts samples into slots: slot, batch index in the prefix, and sample."""
         slots = np.array([slot for slot, _, _ in starts])
         self._log.start(slots)
         self._stops.set(slots, [sample.options.stop_strings for _, _, sample in starts])
-        for slot, row, sample in starts:
-            alike[sample.options].append(
-                (slot, row, sample.prompt_id, sample.index, sample.limit, len(sample))
-            )
-        for options, samples in alike.items():
-            self._slots.insert(prefix, samples, options)
-
-    def _answered_by_slot(self) -> dict[int, int]:
-        """The lengths of the answers that wait, by the slot of their sample; a slot may have moved since."""
-        found = {
-            slot: num_new
-            for sample, num_new in self._answered.items()
-            if (slot := self._scheduler.slot_of(sample)) is not None
-        }
-        return dict(sorted(found.items()))
-
-    def _extend_answered(self) -> None:
-        """Appends the environment's answers to the sequences in their slots, so that they decode on."""
-        owner, answered = self._scheduler.owner, self._answered_by_slot()
-        self._answered = {}
-        extensions = {slot: (owner(slot).sequence, num_new) for slot, num_new in answered.items()}
-        for prefix, slot_of in self._slots.extend(extensions):
-            self._insert(prefix, [(slot, index, owner(slot)) for index, slot in slot_of.items()])
+        self._slots.insert(prefix, starts)
 
     # Out of slots
 
-    def _collect(self, active: np.ndarray, decoded: DecodedTokens) -> list[Decoded]:
-        """Adds decoded tokens to samples whose turn is over, and frees the slots of ended samples."""
-        busy = self._scheduler.busy_slots
-        before_n = self._length_n
-        self._log.append(decoded)
-        self._length_n = before_n + decoded.count
-        if self._pages is not None:
-            self._pages.advance(decoded.count)
-        speculated = self._speculation.rows is not None
-        self._speculation.note(int(decoded.count.sum()), self._slots.rounds() if speculated else 0)
-        cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
-        over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
-        ends = self._end_turns(over, decoded, cuts)
-        # The device does not check stop strings, so it must be told to stop decoding.
-        if still_active := [slot for slot in cuts if active[slot]]:
-            self._slots.release(still_active)
-        ended = [slot for slot, end in ends.items() if end is not None]
-        if speculated:
-            # The log takes slots that decode on to have equally many tokens.
-            for slot in np.setdiff1d(busy, over).tolist():
-                self._give_tokens(slot)
-        reported = busy.tolist() if self._streams else ended
-        results = []
-        for slot in reported:
-            tokens, logprob, _ = decoded.of_slot(slot)
-            kept = len(tokens) - cuts.get(slot, 0)
-            told = (tokens[:kept], logprob[:kept], ends.get(slot), int(before_n[slot]))
-            results.append(Decoded(self._scheduler.owner(slot), *told))
-        self._free(ended)
-        return results
-
     def _free(self, ended: list[int]) -> None:
         self._log.stop(np.array(ended, int))
-        samples = self._scheduler.finish(ended)
+        samples = self.scheduler.finish(ended)
         if self._pages is None:
             return
         finished = [s for s, sample in zip(ended, samples, strict=True) if sample.finished]
@@ -416,14 +395,14 @@ class DecodeLoop:
 
     def _tail(self, slot: int, count: int) -> np.ndarray:
         """The last `count` tokens of a slot's current turn, or all of them if there are fewer."""
-        sample, tokens = self._scheduler.owner(slot), self._log.tail(slot, count)
+        sample, tokens = self.scheduler.owners[slot], self._log.tail(slot, count)
         # A sample that was continued has the beginning of its turn itself.
         before = sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
         return np.concatenate([before, tokens])
 
     def _give_tokens(self, slot: int) -> None:
         """Moves the tokens of a slot from the log to its sample."""
-        sample = self._scheduler.owner(slot)
+        sample = self.scheduler.owners[slot]
         sample.add_decoded(*self._log.take(slot), version=self._version)
 
     def _end_turns(
@@ -443,8 +422,9 @@ class DecodeLoop:
         at_stop_id = np.isin(decoded.token[slots, newest - 1], self._engine.config.stop_ids)
         cut = np.array([cuts.get(slot, 0) for slot in slots.tolist()], int)
         self._length_n[slots] -= cut
-        samples = [self._scheduler.owner(slot) for slot in slots.tolist()]
-        self._log.give_later(slots, cut, [self._giving(sample) for sample in samples])
+        samples = [self.scheduler.owners[slot] for slot in slots.tolist()]
+        receive = [functools.partial(s.add_decoded, version=self._version) for s in samples]
+        self._log.give_later(slots, cut, receive)
         if self._gives_at_once or any(sample.options.environment for sample in samples):
             self._log.pass_on()
         ends: dict[int, End | None] = {}
@@ -469,10 +449,6 @@ class DecodeLoop:
                 self._texts.add(sample.prompt_id, sample.tokens)
         return ends
 
-    def _giving(self, sample: Sample) -> Callable[[Stretch], None]:
-        version = self._version
-        return lambda stretch: sample.add_decoded(*stretch, version=version)
-
     def _answer(self, sample: Sample, environment: Environment, stop: End) -> End | None:
         """Calls the environment; returns None if it has answered, because the sample then continues."""
         turn = sample.tail(len(sample))
@@ -485,14 +461,3 @@ class DecodeLoop:
         self._answered[sample] = len(answer)
         sample.add_given(answer, self._version)
         return None
-
-
-def _take(pages: SlotPages | None, slot: int, sample: Sample) -> bool:
-    """Takes pages for a sample; False if there are too few. A contiguous cache has memory in every slot."""
-    most = sample.prompt_tokens + sample.limit
-    return pages is None or pages.take(slot, sample.start.tokens, most, len(sample))
-
-
-def _holders(pages: SlotPages | None, sample: Sample) -> Collection[int]:
-    """The shards that hold most of the beginning of a sample's sequence in known pages."""
-    return () if pages is None else pages.pool.holders(sample.start.tokens[:-1])[0]

@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl.models.cache.interface import Cache
 from jaxrl.rollout.sampling import Truncation
@@ -73,11 +72,6 @@ class DecodedTokens:
     token: Any
     logprob: Any
     entropy: Any
-
-    def of_slot(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities and entropies of one slot, [count] each; on the host."""
-        n = self.count[slot]
-        return self.token[slot, :n], self.logprob[slot, :n], self.entropy[slot, :n]
 
 
 @jax.tree_util.register_dataclass

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,6 @@ from jaxrl.rollout.decode_state import DecodedTokens
 
 # Columns of a block.
 _COLUMNS = 256
-
-
-# Tokens of one sample: int32 ids, float32 log-probabilities and entropies, [R] each.
-Stretch: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass
@@ -62,7 +58,7 @@ class DecodedLog:
         self._end, self._settled = 0, 0
         self._last: np.ndarray = np.zeros((3, num_slots, 0), np.int32)
         # Slot, first and last column of stretches that `settle` passes on, and what receives them.
-        self._ended: list[tuple[int, int, int, Callable[[Stretch], None]]] = []
+        self._ended: list[tuple[int, int, int, Callable[..., Any]]] = []
 
     def moved(self, old_n: np.ndarray) -> DecodedLog:
         """A log of other slots; `old_n` has the slot that each of them was, int, or -1 for an idle one."""
@@ -80,10 +76,8 @@ class DecodedLog:
         self._running_n[slots] = True
 
     def append(self, decoded: DecodedTokens) -> None:
-        """Adds the tokens of a dispatch; no slot that was started may have stopped before it.
-
-        They are copied by the next `settle`, which can wait until the devices work again.
-        """
+        """Adds the tokens of a dispatch; no slot that was started may have stopped before it."""
+        # The next `settle` copies them into a block, which can wait until the devices work again.
         self.settle()
         steps = int(decoded.count.max(initial=0))
         if steps > self._last.shape[2]:
@@ -102,7 +96,16 @@ class DecodedLog:
         steps = self._end - self._settled
         if not steps:
             return
-        block = self._room_for(steps)
+        block = self._blocks[-1] if self._blocks else None
+        if block is None or block.used + steps > block.words.shape[2]:
+            # Blocks whose tokens have all been read give their memory to the next.
+            needed = self._begin_n[self._running_n].min(initial=self._end)
+            while self._blocks and self._blocks[0].first + self._blocks[0].used <= needed:
+                self._spare.append(self._blocks.popleft().words)
+            shape = (3, len(self._begin_n), max(_COLUMNS, steps))
+            words = self._spare.pop() if self._spare else np.empty(shape, np.int32)
+            block = _Block(self._settled, words)
+            self._blocks.append(block)
         block.words[:, :, block.used : block.used + steps] = self._last[:, :, :steps]
         block.used += steps
         self._settled += steps
@@ -111,24 +114,28 @@ class DecodedLog:
         """Passes on the tokens that `give_later` has left."""
         ended, self._ended = self._ended, []
         for slot, begin, end, receive in ended:
-            receive(self._stretch(slot, begin, end))
+            receive(*self._stretch(slot, begin, end))
 
-    def take(self, slot: int) -> Stretch:
-        """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch."""
+    def take(self, slot: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of the sample in a slot since `start`; a sample that runs on begins another stretch.
+
+        Returns:
+          Int32 ids, float32 log-probabilities and entropies, [R] each.
+        """
         end = self._end - int(self._missing_n[slot])
         stretch = self._stretch(slot, int(self._begin_n[slot]), end)
         self._begin_n[slot], self._missing_n[slot] = self._end, 0
         return stretch
 
     def give_later(
-        self, slots: np.ndarray, dropped: np.ndarray, receive: Sequence[Callable[[Stretch], None]]
+        self, slots: np.ndarray, dropped: np.ndarray, receive: Sequence[Callable[..., Any]]
     ) -> None:
         """Lets `pass_on` give away the tokens of samples that have ended; `settle` calls it too.
 
         Args:
           slots: int [K], the slots; others may start in them before.
           dropped: int [K], number of last tokens that are left out.
-          receive: K functions, which take the stretches.
+          receive: K functions, which get what `take` returns, as three arguments.
         """
         ends = self._end - self._missing_n[slots] - dropped
         begins = self._begin_n[slots].tolist()
@@ -145,7 +152,9 @@ class DecodedLog:
         """Forgets the samples in these slots, int."""
         self._running_n[slots] = False
 
-    def _stretch(self, slot: int, begin: int, end: int) -> Stretch:
+    def _stretch(
+        self, slot: int, begin: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         words = self._words_of(slot, begin, end, 3)
         return words[0], words[1].view(np.float32), words[2].view(np.float32)
 
@@ -162,16 +171,3 @@ class DecodedLog:
                 b.words[:kinds, slot, max(0, begin - b.first) : min(max(0, end - b.first), b.used)]
             )
         return np.concatenate(parts[::-1], axis=1)
-
-    def _room_for(self, steps: int) -> _Block:
-        """The block for the next columns. Frees blocks whose tokens have all been read."""
-        block = self._blocks[-1] if self._blocks else None
-        if block is not None and block.used + steps <= block.words.shape[2]:
-            return block
-        needed = self._begin_n[self._running_n].min(initial=self._end)
-        while self._blocks and self._blocks[0].first + self._blocks[0].used <= needed:
-            self._spare.append(self._blocks.popleft().words)
-        shape = (3, len(self._begin_n), max(_COLUMNS, steps))
-        words = self._spare.pop() if self._spare else np.empty(shape, np.int32)
-        self._blocks.append(_Block(self._settled, words))
-        return self._blocks[-1]

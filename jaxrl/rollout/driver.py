@@ -41,7 +41,7 @@ class EngineBackend:
         """Args: the compiled programs; a function from token ids to texts. `load` brings the weights."""
         self.engine = engine
         self.mesh, self.dtype = engine.mesh, jnp.dtype(engine.config.dtype)
-        self.weights_dtype = engine.config.weights_dtype
+        self.weights_dtype: str = engine.config.weights_dtype
         self.metrics: Mapping[str, float] = {}
         self._decode_texts = decode_texts
         # A function and no method, which would keep the weights until Python's cycle collection.
@@ -113,9 +113,7 @@ class OfflineBackend(EngineBackend):
     ) -> Rollout:
         """Continues unfinished groups and samples prompts until `on_group` returns True.
 
-        The prompt and the tokens of an unfinished sample are prefilled under the current weights. While the
-        devices decode, `on_group` is called with the groups that the dispatch before has finished, and then
-        `more` for samples that can take the next free slots.
+        The prompt and the tokens of an unfinished sample are prefilled under the current weights.
         """
         running = self._start(options, unfinished)
         running.go_on()
@@ -169,9 +167,10 @@ class OfflineBackend(EngineBackend):
         groups = running.groups
         finished: list[int] = []
         enough = False
-        while not enough and (running.loop.unfinished or running.draw(more)):
+        while not enough and (running.loop.scheduler.num_unfinished or running.draw(more)):
             running.loop.begin()
-            # The text of the groups that have just finished is made while the devices decode on.
+            # While the devices decode on, the text of the groups that the dispatch before has finished is
+            # made, and then prompts are drawn for samples that can take the next free slots.
             enough = groups.hand_out(finished, on_group)
             if not enough:
                 running.draw(more)
@@ -179,4 +178,4 @@ class OfflineBackend(EngineBackend):
         running.loop.give_tokens()
         groups.hand_out(finished, on_group)
         if self.engine.num_drafted:
-            self.metrics = running.loop.metrics()
+            self.metrics = running.loop.speculation.metrics()

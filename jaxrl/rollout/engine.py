@@ -53,7 +53,6 @@ from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.contiguous_cache import split_layers
-from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
 from jaxrl.models.decoder import Params
 from jaxrl.models.experts import experts_for
@@ -61,8 +60,14 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.weight_types import weight_types
 from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
-from jaxrl.rollout.decode_state import DecodeState, Prefix
-from jaxrl.rollout.engine_sizes import engine_sizes, page_sizes
+from jaxrl.rollout.decode_state import DecodeState
+from jaxrl.rollout.engine_sizes import (
+    SHORTEST_CACHE,
+    bucket_sizes,
+    page_sizes,
+    prefill_sizes,
+    slot_sizes,
+)
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_programs import SlotLayout, SlotPrograms
 from jaxrl.rollout.speculate_program import SpeculatingPrograms
@@ -79,9 +84,14 @@ class Engine:
     Attributes:
       shards: number of shards of the slots.
       weight_types: types of the weights, a tree of `StoredType`s.
+      cache: kind of the KV cache.
+      layout: sharding of the slots.
       pages: sizes of a paged cache; None if the cache is contiguous.
       num_drafted: number of tokens that `speculate` drafts in a round; 0 if decoding does not speculate.
-      slot_sizes, batch_sizes, prompt_sizes, prefix_sizes, cache_sizes: the fields of `EngineSizes`.
+      slot_sizes: numbers of slots of a state, ascending multiples of `shards`.
+      batch_sizes: numbers of sequences of a prefix, ascending multiples of `shards`.
+      prompt_sizes: numbers of tokens of a prefill program, ascending.
+      prefix_sizes, cache_sizes: capacities of a prefix and of a state, ascending.
     """
 
     def __init__(self, model: ModelConfig, graph: nnx.GraphDef, mesh: Mesh, config: EngineConfig):
@@ -113,50 +123,58 @@ class Engine:
             kv_heads=max(1, model.num_kv_heads // shards_of("heads", GENERATE_RULES, mesh)),
             platform=platform_of(mesh),
         )
-        self._cache = choose_cache(
+        self.cache = choose_cache(
             model,
             mesh,
             dtype=config.dtype,
-            kv_dtype=config.cache_dtype,
+            kv_dtype=jnp.dtype(config.kv_dtype or config.dtype),
             unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
             decode_attention=config.decode_attention,
             pages=self.pages,
         )
-        sizes = engine_sizes(config, self._cache, self.shards)
-        self.slot_sizes, self.batch_sizes = sizes.slots, sizes.batches
-        self.prompt_sizes = sizes.prompts
-        self.prefix_sizes, self.cache_sizes = sizes.prefixes, sizes.caches
+        # On accelerators a single state lasts for the whole run: a resize would need memory for two states.
+        fixed = self.cache.reads_own_length
+        longest = config.max_context_tokens + config.tokens_per_dispatch
+        longest += -longest % self.cache.capacity_multiple
+        self.slot_sizes = slot_sizes(config, self.shards, fixed=fixed)
+        self.batch_sizes, self.prompt_sizes = prefill_sizes(config, self.shards)
+        self.prefix_sizes = bucket_sizes(longest, SHORTEST_CACHE)
+        self.cache_sizes = (longest,) if fixed else self.prefix_sizes
         self.num_drafted = num_drafted(config.speculate, platform_of(mesh))
-        self._layout = SlotLayout(mesh, self._cache)
+        self.layout = SlotLayout(mesh, self.cache)
         self._compile(graph)
 
     def _compile(self, graph: nnx.GraphDef) -> None:
         """Makes the jitted programs; each compiles at its first call."""
-        config, layout = self.config, self._layout
-        compute = _compute(config, self.model, layout)
-        slots = SlotPrograms(self._cache, layout, config.tokens_per_dispatch)
+        config, model, mesh, layout = self.config, self.model, self.mesh, self.layout
+        platform = platform_of(mesh)
+        on_cpu = platform == "cpu"
+        compute = Compute(
+            dtype=jnp.dtype(config.dtype),
+            constrain=layout.constrain,
+            experts=expert_parallel(experts_for(platform), mesh, GENERATE_RULES),
+            layers=pipeline(scan_layers_as_bits if on_cpu else scan_layers, mesh, GENERATE_RULES),
+            unroll=config.layers_per_iteration(model.num_layers, platform),
+            sum_parts=_sum_parts(model) if config.deterministic else 0,
+            wide_results=on_cpu,
+        )
+        slots = SlotPrograms(self.cache, layout, config.tokens_per_dispatch)
         kernel = pick_implementation(
-            platform_of(self.mesh),
-            config.dtype,
-            config.attention,
-            softcap=self.model.attention_softcap,
+            platform, config.dtype, config.attention, softcap=model.attention_softcap
         )
         attend = attention_parallel(
-            functools.partial(attention, implementation=kernel), self.mesh, GENERATE_RULES
+            functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES
         )
         programs = SpeculatingPrograms(
             graph, compute, attend, slots, config.stop_ids, self.num_drafted
         )
-        self._splits_layers = (
-            platform_of(self.mesh) == "cpu"
-            and compute.unroll >= self.model.num_layers
-            and shards_of("layers", GENERATE_RULES, self.mesh) == 1
-        )
+        one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
+        self._splits_layers = on_cpu and compute.unroll >= model.num_layers and one_stage
         self._split = jax.jit(split_layers)
         # Nothing else ties a state to a mesh of one device, and it would be made on the first device of all.
-        here = replicated(self.mesh) if self.mesh.size == 1 else None
+        here = replicated(mesh) if mesh.size == 1 else None
         self._idle = jax.jit(slots.idle, static_argnums=(0, 1), out_shardings=here)
-        options: Any = {"compiler_options": _compiler_options(config, self.mesh)}
+        options: Any = {"compiler_options": _compiler_options(config, mesh)}
         self.prefill = jax.jit(programs.prefill, **options)
         self.extend = jax.jit(programs.extend, donate_argnames="prefix", **options)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
@@ -169,11 +187,9 @@ class Engine:
         self.resize = jax.jit(slots.resize, static_argnames="capacity")
 
     def for_decoding(self, params: Params) -> Params:
-        """The weights as `generate` and `speculate` read them fastest.
-
-        On CPU these are copies of single layers, if decoding has no scan over layers. With stacked weights,
-        which the programs take too, each dispatch makes these copies.
-        """
+        """The weights as `generate` and `speculate` read them fastest."""
+        # On CPU these are copies of single layers, if decoding has no scan over layers. With stacked weights,
+        # which the programs take too, each dispatch makes these copies.
         if not self._splits_layers:
             return params
         return params | {"layers": self._split({"layers": params["layers"]})["layers"]}
@@ -193,7 +209,7 @@ class Engine:
 
     def abstract_decode_state(self) -> DecodeState:
         """The shapes and shardings of the largest state; allocates nothing."""
-        return self._layout.abstract(jax.eval_shape(self.init_decode_state))
+        return self.layout.abstract(jax.eval_shape(self.init_decode_state))
 
     def with_pages(
         self, state: DecodeState, table_nP: np.ndarray, shared_n: np.ndarray
@@ -210,14 +226,6 @@ class Engine:
         shared = put(shared_n, cache.shared.sharding)
         cache = dataclasses.replace(cache, table=table, shared=shared)
         return state.replace(context=dataclasses.replace(state.context, cache=cache))
-
-    def abstract_prefix(self, shapes: Prefix) -> Prefix:
-        """Adds shardings to the shapes of a prefix."""
-        return self._layout.abstract(shapes)
-
-    def cache_bytes(self, num_slots: int, capacity: int) -> int:
-        """The bytes of a state's keys and values, summed over all devices."""
-        return cache_bytes(self._cache, num_slots, capacity)
 
 
 def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:
@@ -253,26 +261,9 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
 
 
 def _sum_parts(model: ModelConfig) -> int:
-    """The number of parts in which sums over heads and neurons are made on every mesh.
-
-    Key-value heads that devices share would be multiplied in other shapes, which round differently.
-    """
+    """The number of parts in which sums over heads and neurons are made on every mesh."""
+    # Key-value heads that devices share would be multiplied in other shapes, which round differently.
     return math.gcd(model.num_kv_heads, model.d_ff)
-
-
-def _compute(config: EngineConfig, model: ModelConfig, layout: SlotLayout) -> Compute:
-    """The `Compute` of the model on the layout's mesh."""
-    mesh = layout.mesh
-    scan = scan_layers_as_bits if platform_of(mesh) == "cpu" else scan_layers
-    return Compute(
-        dtype=jnp.dtype(config.dtype),
-        constrain=layout.constrain,
-        experts=expert_parallel(experts_for(platform_of(mesh)), mesh, GENERATE_RULES),
-        layers=pipeline(scan, mesh, GENERATE_RULES),
-        unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
-        sum_parts=_sum_parts(model) if config.deterministic else 0,
-        wide_results=platform_of(mesh) == "cpu",
-    )
 
 
 def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]:

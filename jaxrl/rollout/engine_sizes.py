@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxrl.errors import UserError
-from jaxrl.models.cache.interface import CacheKind
 from jaxrl.rollout.settings import EngineConfig
 
 # Compiling a program for a smaller size does not pay off.
-_SHORTEST_CACHE, _SHORTEST_PROMPT = 128, 64
+SHORTEST_CACHE, _SHORTEST_PROMPT = 128, 64
 # Tokens of a page. On CPU pages are gathered; small ones waste less.
 _PAGE_ON_CPU = 16
 # On accelerators the smallest of these whose table fits. Kernels read blocks of 64 (GPU) or 512 tokens (TPU).
@@ -20,44 +19,6 @@ MOST_PAGE_TOKENS = _PAGES[-1]
 # Bytes of a TPU's scalar memory for the table of the kernel, which has a row for each slot and kv head. The
 # memory has 1 MiB, and the kernel keeps the lengths of the slots there too.
 _TABLE_BYTES = 7 * 2**17
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSizes:
-    """Bucket sizes, each ascending. Slots and batches are multiples of the number of shards.
-
-    Example: 16 slots in 4 shards and a prefill of 8 prompts: slots (4, 8, 16), batches (4, 8).
-
-    Attributes:
-      slots: numbers of slots of a state.
-      batches: numbers of sequences of a prefix.
-      prompts: numbers of tokens of a prefill program.
-      prefixes: capacities of a prefix.
-      caches: capacities of a state.
-    """
-
-    slots: tuple[int, ...]
-    batches: tuple[int, ...]
-    prompts: tuple[int, ...]
-    prefixes: tuple[int, ...]
-    caches: tuple[int, ...]
-
-
-def engine_sizes(config: EngineConfig, cache: CacheKind, shards: int) -> EngineSizes:
-    """The bucket sizes of an engine with this cache and number of shards."""
-    # On accelerators a single state lasts for the whole run: a resize would need memory for two states.
-    fixed = cache.reads_own_length
-    longest = config.max_context_tokens + config.tokens_per_dispatch
-    longest += -longest % cache.capacity_multiple
-    prefixes = bucket_sizes(longest, _SHORTEST_CACHE)
-    batches, prompts = prefill_sizes(config, shards)
-    return EngineSizes(
-        slots=slot_sizes(config, shards, fixed=fixed),
-        batches=batches,
-        prompts=prompts,
-        prefixes=prefixes,
-        caches=(longest,) if fixed else prefixes,
-    )
 
 
 def prefill_sizes(config: EngineConfig, shards: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -153,8 +114,8 @@ def bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
     2 * log2(largest / smallest) + 3 buckets; only `largest` if it is below `smallest`. Sizes above three
     quarters of `largest` are left out: they save too little to pay for compiling another program.
     """
-    powers = _powers_of_two(largest)
-    return _among({*powers, *(power + power // 2 for power in powers)}, largest, smallest)
+    sizes = {k * 2**n // 2 for n in range(largest.bit_length()) for k in (2, 3)}
+    return *sorted(s for s in sizes if smallest <= s <= largest * 3 // 4), largest
 
 
 def coarse_bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
@@ -162,16 +123,8 @@ def coarse_bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
 
     Rounding up to the next bucket less than doubles, or less than triples up to `largest`.
     """
-    return _among(set(_powers_of_two(largest)), largest, smallest)
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**n for n in range(largest.bit_length())]
-
-
-def _among(sizes: set[int], largest: int, smallest: int) -> tuple[int, ...]:
-    """`largest`, and those of the sizes that are worth a program."""
-    return *sorted(s for s in sizes if smallest <= s <= largest * 3 // 4), largest
+    powers = (2**n for n in range(largest.bit_length()))
+    return *(s for s in powers if smallest <= s <= largest * 3 // 4), largest
 
 
 def round_up(sizes: Sequence[int], need: int) -> int:

@@ -58,8 +58,7 @@ class TokenizerLike(Protocol):
 def environment_of(path: str, tokenizer: TokenizerLike) -> Environment | None:
     """The environment at `path`, "package.module:function" or "path/to/file.py:function"; None for "".
 
-    Only the first process calls the user's function and sends the answer to the others, because a tool may
-    answer differently each time. The environment raises UserError if the answer is not a list of token ids.
+    The environment raises UserError if the answer is not a list of token ids.
     Exceptions of the user's function pass through, with a note of its path.
 
     Raises:
@@ -92,6 +91,7 @@ def environment_of(path: str, tokenizer: TokenizerLike) -> Environment | None:
         return tokens.tolist()
 
     def environment(turn: Turn) -> np.ndarray | None:
+        # The first process sends the answer to the others, because a tool may answer differently each time.
         reply = hosts.on_first(lambda: ask(turn))
         return None if reply is None else np.array(reply, np.int32)
 

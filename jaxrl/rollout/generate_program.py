@@ -22,7 +22,7 @@ from jaxrl.models.cache.interface import Attention, Cache, DecodeStep
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.logprobs import log_softmax_entropy, of_tokens
-from jaxrl.models.truncation import Truncation, kept_tokens
+from jaxrl.models.truncation import kept_tokens
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
 from jaxrl.rollout.slot_programs import SlotPrograms
@@ -118,40 +118,35 @@ class ModelPrograms:
           least_active: int32 scalar, number of active slots at which to stop; 0 decodes while any is active.
         """
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
-        past = self.slots.cache.decoding(model, state.context.cache, state.context.length)
-
-        def unfinished(progress: DecodeProgress):
-            return (progress.i < self.slots.tokens_per_dispatch) & (
-                progress.active.sum() > least_active
-            )
-
-        def decode(progress: DecodeProgress):
-            return self._decode(model, past, state, progress)
-
-        progress = jax.lax.while_loop(unfinished, decode, self._start(state))
-        return self.slots.layout.place(self._end(state, progress))
-
-    def _start(self, state: DecodeState) -> DecodeProgress:
-        """The progress at the start of a dispatch: no tokens yet."""
-
-        def buffer(tokens: int) -> Cache:
-            return self.slots.layout.place_buffer(self.slots.cache.buffer(state.num_slots, tokens))
-
-        return DecodeProgress(
+        cache, W = self.slots.cache, self.slots.tokens_per_dispatch
+        past = cache.decoding(model, state.context.cache, state.context.length)
+        # For all new keys and values, and for the newest.
+        buffers = (cache.buffer(state.num_slots, tokens) for tokens in (W, 1))
+        recent, newest = (
+            jax.tree.map(self.slots.layout.constrain, b, cache.axes(b)) for b in buffers
+        )
+        progress = DecodeProgress(
             jnp.int32(0),
-            buffer(self.slots.tokens_per_dispatch),
-            buffer(1),
+            recent,
+            newest,
             state.context.token,
             state.active,
             jax.tree.map(jnp.zeros_like, state.decoded),
         )
+        progress = jax.lax.while_loop(
+            lambda progress: (progress.i < W) & (progress.active.sum() > least_active),
+            lambda progress: self._decode(model, past, state, progress),
+            progress,
+        )
+        return self.slots.layout.place(self._end(state, progress))
 
     def _end(self, state: DecodeState, progress: DecodeProgress) -> DecodeState:
         """The state after a dispatch: all tokens but the newest of each slot are in the cache."""
         start, decoded = state.context, progress.decoded
         # This dispatch ran the newest token of the last one first, and did not run its own newest token.
         fed_nW = jnp.concatenate([start.token[:, None], decoded.token[:, :-1]], axis=1)
-        context = self.slots.append(start, self._recent(progress), fed_nW, state.active)
+        recent = self.slots.cache.put(progress.recent, progress.newest, progress.i - 1)
+        context = self.slots.append(start, recent, fed_nW, state.active)
         return state.replace(
             context=dataclasses.replace(
                 context, length=start.length + decoded.count, token=progress.token
@@ -161,16 +156,13 @@ class ModelPrograms:
             decoded=decoded,
         )
 
-    def _recent(self, progress: DecodeProgress) -> Cache:
-        """Keys and values of all tokens decoded so far; before the first, index 0 is overwritten later."""
-        return self.slots.cache.put(progress.recent, progress.newest, progress.i - 1)
-
     def _decode(
         self, model: Decoder, past: DecodeStep, state: DecodeState, progress: DecodeProgress
     ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
         i, active, decoded = progress.i, progress.active, progress.decoded
-        recent = self._recent(progress)
+        # Keys and values of all tokens so far. Before the first, index 0 is overwritten later.
+        recent = self.slots.cache.put(progress.recent, progress.newest, i - 1)
         hidden_n1D, new = past(recent, i, active).run(
             model,
             progress.token[:, None],
@@ -244,19 +236,19 @@ def sample(
     noise_nV = jnp.where(greedy_n[:, None], 0.0, noise_nV)
     token_n = draw(choice_nV, noise_nV, state.truncation)
     logprobs_nV, entropy_n = log_softmax_entropy(scaled_nV)
-    log_mass_n = _log_kept_mass(logprobs_nV, state.truncation)
+    # What is subtracted from a log-probability to renormalise it; 0 for slots that are not renormalised.
+    wanted_n = state.truncation.renormalized & state.truncation.keeps_some
+    limits = state.truncation
+    log_mass_n = jax.lax.cond(
+        wanted_n.any(),
+        lambda: jnp.where(
+            wanted_n,
+            kept_tokens(logprobs_nV, jax.tree.map(lambda x: x[:, None], limits)).log_mass[:, 0],
+            0.0,
+        ),
+        lambda: jnp.zeros(wanted_n.shape),
+    )
     return token_n, of_tokens(logprobs_nV, token_n) - log_mass_n, entropy_n
-
-
-def _log_kept_mass(logprobs_nV: jax.Array, truncation: Truncation) -> jax.Array:
-    """What is subtracted from a log-probability to renormalise it; 0 for slots that are not renormalised."""
-    wanted_n = truncation.renormalized & truncation.keeps_some
-
-    def log_mass_n():
-        limits = jax.tree.map(lambda x: x[:, None], truncation)
-        return jnp.where(wanted_n, kept_tokens(logprobs_nV, limits).log_mass[:, 0], 0.0)
-
-    return jax.lax.cond(wanted_n.any(), log_mass_n, lambda: jnp.zeros(wanted_n.shape))
 
 
 def seen_tokens(vocab_size: int, context: Prefix, decoded_nW: jax.Array) -> jax.Array:

@@ -30,34 +30,29 @@ import itertools
 
 import numpy as np
 
+from jaxrl.rollout.engine_sizes import PageSizes
+
 
 class PagePool:
     """The free pages of every shard, and the page table.
 
     Attributes:
       page_tokens: number of tokens of a page.
+      num_pages: number of pages of a shard that samples can use.
+      shard_n: int [n], shard of each slot.
       table_nP: int32 [n, P], the pages of each slot, numbered within its shard; 0 where it has none.
       num_free_S: int [S], number of free pages of each shard, with those that are kept.
       shared_n: int32 [n], number of leading pages of each slot that already hold their tokens.
     """
 
-    def __init__(
-        self, *, num_slots: int, shards: int, num_pages: int, pages_per_slot: int, page_tokens: int
-    ):
-        """Starts with every page free.
-
-        Args:
-          num_slots: n, a multiple of `shards`.
-          shards: number of shards; each has an equal, contiguous range of slots.
-          num_pages: number of pages of a shard, page 0 included.
-          pages_per_slot: P, the maximum number of pages of a slot.
-          page_tokens: number of tokens of a page.
-        """
+    def __init__(self, sizes: PageSizes, num_slots: int):
+        """Starts with every page free. Each shard has an equal, contiguous range of the slots."""
+        shards, num_pages = sizes.shards, sizes.num_pages
         assert num_slots % shards == 0, "every shard has the same number of slots"
-        self.page_tokens = page_tokens
-        self.table_nP = np.zeros((num_slots, pages_per_slot), np.int32)
+        self.page_tokens, self.num_pages = sizes.page_tokens, num_pages - 1
+        self.table_nP = np.zeros((num_slots, sizes.pages_per_slot), np.int32)
         self.shared_n = np.zeros(num_slots, np.int32)
-        self._shard_n = np.arange(num_slots) // (num_slots // shards)
+        self.shard_n = np.arange(num_slots) // (num_slots // shards)
         self._held_n = np.zeros(num_slots, np.int32)
         self._users_SN = np.zeros((shards, num_pages), np.int32)
         # The first `_num_empty_S` entries of a row are the free pages of a shard with unknown content; the
@@ -75,21 +70,9 @@ class PagePool:
         # Pages with later identities may not have been written yet.
         self._num_identities = self._last_written = 0
 
-    @property
-    def num_pages(self) -> int:
-        """The number of pages of a shard that samples can use."""
-        return self._users_SN.shape[1] - 1
-
-    def shard_of(self, slot: int) -> int:
-        return int(self._shard_n[slot])
-
     def slots_of(self, shard: int) -> slice:
-        size = len(self._shard_n) // len(self.num_free_S)
+        size = len(self.shard_n) // len(self.num_free_S)
         return slice(shard * size, (shard + 1) * size)
-
-    def pages_for(self, tokens: int) -> int:
-        """The number of pages that hold this many tokens."""
-        return -(-tokens // self.page_tokens)
 
     def start(self, slot: int, tokens: np.ndarray, room: int) -> bool:
         """Gives pages to an idle slot; returns False, and gives none, if its shard has too few free ones.
@@ -102,10 +85,10 @@ class PagePool:
           room: number of tokens that fit into its pages, at least T.
         """
         assert not self._held_n[slot], "the slot has pages"
-        shard = self.shard_of(slot)
+        shard = int(self.shard_n[slot])
         parts = self._full_pages(tokens)
         known = self._known_pages(shard, parts)
-        wanted = self.pages_for(room)
+        wanted = -(-room // self.page_tokens)
         unused = [page for page in known if not self._users_SN[shard, page]]
         if wanted - len(known) + len(unused) > self.num_free_S[shard]:
             return False
@@ -161,7 +144,7 @@ class PagePool:
         """The number of pages that each shard lacks to `grow` the slots, int [S]; 0 if there are enough."""
         missing = np.maximum(-(-tokens // self.page_tokens) - self._held_n[slots], 0)
         shards = len(self.num_free_S)
-        wanted_S = np.bincount(self._shard_n[slots], missing, shards).astype(int)
+        wanted_S = np.bincount(self.shard_n[slots], missing, shards).astype(int)
         return np.maximum(wanted_S - self.num_free_S, 0)
 
     def grow(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -176,7 +159,7 @@ class PagePool:
         slot_k = np.repeat(slots, missing)
         if not len(slot_k):
             return
-        shard_k = self._shard_n[slot_k]
+        shard_k = self.shard_n[slot_k]
         taken_S = np.bincount(shard_k, minlength=len(self.num_free_S))
         self._empty(taken_S - self._num_empty_S)
         # Slots are ascending, and so are their shards: number the new pages within slot and shard.
@@ -189,14 +172,10 @@ class PagePool:
         self.num_free_S -= taken_S
         self._held_n[slots] += missing
 
-    def keep(self, slot: int, tokens: int) -> None:
-        """Marks the full pages of the first `tokens` tokens of a slot as written."""
-        self.shared_n[slot] = tokens // self.page_tokens
-
     def release(self, slots: np.ndarray) -> None:
         """Takes all pages from the slots, int [m]. Pages that no other slot holds become free."""
         held = self._held_n[slots]
-        shard_k = np.repeat(self._shard_n[slots], held)
+        shard_k = np.repeat(self.shard_n[slots], held)
         page_k = self.table_nP[slots][np.arange(self.table_nP.shape[1])[None] < held[:, None]]
         np.subtract.at(self._users_SN, (shard_k, page_k), 1)
         # Each page once, also if several of the slots shared it.
@@ -251,7 +230,7 @@ class PagePool:
 
         The first `num_known` of them are known by the pages that the slot has.
         """
-        shard = self.shard_of(slot)
+        shard = int(self.shard_n[slot])
         before = (
             int(self._identity_SN[shard, self.table_nP[slot, num_known - 1]]) if num_known else 0
         )

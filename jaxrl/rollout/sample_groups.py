@@ -13,12 +13,11 @@ All samples of a prompt share one prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import (
     DecodeTexts,
     More,
@@ -41,7 +40,12 @@ from jaxrl.types import Completions, Prompts
 
 
 class SampleGroups:
-    """Groups of samples by number; unfinished groups of an earlier call come first."""
+    """Groups of samples by number; unfinished groups of an earlier call come first.
+
+    Attributes:
+      prompts: prompt of each group, in the order in which they were added.
+      samples: samples of each group.
+    """
 
     def __init__(
         self,
@@ -57,9 +61,8 @@ class SampleGroups:
         self._num_samples = options.num_samples
         self._step = options.step
         self._decode_texts = decode_texts
-        # The prompt and the samples of each group.
-        self._prompts: dict[int, Prompts] = {}
-        self._samples: dict[int, list[Sample]] = {}
+        self.prompts: dict[int, Prompts] = {}
+        self.samples: dict[int, list[Sample]] = {}
         self._next = 0
         # For both `hand_out` and the result, which then share their texts.
         self._completions: dict[int, Completions] = {}
@@ -70,12 +73,10 @@ class SampleGroups:
                     f"and would go on with num_samples {options.num_samples}; a run keeps one number: finish "
                     f"them first, or set it to {unfinished.num_samples}"
                 )
-            for n in range(len(unfinished.prompts)):
-                self._add(unfinished.prompts.take([n]), [s.at(n) for s in unfinished.group(n)])
-
-    def _add(self, prompt: Prompts, samples: list[Sample]) -> None:
-        self._prompts[self._next], self._samples[self._next] = prompt, samples
-        self._next += 1
+            self._next = len(unfinished.prompts)
+            for n in range(self._next):
+                self.prompts[n] = unfinished.prompts.take([n])
+                self.samples[n] = [sample.at(n) for sample in unfinished.group(n)]
 
     def add(self, prompts: Prompts, *, step: int | None = None) -> range:
         """Adds a group without tokens for each prompt; returns their numbers.
@@ -85,27 +86,15 @@ class SampleGroups:
           step: training step that starts the samples; None is that of the options.
         """
         new = range(self._next, self._next + len(prompts))
+        self._next = new.stop
         step = self._step if step is None else step
         for n in new:
-            samples = [Sample(n, k, step) for k in range(self._num_samples)]
-            self._add(prompts.take([n - new.start]), samples)
+            self.prompts[n] = prompts.take([n - new.start])
+            self.samples[n] = [Sample(n, k, step) for k in range(self._num_samples)]
         return new
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __iter__(self) -> Iterator[int]:
-        """The numbers of the groups, in the order in which they were added."""
-        return iter(list(self._prompts))
-
-    def prompt(self, n: int) -> Prompts:
-        return self._prompts[n]
-
-    def group(self, n: int) -> list[Sample]:
-        return self._samples[n]
-
     def finished(self, n: int) -> bool:
-        return all(sample.finished for sample in self.group(n))
+        return all(sample.finished for sample in self.samples[n])
 
     def hand_out(self, finished: Sequence[int], on_group: OnGroup | None) -> bool:
         """Calls `on_group` with each finished group; returns True if any call returned True."""
@@ -115,40 +104,38 @@ class SampleGroups:
         """The completions of the finished groups at these indices."""
         for n in finished:
             if n not in self._completions:
-                self._completions[n] = self._completions_of([n])
+                self._completions[n] = completions_of(
+                    self.prompts[n], self.samples[n], self._num_samples, self._decode_texts
+                )
         if not finished:
-            return self._completions_of([])
+            none = Prompts.concatenate([])
+            return completions_of(none, [], self._num_samples, self._decode_texts)
         return Completions.concatenate([self._completions[n] for n in finished])
-
-    def _completions_of(self, groups: Sequence[int]) -> Completions:
-        samples = [sample for n in groups for sample in self.group(n)]
-        prompts = Prompts.concatenate([self._prompts[n] for n in groups])
-        return completions_of(prompts, samples, self._num_samples, self._decode_texts)
 
     def rollout(self) -> Rollout:
         """The finished groups as completions, and the unfinished groups unchanged."""
-        done = [n for n in self if self.finished(n)]
+        done = [n for n in self.samples if self.finished(n)]
         return Rollout(
             completions=self.completions(done),
             prompt_indices=tuple(done),
-            versions=tuple(sample.version for n in done for sample in self.group(n)),
+            versions=tuple(sample.version for n in done for sample in self.samples[n]),
             unfinished=self.unfinished(),
         )
 
     def unfinished(self) -> UnfinishedGroups:
         """A copy of the unfinished groups."""
-        return self.copied([n for n in self if not self.finished(n)])
+        return self.copied([n for n in self.samples if not self.finished(n)])
 
     def copied(self, groups: Sequence[int]) -> UnfinishedGroups:
         """A copy of some groups."""
         return UnfinishedGroups(
-            Prompts.concatenate([self._prompts[n] for n in groups]),
+            Prompts.concatenate([self.prompts[n] for n in groups]),
             self._num_samples,
-            tuple(sample.at(i) for i, n in enumerate(groups) for sample in self.group(n)),
+            tuple(sample.at(i) for i, n in enumerate(groups) for sample in self.samples[n]),
         )
 
     def remove(self, n: int) -> None:
-        del self._prompts[n], self._samples[n]
+        del self.prompts[n], self.samples[n]
         self._completions.pop(n, None)
 
 
@@ -158,6 +145,7 @@ class GroupLoop:
     Attributes:
       loop: the decode loop.
       groups: all groups, started or not.
+      options: how samples are drawn. A new sample has the sampling keys of its step.
     """
 
     def __init__(
@@ -168,38 +156,38 @@ class GroupLoop:
         Args:
           loop: an empty loop.
           groups: groups; those that are there already start with `go_on`.
-          options: how samples are drawn. A new sample has the sampling keys of its step.
+          options: see above.
           engine: engine of the loop.
         """
         self.loop = loop
         self.groups = groups
-        self._options = options
+        self.options = options
         self._longest_prompt = engine.config.max_prompt_tokens
         self._max_tokens = engine.config.max_response_tokens
         self._started: dict[int, list[Sample]] = {}
 
     def go_on(self) -> None:
-        """Starts the unfinished samples of all groups: those of the group with the oldest tokens first.
-
-        Of equally old ones the longest start first, so that the sequences of a prefill have similar lengths.
-        """
-        oldest = {n: oldest_version(self.groups.group(n)) for n in self.groups}
-        samples = [sample for n in oldest for sample in self.groups.group(n) if not sample.finished]
+        """Starts the unfinished samples of all groups: those of the group with the oldest tokens first."""
+        # Of equally old ones the longest start first, so that sequences of a prefill have similar lengths.
+        groups = self.groups.samples
+        oldest = {n: oldest_version(group) for n, group in groups.items()}
+        samples = [sample for group in groups.values() for sample in group if not sample.finished]
         self._start(sorted(samples, key=lambda s: (oldest[s.prompt], -len(s))))
 
     def add(self, prompts: Prompts, expected_tokens_N: np.ndarray | None = None) -> None:
         """Starts a group for each prompt, those with the longest expected responses first."""
         check_lengths(prompts, self._longest_prompt)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
-        new = self.groups.add(prompts, step=self._options.step)
+        new = self.groups.add(prompts, step=self.options.step)
         order = sorted(new, key=lambda n: -expected_N[n - new.start])
-        self._start(sample for n in order for sample in self.groups.group(n))
+        self._start(sample for n in order for sample in self.groups.samples[n])
 
     def draw(self, more: More | None) -> bool:
         """Fills free places with new prompts; returns whether any sample waits or decodes."""
-        if more is not None and (places := self.loop.places):
-            self.add(more(places, self.loop.num_unfinished))
-        return self.loop.unfinished
+        scheduler = self.loop.scheduler
+        if more is not None and (places := scheduler.places):
+            self.add(more(places, scheduler.num_unfinished))
+        return scheduler.num_unfinished > 0
 
     def finish(self) -> list[int]:
         """Waits for the dispatch in progress; returns the groups that it has finished."""
@@ -207,29 +195,23 @@ class GroupLoop:
         numbers = dict.fromkeys(sample.prompt for sample in ended)
         return [n for n in numbers if self.groups.finished(n)]
 
-    def renew(self, params: Params, options: SamplingOptions) -> None:
-        """Goes on with other weights; samples keep their slots and what their caches hold."""
-        self._options = options
-        self.loop.renew(params, options.step)
-
     def remove(self, n: int) -> None:
         """Forgets a group. Its unfinished samples leave their slots."""
         self.loop.drop([s for s in self._started.pop(n, []) if not s.finished])
         self.groups.remove(n)
 
     def _start(self, samples: Iterable[Sample]) -> None:
-        asked = self._options
         # Samples without tokens of their own share the prefill of their prompt.
         starts: dict[int, Start] = {}
         options: dict[int, SamplingOptions] = {}
         requested = []
         for sample in samples:
-            prompt = self.groups.prompt(sample.prompt)
+            prompt = self.groups.prompts[sample.prompt]
             start = starts.setdefault(sample.prompt, Start(prompt.tokens[0]))
             if len(sample):
                 start = Start(np.concatenate([start.tokens, sample.tokens]))
             if sample.step not in options:
-                options[sample.step] = asked.replace(step=sample.step)
+                options[sample.step] = self.options.replace(step=sample.step)
             requested.append(
                 sample.request(start, int(prompt.ids_N[0]), options[sample.step], self._max_tokens)
             )

@@ -16,17 +16,8 @@ import numpy as np
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
-# Per token: id, log-probability, entropy, mask and version. Per sample: Python objects.
-_TOKEN_BYTES = 20
-_SAMPLE_BYTES = 1000
 
-
-def host_bytes(num_samples: int, max_response_tokens: int) -> int:
-    """Host bytes of samples with responses of the maximum length."""
-    return num_samples * (max_response_tokens * _TOKEN_BYTES + _SAMPLE_BYTES)
-
-
-class _DecodedTokens(NamedTuple):
+class _Piece(NamedTuple):
     """Tokens added by one call: int32 ids, float32 logprobs and entropies, and their mask and version."""
 
     tokens: np.ndarray
@@ -71,7 +62,7 @@ class Sample:
         self.step = step
         self.finished = False
         self.truncated = False
-        self._pieces: list[_DecodedTokens] = []
+        self._pieces: list[_Piece] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -123,26 +114,27 @@ class Sample:
         self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: int
     ) -> None:
         """Appends tokens that the policy of this version has decoded."""
-        self._add(_DecodedTokens(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version))
+        if len(tokens):
+            piece = _Piece(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version)
+            self._pieces.append(piece)
+            self._count += len(tokens)
 
     def add_given(self, tokens: np.ndarray, version: int) -> None:
-        zeros = np.zeros(len(tokens), np.float32)
-        self._add(_DecodedTokens(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
-
-    def _add(self, piece: _DecodedTokens) -> None:
-        if len(piece.tokens):
-            self._pieces.append(piece)
-            self._count += len(piece.tokens)
+        """Appends tokens of the environment; they are not trained on."""
+        if len(tokens):
+            zeros = np.zeros(len(tokens), np.float32)
+            self._pieces.append(_Piece(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
+            self._count += len(tokens)
 
     def cut(self, count: int) -> None:
         """Removes all tokens after the first `count`."""
         while self._count > count:
-            piece = self._pieces.pop()
-            keep = max(0, len(piece.tokens) - (self._count - count))
-            self._count -= len(piece.tokens)
-            tokens, logprob, entropy = piece.tokens, piece.logprob, piece.entropy
-            kept = (tokens[:keep], logprob[:keep], entropy[:keep])
-            self._add(_DecodedTokens(*kept, piece.mask, piece.version))
+            tokens, logprob, entropy, mask, version = self._pieces.pop()
+            keep = max(0, len(tokens) - (self._count - count))
+            self._count -= len(tokens) - keep
+            if keep:
+                kept = (tokens[:keep], logprob[:keep], entropy[:keep])
+                self._pieces.append(_Piece(*kept, mask, version))
 
     def tail(self, count: int) -> np.ndarray:
         """The last `count` tokens of the current turn, or all of them if there are fewer."""
@@ -180,18 +172,17 @@ class Sample:
         return self._joined(lambda p: np.full(len(p.tokens), p.version), np.int32)
 
     @property
-    def oldest_version(self) -> int | None:
-        """The policy version of the first token; None without tokens."""
-        return self._pieces[0].version if self._pieces else None
+    def oldest_version(self) -> int:
+        """The policy version of the first token; without tokens the largest number."""
+        return self._pieces[0].version if self._pieces else np.iinfo(np.int64).max
 
-    def _joined(self, of: Callable[[_DecodedTokens], np.ndarray], dtype: type) -> np.ndarray:
+    def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.zeros(0, dtype), *(of(p) for p in self._pieces)]).astype(dtype)
 
 
 def oldest_version(samples: Sequence[Sample]) -> int:
     """The policy version of the oldest token of some samples; without tokens the largest number."""
-    versions = (s.oldest_version for s in samples)
-    return min((v for v in versions if v is not None), default=np.iinfo(np.int64).max)
+    return min(sample.oldest_version for sample in samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,11 +247,24 @@ class UnfinishedGroups:
         )
         of_sample = zip(*(record[name].tolist() for name in _OF_SAMPLE), strict=True)
         of_token = (_cut(record[name], record["lengths"]) for name in _OF_TOKEN)
-        samples = tuple(
-            _restored(dict(zip(_OF_SAMPLE, numbers, strict=True)), *tokens)
-            for numbers, *tokens in zip(of_sample, *of_token, strict=True)
-        )
-        return UnfinishedGroups(prompts, record["num_samples"], samples)
+        samples = []
+        for numbers, tokens, logprob, entropy, mask, version in zip(
+            of_sample, *of_token, strict=True
+        ):
+            prompt, index, step, finished, truncated = numbers
+            sample = Sample(prompt, index, step)
+            sample.finished, sample.truncated = bool(finished), bool(truncated)
+            samples.append(sample)
+            changes = np.flatnonzero((np.diff(mask) != 0) | (np.diff(version) != 0)) + 1
+            # Without tokens there is one run, which is empty.
+            for run in np.split(np.arange(len(tokens)), changes) if len(tokens) else ():
+                if mask[run[0]]:
+                    sample.add_decoded(
+                        tokens[run], logprob[run], entropy[run], int(version[run[0]])
+                    )
+                else:
+                    sample.add_given(tokens[run], int(version[run[0]]))
+        return UnfinishedGroups(prompts, record["num_samples"], tuple(samples))
 
 
 _OF_PROMPT = ("texts", "answers", "sources", "extras")
@@ -274,18 +278,6 @@ def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
-
-
-def _restored(numbers: Mapping[str, Any], tokens, logprob, entropy, mask, version) -> Sample:
-    sample = Sample(numbers["prompt"], numbers["index"], numbers["step"])
-    sample.finished, sample.truncated = bool(numbers["finished"]), bool(numbers["truncated"])
-    changes = np.flatnonzero((np.diff(mask) != 0) | (np.diff(version) != 0)) + 1
-    for run in np.split(np.arange(len(tokens)), changes):
-        if len(run) and mask[run[0]]:
-            sample.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
-        elif len(run):
-            sample.add_given(tokens[run], int(version[run[0]]))
-    return sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,10 +323,9 @@ def completions_of(
 
 
 class _Texts:
-    """Decodes the texts and turns of all samples in one call, at the first access.
+    """Decodes the texts and turns of all samples in one call, at the first access."""
 
-    The processes of a run grade different samples, so each makes only the texts that it reads.
-    """
+    # The processes of a run grade different samples, so each makes only the texts that it reads.
 
     def __init__(
         self,
@@ -350,23 +341,21 @@ class _Texts:
     def get(self, kind: int, b: int) -> Any:
         """The text of sample b (kind 0) or its turns (kind 1)."""
         with self._lock:
-            if self._made is None:
-                self._made = self._make()
+            if self._made is not None:
+                return self._made[kind][b]
+            starts = [np.flatnonzero(np.diff(mask)) + 1 for mask in self._mask]
+            # Of a conversation the whole, and then each turn.
+            split = [
+                np.split(tokens, at) if len(at) else []
+                for tokens, at in zip(self._tokens, starts, strict=True)
+            ]
+            sequences = [*self._tokens, *(turn for turns in split for turn in turns)]
+            decoded = list(self._decode_texts(sequences))
+            texts, of_turns = decoded[: len(split)], iter(decoded[len(split) :])
+            turns = []
+            for text, mask, at, parts in zip(texts, self._mask, starts, split, strict=True):
+                by_policy = mask[np.append(0, at)] > 0 if len(mask) else np.ones(1, bool)
+                spoken = [next(of_turns) for _ in parts] or [text]
+                turns.append(tuple(map(TurnText, by_policy.tolist(), spoken)))
+            self._made = texts, turns
             return self._made[kind][b]
-
-    def _make(self) -> tuple[list[str], list[tuple[TurnText, ...]]]:
-        starts = [np.flatnonzero(np.diff(mask)) + 1 for mask in self._mask]
-        # Of a conversation the whole, and then each turn.
-        split = [
-            np.split(tokens, at) if len(at) else []
-            for tokens, at in zip(self._tokens, starts, strict=True)
-        ]
-        sequences = [*self._tokens, *(turn for turns in split for turn in turns)]
-        decoded = list(self._decode_texts(sequences))
-        texts, of_turns = decoded[: len(split)], iter(decoded[len(split) :])
-        turns = []
-        for text, mask, at, parts in zip(texts, self._mask, starts, split, strict=True):
-            by_policy = mask[np.append(0, at)] > 0 if len(mask) else np.ones(1, bool)
-            spoken = [next(of_turns) for _ in parts] or [text]
-            turns.append(tuple(map(TurnText, by_policy.tolist(), spoken)))
-        return texts, turns

@@ -40,21 +40,16 @@ _NEVER = -1e30
 _TRIES = 8
 
 
-def untruncated() -> Truncation:
-    """A truncation that allows every token; scalars on the host."""
-    return truncation_of(top_k=0, top_p=1.0, min_p=0.0)
-
-
 def truncation_of(
     *,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     min_tokens: int = 0,
     repetition_penalty: float = 1.0,
     renormalized: bool = False,
 ) -> Truncation:
-    """Makes one truncation for all slots; scalars on the host.
+    """Makes one truncation for all slots, by default one that allows every token; scalars on the host.
 
     Raises:
       UserError: a limit is out of its range.
@@ -96,7 +91,7 @@ class SamplingOptions:
     seed: int = 0
     step: int = 0
     temperature: float = 1.0
-    truncation: Truncation = dataclasses.field(default_factory=untruncated)
+    truncation: Truncation = dataclasses.field(default_factory=truncation_of)
     stop_strings: tuple[str, ...] = ()
     environment: Environment | None = None
     budget_tokens: int = 0
@@ -125,11 +120,9 @@ def sample_keys(
 
 
 def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel noise, float32 [S, V], for one position of each sample.
-
-    Threefry makes one key per (sample, position). A cheap integer hash of that key and the token id covers
-    the vocabulary, because threefry over V would cost more than the model of a small run.
-    """
+    """Standard Gumbel noise, float32 [S, V], for one position of each sample."""
+    # Threefry makes one key per (sample, position). A cheap integer hash of that key and the token id covers
+    # the vocabulary, because threefry over V would cost more than the model of a small run.
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys_S2), position_S)
     words_S2 = jax.random.key_data(keys)
     token_V = jnp.arange(vocab_size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
@@ -163,20 +156,14 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
 def penalize(
     scaled_logits_SV: jax.Array, truncation: Truncation, seen: Callable[[], jax.Array]
 ) -> jax.Array:
-    """Applies the repetition penalty to logits [S, V]; calls `seen` (bool [S, V]) only if there is one.
-
-    The penalty preserves signs, so it may follow the division by the temperature.
-    """
-
-    def penalized():
-        penalty_S1 = truncation.repetition_penalty[:, None]
-        lower_SV = jnp.where(
-            scaled_logits_SV > 0, scaled_logits_SV / penalty_S1, scaled_logits_SV * penalty_S1
-        )
-        return jnp.where(seen(), lower_SV, scaled_logits_SV)
-
-    wanted = (truncation.repetition_penalty != 1).any()
-    return jax.lax.cond(wanted, penalized, lambda: scaled_logits_SV)
+    """Applies the repetition penalty to logits [S, V]; calls `seen` (bool [S, V]) only if there is one."""
+    # The penalty preserves signs, so it may follow the division by the temperature.
+    x_SV, penalty_S1 = scaled_logits_SV, truncation.repetition_penalty[:, None]
+    return jax.lax.cond(
+        (truncation.repetition_penalty != 1).any(),
+        lambda: jnp.where(seen(), jnp.where(x_SV > 0, x_SV / penalty_S1, x_SV * penalty_S1), x_SV),
+        lambda: x_SV,
+    )
 
 
 def forbid(
@@ -216,20 +203,13 @@ class _Draw(NamedTuple):
 
 
 def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) -> jax.Array:
-    """`draw` by rejection: tries tokens in the order of logit + noise until one is inside.
-
-    The test of a token against top-p needs one sum over V, of the more probable tokens. Finding the boundary
-    of top-p would need some 30 sums. A first candidate is inside with probability at least `top_p`. After a
-    rejected candidate only the more probable tokens remain.
-    """
+    """`draw` by rejection: tries tokens in the order of logit + noise until one is inside."""
+    # The test of a token against top-p needs one sum over V, of the more probable tokens. Finding the
+    # boundary would need some 30 sums. A first candidate is inside with probability at least `top_p`.
+    # After a rejected candidate only the more probable tokens remain.
     p_SV = jax.nn.softmax(logits_SV, axis=-1)
     sum_SV = jax.lax.optimization_barrier(logits_SV + noise_SV)
     least_S1, mass_S1 = least_before_top_p(p_SV, limits)
-
-    def inside(p_S1: jax.Array) -> jax.Array:
-        above_S1 = total(jnp.where(p_SV > p_S1, p_SV, 0.0))
-        # The most probable token is always inside, however small top_p is.
-        return (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
 
     def among(token_SK: jax.Array, draw: _Draw) -> _Draw:
         p_SK = jnp.take_along_axis(p_SV, token_SK, axis=-1)
@@ -241,7 +221,10 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
             left_SK = left(draw)
             first_S1 = left_SK.argmax(axis=-1, keepdims=True)
             token_S1, p_S1 = (jnp.take_along_axis(x, first_S1, axis=-1) for x in (token_SK, p_SK))
-            any_S1, inside_S1 = left_SK.any(axis=-1, keepdims=True), inside(p_S1)
+            above_S1 = total(jnp.where(p_SV > p_S1, p_SV, 0.0))
+            # The most probable token is always inside, however small top_p is.
+            inside_S1 = (limits.top_p >= 1) | (above_S1 == 0) | (above_S1 < limits.top_p * mass_S1)
+            any_S1 = left_SK.any(axis=-1, keepdims=True)
             return _Draw(
                 jnp.where(any_S1, token_S1, draw.token_S1),
                 jnp.where(any_S1 & ~inside_S1, p_S1, draw.outside_S1),
@@ -262,11 +245,9 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 
 
 def _largest(x_SV: jax.Array) -> jax.Array:
-    """Indices of the largest values, largest first, int32 [S, K].
-
-    Searches only the K columns of `as_rows` with the largest maxima, which costs little more than a maximum.
-    `top_k` over a vocabulary of 152k costs 10 times as much.
-    """
+    """Indices of the largest values, largest first, int32 [S, K]."""
+    # Searches only the K columns of `as_rows` with the largest maxima: it costs little more than a maximum.
+    # `top_k` over a vocabulary of 152k costs 10 times as much.
     S, V = x_SV.shape
     x_SRC = as_rows(x_SV, -jnp.inf)
     C = x_SRC.shape[2]

@@ -44,6 +44,10 @@ class Scheduler:
 
     A request is the owner of a sample and the sequence that it starts from, its source. Both are hashable;
     owners are unique.
+
+    Attributes:
+      owners: owner of each slot; None for an idle one.
+      slot_of: slot of each owner that runs.
     """
 
     def __init__(
@@ -72,9 +76,9 @@ class Scheduler:
         self._slot_sizes = tuple(slot_sizes)
         self._prefill_batch = prefill_batch
         self._num_shards = shards
-        self._owners: list[Any | None] = []
+        self.owners: list[Any] = []
         self._busy_n = np.zeros(0, bool)
-        self._slot_of: dict[Any, int] = {}
+        self.slot_of: dict[Any, int] = {}
         self._batch: dict[Any, int] = {}
 
     def add(self, owner: Any, source: Any) -> None:
@@ -85,36 +89,20 @@ class Scheduler:
         self._queue.appendleft((owner, source))
 
     @property
-    def unfinished(self) -> bool:
-        """Whether anything is queued or running."""
-        return self.num_unfinished > 0
-
-    @property
     def num_unfinished(self) -> int:
         """The number of requests that are queued or running."""
-        return len(self._queue) + len(self._slot_of)
+        return len(self._queue) + len(self.slot_of)
 
     @property
     def places(self) -> int:
-        """The number of requests to add so that all slots are in use and more wait; 0 if enough do.
-
-        A quarter of the slots should wait. An eighth may become idle before a dispatch ends. When these are
-        filled others must still wait, or the next dispatch would not end early (`enough_active`).
-        """
+        """The number of requests to add so that all slots are in use and more wait; 0 if enough do."""
         most = self._slot_sizes[-1]
         # After an admission nothing waits while a slot is free, unless its shard has no memory.
-        no_memory = self._slot_of and self._queue
-        idle = 0 if no_memory else most - len(self._slot_of)
+        no_memory = self.slot_of and self._queue
+        idle = 0 if no_memory else most - len(self.slot_of)
+        # A quarter of the slots should wait. An eighth may become idle before a dispatch ends. When these are
+        # filled others must still wait, or the next dispatch would not end early (`enough_active`).
         return max(0, idle + max(2, most // 4) - len(self._queue))
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots, idle ones included."""
-        return len(self._owners)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._slot_of)
 
     @property
     def busy_slots(self) -> np.ndarray:
@@ -122,31 +110,17 @@ class Scheduler:
         return np.flatnonzero(self._busy_n)
 
     @property
-    def running(self) -> dict[int, Any]:
-        """The owner of each slot in use, for callers that need all of them."""
-        return {slot: self._owners[slot] for slot in self.busy_slots.tolist()}
-
-    def owner(self, slot: int) -> Any:
-        return self._owners[slot]
-
-    def slot_of(self, owner: Any) -> int | None:
-        """The slot of a running sample; None if it does not run."""
-        return self._slot_of.get(owner)
-
-    @property
     def enough_active(self) -> int:
-        """The number of active slots at which a dispatch should end early.
-
-        While requests wait, up to an eighth of the slots may become idle before the host refills them. Once
-        the queue is empty, a dispatch ends when the next smaller number of slots suffices. The result is
-        below the number of running samples, so that a dispatch decodes at least one token.
-        """
+        """The number of active slots at which a dispatch should end early."""
+        running, num_slots = len(self.slot_of), len(self.owners)
+        # Once the queue is empty, a dispatch ends when the next smaller number of slots suffices.
+        least = next_below(self._slot_sizes, num_slots)
         if self._queue:
-            # Without memory for more samples some slots are idle from the beginning.
-            least = self.num_running - max(1, self.num_slots // 8)
-        else:
-            least = next_below(self._slot_sizes, self.num_slots)
-        return least if self.num_running > least > 0 else 0
+            # Up to an eighth of the slots may become idle before the host refills them. Without memory for
+            # more samples some slots are idle from the beginning.
+            least = running - max(1, num_slots // 8)
+        # Below the number of running samples, so that a dispatch decodes at least one token.
+        return least if running > least > 0 else 0
 
     def resize(self) -> list[int] | None:
         """Chooses the number of slots for the current samples and requests.
@@ -155,48 +129,58 @@ class Scheduler:
           For each new slot the old slot whose sample moves there, counted within its shard, or -1 for an idle
           slot; None if nothing changes.
         """
-        S = self._num_shards
+        S, num_slots = self._num_shards, len(self.owners)
         busy_SI = self._busy_n.reshape(S, -1)
         busiest = int(busy_SI.sum(axis=1).max()) if busy_SI.size else 0
-        wanted = min(self.num_running + len(self._queue), self._slot_sizes[-1])
+        wanted = min(self.num_unfinished, self._slot_sizes[-1])
         size = round_up(self._slot_sizes, max(1, wanted, busiest * S))
-        if size == self.num_slots:
+        if size == num_slots:
             return None
         moves = np.full((S, size // S), -1)
         for s in range(S):
             kept = np.flatnonzero(busy_SI[s])
             moves[s, : len(kept)] = kept
-        self._move(moves)
+        # The same counted over all shards.
+        old_n = (np.arange(S)[:, None] * (num_slots // S) + moves).reshape(-1)
+        self._busy_n = moves.reshape(-1) >= 0
+        self.owners = [
+            self.owners[old] if busy else None
+            for old, busy in zip(old_n.tolist(), self._busy_n.tolist(), strict=True)
+        ]
+        self.slot_of = {self.owners[slot]: slot for slot in self.busy_slots.tolist()}
         return moves.reshape(-1).tolist()
-
-    def _move(self, moves: np.ndarray) -> None:
-        """Moves the samples of slots; `moves` has the old slot within the shard of each new one, or -1."""
-        each = self.num_slots // self._num_shards
-        old_n = (np.arange(self._num_shards)[:, None] * each + moves).reshape(-1)
-        old_n[moves.reshape(-1) < 0] = -1
-        self._owners = [None if old < 0 else self._owners[old] for old in old_n.tolist()]
-        self._busy_n = old_n >= 0
-        self._slot_of = {self._owners[slot]: slot for slot in self.busy_slots.tolist()}
 
     def admit(self) -> Admission | None:
         """Starts queued requests of one prefill batch in free slots; None if nothing can start."""
-        if not self._queue or self.num_running == self.num_slots:
+        if not self._queue or len(self.slot_of) == len(self.owners):
             return None
-        free = self._free_slots()
-        slot = self._take_slot(free)
+        # The free slots, alternating between shards, the emptiest shard first.
+        free = np.flatnonzero(~self._busy_n)
+        shard = free // (len(self.owners) // self._num_shards)
+        count_S = np.bincount(shard, minlength=self._num_shards)
+        turn = np.arange(len(free)) - (np.cumsum(count_S) - count_S)[shard]
+        ranked = np.lexsort((free, shard, turn - count_S[shard]))
+        slots = collections.deque(free[ranked].tolist())
+        slot = self._take_slot(slots)
         if slot is None:
             return None
         needs_prefill = self._queue[0][1] not in self._batch
         if needs_prefill:
-            self._batch = self._next_batch()
+            # The next sources of the queue, each once.
+            self._batch = {}
+            for _, source in self._queue:
+                if source not in self._batch:
+                    if len(self._batch) == self._prefill_batch:
+                        break
+                    self._batch[source] = len(self._batch)
         started = []
         while slot is not None:
             owner, source = self._queue.popleft()
-            self._owners[slot], self._busy_n[slot] = owner, True
-            self._slot_of[owner] = slot
+            self.owners[slot], self._busy_n[slot] = owner, True
+            self.slot_of[owner] = slot
             started.append((slot, self._batch[source], owner))
             shares = self._queue and self._queue[0][1] in self._batch
-            slot = self._take_slot(free) if shares else None
+            slot = self._take_slot(slots) if shares else None
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
     def _take_slot(self, free: collections.deque[int]) -> int | None:
@@ -206,8 +190,14 @@ class Scheduler:
         """
         if not (free and self._queue):
             return None
-        owner, each = self._queue[0][0], self.num_slots // self._num_shards
-        preferred = self._not_crowded(self._preferred(owner))
+        owner, each = self._queue[0][0], len(self.owners) // self._num_shards
+        preferred = self._preferred(owner)
+        if preferred:
+            # All shards decode at the pace of the one with the most to read. So no shard gets more samples
+            # than the one with the fewest, plus a quarter of its slots.
+            busy_S = self._busy_n.reshape(self._num_shards, -1).sum(axis=1)
+            most = busy_S.min() + max(1, each // _UNEVEN)
+            preferred = {shard for shard in preferred if busy_S[shard] < most}
         first = (i for i, slot in enumerate(free) if slot // each in preferred)
         refused: set[int] = set()
         for i in itertools.chain(first if preferred else (), range(len(free))):
@@ -220,46 +210,13 @@ class Scheduler:
             refused.add(slot // each)
         return None
 
-    def _not_crowded(self, shards: Collection[int]) -> Collection[int]:
-        """The shards that stay balanced if they get one more sample.
-
-        All shards decode at the pace of the one with the most to read. So no shard gets more samples than the
-        one with the fewest, plus a quarter of its slots.
-        """
-        if not shards:
-            return ()
-        busy_S = self._busy_n.reshape(self._num_shards, -1).sum(axis=1)
-        most = busy_S.min() + max(1, len(self._busy_n) // self._num_shards // _UNEVEN)
-        return {shard for shard in shards if busy_S[shard] < most}
-
-    def _free_slots(self) -> collections.deque[int]:
-        """The free slots, alternating between shards, the emptiest shard first."""
-        each = self.num_slots // self._num_shards
-        free = np.flatnonzero(~self._busy_n)
-        shard = free // each
-        count_S = np.bincount(shard, minlength=self._num_shards)
-        first_S = np.cumsum(count_S) - count_S
-        turn = np.arange(len(free)) - first_S[shard]
-        ranked = np.lexsort((free, shard, turn - count_S[shard]))
-        return collections.deque(free[ranked].tolist())
-
-    def _next_batch(self) -> dict[Any, int]:
-        """The next sources of the queue and their batch indices."""
-        batch: dict[Any, int] = {}
-        for _, source in self._queue:
-            if source not in batch:
-                if len(batch) == self._prefill_batch:
-                    break
-                batch[source] = len(batch)
-        return batch
-
     def finish(self, slots: Iterable[int]) -> list[Any]:
         """Frees `slots`; returns the owner of each."""
         owners = []
         for slot in slots:
-            owners.append(self._owners[slot])
-            self._owners[slot], self._busy_n[slot] = None, False
-            del self._slot_of[owners[-1]]
+            owners.append(self.owners[slot])
+            self.owners[slot], self._busy_n[slot] = None, False
+            del self.slot_of[owners[-1]]
         return owners
 
     def cancel(self, owner: Any) -> int | None:
@@ -268,7 +225,7 @@ class Scheduler:
         Raises:
           KeyError: the request is neither queued nor running.
         """
-        slot = self._slot_of.get(owner)
+        slot = self.slot_of.get(owner)
         if slot is not None:
             self.finish([slot])
             return slot

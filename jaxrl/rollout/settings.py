@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-import jax.numpy as jnp
-
 from jaxrl.checks import (
     MAX_LAYERS,
     MAX_VOCABULARY,
@@ -139,10 +137,6 @@ class EngineConfig(EngineSettings):
         if self.smallest_bucket != "auto":
             return self.smallest_bucket
         return fewest_slots(self.slots, self.max_response_tokens)
-
-    @property
-    def cache_dtype(self) -> Any:
-        return jnp.dtype(self.kv_dtype or self.dtype)
 
     @property
     def max_context_tokens(self) -> int:

@@ -58,13 +58,7 @@ class SlotPages:
           tokens_per_dispatch: W.
           most_response_tokens: maximum length of a response.
         """
-        self.pool = PagePool(
-            num_slots=num_slots,
-            shards=sizes.shards,
-            num_pages=sizes.num_pages,
-            pages_per_slot=sizes.pages_per_slot,
-            page_tokens=sizes.page_tokens,
-        )
+        self.pool = PagePool(sizes, num_slots)
         self._tokens_per_dispatch = tokens_per_dispatch
         self._busy_n = np.zeros(num_slots, bool)
         # Tokens cached and the most that will be. The last token of a sequence is never cached.
@@ -87,8 +81,8 @@ class SlotPages:
           most: maximum length of the sequence.
           response_tokens: number of tokens at its end that are a response already.
         """
-        shard = self.pool.shard_of(slot)
-        # `_expected` of this one sample, whose matrices are too slow for each of many that start.
+        shard = int(self.pool.shard_n[slot])
+        # What `_expect` adds up, for this one sample: its matrices are too slow for each of many that start.
         interval = self._lengths.intervals(np.array(response_tokens))
         tokens_K = len(tokens) + self._unused + self._longer_K
         added_2K = np.stack(
@@ -115,39 +109,24 @@ class SlotPages:
         spare_K = self.pool.num_pages * self.pool.page_tokens - mean_K
         return bool(((spare_K >= 0) & (spare_K**2 >= _DEVIATIONS**2 * variance_K)).all())
 
-    def _expected(self, response: np.ndarray, prompt: np.ndarray) -> np.ndarray:
-        """Mean and variance of the tokens of running samples, interval by interval from now on.
-
-        Args:
-          response: int [m], lengths of their responses.
-          prompt: int [m], lengths of their prompts.
-
-        Returns:
-          int64 [2, K], in units of 1 / `_ONE`.
-        """
-        interval = self._lengths.intervals(response)
-        K = self._lengths.count
-        tokens = prompt + response + self._unused
-        longer_K = self._longer_K
-        sums = [np.bincount(interval, tokens**power, K).astype(np.int64) for power in range(3)]
-        mean_K = sums[1] @ self._alive_KK + longer_K * (sums[0] @ self._alive_KK)
-        squares = [power_K @ self._doubt_KK for power_K in sums]
-        variance_K = squares[2] + 2 * longer_K * squares[1] + longer_K**2 * squares[0]
-        return np.stack([mean_K, variance_K])
-
     def _expect(self) -> None:
         """Estimates the tokens of every shard from now on."""
         self._alive_KK = self._lengths.still_running()
         self._doubt_KK = self._alive_KK * (_ONE - self._alive_KK) >> _ONE_BITS
-        response_n = self._cached_n + 1 - self._prompt_n
-        shards = range(len(self.pool.num_free_S))
-        self._expected_S2K = np.stack(
-            [
-                self._expected(response_n[of][busy], self._prompt_n[of][busy])
-                for of in map(self.pool.slots_of, shards)
-                for busy in [self._busy_n[of]]
-            ]
-        )
+        K, longer_K = self._lengths.count, self._longer_K
+        # Mean and variance, interval by interval, int64 in units of 1 / `_ONE`.
+        expected: list[tuple[np.ndarray, np.ndarray]] = []
+        for shard in range(len(self.pool.num_free_S)):
+            of = self.pool.slots_of(shard)
+            busy = self._busy_n[of]
+            tokens = (self._cached_n[of] + 1 + self._unused)[busy]
+            interval = self._lengths.intervals((self._cached_n[of] + 1 - self._prompt_n[of])[busy])
+            sums = [np.bincount(interval, tokens**power, K).astype(np.int64) for power in range(3)]
+            mean_K = sums[1] @ self._alive_KK + longer_K * (sums[0] @ self._alive_KK)
+            squares = [power_K @ self._doubt_KK for power_K in sums]
+            variance_K = squares[2] + 2 * longer_K * squares[1] + longer_K**2 * squares[0]
+            expected.append((mean_K, variance_K))
+        self._expected_S2K = np.array(expected)
 
     def grow(self, cached: Callable[[int], np.ndarray] | None = None) -> list[int]:
         """Gives every busy slot pages for W more tokens.
@@ -173,8 +152,8 @@ class SlotPages:
                 # Over all shards, so that the oldest of them is the first to start again.
                 return sorted(dropped, key=lambda slot: -self._order_n[slot])
             for shard in short.tolist():
-                of_shard = [slot for slot in slots.tolist() if self.pool.shard_of(slot) == shard]
-                newest = max(of_shard, key=lambda slot: self._order_n[slot])
+                of_shard = slots[self.pool.shard_n[slots] == shard]
+                newest = int(of_shard[self._order_n[of_shard].argmax()])
                 if cached is not None:
                     self.remember(newest, cached(newest))
                 self.release([newest])
@@ -188,7 +167,8 @@ class SlotPages:
           length: length of the sequence before, which may be less than the slot has decoded.
           tokens: number of new tokens.
         """
-        self.pool.keep(slot, length - 1)
+        # Full pages of the sequence stay as they are.
+        self.pool.shared_n[slot] = (length - 1) // self.pool.page_tokens
         self._cached_n[slot] = length - 1 + tokens
 
     def advance(self, count_n: np.ndarray) -> None:
@@ -216,10 +196,6 @@ class SlotPages:
 class LengthRecord:
     """Estimates how long running responses will run, from all that has been decoded.
 
-    Long responses end last, so the lengths of those that have ended are too small. This is the estimate for
-    lives of which some have not ended (Kaplan and Meier): of the tokens decoded in an interval of lengths,
-    the share that ended a response. Without data the mean response has a quarter of the longest.
-
     Attributes:
       width: number of tokens of an interval.
       count: number of intervals, K.
@@ -229,7 +205,11 @@ class LengthRecord:
         """Args: the maximum length of a response; the number of tokens of a dispatch, W."""
         self.width = max(tokens_per_dispatch, -(-longest // _INTERVALS))
         self.count = -(-longest // self.width)
+        # Long responses end last, so the lengths of those that have ended are too small. This is the estimate
+        # for lives of which some have not ended (Kaplan and Meier): of the tokens decoded in an interval of
+        # lengths, the share that ended a response.
         self._decoded_K, self._ended_K = np.zeros(self.count), np.zeros(self.count)
+        # Without data the mean response has a quarter of the longest.
         self._prior_tokens = longest / 4
 
     def add_decoded(self, length_n: np.ndarray, count_n: np.ndarray) -> None:

@@ -38,7 +38,7 @@ from jaxrl.models.cache.interface import Cache, CacheKind
 from jaxrl.models.cache.kv_cache import copy_slots, take_slots, with_capacity, write_slots
 from jaxrl.models.cache.paged_cache import PagedCache
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
-from jaxrl.rollout.sampling import Truncation, sample_keys, untruncated
+from jaxrl.rollout.sampling import Truncation, sample_keys, truncation_of
 
 # Logical axes of a prefix without a cache.
 PREFIX_AXES: Any = Prefix(*cast(Any, (None, ("batch", "length"), ("batch",), ("batch",))))
@@ -75,10 +75,6 @@ class SlotLayout:
         """Pins every leaf of a state or prefix to its devices."""
         return jax.tree.map(self.constrain, tree, self.axes_of(tree))
 
-    def place_buffer(self, buffer: Cache) -> Cache:
-        """Pins the buffer for a dispatch's new keys and values to its devices."""
-        return jax.tree.map(self.constrain, buffer, self._cache.axes(buffer))
-
     def abstract(self, shapes: Any) -> Any:
         """Adds shardings to the shapes of a state or prefix."""
         where = shardings(self.axes_of(shapes), shapes, GENERATE_RULES, self.mesh)
@@ -110,11 +106,9 @@ class SlotLayout:
         return per_device(function, self.mesh, in_specs=tuple(specs), out_specs=out)(*given)
 
     def _specs(self, tree: Any, without: str = "") -> Any:
-        sizes = dict(self.mesh.shape)
-
         def spec(leaf, axes):
             axes = tuple(None if axis == without else axis for axis in axes)
-            return partition_spec(axes, leaf.shape, GENERATE_RULES, sizes, "slots")
+            return partition_spec(axes, leaf.shape, GENERATE_RULES, dict(self.mesh.shape), "slots")
 
         return jax.tree.map(spec, tree, self.axes_of(tree))
 
@@ -148,7 +142,7 @@ class SlotPrograms:
                 context=Prefix(cache, ints((n, capacity)), ints((n,)), ints((n,))),
                 key=jnp.zeros((n, 2), jnp.uint32),
                 temperature=jnp.ones((n,)),
-                truncation=jax.tree.map(lambda x: jnp.full((n,), x), untruncated()),
+                truncation=jax.tree.map(lambda x: jnp.full((n,), x), truncation_of()),
                 count=ints((n,)),
                 limit=ints((n,)),
                 active=jnp.zeros((n,), bool),
@@ -301,7 +295,8 @@ class SlotPrograms:
                 rest = tree.replace(context=None)
                 taken = take_slots(rest, slots_first(rest), slot_m)
                 return taken.replace(context=take(tree.context, slot_m))
-            taken = take_slots(_without_cache(tree), PREFIX_AXES, slot_m)
+            rest = dataclasses.replace(tree, cache=None)
+            taken = take_slots(rest, PREFIX_AXES, slot_m)
             return dataclasses.replace(taken, cache=self.cache.take(tree.cache, slot_m))
 
         # The sequences of a paged cache come out contiguous, so they differ from the state in structure.
@@ -314,11 +309,7 @@ class SlotPrograms:
             rest, others = tree.replace(context=None), other.replace(context=None)
             copied = copy_slots(rest, slots_first(rest), others, source_n)
             return copied.replace(context=self._copied(tree.context, source_n, other.context))
-        rest, others = _without_cache(tree), _without_cache(other)
+        rest, others = (dataclasses.replace(each, cache=None) for each in (tree, other))
         copied = copy_slots(rest, PREFIX_AXES, others, source_n)
         cache = self.cache.copy(tree.cache, other.cache, source_n)
         return dataclasses.replace(copied, cache=cache)
-
-
-def _without_cache(prefix: Prefix) -> Prefix:
-    return dataclasses.replace(prefix, cache=None)

@@ -11,9 +11,10 @@ receive their programs in the same order.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.engine_sizes import round_up
+from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.speculation import Rows
@@ -31,15 +33,6 @@ from jaxrl.rollout.speculation import Rows
 _KEPT_SETTINGS = 64
 # Number of dispatches that fit into the cache when slots become fewer, besides the next one.
 _DISPATCHES_AHEAD = 3
-
-
-# Slot, batch index of the sequence in the prefix, prompt id, sample index, response length at which the slot
-# stops, and number of response tokens that the prefix holds: a sample that starts or continues in a slot.
-Placed: TypeAlias = tuple[int, int, int, int, int, int]
-# The shard and the numbers of pages that hold less than a sequence, and the sequence, int32 [T].
-Known: TypeAlias = tuple[int, list[int], np.ndarray]
-# How tokens are drawn, on the devices, in the form that `Engine.insert` takes.
-DeviceSettings: TypeAlias = tuple[Any, ...]
 
 
 def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
@@ -83,14 +76,11 @@ def _padded(engine: Engine, parts: Sequence[np.ndarray]) -> tuple[jax.Array, ...
     return host_inputs(engine.mesh, tokens_PT, length_P)
 
 
-def settings_on_device(engine: Engine, options: SamplingOptions) -> DeviceSettings:
-    """Sends options to the devices. The transfer is slow, so callers should reuse the result."""
-    scalars = host_inputs(
-        engine.mesh,
-        np.uint32(options.seed),
-        np.int32(options.step),
-        np.float32(options.temperature),
-    )
+def settings_on_device(engine: Engine, options: SamplingOptions) -> tuple[Any, ...]:
+    """How tokens are drawn, on the devices, as the last arguments of `Engine.insert`."""
+    # The transfer is slow, so callers should reuse the result.
+    seed, step = np.uint32(options.seed), np.int32(options.step)
+    scalars = host_inputs(engine.mesh, seed, step, np.float32(options.temperature))
     limits, structure = jax.tree.flatten(options.truncation)
     return *scalars, jax.tree.unflatten(structure, host_inputs(engine.mesh, *limits))
 
@@ -99,14 +89,23 @@ def insert(
     engine: Engine,
     prefix: Prefix,
     state: DecodeState,
-    samples: Sequence[Placed],
-    settings: DeviceSettings,
+    starts: Sequence[tuple[int, int, Sample]],
+    settings: tuple[Any, ...],
 ) -> DecodeState:
-    """Calls `Engine.insert` for samples with equal options; `state` is consumed."""
-    # One entry per slot; -1 leaves a slot unchanged.
+    """Starts or continues samples with equal options.
+
+    Args:
+      engine: engine of the state.
+      prefix: prefilled sequences.
+      state: state of the slots; consumed.
+      starts: slot, batch index of the sequence in the prefix, and sample.
+      settings: result of `settings_on_device` for the options.
+    """
+    # The fields of an `Assignment`; -1 leaves a slot unchanged.
     fields = np.zeros((5, state.num_slots), np.int32)
     fields[0] = -1
-    slots, *values = np.array(samples, np.int32).T
+    placed = [(slot, row, s.prompt_id, s.index, s.limit, len(s)) for slot, row, s in starts]
+    slots, *values = np.array(placed, np.int32).T
     fields[:, slots] = values
     return engine.insert(prefix, state, Assignment(*host_inputs(engine.mesh, *fields)), *settings)
 
@@ -116,13 +115,13 @@ class Slots:
 
     Attributes:
       pages: pages of the slots, for the caller to assign; None if the cache is contiguous.
-      params: weights of the next programs; the caller may set others between two programs.
+      params: weights of the next programs; `load` sets them.
     """
 
     def __init__(self, engine: Engine, params: Params | None):
         """Starts with no state; `make_room` allocates it."""
         self.engine = engine
-        self.params = params
+        self.load(params)
         self.clear()
         # Made per instance: a cache on the method would hold a reference to `self`. The decode state, which
         # may fill most of a device's memory, would then survive until Python's cycle collection.
@@ -133,14 +132,9 @@ class Slots:
             lambda value: host_inputs(engine.mesh, np.int32(value))[0]
         )
 
-    @property
-    def params(self) -> Params | None:
-        """Weights of the next programs. Setting them drops the copies made of the old ones."""
-        return self._params
-
-    @params.setter
-    def params(self, params: Params | None) -> None:
-        self._params = params
+    def load(self, params: Params | None) -> None:
+        """Takes the weights of the next programs, and drops the copies made of the old ones."""
+        self.params = params
         self._for_decoding: Params | None = None
 
     def clear(self) -> None:
@@ -194,13 +188,14 @@ class Slots:
         assert state is not None, "make_room comes first"
         return state
 
-    def prefill(self, sequences: Sequence[np.ndarray]) -> Prefix:
-        return prefilled(self.engine, self.params, sequences)
-
-    def insert(self, prefix: Prefix, samples: Sequence[Placed], options: SamplingOptions) -> None:
-        """Starts samples that have the same options."""
-        state = self._taken_state()
-        self._state = insert(self.engine, prefix, state, samples, self._settings(options))
+    def insert(self, prefix: Prefix, starts: Sequence[tuple[int, int, Sample]]) -> None:
+        """Starts samples, those with equal options in one call; see the function `insert`."""
+        alike: dict[SamplingOptions, list[tuple[int, int, Sample]]] = collections.defaultdict(list)
+        for start in starts:
+            alike[start[2].options].append(start)
+        for options, some in alike.items():
+            state, settings = self._taken_state(), self._settings(options)
+            self._state = insert(self.engine, prefix, state, some, settings)
 
     def extend(
         self, extensions: Mapping[int, tuple[np.ndarray, int]]
@@ -260,11 +255,14 @@ class Slots:
             )
             waiting = [items[per_shard:] for items in waiting]
 
-    def reuse(self, known: Mapping[int, Known]) -> Iterator[tuple[Prefix, dict[int, int]]]:
+    def reuse(
+        self, known: Mapping[int, tuple[int, list[int], np.ndarray]]
+    ) -> Iterator[tuple[Prefix, dict[int, int]]]:
         """Prefills sequences of which the pages hold the beginning; the model runs only the rest.
 
         Args:
-          known: the sequences, by any number.
+          known: by any number, the shard and the numbers of pages that hold less than a sequence, and the
+            sequence, int32 [T].
 
         Yields:
           A prefix, and the number of the sequence of each of its batch indices in use.
@@ -298,8 +296,7 @@ class Slots:
 
     def generate(self, least_active: int) -> None:
         """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
-        state = self._taken_state()
-        params = self._decoding_params()
+        state, params = self._taken_state(), self._decoding_params()
         self._state = self.engine.generate(params, state, self._scalar(least_active))
 
     def speculate(self, rows: Rows, reference_mS: np.ndarray, least_active: int) -> None:
@@ -312,13 +309,12 @@ class Slots:
         """
         state = self._taken_state()
         given = host_inputs(self.engine.mesh, rows.slot_m, rows.source_n, reference_mS)
-        least = self._scalar(least_active)
-        params = self._decoding_params()
+        params, least = self._decoding_params(), self._scalar(least_active)
         self._state, self._rounds = self.engine.speculate(params, state, *given, least)
 
     def _decoding_params(self) -> Params | None:
-        if self._for_decoding is None and self._params is not None:
-            self._for_decoding = self.engine.for_decoding(self._params)
+        if self._for_decoding is None and self.params is not None:
+            self._for_decoding = self.engine.for_decoding(self.params)
         return self._for_decoding
 
     def rounds(self) -> int:

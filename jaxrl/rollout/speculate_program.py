@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,24 +35,6 @@ from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.generate_program import ModelPrograms, sample, seen_tokens
 from jaxrl.rollout.speculation import COMPARED
-
-
-class _Round(NamedTuple):
-    """What a round adds to each row: T drawn tokens, of which the first `kept` stay.
-
-    Attributes:
-      fed, token: int32 [m, T], tokens that the pass ran and tokens drawn after each.
-      logprob, entropy: float32 [m, T].
-      kept: int32 [m], 1 to T; 0 for idle rows.
-      active: bool [m], whether the row decodes on.
-    """
-
-    fed: jax.Array
-    token: jax.Array
-    logprob: jax.Array
-    entropy: jax.Array
-    kept: jax.Array
-    active: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,12 +83,14 @@ class SpeculatingPrograms(ModelPrograms):
             room = longest + self.num_drafted + 1 <= self.slots.tokens_per_dispatch
             return room & (rows.active.sum() > least_active)
 
-        def one_round(progress: tuple[DecodeState, jax.Array]):
-            rows, rounds = progress
-            rounds += rows.active.sum(dtype=jnp.int32)
-            return self._round(model, layers, rows, reference_mS), rounds
-
-        rows, rounds = jax.lax.while_loop(unfinished, one_round, (rows, jnp.int32(0)))
+        rows, rounds = jax.lax.while_loop(
+            unfinished,
+            lambda progress: (
+                self._round(model, layers, progress[0], reference_mS),
+                progress[1] + progress[0].active.sum(dtype=jnp.int32),
+            ),
+            (rows, jnp.int32(0)),
+        )
         return self.slots.layout.place(self.slots.put_back(state, source_n, rows)), rounds
 
     def _round(
@@ -127,29 +111,45 @@ class SpeculatingPrograms(ModelPrograms):
         hidden_mTD, new = on_top._replace(layers=layers).run(
             model, fed_mT, positions_mT, live_mT, self.compute
         )
-        drawn = self._verified(model, rows, fed_mT, hidden_mTD)
+        drawn, active_m = self._verified(model, rows, fed_mT, hidden_mTD)
+        kept_m = drawn.count
         # Entries of drafts that were wrong lie beyond the new length, and the next round overwrites them.
         context = self.slots.append(context, new, fed_mT, rows.active)
-        last_m1 = jnp.maximum(drawn.kept - 1, 0)[:, None]
+        last_m1 = jnp.maximum(kept_m - 1, 0)[:, None]
         token_m = jnp.take_along_axis(drawn.token, last_m1, axis=1)[:, 0]
         context = dataclasses.replace(
             context,
-            length=context.length + drawn.kept,
+            length=context.length + kept_m,
             token=jnp.where(rows.active, token_m, context.token),
         )
-        return self.slots.layout.place(
-            rows.replace(
-                context=context,
-                count=rows.count + drawn.kept,
-                active=drawn.active,
-                decoded=_appended(rows.decoded, drawn),
+
+        def at_end(all_mW, new_mT):
+            written = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(
+                all_mW, new_mT, rows.decoded.count, 0
             )
+            # Rows that have ended may have no room, and the write would be shifted backwards.
+            return jnp.where((kept_m > 0)[:, None], written, all_mW)
+
+        decoded = DecodedTokens(
+            rows.decoded.count + kept_m,
+            at_end(rows.decoded.token, drawn.token),
+            at_end(rows.decoded.logprob, drawn.logprob),
+            at_end(rows.decoded.entropy, drawn.entropy),
+        )
+        count_m = rows.count + kept_m
+        return self.slots.layout.place(
+            rows.replace(context=context, count=count_m, active=active_m, decoded=decoded)
         )
 
     def _verified(
         self, model: Decoder, rows: DecodeState, fed_mT: jax.Array, hidden_mTD: jax.Array
-    ) -> _Round:
-        """Draws a token after each one that was run, and counts those that follow from right drafts."""
+    ) -> tuple[DecodedTokens, jax.Array]:
+        """Draws a token after each one that was run, and counts those that follow from right drafts.
+
+        Returns:
+          T drawn tokens of each row, of which the first `count` stay, 1 to T; 0 for idle rows. And whether
+          the row decodes on, bool [m].
+        """
         m, T = fed_mT.shape
         logits_NV = model.logits(hidden_mTD.reshape(m * T, -1), compute=self.compute)
         V = logits_NV.shape[-1]
@@ -169,32 +169,9 @@ class SpeculatingPrograms(ModelPrograms):
         ends_mT = jnp.isin(token_mT, jnp.array(self.stop_ids, jnp.int32))
         ends_mT |= position_mT + 1 >= rows.limit[:, None]
         before_end_m = 1 + jnp.where(ends_mT.any(axis=1), ends_mT.argmax(axis=1), T)
-        return _Round(
-            fed_mT,
-            token_mT,
-            logprob_mT,
-            entropy_mT,
-            jnp.where(rows.active, jnp.minimum(count_m, before_end_m), 0).astype(jnp.int32),
-            rows.active & (count_m < before_end_m),
-        )
-
-
-def _appended(decoded: DecodedTokens, drawn: _Round) -> DecodedTokens:
-    """Writes the tokens of a round behind those that each active row has."""
-
-    def at_end(all_mW, new_mT):
-        written = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(
-            all_mW, new_mT, decoded.count, 0
-        )
-        # Rows that have ended may have no room, and the write would be shifted backwards.
-        return jnp.where((drawn.kept > 0)[:, None], written, all_mW)
-
-    return DecodedTokens(
-        decoded.count + drawn.kept,
-        at_end(decoded.token, drawn.token),
-        at_end(decoded.logprob, drawn.logprob),
-        at_end(decoded.entropy, drawn.entropy),
-    )
+        kept_m = jnp.where(rows.active, jnp.minimum(count_m, before_end_m), 0).astype(jnp.int32)
+        drawn = DecodedTokens(kept_m, token_mT, logprob_mT, entropy_mT)
+        return drawn, rows.active & (count_m < before_end_m)
 
 
 def draft(context: Prefix, reference_mS: jax.Array, count: int) -> jax.Array:

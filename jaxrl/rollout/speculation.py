@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +105,7 @@ class Speculation:
         self._tokens_in_rounds += tokens if rounds else 0
         self._rounds += rounds
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Tokens that a row kept in a round, if there was one; fraction of tokens decoded in rounds."""
         fraction = self._tokens_in_rounds / max(1, self._tokens)
         metrics = {"rollout/speculated_fraction": fraction}

@@ -50,9 +50,6 @@ def end_of_stop(
 ) -> int | None:
     """Number of tokens up to the end of the first stop string; None if there is none.
 
-    The tokens are decoded once. Only if their text contains a stop string, bisection finds the token where it
-    ends. Bisection needs text that only grows with more tokens, which holds for whole characters.
-
     Args:
       tokens: int32, the last `tokens_to_search` of a turn, or all of them.
       newest: number of last tokens that were not searched before.
@@ -64,8 +61,10 @@ def end_of_stop(
         text = decode_text(tokens[:end])
         return any(s in text for s in stop_strings)
 
+    # The tokens are decoded once, for most texts have no stop string.
     if not stop_strings or not newest or not has_stop(len(tokens)):
         return None
+    # Bisection needs text that only grows with more tokens, which holds for whole characters.
     ends = range(max(1, len(tokens) - newest + 1), len(tokens) + 1)
     return ends[bisect.bisect_left(ends, True, hi=len(ends) - 1, key=has_stop)]
 

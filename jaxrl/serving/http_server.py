@@ -72,8 +72,19 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
-            # Refused before its request is read, because connections are the scarce resource.
-            transport.write(_too_many(self._max_connections))
+            # Refused before its request is read, because connections are the scarce resource. So there is no
+            # uvicorn to write the answer.
+            most = self._max_connections
+            error = ApiError(
+                503, f"all {most} connections of this server are in use; come again later"
+            )
+            content = json.dumps(error.body).encode()
+            head = (
+                f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
+                "content-type: application/json\r\n"
+                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            )
+            transport.write(head.encode() + content)
             transport.close()
         self._set_deadline("request", self._idle_timeout_s)
 
@@ -110,19 +121,6 @@ class _Connection(H11Protocol):
     def _drop_deadline(self, name: str) -> None:
         if name in self._deadlines:
             self._deadlines.pop(name).cancel()
-
-
-def _too_many(max_connections: int) -> bytes:
-    """The full HTTP response to a connection above the limit."""
-    error = ApiError(
-        503, f"all {max_connections} connections of this server are in use; come again later"
-    )
-    content = json.dumps(error.body).encode()
-    return (
-        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
-        "content-type: application/json\r\n"
-        f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
-    ).encode() + content
 
 
 def _allow_open_files(number: int) -> None:

@@ -63,12 +63,24 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
     where = model_directory.generation_shardings(model, mesh)
 
     def engine_of(lengths: TokenLimits) -> Engine:
-        return Engine(model, graph, mesh, _engine_config(config, lengths, tokenizer.stop_ids))
+        chunk = min(config.prefill_chunk_tokens, lengths.context)
+        sizes = EngineConfig(
+            **config.engine_settings(prefill_chunk_tokens=chunk),
+            max_prompt_tokens=lengths.prompt,
+            max_response_tokens=lengths.response,
+            context_tokens=lengths.context,
+            stop_ids=tokenizer.stop_ids,
+            # Servers often have few requests, and somebody waits for the last one; so small buckets pay off.
+            smallest_bucket=8,
+        )
+        return Engine(model, graph, mesh, sizes)
 
-    def fitting() -> int:
-        return _fitting_tokens(config, engine_of(TokenLimits(1, 1, 2)), shapes, where)
-
-    engine = engine_of(lengths_of(config, found.context_tokens, fitting))
+    limits = lengths_of(
+        config,
+        found.context_tokens,
+        lambda: _fitting_tokens(config, engine_of(TokenLimits(1, 1, 2)), shapes, where),
+    )
+    engine = engine_of(limits)
     params = load_params(directory, model, where, dtype=config.dtype)
     return Loaded(engine, params, tokenizer)
 
@@ -107,21 +119,6 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
             "(max_position_embeddings of its config.json); lower them, or leave them out"
         )
     return TokenLimits(prompt, response, prompt + response)
-
-
-def _engine_config(
-    config: ServeConfig, lengths: TokenLimits, stop_ids: tuple[int, ...]
-) -> EngineConfig:
-    chunk = min(config.prefill_chunk_tokens, lengths.context)
-    return EngineConfig(
-        **config.engine_settings(prefill_chunk_tokens=chunk),
-        max_prompt_tokens=lengths.prompt,
-        max_response_tokens=lengths.response,
-        context_tokens=lengths.context,
-        stop_ids=stop_ids,
-        # Servers often have few requests, and somebody waits for the last one; so small buckets pay off.
-        smallest_bucket=8,
-    )
 
 
 def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any) -> int:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -29,7 +28,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
-from jaxrl.rollout.sampling import SamplingOptions, Truncation, untruncated
+from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.stop_strings import StopSearch
 
 STOP, LENGTH = "stop", "length"
@@ -56,25 +55,20 @@ class NotFinite(ServingError):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt and the samples to draw for it, all with the same settings.
+    """One prompt and the samples to draw for it, all with the same options.
 
     Attributes:
       prompt: int32 [T].
-      num_samples: number of samples.
       max_tokens: maximum number of tokens per sample, end-of-sequence included.
-      seed: seed of the sampling keys, 0 to 2**31 - 1.
-      temperature: sampling temperature; 0 is greedy.
-      truncation: limits on the tokens that can be drawn, as scalars.
-      stop: texts that end a sample and are not shown.
+      seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them, so that
+        requests that differ only in their seeds have equal options and are inserted in one call.
+      options: how tokens are drawn. Stop strings are not shown.
     """
 
     prompt: np.ndarray
-    num_samples: int
     max_tokens: int
     seed: int
-    temperature: float = 1.0
-    truncation: Truncation = dataclasses.field(default_factory=untruncated)
-    stop: tuple[str, ...] = ()
+    options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +173,12 @@ class OnlineDriver:
         return len(self._waiting), len(self._in_loop)
 
     def check(self, request: Request) -> None:
-        """Raises UserError for a request that can never be served."""
-        limits = jax.tree.leaves(request.truncation)
+        """Raises UserError for a request that is too long or too large for this server.
+
+        Seed, temperature and stop strings are checked where requests come in (`openai.protocol`).
+        """
+        options = request.options
+        limits = jax.tree.leaves(options.truncation)
         assert all(isinstance(x, np.generic) for x in limits), "a truncation is of host scalars"
         config, model = self._engine.config, self._engine.model
         prompt, max_tokens = request.prompt, request.max_tokens
@@ -205,17 +203,11 @@ class OnlineDriver:
                 f"{len(prompt)} tokens of the prompt and max_tokens {max_tokens}: this server has room for "
                 f"{config.max_context_tokens} together; shorten one of them"
             )
-        if not 0 < request.num_samples <= self._max_waiting:
+        if not 0 < options.num_samples <= self._max_waiting:
             raise UserError(
-                f"{request.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
+                f"{options.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
                 "for as many"
             )
-        if not (math.isfinite(request.temperature) and request.temperature >= 0):
-            raise UserError(f"temperature {request.temperature} is not 0, which is greedy, or more")
-        if not 0 <= request.seed < 2**31:
-            raise UserError(f"seed {request.seed} is not a number from 0 to {2**31 - 1}")
-        if "" in request.stop:
-            raise UserError("a stop string is empty, which would end every answer before it begins")
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Queues a request.
@@ -238,7 +230,7 @@ class OnlineDriver:
         """Queues either all of the requests or none of them; see `submit`."""
         for request, _ in requests:
             self.check(request)
-        wanted = sum(request.num_samples for request, _ in requests)
+        wanted = sum(request.options.num_samples for request, _ in requests)
         with self._changed:
             if not self.alive:
                 raise Stopped("the server is stopping and takes no requests")
@@ -250,27 +242,18 @@ class OnlineDriver:
             tickets = []
             for request, listener in requests:
                 ticket = next(self._numbers)
-                self._open[ticket] = _OpenRequest(listener, request.num_samples)
-                self._waiting |= dict.fromkeys(self._samples(ticket, request))
+                num_samples, start = request.options.num_samples, Start(request.prompt)
+                # Samples of requests that differ in their number alone are inserted in one call, too.
+                options = request.options.replace(num_samples=1)
+                self._open[ticket] = _OpenRequest(listener, num_samples)
+                for index in range(num_samples):
+                    answer = _Answer(ticket, TextStream(self._decode_text, options.stop_strings))
+                    sample = Sample(0, index, options.step)
+                    sample.request(start, request.seed, options, request.max_tokens, answer)
+                    self._waiting[sample] = None
                 tickets.append(ticket)
             self._changed.notify_all()
         return tickets
-
-    def _samples(self, ticket: int, request: Request) -> Iterator[Sample]:
-        """The samples of a request, for the decode loop."""
-        start = Start(request.prompt)
-        options = SamplingOptions(
-            temperature=request.temperature,
-            truncation=request.truncation,
-            stop_strings=request.stop,
-        )
-        for index in range(request.num_samples):
-            answer = _Answer(ticket, TextStream(self._decode_text, request.stop))
-            # The seed replaces the prompt's id. So requests that differ only in their seeds have equal
-            # options and are inserted in one call.
-            yield Sample(0, index, options.step).request(
-                start, request.seed, options, request.max_tokens, answer
-            )
 
     def cancel(self, ticket: int) -> None:
         """Ends a request and frees its slots with the next dispatch. Ignores a request that has ended."""
@@ -292,7 +275,12 @@ class OnlineDriver:
 
     def _serve(self) -> None:
         try:
-            while self._wait_for_work():
+            while True:
+                with self._changed:
+                    while not (self._stopping or self._waiting or self._cancelled or self._in_loop):
+                        self._changed.wait()
+                    if self._stopping:
+                        return
                 try:
                     self._feed()
                     self._pass_on(self._loop.dispatch())
@@ -304,14 +292,15 @@ class OnlineDriver:
                     self._fail_loop(failure)
         finally:
             # Whatever ended the thread, every open request gets an error.
-            self._end()
-
-    def _wait_for_work(self) -> bool:
-        """Waits until there is work; returns False when the driver must stop."""
-        with self._changed:
-            while not (self._stopping or self._waiting or self._cancelled or self._in_loop):
-                self._changed.wait()
-            return not self._stopping
+            with self._changed:
+                self._closing = True
+                self._waiting.clear()
+                left, self._open = self._open, {}
+                self._changed.notify_all()
+            self._in_loop.clear()
+            self._loop.clear()
+            for opened in left.values():
+                opened.listener(Stopped("the server has stopped before the answer was complete"))
 
     def _feed(self) -> None:
         """Drops cancelled samples from the loop and adds waiting ones."""
@@ -319,7 +308,8 @@ class OnlineDriver:
             cancelled, self._cancelled = set(self._cancelled), []
             self._forget_waiting(cancelled)
             dropped = [sample for sample in self._in_loop if sample.owner.ticket in cancelled]
-            self._leave(dropped)
+            for sample in dropped:
+                del self._in_loop[sample]
             # Only few samples are queued inside the loop, because dropping one searches the queue.
             room = 2 * self._engine.config.slots - len(self._in_loop)
             added = list(itertools.islice(self._waiting, max(0, room)))
@@ -328,10 +318,6 @@ class OnlineDriver:
         self._loop.drop(dropped)
         self._loop.add(added)
 
-    def _leave(self, samples: Iterable[Sample]) -> None:
-        for sample in samples:
-            del self._in_loop[sample]
-
     def _forget_waiting(self, tickets: Collection[int]) -> None:
         if tickets:
             for sample in [s for s in self._waiting if s.owner.ticket in tickets]:
@@ -339,27 +325,32 @@ class OnlineDriver:
 
     def _pass_on(self, results: Sequence[Decoded]) -> None:
         """Sends the results of a dispatch to the listeners."""
-        self._leave(result.sample for result in results if result.end is not None)
         broken: dict[int, Decoded] = {}
         for result in results:
-            if np.isfinite(result.logprob).all():
-                self._notify(result.sample.owner.ticket, _delta_of(result))
-            else:
-                broken[result.sample.owner.ticket] = result
+            sample, end = result.sample, result.end
+            if end is not None:
+                del self._in_loop[sample]
+            if not np.isfinite(result.logprob).all():
+                broken[sample.owner.ticket] = result
+                continue
+            stream = sample.owner.text
+            pieces, text = stream.add(result.tokens.tolist())
+            if end is not None:
+                text += stream.end(at_stop_string=end is End.STOP_STRING)
+            tokens, logprob = result.tokens.copy(), result.logprob.copy()
+            delta = Delta(sample.index, tokens, logprob, pieces, text, _FINISH[end])
+            self._notify(sample.owner.ticket, delta)
         for ticket, result in broken.items():
-            self._refuse_broken(ticket, result.num_before)
-
-    def _refuse_broken(self, ticket: int, num_tokens: int) -> None:
-        """Ends a request whose log-probabilities became non-finite after `num_tokens` tokens."""
-        error = NotFinite(
-            f"the model's log-probabilities are not finite after a sequence of {num_tokens} tokens, so "
-            "there is nothing to sample from; look for NaN or infinity in its weights, or try dtype float32"
-        )
-        _LOG.error("request %d: %s", ticket, error)
-        self._notify(ticket, error)
-        # Frees the slots of all its samples before the next dispatch.
-        with self._changed:
-            self._cancelled.append(ticket)
+            error = NotFinite(
+                f"the model's log-probabilities are not finite after a sequence of {result.num_before} "
+                "tokens, so there is nothing to sample from; look for NaN or infinity in its weights, or try "
+                "dtype float32"
+            )
+            _LOG.error("request %d: %s", ticket, error)
+            self._notify(ticket, error)
+            # Frees the slots of all its samples before the next dispatch.
+            with self._changed:
+                self._cancelled.append(ticket)
 
     def _notify(self, ticket: int, event: Delta | ServingError) -> None:
         """Calls the listener of a request; forgets the request after its last event."""
@@ -386,23 +377,3 @@ class OnlineDriver:
             self._forget_waiting(tickets)
         for ticket in tickets:
             self._notify(ticket, error)
-
-    def _end(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._waiting.clear()
-            left, self._open = self._open, {}
-            self._changed.notify_all()
-        self._in_loop.clear()
-        self._loop.clear()
-        for opened in left.values():
-            opened.listener(Stopped("the server has stopped before the answer was complete"))
-
-
-def _delta_of(result: Decoded) -> Delta:
-    stream = result.sample.owner.text
-    pieces, text = stream.add(result.tokens.tolist())
-    if result.end is not None:
-        text += stream.end(at_stop_string=result.end is End.STOP_STRING)
-    index, finish = result.sample.index, _FINISH[result.end]
-    return Delta(index, result.tokens.copy(), result.logprob.copy(), pieces, text, finish)

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import queue
 import signal
 import sys
 import threading
@@ -116,17 +117,34 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
     Raises:
       UserError: a port is not available, or memory does not suffice.
     """
+    from jaxrl.serving.http_server import HttpServer
+    from jaxrl.serving.openai.calls import RequestLimits
+    from jaxrl.serving.openai.endpoint import build_app
+
+    tokenizer, sizes = loaded.tokenizer, loaded.engine.config
+    limits = RequestLimits(
+        config.model_name,
+        sizes.max_prompt_tokens,
+        sizes.max_response_tokens,
+        sizes.max_context_tokens,
+    )
     with contextlib.ExitStack() as stack:
         driver = OnlineDriver(
-            loaded.engine,
-            loaded.params,
-            loaded.tokenizer.decode,
-            max_waiting=config.max_waiting,
+            loaded.engine, loaded.params, tokenizer.decode, max_waiting=config.max_waiting
         )
         stack.enter_context(driver)
         _warm_up(driver, loaded.engine)
-        http_port = _start_http(config, loaded, driver, stack)
-        yield Running(driver, http_port, loaded.engine.config.max_context_tokens)
+        server = HttpServer(
+            build_app(driver, tokenizer, limits, max_body_bytes=config.max_body_bytes),
+            host=config.host,
+            port=config.http_port,
+            api_key=config.key,
+            max_connections=config.max_connections,
+        )
+        stack.callback(server.stop)
+        # First, so that open requests still get an answer while the HTTP server runs.
+        stack.callback(driver.close, config.grace_s)
+        yield Running(driver, server.port, sizes.max_context_tokens)
 
 
 def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
@@ -146,62 +164,20 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
     for done, length in enumerate(dict.fromkeys(lengths), start=1):
         began = time.monotonic()
         # Other tokens than those of the prompts before, whose pages would be reused.
+        prompt = np.full(length, done, np.int32)
         for _ in range(1 if engine.pages is None else 2):
-            _draw_one(driver, np.full(length, done, np.int32))
+            events: queue.SimpleQueue[Delta | ServingError] = queue.SimpleQueue()
+            driver.submit(Request(prompt, max_tokens=1, seed=0), events.put)
+            failure = events.get()
+            if isinstance(failure, NotFinite):
+                raise UserError(f"a first sample could not be drawn: {failure}")
+            if isinstance(failure, ServingError):
+                raise UserError(
+                    f"a first sample could not be drawn: {failure}. Choose fewer --slots or shorter prompts "
+                    "and responses, or more devices with --mesh"
+                )
         if time.monotonic() - began > _SLOW_S:
             print(
                 f"compiled for prompts of up to {length} tokens, {done} of {len(lengths)}",
                 flush=True,
             )
-
-
-def _draw_one(driver: OnlineDriver, prompt: np.ndarray) -> None:
-    ended = threading.Event()
-    failures: list[ServingError] = []
-
-    def listen(event: Delta | ServingError) -> None:
-        if isinstance(event, ServingError):
-            failures.append(event)
-        ended.set()
-
-    driver.submit(Request(prompt, 1, 1, seed=0), listen)
-    ended.wait()
-    if failures and isinstance(failures[0], NotFinite):
-        raise UserError(f"a first sample could not be drawn: {failures[0]}")
-    if failures:
-        raise UserError(
-            f"a first sample could not be drawn: {failures[0]}. Choose fewer --slots or shorter prompts and "
-            "responses, or more devices with --mesh"
-        )
-
-
-def _start_http(
-    config: ServeConfig, loaded: Loaded, driver: OnlineDriver, stack: contextlib.ExitStack
-) -> int:
-    from jaxrl.serving.http_server import HttpServer
-    from jaxrl.serving.openai.calls import RequestLimits
-    from jaxrl.serving.openai.endpoint import build_app
-
-    sizes = loaded.engine.config
-    app = build_app(
-        driver,
-        loaded.tokenizer,
-        RequestLimits(
-            config.model_name,
-            sizes.max_prompt_tokens,
-            sizes.max_response_tokens,
-            sizes.max_context_tokens,
-        ),
-        max_body_bytes=config.max_body_bytes,
-    )
-    server = HttpServer(
-        app,
-        host=config.host,
-        port=config.http_port,
-        api_key=config.key,
-        max_connections=config.max_connections,
-    )
-    stack.callback(server.stop)
-    # First, so that open requests still get an answer while the HTTP server runs.
-    stack.callback(driver.close, config.grace_s)
-    return server.port

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from jax.sharding import Mesh
@@ -36,7 +36,7 @@ class ArithmeticBackend:
     Token t of a response has the log-probability -1 / (t + 1) and entropy 1.
 
     Attributes:
-      mesh: mesh of the weights.
+      mesh, dtype, weights_dtype, metrics: see `RolloutBackend`; there are no metrics.
       weights: weights that `load` received; None before.
     """
 
@@ -54,29 +54,16 @@ class ArithmeticBackend:
         respond: computes the responses; None uses `counting`.
         """
         self.mesh = mesh
+        self.dtype, self.weights_dtype = np.dtype(config.dtype), config.weights_dtype
+        self.metrics: Mapping[str, float] = {}
         self.weights: Params | None = None
         self._config = config
         self._decode_texts = decode_texts
         self._respond = counting(config.stop_ids) if respond is None else respond
 
-    @property
-    def dtype(self) -> Any:
-        """The type of the weights."""
-        return np.dtype(self._config.dtype)
-
-    @property
-    def weights_dtype(self) -> str:
-        """The 8-bit type of the weights of projections, or ""."""
-        return self._config.weights_dtype
-
     def load(self, params: Params) -> None:
         """Stores the weights."""
         self.weights = params
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Has none."""
-        return {}
 
     def unload(self) -> Params | None:
         """Returns the weights and forgets them."""
@@ -143,25 +130,25 @@ class ArithmeticBackend:
         ends: dict[int, int] = {}
 
         def running(n: int) -> bool:
-            group = groups.group(n)
+            group = groups.samples[n]
             limits = [ends.setdefault(id(s), len(s) + budget) for s in group]
             return any(not s.finished and len(s) < e for s, e in zip(group, limits, strict=True))
 
         def waiting() -> list[int]:
-            return [n for n in range(len(groups)) if running(n)]
+            return [n for n in groups.samples if running(n)]
 
         while True:
             live = waiting()
             if more is not None and len(live) < most:
-                left = sum(not s.finished for n in live for s in groups.group(n))
+                left = sum(not s.finished for n in live for s in groups.samples[n])
                 self._start(groups, more((most - len(live)) * G, left))
                 live = waiting()
             if not (now := live[:most]):
                 return
             for n in now:
-                for sample in groups.group(n):
+                for sample in groups.samples[n]:
                     count = min(W, ends[id(sample)] - len(sample))
-                    self._add(sample, groups.prompt(n).tokens[0], count, options.step)
+                    self._add(sample, groups.prompts[n].tokens[0], count, options.step)
             if groups.hand_out([n for n in now if groups.finished(n)], on_group):
                 return
 

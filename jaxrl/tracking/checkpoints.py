@@ -69,7 +69,6 @@ class StoredCheckpoints:
     """
 
     def __init__(self, folder: pathlib.Path):
-        """Args: the folder of the checkpoints."""
         self.paths = CheckpointFolder(folder.absolute())
 
     @property
@@ -92,13 +91,14 @@ class StoredCheckpoints:
                 fault = self.fault(step)
                 if fault is None:
                     return step
-                logger.info("%s is not intact: %s", self.path(step), fault)
+                logger.info("%s is not intact: %s", self.paths.step(step), fault)
             # A running job may have removed the only intact checkpoint after writing a newer one: look again.
             if steps == self.steps:
                 return None
 
     def newest_complete(self, *, up_to: float = math.inf) -> int | None:
         """The newest step <= `up_to` whose checkpoint has a manifest; None if there is none."""
+        # Either may be there alone, after a kill or if a folder was copied in part.
         complete = set(self.manifest_steps) & set(self.steps)
         return max((step for step in complete if step <= up_to), default=None)
 
@@ -125,6 +125,7 @@ class StoredCheckpoints:
         checksums = _checksums(checkpoint)
         if rows is not None:
             checksums[_ROWS] = list(rows)
+        # Files first, then the manifest: a power cut may reorder what is not flushed.
         for path in (*checkpoint.rglob("*"), checkpoint, self.paths.path):
             sync(path)
         self.paths.manifests.mkdir(exist_ok=True)
@@ -172,7 +173,7 @@ class StoredCheckpoints:
         Raises:
           UserError: if the shapes of the checkpoint differ from those of `like`.
         """
-        path = self.path(step) / role
+        path = self.paths.step(step) / role
         # Orbax would pad or truncate arrays of another shape.
         difference = _difference(self.shapes(step, role), _shapes(like))
         if difference is not None:
@@ -192,13 +193,9 @@ class StoredCheckpoints:
     def shapes(self, step: int, role: str) -> dict[str, tuple[int, ...]]:
         """The shapes of a role's weights by their path in the tree."""
         # Orbax annotates its own path type and accepts pathlib's.
-        directory: Any = self.path(step) / role
+        directory: Any = self.paths.step(step) / role
         metadata = ocp.PyTreeCheckpointHandler().metadata(directory)
         return _shapes(metadata.tree["params"])
-
-    def path(self, step: int) -> pathlib.Path:
-        """The folder of a step's checkpoint."""
-        return self.paths.step(step)
 
 
 class Checkpoints:
@@ -248,6 +245,7 @@ class Checkpoints:
           record: state of the run: JSON types, and NumPy arrays, which are stored as such.
         """
         self.wait()
+        # JSON has no arrays: they go beside the record, where Orbax stores them as they are.
         arrays: dict[str, np.ndarray] = {}
         record = _without_arrays(record, "", arrays)
         items: dict[str, Any] = {_ARRAYS: ocp.args.StandardSave(arrays)} if arrays else {}
@@ -271,6 +269,7 @@ class Checkpoints:
             stage keeps no metrics.
         """
         assert self._saving is not None, "save comes before commit"
+        # From here on the step may be overwritten by the next save, which waits for this thread.
         step, self._saving = self._saving, None
         self._committing = self._committer.submit(self._commit, step, rows)
 
@@ -282,6 +281,7 @@ class Checkpoints:
         """
         if self._committing is None:
             return
+        # Waited for once: an error is raised once, by the step that meets it.
         committing, self._committing = self._committing, None
         with self._disk_errors():
             committing.result()
@@ -316,7 +316,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Turns disk errors inside the block into UserErrors."""
+        # Turns disk errors inside the block into UserErrors.
         try:
             yield
         except (OSError, ValueError) as error:
@@ -348,8 +348,9 @@ class Checkpoints:
         Raises:
           UserError: if the checkpoint lacks a role or its shapes differ from those of `like`.
         """
-        path = self.stored.path(step)
+        path = self.stored.paths.step(step)
         saved = {path.name for path in path.iterdir()}
+        # A role that the config has and the checkpoint has not: the recipe has changed.
         absent = sorted(set(like) - saved)
         if absent:
             raise UserError(
@@ -379,7 +380,7 @@ class Checkpoints:
                 fault = self.stored.fault(step)
                 aside = self.stored.paths.damaged / f"{step}.{time.time_ns()}"
                 aside.parent.mkdir(exist_ok=True)
-                self.stored.path(step).rename(aside)
+                self.stored.paths.step(step).rename(aside)
                 self.stored.paths.manifest(step).unlink(missing_ok=True)
                 logger.warning("checkpoint of step %d skipped: %s; kept in %s", step, fault, aside)
         for path in self.stored.paths.path.glob("*.orbax-checkpoint-tmp*"):
@@ -388,7 +389,7 @@ class Checkpoints:
             self.stored.paths.manifest(step).unlink()
 
     def _commit(self, step: int, rows: RowChecksum | None) -> None:
-        """Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread."""
+        # Waits for Orbax, writes the manifest and removes old checkpoints. Runs in a thread.
         self._open().wait_until_finished()
         if not hosts.is_first():
             return
@@ -398,12 +399,12 @@ class Checkpoints:
                 self._remove(old)
 
     def _remove(self, step: int) -> None:
-        """Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint."""
+        # Removes a checkpoint. Its manifest goes first, so that what a kill leaves is no checkpoint.
         self.stored.paths.manifest(step).unlink(missing_ok=True)
-        shutil.rmtree(self.stored.path(step))
+        shutil.rmtree(self.stored.paths.step(step))
 
     def _open(self) -> ocp.CheckpointManager:
-        """Returns Orbax's manager. It is created on first use, because it reads the folder at once."""
+        # Returns Orbax's manager. It is created on first use, because it reads the folder at once.
         if self._manager is None:
             # The manager keeps all checkpoints: this class decides what is removed.
             options = ocp.CheckpointManagerOptions(
@@ -418,11 +419,10 @@ class Checkpoints:
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    """Options that name the processes of the run.
-
-    Orbax synchronises listed processes through its own service. Without a list it would run a collective on
-    the devices in the middle of training.
-    """
+    # Options that name the processes of the run.
+    #
+    # Orbax synchronises listed processes through its own service. Without a list it would run a collective on
+    # the devices in the middle of training.
     count = hosts.num_processes()
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(count)) if count > 1 else None
@@ -453,7 +453,7 @@ def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:
 
 
 def _disk_fault(error: BaseException | None) -> str | None:
-    """The reason of a disk error, such as "No space left on device"; None if `error` is no disk error."""
+    # The reason of a disk error, such as "No space left on device"; None if `error` is no disk error.
     if isinstance(error, OSError):
         return error.strerror or str(error)
     found = _DISK_FAULT.search(str(error)) if isinstance(error, ValueError) else None
@@ -461,10 +461,9 @@ def _disk_fault(error: BaseException | None) -> str | None:
 
 
 def _is_no_disk_fault(record: logging.LogRecord) -> bool:
-    """Log filter that drops disk errors.
-
-    Each Orbax thread logs the error with a traceback and also raises it. The raised error becomes one line.
-    """
+    # Log filter that drops disk errors.
+    #
+    # Each Orbax thread logs the error with a traceback and also raises it. The raised error becomes one line.
     return not record.exc_info or _disk_fault(record.exc_info[1]) is None
 
 
@@ -474,15 +473,14 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ...]]) -> str | None:
-    """Describes the first weight whose shape differs or that one model lacks; None if all are equal."""
+    # Describes the first weight whose shape differs or that one model lacks; None if all are equal.
     for name in sorted(saved.keys() | like.keys()):
         if saved.get(name) != like.get(name):
-            return f"{name} is {_said(saved.get(name))} there and {_said(like.get(name))} here"
+            there, here = (
+                f"{list(shapes[name])}" if name in shapes else "absent" for shapes in (saved, like)
+            )
+            return f"{name} is {there} there and {here} here"
     return None
-
-
-def _said(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else f"{list(shape)}"
 
 
 def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:
@@ -493,10 +491,9 @@ def _does_not_fit(path: pathlib.Path, difference: str) -> UserError:
 
 
 def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
-    """A copy of a record in which the name of each array takes its place; fills `arrays` by name.
-
-    Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
-    """
+    # A copy of a record in which the name of each array takes its place; fills `arrays` by name.
+    #
+    # Example: {"lengths": array, "step": 3} becomes {"lengths": {"__array__": ".lengths"}, "step": 3}.
     if isinstance(record, np.ndarray):
         if not record.size:  # Orbax stores no empty arrays
             return {_ARRAY: "", "dtype": str(record.dtype)}
@@ -508,7 +505,7 @@ def _without_arrays(record: Any, path: str, arrays: dict[str, np.ndarray]) -> An
 
 
 def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
-    """The inverse of `_without_arrays`."""
+    # The inverse of `_without_arrays`.
     if not isinstance(record, dict):
         return record
     if _ARRAY in record:
@@ -518,7 +515,7 @@ def _with_arrays(record: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _numbered(names: Iterable[str]) -> list[int]:
-    """The step numbers among `names`, in ascending order: "0" and "20" count, "020" and "x" do not."""
+    # The step numbers among `names`, in ascending order: "0" and "20" count, "020" and "x" do not.
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
@@ -531,7 +528,7 @@ def _read_manifest(content: bytes) -> dict[str, list[int]]:
 
 
 def _checksums(folder: pathlib.Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of every file below `folder`."""
+    # Size and CRC-32 of every file below `folder`.
     sums = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

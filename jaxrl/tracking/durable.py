@@ -79,6 +79,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
       OSError: if the disk does not accept the content; the old file is unchanged.
     """
     path = Path(path)
+    # In the same folder, because only there a rename is atomic.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
@@ -102,7 +103,6 @@ class AppendedFile:
     """A file that is extended by complete records. A record is on disk when `append` returns."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Opens the file, and creates it if necessary."""
         self._path = path
         # Unbuffered: a buffer would try to write a failed record again when the file is closed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -113,6 +113,7 @@ class AppendedFile:
         Raises:
           OSError: if the disk does not accept the record; the file is unchanged.
         """
+        # A full disk may take part of a record; it is cut off again.
         size = os.fstat(self._descriptor).st_size
         try:
             _write_all(self._descriptor, record)
@@ -135,7 +136,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _named(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """The error with the path of its file, which `os.write` leaves out."""
+    # The error with the path of its file, which `os.write` leaves out.
     return OSError(error.errno, error.strerror, os.fspath(path))
 
 
@@ -171,7 +172,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _take(folder: Path) -> IO[str]:
-    """Takes the lock and returns its open file, which child processes do not inherit."""
+    # Takes the lock and returns its open file, which child processes do not inherit.
     path = RunFolder(folder).lock
     # Opening a pipe would block.
     if path.exists() and not path.is_file():

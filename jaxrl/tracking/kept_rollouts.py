@@ -62,7 +62,8 @@ class KeptRollouts:
         self._has_old_logprob = has_old_logprob
         self._stop_ids = frozenset(stop_ids)
         self._token_strings = TokenStrings(tokenizer)
-        self._files = RolloutFiles(folder.rollouts, every=config.rollouts_every)
+        self._folder = folder.rollouts
+        self._files = RolloutFiles(self._folder, every=config.rollouts_every)
         self._begun = False
 
     def begin_step(self) -> None:
@@ -79,6 +80,7 @@ class KeptRollouts:
         old_logprob = None
         if self._has_old_logprob:
             old_logprob = np.asarray(hosts.fetch(experience.batch.old_logprob))
+        # Collective, so it comes before the question of who writes.
         packed = PackedBatch(**hosts.fetch(experience.batch.packing()))
         if hosts.is_first():
             rows = functools.partial(self._rows, step, experience.scored, packed, old_logprob)
@@ -91,12 +93,12 @@ class KeptRollouts:
             kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
             settings: Any = {"stop_ids": self._stop_ids, "terms": self._terms, "step": step}
             self._files.write(step, lambda: sample_rows(kept, self._token_strings, **settings))
-        return self._files.path(step)
+        return self._folder.step(step)
 
     def _rows(
         self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None
     ) -> Iterator[dict[str, Any]]:
-        """Rows of the first prompts. Runs in the background while training continues."""
+        # Rows of the first prompts. Runs in the background while training continues.
         kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
         of_response = None
         if old_logprob is not None:
@@ -112,7 +114,6 @@ class KeptRollouts:
         )
 
     def close(self) -> None:
-        """Waits until everything is written."""
         self._files.close()
 
 
@@ -135,12 +136,7 @@ class RolloutFiles:
         """Whether the samples of this step are written: those of step 1 and of every `every`-th step."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
-    def path(self, step: int) -> pathlib.Path:
-        """The path of a step's file."""
-        return self._folder.step(step)
-
     def remove_after(self, step: int) -> None:
-        """Deletes the files of later steps."""
         for later, path in self._folder.steps().items():
             if later > step:
                 path.unlink(missing_ok=True)
@@ -153,13 +149,15 @@ class RolloutFiles:
           make: returns the rows; it is called in the background thread.
         """
         self._wait()
+        # A run that keeps no samples starts no thread.
         if self._writer is None:
             self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._writing = self._writer.submit(self._write, step, make)
 
-    def _write(self, step: int, make: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        self._folder.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._folder.step(step), to_lines(make()))
+        def write() -> None:
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._folder.step(step), to_lines(make()))
+
+        self._writing = self._writer.submit(write)
 
     def _wait(self) -> None:
         if self._writing is None:
@@ -175,7 +173,6 @@ class RolloutFiles:
             )
 
     def close(self) -> None:
-        """Waits for the last file and ends the thread."""
         self._wait()
         if self._writer is not None:
             self._writer.shutdown()

@@ -14,7 +14,6 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, Protocol
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -30,13 +29,9 @@ from jaxrl.tracking.run_folder import StageFolder
 class Logger(Protocol):
     """Writes the metrics of each step somewhere."""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the metrics of a step."""
-        ...
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Flushes and closes."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +61,7 @@ def open_logger(entry: str, folder: StageFolder, resume_step: int | None, run: L
     Raises:
       UserError: the logger's package is not installed, it does not start, or its folder is not writable.
     """
+    # A project of the entry itself wins over that of the recipe.
     name, project = split_logger(entry)
     run = dataclasses.replace(run, project=project or run.project)
     return _LOGGERS[name](folder, resume_step, run)
@@ -101,6 +97,7 @@ class _TensorBoard:
         self._append(*(Event(wall_time=now_s, step=step, summary=s) for s in summaries))
 
     def _append(self, *events: Any) -> None:
+        # All events of a step in one append: a step is in the file whole or not at all.
         records = b""
         for event in events:
             # A TFRecord: length, checksum of the length, content, checksum of the content.
@@ -113,34 +110,25 @@ class _TensorBoard:
         self._file.close()
 
 
-class _Wandb:
-    """Logs to a wandb run, which keeps its id when the run is resumed.
+class _Hosted:
+    """Logs to a run of a library with wandb's interface, of which a resumed run goes on."""
 
-    wandb ignores steps that it already has. After a kill the run repeats some steps with the same values, so
-    nothing is lost.
-    """
-
-    def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
-        wandb = _installed("wandb")
-        path = folder.path / "wandb_run_id"
-        if resume_step is not None and path.exists():
-            run_id = path.read_text().strip()
-        else:
-            run_id = uuid.uuid4().hex[:12]
-            write_atomically(path, run_id.encode())
+    def __init__(self, package: str, run: LoggedRun, hint: str, **options: Any):
+        """Starts the run; `hint` is what to do if it does not start, besides leaving the logger out."""
+        # The user's extras: `pip install` knows each by its own name.
         try:
-            self._run = wandb.init(
-                project=run.project,
-                name=run.name,
-                config=dict(run.settings),
-                dir=os.fspath(folder.path),
-                id=run_id,
-                resume="allow",
-            )
-        except wandb.Error as error:
+            library = importlib.import_module(package)
+        except ImportError as error:
             raise UserError(
-                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, "
-                "or leave it out of run.loggers"
+                f"run.loggers names {package}, which is not installed; "
+                f"run pip install {package}, or leave it out"
+            ) from error
+        given = {"project": run.project, "name": run.name, "config": dict(run.settings)}
+        try:
+            self._run = library.init(**given, **options)
+        except (ValueError, OSError, getattr(library, "Error", ValueError)) as error:
+            raise UserError(
+                f"{package} did not start ({error}); {hint}, or leave it out of run.loggers"
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -150,49 +138,31 @@ class _Wandb:
         self._run.finish()
 
 
-class _Trackio:
-    """Logs to a trackio run: into TRACKIO_DIR, or to the Space or server that TRACKIO_* variables name.
+def _wandb(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logger:
+    # A resumed run keeps its id. wandb ignores steps that it already has: after a kill the run repeats some
+    # steps with the same values, so nothing is lost.
+    path = folder.path / "wandb_run_id"
+    if resume_step is not None and path.exists():
+        run_id = path.read_text().strip()
+    else:
+        run_id = uuid.uuid4().hex[:12]
+        write_atomically(path, run_id.encode())
+    hint = "run `wandb login`, set WANDB_MODE=offline"
+    options = {"dir": os.fspath(folder.path), "id": run_id, "resume": "allow"}
+    return _Hosted("wandb", run, hint, **options)
 
-    A resumed run goes on under its name. trackio keeps both rows of a step that is repeated after a kill.
-    """
 
-    def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
-        del folder
-        trackio = _installed("trackio")
-        try:
-            self._run = trackio.init(
-                project=run.project,
-                name=run.name,
-                config=dict(run.settings),
-                resume="never" if resume_step is None else "allow",
-                embed=False,
-            )
-        except (ValueError, OSError) as error:
-            raise UserError(
-                f"trackio did not start ({error}); unset TRACKIO_SPACE_ID to log on this machine, name "
-                'another project ("trackio:PROJECT"), or leave it out of run.loggers'
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logger:
+    # Into TRACKIO_DIR, or to the Space or server that TRACKIO_* variables name. A resumed run goes on under
+    # its name; trackio keeps both rows of a step that is repeated after a kill.
+    del folder
+    hint = 'unset TRACKIO_SPACE_ID to log on this machine, name another project ("trackio:PROJECT")'
+    resume = "never" if resume_step is None else "allow"
+    return _Hosted("trackio", run, hint, resume=resume, embed=False)
 
 
 _LOGGERS: dict[str, Callable[[StageFolder, int | None, LoggedRun], Logger]] = {
     "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "trackio": _Trackio,
+    "wandb": _wandb,
+    "trackio": _trackio,
 }
-
-
-def _installed(package: str) -> ModuleType:
-    """Imports a package that `pip install` knows by the same name."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(
-            f"run.loggers names {package}, which is not installed; "
-            f"run pip install {package}, or leave it out"
-        ) from error

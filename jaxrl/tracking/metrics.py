@@ -73,10 +73,16 @@ class RowChecksum(NamedTuple):
         return len(start) == self.num_bytes and zlib.crc32(start) == self.crc32
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(
+    path: str | os.PathLike[str], *, skips_damaged: bool = False
+) -> list[dict[str, Any]]:
     """Reads the rows of a metrics file, in order of step.
 
     It is safe to read the file of a running job: an incomplete last line is skipped with a warning.
+
+    Args:
+      path: the file.
+      skips_damaged: whether invalid lines, duplicate rows and a missing file are skipped instead of refused.
 
     Returns:
       One dict per step: "step" (int), "time_s" (Unix seconds at which the row was written) and the
@@ -85,12 +91,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       UserError: if the file does not exist, or a line other than the last is not a row.
     """
-    return [row for _, row in _read_lines(Path(path))]
-
-
-def readable_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the valid rows of a damaged metrics file, with increasing steps; empty without a file."""
-    return [row for _, row in _readable_lines(Path(path))]
+    return [row for _, row in _read_lines(Path(path), skips_damaged=skips_damaged)]
 
 
 def without_timings(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +151,7 @@ class MetricsWriter:
         with contextlib.ExitStack() as on_failure:
             self._rows = _JsonlFile(folder.metrics, resume_step, drops_damaged=drops_damaged)
             self._loggers: list[Logger] = [self._rows]
+            # A logger that does not start must not leave the others open.
             on_failure.callback(self.close)
             for entry in loggers:
                 self._loggers.append(open_logger(entry, folder, resume_step, run))
@@ -157,17 +159,16 @@ class MetricsWriter:
 
     @property
     def checksum(self) -> RowChecksum:
-        """The checksum of all rows in metrics.jsonl."""
         return self._rows.checksum
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics of a step. Steps must increase from call to call."""
         values = {key: float(value) for key, value in metrics.items()}
+        # metrics.jsonl comes first: what a logger has, the source of truth has too.
         for logger in self._loggers:
             logger.write(step, values)
 
     def close(self) -> None:
-        """Flushes and closes every logger."""
         for logger in self._loggers:
             logger.close()
 
@@ -184,7 +185,7 @@ class _JsonlFile:
     def __init__(self, path: Path, resume_step: int | None, *, drops_damaged: bool):
         kept = []
         if resume_step is not None and path.exists():
-            lines = _readable_lines(path) if drops_damaged else _read_lines(path)
+            lines = _read_lines(path, skips_damaged=drops_damaged)
             kept = [
                 (line + b"\n", row["step"]) for line, row in lines if row["step"] <= resume_step
             ]
@@ -209,15 +210,19 @@ class _JsonlFile:
         self._file.close()
 
 
-def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line without its newline, row) of every line, without an incomplete last line."""
+def _read_lines(path: Path, *, skips_damaged: bool) -> list[tuple[bytes, dict[str, Any]]]:
+    # (line without its newline, row) of every line, without an incomplete last line.
+    if skips_damaged and not path.exists():
+        return []
     # The file of a long run may exceed the default limit.
     lines = read_bytes(path, absent="name the metrics file of a run", max_bytes=None).splitlines()
-    rows = []
+    rows: list[tuple[bytes, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append((line, parse_row(line)))
+            row = parse_row(line)
         except (TypeError, ValueError) as error:
+            if skips_damaged:
+                continue
             if number == len(lines):
                 warnings.warn(
                     f"{path}:{number}: dropped the last line, which was cut short", stacklevel=3
@@ -227,17 +232,8 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
                 f"{path}:{number}: not a row of metrics ({error}); "
                 "remove that line, or start the run in another folder"
             ) from error
-    return rows
-
-
-def _readable_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(line without its newline, row) of the valid lines, with increasing steps."""
-    rows: list[tuple[bytes, dict[str, Any]]] = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(TypeError, ValueError):
-            row = parse_row(line)
-            if not rows or row["step"] > rows[-1][1]["step"]:
-                rows.append((line, row))
+        if not skips_damaged or not rows or row["step"] > rows[-1][1]["step"]:
+            rows.append((line, row))
     return rows
 
 

@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import rich.progress
@@ -144,18 +144,26 @@ class Progress:
         self._last_update_s = now_s
         self._steps.update(self._task_id, completed=step)
         self._steps.update(self._task_id, eta=self._eta_text())
-        before = [self._entry(*shown) for shown in _present(_BEFORE_EVALUATION, metrics)]
+        # Rewards stand before evaluations, and what explains them after.
+        before, after = (
+            [self._entry(s.label, metrics[s.key], s.format) for s in table if s.key in metrics]
+            for table in (_BEFORE_EVALUATION, _AFTER_EVALUATION)
+        )
         measured = {
             name: self._entry(f"evaluation {name.rsplit(' ', 1)[0]}", accuracy, _PERCENT)
             for name, accuracy in evaluation_accuracy(metrics).items()
         }
-        after = [self._entry(*shown) for shown in _present(_AFTER_EVALUATION, metrics)]
         self._evaluations |= measured
         self._entries = [*before, *self._evaluations.values(), *after]
         waited = now_s - self._last_line_s >= self._line_every_s
         if self._live is None and (waited or measured or self._task.finished):
             self._last_line_s = now_s
-            self._print(self._plain_line([*before, *measured.values(), *after]))
+            task = self._task
+            text = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
+            shown = [*before, *measured.values(), *after]
+            values = [f"{entry.label} {entry.value}" for entry in shown]
+            line = [task.description, text, self._eta_text(), *values]
+            self._print("  ".join(filter(None, line)))
 
     def message(self, text: str) -> None:
         """Prints a text, above the live view if there is one. Control characters are replaced."""
@@ -175,13 +183,14 @@ class Progress:
     def _entry(self, label: str, value: float, show: Callable[[float], str]) -> _Entry:
         trend = self._trends.setdefault(label, collections.deque(maxlen=_TREND_STEPS))
         trend.append(value)
-        return _Entry(label, show(value), _sparkline(trend))
-
-    def _plain_line(self, entries: Sequence[_Entry]) -> str:
-        task = self._task
-        step = f"step {task.completed:>{len(str(task.total))}}/{task.total}"
-        values = [f"{entry.label} {entry.value}" for entry in entries]
-        return "  ".join(filter(None, [task.description, step, self._eta_text(), *values]))
+        finite = [v for v in trend if math.isfinite(v)] or [0.0]
+        low, span = min(finite), (max(finite) - min(finite)) or 1.0
+        # A value that is not finite leaves a gap.
+        bars = (
+            _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
+            for v in trend
+        )
+        return _Entry(label, show(value), "".join(bars))
 
     def _eta_text(self) -> str:
         eta_s = self.eta_s()
@@ -191,10 +200,8 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True, highlight=False)
 
     def _view(self) -> Group:
-        return Group(self._steps, self._entry_columns())
-
-    def _entry_columns(self) -> Table:
-        """The entries in two columns, filled from top to bottom."""
+        # The entries in two columns, filled from top to bottom.
+        # Filled column by column, so that related metrics stay below each other.
         half = (len(self._entries) + 1) // 2
         trend_width = _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
         if self._console.options.ascii_only:  # such a terminal cannot print the bars
@@ -210,7 +217,7 @@ class Progress:
                 trend = entry.trend[max(len(entry.trend) - trend_width, 0) :]
                 cells += [Text(entry.label), Text(entry.value), Text(trend)]
             columns.add_row(*cells)
-        return columns
+        return Group(self._steps, columns)
 
 
 class _PhaseColumn(ProgressColumn):
@@ -224,24 +231,3 @@ class _PhaseColumn(ProgressColumn):
 
 def _phase(name: str) -> dict[str, Any]:
     return {"phase": name, "phase_start_s": time.monotonic()}
-
-
-def _present(
-    table: Sequence[_Shown], metrics: Mapping[str, float]
-) -> Iterator[tuple[str, float, Callable[[float], str]]]:
-    for shown in table:
-        if shown.key in metrics:
-            yield shown.label, metrics[shown.key], shown.format
-
-
-def _sparkline(values: collections.deque[float]) -> str:
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    if span == 0:
-        span = 1.0
-    return "".join(
-        _BARS[round((v - low) / span * (len(_BARS) - 1))] if math.isfinite(v) else " "
-        for v in values
-    )

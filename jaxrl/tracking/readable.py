@@ -29,7 +29,14 @@ def visible(text: str) -> str:
     These are control characters, direction marks, characters without width, and lone surrogates, which cannot
     be encoded as UTF-8.
     """
-    return _UNSEEN.sub(lambda match: _code(ord(match[0])), text)
+
+    def code(match: re.Match[str]) -> str:
+        number = ord(match[0])
+        if number < 0x100:
+            return f"\\x{number:02x}"
+        return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+    return _UNSEEN.sub(code, text)
 
 
 # CONTROL and: direction marks, embeddings, overrides and isolates; blank characters and those without width;
@@ -39,9 +46,3 @@ _UNSEEN = re.compile(
     + "\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
     + "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-
-
-def _code(number: int) -> str:
-    if number < 0x100:
-        return f"\\x{number:02x}"
-    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

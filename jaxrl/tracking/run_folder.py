@@ -8,23 +8,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 
+@dataclasses.dataclass(unsafe_hash=True)
 class _Folder:
     """A folder, equal to another one of its kind with the same path; `path` is the folder itself."""
 
-    def __init__(self, path: pathlib.Path):
-        self.path = path
+    path: pathlib.Path
 
     def __str__(self) -> str:
         return str(self.path)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.path == self.path  # pyright: ignore
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.path))
 
 
 class CheckpointFolder(_Folder):
@@ -41,11 +36,9 @@ class CheckpointFolder(_Folder):
         self.damaged = path.with_name(f"{path.name}.damaged")
 
     def step(self, step: int) -> pathlib.Path:
-        """The checkpoint of one step."""
         return self.path / str(step)
 
     def manifest(self, step: int) -> pathlib.Path:
-        """The manifest of one checkpoint."""
         return self.manifests / f"{step}.json"
 
 
@@ -68,7 +61,6 @@ class StageFolder(_Folder):
 
     @property
     def run(self) -> RunFolder:
-        """The folder of the run."""
         return RunFolder(self.path.parent)
 
 
@@ -76,7 +68,6 @@ class RolloutFolder(_Folder):
     """The saved samples of reinforcement learning, a file of `tracking.sample_rows` for each saved step."""
 
     def step(self, step: int) -> pathlib.Path:
-        """The samples of one step."""
         return self.path / f"step_{step}.jsonl"
 
     def steps(self) -> dict[int, pathlib.Path]:

@@ -15,26 +15,14 @@ from jaxrl.tracking.metrics import (
     evaluation_accuracy,
     evaluation_stderr,
     read_metrics,
-    readable_rows,
 )
 from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 logger = logging.getLogger(__name__)
 
-# The evaluations whose answers the report shows.
-_SHOWN = ("before", "after")
 _SAMPLE_FIELDS = ("prompt", "answer", "text", "correct")
 
 Rows = list[dict[str, Any]]
-
-
-def _sample_pairs(folder: RunFolder) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The stored samples of both evaluations; empty if one of the files is missing or damaged."""
-    before, after = (stored_samples(folder, when) for when in _SHOWN)
-    if before and after and len(before) != len(after):
-        logger.warning("%s has %d and %d answers", folder, len(before), len(after))
-        return []
-    return list(zip(before, after, strict=False))
 
 
 def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
@@ -65,9 +53,7 @@ def rows_of(folder: StageFolder, *, accepts_lost_rows: bool) -> Rows:
       accepts_lost_rows: whether damaged rows are skipped instead of refused.
     """
     path = folder.metrics
-    if accepts_lost_rows:
-        return readable_rows(path)
-    return read_metrics(path) if path.exists() else []
+    return read_metrics(path, skips_damaged=accepts_lost_rows) if path.exists() else []
 
 
 def evaluation_lines(
@@ -88,6 +74,7 @@ def evaluation_lines(
         accuracy = f"{name}/acc/mean@{num_samples}"
         of = "" if len(names) == 1 else f" on {name}"
         found = {int(row["step"]): row for row in rows if f"val-core/{accuracy}" in row}
+        # The first and the last evaluation; a run with one has it once.
         for step in dict.fromkeys([*found][:1] + [*found][-1:]):
             when = f"after step {step:,}" if step else "before training"
             last = int(rows[-1]["step"])
@@ -153,11 +140,16 @@ def write_run_report(
             step = found[-1]["step"]
             minutes = float(np.mean(seconds)) * step / 60 if seconds else 0.0
             lengths.append((f"{name}, steps and minutes", f"{step:,}, {minutes:.1f}"))
+    before, after = (stored_samples(folder, when) for when in ("before", "after"))
+    pairs = list(zip(before, after, strict=False))
+    if before and after and len(before) != len(after):
+        logger.warning("%s has %d and %d answers", folder, len(before), len(after))
+        pairs = []
     page.write_report(
         folder.report,
         title=title,
         summary=[*accuracy, *lengths, *facts],
-        sections=[page.Section(name, found) for name, found in rows.items() if found],
+        sections=[(name, found) for name, found in rows.items() if found],
         samples=[
             page.PromptResponses(
                 before["prompt"],
@@ -167,7 +159,7 @@ def write_run_report(
                     for heading, sample in (("Before", before), ("After", after))
                 ],
             )
-            for before, after in _sample_pairs(folder)
+            for before, after in pairs
         ],
         config_text=config_text,
     )

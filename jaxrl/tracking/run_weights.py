@@ -137,6 +137,7 @@ def export_run(
     check_new(out)
     source = files_of_run(run_folder)
     config = model_of_run(source)
+    # The accelerators may belong to a run that is at work.
     host = SingleDeviceSharding(jax.devices("cpu")[0])
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),

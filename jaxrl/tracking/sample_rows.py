@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrl.data.text_stream import TextStream
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.types import Completions, PackedBatch, Scored
+from jaxrl.types import PackedBatch, Scored
 
 # The last key of a row.
 TOKEN_STRINGS = "token_pieces"
@@ -85,9 +85,13 @@ def sample_rows(
             "entropy": _number(completions.entropy[b].mean()) if len(tokens) else None,
         }
         if token_strings is not None:
-            row[TOKEN_STRINGS] = _token_fields(
-                completions, b, token_strings, (old_logprob or {}).get(b)
-            )
+            fields: dict[str, Any] = {"text": token_strings(tokens, completions.texts[b])}
+            fields["rollout_logprob"] = list(map(_number, completions.rollout_logprob[b]))
+            if (of_trainer := (old_logprob or {}).get(b)) is not None:
+                fields["old_logprob"] = list(map(_number, of_trainer))
+            if given := np.flatnonzero(completions.mask[b] == 0).tolist():
+                fields["given"] = given
+            row[TOKEN_STRINGS] = fields
         yield row
 
 
@@ -144,6 +148,7 @@ class TokenStrings:
         ids = tokens.tolist()
         for i in set(ids) - self._strings.keys():
             self._strings[i] = self._tokenizer.decode([i])
+        # Most tokens are text by themselves; only if they do not join to the text they are decoded in turn.
         strings = [self._strings[i] for i in ids]
         if "".join(strings) != text:
             # A character has several tokens, or the tokenizer adds spaces only between words.
@@ -173,28 +178,12 @@ def logprobs_by_response(
     places = np.flatnonzero((segment > 0) & (sequence >= 0) & (sequence < len(lengths)))
     places = places[np.lexsort((position[places], sequence[places]))]
     value = np.asarray(logprob).reshape(-1)[places]
+    # Sorted by sequence and position, so each sequence is one stretch.
     ends = np.cumsum(np.bincount(sequence[places], minlength=len(lengths)))
     # The response is at the end of its sequence.
     return {b: value[end - lengths[b] : end] for b, end in enumerate(ends.tolist())}
 
 
-def _token_fields(
-    completions: Completions, b: int, token_strings: TokenStrings, old_logprob: np.ndarray | None
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "text": token_strings(completions.tokens[b], completions.texts[b]),
-        "rollout_logprob": _rounded(completions.rollout_logprob[b]),
-    }
-    if old_logprob is not None:
-        found["old_logprob"] = _rounded(old_logprob)
-    given = np.flatnonzero(completions.mask[b] == 0).tolist()
-    return found | ({"given": given} if given else {})
-
-
-def _rounded(values: np.ndarray) -> list[float | None]:
-    return [_number(x) for x in values]
-
-
 def _number(value: Any) -> float | None:
-    """The rounded value; None for NaN and infinity, which JSON does not have."""
+    # The rounded value; None for NaN and infinity, which JSON does not have.
     return round(float(value), _DIGITS) if math.isfinite(value) else None

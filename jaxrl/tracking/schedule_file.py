@@ -22,7 +22,6 @@ class ScheduleFile:
     """Appends rows to a schedule. The first row of a resumed run replaces later ones of the file."""
 
     def __init__(self, path: pathlib.Path):
-        """Writes nothing yet."""
         self._path = path
         self._file: AppendedFile | None = None
 
@@ -31,6 +30,7 @@ class ScheduleFile:
         if not hosts.is_first():
             return
         if self._file is None:
+            # A resumed run repeats versions after its checkpoint, so their rows go.
             kept = _rows(self._path) if self._path.exists() and row.version else {}
             earlier = [kept[version] for version in sorted(kept) if version < row.version]
             write_atomically(self._path, b"".join(map(_line, earlier)))
@@ -38,7 +38,6 @@ class ScheduleFile:
         self._file.append(_line(row))
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

@@ -87,6 +87,7 @@ class StageCheckpoints(Checkpoints):
         """Moves the old folder aside for a new start; returns its new place, None if there was nothing."""
         if not (self.stored.remains() or self._num_rows()):
             return None
+        # Renamed and not removed: the user may find that nothing was damaged.
         aside = self._folder.path.with_name(f"{self._folder.path.name}.aside.{time.time_ns()}")
         self._folder.path.rename(aside)
         return str(aside)
@@ -100,11 +101,11 @@ class StageCheckpoints(Checkpoints):
     # The end of a step
 
     def note_record(self, record: Mapping[str, Any]) -> None:
-        """Keeps the record of a step for its checkpoint."""
         self._record = dict(record)
 
     def note_finished(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Marks a step as finished and its row as written, so that its state may be saved."""
+        # Compared after a failure: equal counts mean that the failed step has changed no weights.
         self._noted_step = step
         self._num_updates = {name: role.num_updates for name, role in learners.items()}
 
@@ -175,22 +176,16 @@ def lost_rows(folder: StageFolder) -> str | None:
 def _rows_fault(path: pathlib.Path, written: RowChecksum) -> str | None:
     content = path.read_bytes() if path.exists() else b""
     expected = f"of the {written.num_rows} rows to step {written.last_step}"
-    if not written.matches(content):
-        return _rows_difference(path, content, written, expected)
-    after = content[written.num_bytes :].splitlines()
-    step = _step_of(after[0]) if after else None
-    if step is not None and step <= written.last_step:
-        return f"has a second row of step {step} after the last {expected}"
-    return None
-
-
-def _rows_difference(
-    path: pathlib.Path, content: bytes, written: RowChecksum, expected: str
-) -> str:
+    if written.matches(content):
+        after = content[written.num_bytes :].splitlines()
+        step = _step_of(after[0]) if after else None
+        if step is not None and step <= written.last_step:
+            return f"has a second row of step {step} after the last {expected}"
+        return None
     if not content:
         return f"{'is empty' if path.exists() else 'is missing'} and has none {expected}"
-    last = -1
-    found = 0
+    # Where the rows first differ from those that a run writes.
+    last, found = -1, 0
     for number, line in enumerate(content.splitlines(), start=1):
         step = _step_of(line)
         if step is None:

@@ -23,7 +23,7 @@ from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.mixture import load_balancing_loss
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.compiled.hlo import collectives
+from jaxrl.planner.compiled.traffic import collectives
 
 B, T = 8, 8
 DENSE = ModelConfig(

@@ -11,7 +11,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
-from jaxrl.planner.compiled.hlo import collectives
+from jaxrl.planner.compiled.traffic import collectives
 from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.planner.layouts.accounting import of_resharding
 from jaxrl.quantized import StoredType

@@ -10,7 +10,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.planner.hardware.cluster import check_topology, read_topology
+from jaxrl.planner.hardware.cluster import Cluster, read_topology
 from jaxrl.planner.make_plan import compile_plan
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -31,7 +31,7 @@ RECIPES = {
 def test_a_layout_has_the_devices_of_its_topology(recipe):
     topology, num_devices = RECIPES[recipe]
     config = load_config(Config, str(CONFIGS / recipe), {})
-    check_topology(topology)
+    Cluster.parse(topology)
     layout = ParallelLayout.from_config(config.mesh)
     assert layout.num_devices == num_devices
     slots = config.rollout.slots

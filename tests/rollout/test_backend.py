@@ -189,7 +189,7 @@ def test_settings_of_the_engine_are_those_of_every_config_that_has_one():
         max_response_tokens=1,
         stop_ids=(),
     )
-    assert (config.slots, config.cache_dtype.name) == (3, "bfloat16")
+    assert (config.slots, config.dtype) == (3, "bfloat16")
 
 
 def test_settings_are_checked_where_they_are_declared():

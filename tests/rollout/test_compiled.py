@@ -67,17 +67,17 @@ print(json.dumps({name: found(name) for name in ("bfloat16", "int8")}))
 
 PAGED = """
 from jaxrl.rollout.decode_state import Assignment
-from jaxrl.rollout.sampling import untruncated
+from jaxrl.rollout.sampling import truncation_of
 
 # Pages for half of the slots at full length.
 engine = engine_of("bfloat16", cache="paged", cache_tokens=64 * 4096 // 2)
 state, P = engine.abstract_decode_state(), engine.batch_sizes[-1]
-prefix = engine.abstract_prefix(jax.eval_shape(engine.prefill, params, ints(P, 512), ints(P)))
+prefix = engine.layout.abstract(jax.eval_shape(engine.prefill, params, ints(P, 512), ints(P)))
 def scalar(dtype):
     return jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh))
 
 settings = [scalar(dtype) for dtype in (jnp.uint32, jnp.int32, jnp.float32)]
-limits = jax.tree.map(lambda x: scalar(jnp.asarray(x).dtype), untruncated())
+limits = jax.tree.map(lambda x: scalar(jnp.asarray(x).dtype), truncation_of())
 slots = Assignment(*[ints(state.num_slots)] * 5)
 programs = {
     "generate": engine.generate.lower(params, state, ints()).compile(),

@@ -30,7 +30,7 @@ def new_loop(decode_text=decode) -> DecodeLoop:
 
 
 def drain(loop, results):
-    while loop.unfinished:
+    while loop.scheduler.num_unfinished:
         results += loop.dispatch()
     return results
 
@@ -64,7 +64,7 @@ def offline(**changes):
 def test_samples_that_come_while_others_run_are_the_same():
     samples = [sample for prompt in range(5) for sample in samples_of(prompt)]
     loop, results = new_loop(), []
-    assert loop.dispatch() == [] and not loop.unfinished
+    assert loop.dispatch() == [] and not loop.scheduler.num_unfinished
     for start in range(0, len(samples), 4):
         loop.add(samples[start : start + 4])
         results += loop.dispatch()
@@ -171,7 +171,7 @@ def test_ended_samples_get_their_tokens_while_the_devices_work_on():
     loop = DecodeLoop(engine_of(), weights(), StopSearch(decode), version=4)
     loop.add(samples)
     ended = []
-    while loop.unfinished:
+    while loop.scheduler.num_unfinished:
         loop.begin()
         assert all(len(sample) for sample in ended)
         ended = [result.sample for result in loop.finish()]

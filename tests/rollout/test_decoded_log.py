@@ -85,11 +85,7 @@ def test_every_sample_gets_its_own_tokens(columns, seed, monkeypatch):
                 log.give_later(
                     np.array([slot]),
                     np.array([cut]),
-                    [
-                        lambda stretch, slot=slot, to=received: to.update(
-                            {slot: stretch[0].tolist()}
-                        )
-                    ],
+                    [lambda token, *_, slot=slot, to=received: to.update({slot: token.tolist()})],
                 )
                 # Another sample starts in the slot before the tokens are passed on.
                 log.start(np.array([slot]))

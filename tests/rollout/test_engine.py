@@ -14,6 +14,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
+from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
@@ -31,7 +32,7 @@ from jaxrl.rollout.decode_state import Assignment
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.engine_sizes import PageSizes
-from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of, untruncated
+from jaxrl.rollout.sampling import gumbel_noise, sample_keys, truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, PackedBatch, Prompts
 
@@ -414,7 +415,7 @@ def test_the_largest_state_is_described_without_being_allocated(unroll):
         lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail(), described, whole
     )
     cache = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.context.cache))
-    assert engine.cache_bytes(BASE.slots, whole.capacity) == cache
+    assert cache_bytes(engine.cache, BASE.slots, whole.capacity) == cache
 
 
 def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
@@ -541,7 +542,7 @@ def test_slots_keep_their_own_limit_and_temperature_while_others_start():
         scalars = (np.uint32(0), np.int32(0), np.float32(temperature))
         placed = host_inputs(engine.mesh, *arrays, *scalars)
         prefix = engine.prefill(params, *placed[:2])
-        return engine.insert(prefix, state, Assignment(*placed[2:7]), *placed[7:], untruncated())
+        return engine.insert(prefix, state, Assignment(*placed[2:7]), *placed[7:], truncation_of())
 
     said: list[int] = []
 

@@ -7,19 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxrl.rollout.engine_sizes import PageSizes
 from jaxrl.rollout.page_pool import PagePool
 
 PAGE = 4
 
 
 def pool_of(slots=4, shards=1, num_pages=20, pages_per_slot=6) -> PagePool:
-    return PagePool(
-        num_slots=slots,
-        shards=shards,
-        num_pages=num_pages,
-        pages_per_slot=pages_per_slot,
-        page_tokens=PAGE,
-    )
+    return PagePool(PageSizes(shards, PAGE, num_pages, pages_per_slot), slots)
 
 
 def tokens(n, first=0) -> np.ndarray:
@@ -132,7 +127,7 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
         for shard in range(shards):
             holders: dict[int, list[int]] = {}
             for slot in range(shard * per_shard, (shard + 1) * per_shard):
-                held = pool.pages_for(lengths.get(slot, 0))
+                held = -(-lengths.get(slot, 0) // pool.page_tokens)
                 row = pool.table_nP[slot].tolist()
                 assert all(row[:held]) and not any(row[held:])
                 assert len(set(row[:held])) == held
@@ -157,11 +152,11 @@ def test_no_page_has_two_writers_and_all_are_free_in_the_end(data):
             room = luck.randint(size, pages_per_slot * PAGE)
             sequence = np.zeros(size, np.int32)
             sequence[luck.randint(0, size) :] = luck.randint(0, 2)
-            free = pool.num_free_S[pool.shard_of(slot)]
+            free = pool.num_free_S[pool.shard_n[slot]]
             if pool.start(slot, sequence, room):
                 sequences[slot], lengths[slot] = sequence, room
             else:
-                assert pool.pages_for(room) > free == pool.num_free_S[pool.shard_of(slot)]
+                assert -(-room // pool.page_tokens) > free == pool.num_free_S[pool.shard_n[slot]]
         elif lengths and choice < 0.7:
             slots = np.array(sorted(luck.sample(sorted(lengths), luck.randint(1, len(lengths)))))
             grown = np.array([luck.randint(lengths[s], pages_per_slot * PAGE) for s in slots])

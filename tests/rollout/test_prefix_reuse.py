@@ -61,7 +61,7 @@ def sample_of(prompt, index=0, max_tokens=24) -> Sample:
 
 def run(loop: DecodeLoop, *samples: Sample) -> None:
     loop.add(samples)
-    while loop.unfinished:
+    while loop.scheduler.num_unfinished:
         loop.dispatch()
 
 
@@ -174,8 +174,8 @@ def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
         sample = sample_of(prompt, 1)
         loop.add([sample])
         loop.begin()
-        slot = loop._scheduler.slot_of(sample)
-        assert (pool.shard_of(slot), pool.shared_n[slot]) == (replica, shared)
+        slot = loop.scheduler.slot_of[sample]
+        assert (pool.shard_n[slot], pool.shared_n[slot]) == (replica, shared)
         loop.finish()
         run(loop)
         assert_expected(sample)
@@ -257,7 +257,7 @@ def test_random_requests_ends_and_preemptions(data, layout, scarce):
                 loop.drop([gone])
                 check_pages(loop)
             dispatch()
-        while loop.unfinished:
+        while loop.scheduler.num_unfinished:
             dispatch()
         assert not live
         pool = loop._slots.pages.pool

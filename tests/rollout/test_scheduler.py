@@ -19,6 +19,10 @@ def scheduler_of(wanted, slots, prefill_batch, shards=1):
     return Scheduler(wanted, slot_sizes=sizes, prefill_batch=prefill_batch, shards=shards)
 
 
+def running_in(scheduler) -> dict:
+    return {slot: owner for slot, owner in enumerate(scheduler.owners) if owner is not None}
+
+
 def run(num_prompts, num_samples, slots, prefill_batch, shards, luck: random.Random):
     """Plays a whole run: everything admitted, then some running samples finish, and again.
 
@@ -28,16 +32,16 @@ def run(num_prompts, num_samples, slots, prefill_batch, shards, luck: random.Ran
     scheduler = scheduler_of(requests(num_prompts, num_samples), slots, prefill_batch, shards)
     admissions: list[Admission] = []
     finished: list = []
-    while scheduler.unfinished:
-        before, size = scheduler.running, scheduler.num_slots
+    while scheduler.num_unfinished:
+        before, size = running_in(scheduler), len(scheduler.owners)
         moves = scheduler.resize()
         check_moves(moves, before, size, scheduler, shards)
-        before = scheduler.running
+        before = running_in(scheduler)
         while (admission := scheduler.admit()) is not None:
             assert not {slot for slot, *_ in admission.slots} & set(before)
             admissions.append(admission)
-            before = scheduler.running
-        running = scheduler.running
+            before = running_in(scheduler)
+        running = running_in(scheduler)
         assert 0 <= scheduler.enough_active < len(running)
         # Nothing waits while a slot is free.
         waiting = num_prompts * num_samples - len(finished) - len(running)
@@ -52,14 +56,14 @@ def run(num_prompts, num_samples, slots, prefill_batch, shards, luck: random.Ran
 def check_moves(moves, before, size, scheduler, shards):
     """Everyone who ran runs on, on the same shard, in the slot that the moves say."""
     if moves is None:
-        assert scheduler.running == before
+        assert running_in(scheduler) == before
         return
-    assert len(moves) == scheduler.num_slots
+    assert len(moves) == len(scheduler.owners)
     old_each, each = size // shards, len(moves) // shards
     arrived = {
         slot: before[slot // each * old_each + old] for slot, old in enumerate(moves) if old >= 0
     }
-    assert arrived == scheduler.running
+    assert arrived == running_in(scheduler)
     assert sorted(arrived.values()) == sorted(before.values())
 
 
@@ -117,7 +121,7 @@ def test_the_samples_of_a_prompt_share_a_prefill():
     # Two run on, in two slots.
     assert scheduler.resize() == [2, 3]
     assert scheduler.finish([0, 1]) == [(0, 2), (1, 2)]
-    assert not scheduler.unfinished
+    assert not scheduler.num_unfinished
 
 
 def test_a_dispatch_goes_on_until_the_host_could_do_something():
@@ -134,9 +138,9 @@ def test_a_dispatch_goes_on_until_the_host_could_do_something():
     lopsided = scheduler_of(requests(12, 1), 8, prefill_batch=16, shards=2)
     lopsided.resize()
     lopsided.admit()
-    lopsided.finish([slot for slot in lopsided.running if slot < 6])
+    lopsided.finish([slot for slot in running_in(lopsided) if slot < 6])
     lopsided.resize()
-    assert (lopsided.num_slots, len(lopsided.running), lopsided.enough_active) == (12, 6, 0)
+    assert (len(lopsided.owners), len(running_in(lopsided)), lopsided.enough_active) == (12, 6, 0)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 10))
@@ -153,7 +157,7 @@ def test_requests_that_are_added_in_time_keep_all_slots_busy(slots, shards, seed
             list(iter(scheduler.admit, None))
             continue
         list(iter(scheduler.admit, None))
-        assert len(scheduler.running) == num_slots
+        assert len(running_in(scheduler)) == num_slots
         # More wait, so the dispatch ends as soon as it is worth to fill slots.
         least = num_slots - max(1, num_slots // 8)
         assert scheduler.enough_active == (least if num_slots > 1 else 0)
@@ -168,10 +172,10 @@ def test_slots_without_memory_want_no_requests():
     assert scheduler.places == 5
     scheduler.resize()
     list(iter(scheduler.admit, None))
-    assert (len(scheduler.running), scheduler.num_unfinished, scheduler.places) == (3, 5, 0)
+    assert (len(running_in(scheduler)), scheduler.num_unfinished, scheduler.places) == (3, 5, 0)
     scheduler.finish([0])
     list(iter(scheduler.admit, None))
-    assert (len(scheduler.running), scheduler.num_unfinished, scheduler.places) == (3, 4, 1)
+    assert (len(running_in(scheduler)), scheduler.num_unfinished, scheduler.places) == (3, 4, 1)
 
 
 def test_ten_thousand_requests():
@@ -190,12 +194,12 @@ def test_a_cancelled_request_frees_its_slot_or_its_place_in_the_queue():
     with pytest.raises(KeyError):
         scheduler.cancel((0, 3))
     scheduler.finish([0, 1])
-    assert not scheduler.unfinished
+    assert not scheduler.num_unfinished
 
 
 def test_no_request_is_finished_at_once():
     scheduler = scheduler_of([], 2, prefill_batch=1)
-    assert not scheduler.unfinished
+    assert not scheduler.num_unfinished
     assert scheduler.admit() is None
 
 

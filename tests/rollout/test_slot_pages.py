@@ -116,16 +116,16 @@ def simulate(lengths, limited: bool) -> tuple[float, float]:
         requests, slot_sizes=[256], prefill_batch=16, shards=2, may_start=may_start
     )
     again, used = 0, []
-    while scheduler.unfinished:
+    while scheduler.num_unfinished:
         scheduler.resize()
         for i in scheduler.finish(pages.grow()):
             again += 20 + done[i]
             scheduler.add_first(i, (i, done[i]))
         while scheduler.admit() is not None:
             pass
-        running = scheduler.running
-        assert running, "somebody always runs"
-        slots, ids = (np.fromiter(x, int) for x in (running, running.values()))
+        slots = scheduler.busy_slots
+        assert len(slots), "somebody always runs"
+        ids = np.array([scheduler.owners[slot] for slot in slots])
         count = np.minimum(W, lengths[ids] - done[ids])
         pages.advance(np.bincount(slots, count, 256).astype(int))
         done[ids] += count

@@ -107,8 +107,9 @@ def outcome(read, body):
 def check(result):
     if not isinstance(result, ApiError):
         for request in result.requests:
-            assert 0 <= request.temperature <= 2 and request.temperature not in (1e-300,)
-            assert request.truncation.top_k.dtype == request.truncation.min_tokens.dtype == np.int32
+            temperature, limits = request.options.temperature, request.options.truncation
+            assert 0 <= temperature <= 2 and temperature not in (1e-300,)
+            assert limits.top_k.dtype == limits.min_tokens.dtype == np.int32
             assert request.prompt.dtype == np.int32 and 0 <= request.seed < 2**31
         return
     assert result.status in (400, 404)
@@ -190,7 +191,7 @@ def test_a_prompt_that_is_too_long_has_the_code_of_openai(length):
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     body = {"model": "m", "prompt": "x", "temperature": 1e-300}
-    assert outcome(read_completion, body).requests[0].temperature == 0
+    assert outcome(read_completion, body).requests[0].options.temperature == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from extras import import_extra
 import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
+from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 from jaxrl.serving.online_driver import Delta, Request  # noqa: E402
 from jaxrl.serving.openai.calls import CHAT, COMPLETION, Answer, Call  # noqa: E402
 from jaxrl.serving.openai.protocol import (  # noqa: E402
@@ -201,7 +202,7 @@ def test_however_much_is_wrong_the_answer_is_short(fields):
 
 
 def answer_of(form, *, logprobs: bool = True, include_usage: bool = False) -> Answer:
-    request = Request(np.zeros(3, np.int32), num_samples=2, max_tokens=9, seed=0)
+    request = Request(np.zeros(3, np.int32), 9, 0, SamplingOptions(num_samples=2))
     call = Call((request,), stream=True, include_usage=include_usage, logprobs=logprobs)
     return Answer(call, form, "tiny")
 

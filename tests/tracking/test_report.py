@@ -8,7 +8,7 @@ from report_page import check_page
 
 from jaxrl.tracking.readable import number
 from jaxrl.tracking.report import plots
-from jaxrl.tracking.report.page import PromptResponses, Response, Section, write_report
+from jaxrl.tracking.report.page import PromptResponses, Response, write_report
 
 
 def _rl_rows(num_steps=40):
@@ -57,7 +57,7 @@ def _write(path, **changes):
     arguments = {
         "title": "Chain sums",
         "summary": [("Evaluation accuracy", "91.2%")],
-        "sections": [Section("SFT", _sft_rows()), Section("DAPO", _rl_rows())],
+        "sections": [("SFT", _sft_rows()), ("DAPO", _rl_rows())],
         "samples": [SAMPLE],
         "config_text": "clip_high: 0.28",
     }
@@ -91,10 +91,10 @@ def test_every_curve_is_drawn(tmp_path):
 
 def test_accuracies_have_their_standard_errors(tmp_path):
     rows = [{"step": s, "val-core/a/acc/mean@2": s / 9} for s in (0, 3)]
-    plain = _write(tmp_path / "a.html", sections=[Section("DAPO", rows)])
+    plain = _write(tmp_path / "a.html", sections=[("DAPO", rows)])
     rows = [row | {"val-aux/a/acc/mean@2/stderr": 0.1} for row in rows]
     assert [e.stderr.tolist() for e in plots._evaluation_series(rows)] == [[0.1, 0.1]]
-    with_errors = _write(tmp_path / "b.html", sections=[Section("DAPO", rows)])
+    with_errors = _write(tmp_path / "b.html", sections=[("DAPO", rows)])
     bars = '<path d="[^"]*" clip-path="[^"]*" style="fill: none; stroke: var\\(--c0\\)'
     assert len(re.findall(bars, with_errors)) == len(re.findall(bars, plain)) + 2
 
@@ -113,20 +113,20 @@ def test_curves_without_data_are_left_out(tmp_path):
     rows = [
         {"step": s, "actor/entropy": 0.5, "actor/pg_clipfrac_high": float("nan")} for s in (1, 2)
     ]
-    text = _write(tmp_path / "report.html", sections=[Section("DAPO", rows), Section("Empty", [])])
+    text = _write(tmp_path / "report.html", sections=[("DAPO", rows), ("Empty", [])])
     assert _titles(text) == ["Entropy"]
     assert "Empty" not in text
 
 
 def test_a_run_of_one_step_has_a_report(tmp_path):
-    text = _write(tmp_path / "report.html", sections=[Section("DAPO", _rl_rows(1))], samples=[])
+    text = _write(tmp_path / "report.html", sections=[("DAPO", _rl_rows(1))], samples=[])
     assert "Reward" in _titles(text)
     assert "Samples" not in text
 
 
 def test_the_score_is_shown_only_if_shaping_changes_it(tmp_path):
     same = [{"step": s, "critic/rewards/mean": s, "critic/score/mean": s} for s in (1, 2)]
-    assert "without shaping" not in _write(tmp_path / "a.html", sections=[Section("DAPO", same)])
+    assert "without shaping" not in _write(tmp_path / "a.html", sections=[("DAPO", same)])
     assert "without shaping" in _write(tmp_path / "b.html")
 
 
@@ -175,7 +175,7 @@ def test_colours_follow_the_theme(tmp_path):
 
 def test_a_long_run_stays_small(tmp_path):
     rows = [{"step": s, "actor/entropy": float(s % 7)} for s in range(20_000)]
-    assert len(_write(tmp_path / "report.html", sections=[Section("DAPO", rows)])) < 1_000_000
+    assert len(_write(tmp_path / "report.html", sections=[("DAPO", rows)])) < 1_000_000
 
 
 def test_smoothing_keeps_constants_and_means():

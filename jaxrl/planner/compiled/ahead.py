@@ -63,7 +63,6 @@ class Seconds:
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """All three."""
         return self.matmuls, self.memory, self.traffic
 
     @property
@@ -163,7 +162,6 @@ class CompiledProgram:
 
     @property
     def title(self) -> str:
-        """Role and name, for tables."""
         return f"{self.role} {self.name}"
 
     @property
@@ -216,6 +214,7 @@ def compile_program(
                 open_loops=piece.open_loops,
                 longest_branch=piece.longest_branch,
             )
+            # Bytes are of the largest call; a step may make calls of smaller sizes.
             by_axes = traffic_of(moved, mesh, devices_per_host=topology.devices_per_host)
             runs = piece.calls * piece.used
             traffic += [each.times(runs, share=piece.share) for each in by_axes]
@@ -282,6 +281,7 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
     inputs += [f"{name} {installed.get(name, 'none')}" for name in _COMPILERS]
     # Options of `jax.jit` are neither in the program's text nor in a public attribute.
     inputs += [f"{name}={value}" for name, value in lowered._lowering._compiler_options_kvs]
+    # Everything that changes the result of the compiler is in the key, so a kept figure is never stale.
     key = hashlib.sha256("\n".join([*inputs, lowered.as_text()]).encode()).hexdigest()
     folder = cache_folder().parent.parent / "ahead"
     figures, text_file = folder / f"{key}.json", folder / f"{key}.hlo.gz"
@@ -290,6 +290,7 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
         return CompiledPiece(**json.loads(figures.read_text()), text=text, cached=True)
     except (OSError, EOFError, ValueError, TypeError):
         pass  # absent or damaged
+    # Compiling a large program takes minutes; its figures are a few kilobytes.
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as dump:
         options = {"xla_dump_to": dump} if topology.platform == "tpu" else None
@@ -303,6 +304,7 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
             texts = sorted(pathlib.Path(dump).glob(_TEXTS))
             text = texts[-1].read_text() if texts else compiled.as_text()
             found = _described(compiled, text, seconds)
+    # The text is kept too, compressed: its collectives are counted anew each time.
     stored = dataclasses.asdict(found)
     del stored["text"], stored["cached"]
     # If the folder cannot be written, the next plan compiles again.
@@ -322,7 +324,7 @@ def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
 
 
 def _too_large(error: Exception, seconds: float) -> CompiledPiece:
-    """The figures of a program that the compiler refused for its memory; raises any other error again."""
+    # The figures of a program that the compiler refused for its memory; raises any other error again.
     match = _USED.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or match is None:
         raise error

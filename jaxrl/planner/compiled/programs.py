@@ -43,7 +43,7 @@ from jaxrl.roles.scores import RewardModel, ScoreLearner
 from jaxrl.rollout.decode_state import Assignment, DecodeState
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.engine_sizes import round_up
-from jaxrl.rollout.sampling import untruncated
+from jaxrl.rollout.sampling import truncation_of
 from jaxrl.types import PackedBatch, TrainBatch, ValueBatch
 
 _INTEGER_FIELDS = frozenset({"tokens", "positions", "segment_ids", "sequence", "prefix_ids"})
@@ -71,6 +71,7 @@ def abstract_batch(
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(role.mesh, spec))
 
     fields: dict[str, Any] = {f.name: field(f.name) for f in dataclasses.fields(kind)}
+    # Without shared prompts a batch has no such field, and the program has another signature.
     if not role.train.shares_prompts:
         fields["prefix_ids"] = None
     return kind(**fields)
@@ -139,7 +140,7 @@ def _stacked(scan: jax_core.JaxprEqn) -> list[Any]:
 
 
 def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
-    """Every equation, including those of inner programs."""
+    # Every equation, including those of inner programs.
     for eqn in jaxpr.eqns:
         yield eqn
         for program in _inside(eqn):
@@ -147,7 +148,7 @@ def _equations(jaxpr: jax_core.Jaxpr) -> Iterator[jax_core.JaxprEqn]:
 
 
 def _inside(eqn: jax_core.JaxprEqn) -> Iterator[jax_core.Jaxpr]:
-    """The inner programs of an equation, such as the body of a loop."""
+    # The inner programs of an equation, such as the body of a loop.
     for value in jax.tree.leaves(
         tuple(eqn.params.values()), is_leaf=lambda v: isinstance(v, _PROGRAMS)
     ):
@@ -177,7 +178,13 @@ def matmul_flops(
         if name in _MATMULS:
             total += _MATMULS[name](eqn)
         elif name == "ragged_dot_general":
-            total += _grouped_matmul(eqn) // expert_shards
+            # Each row is multiplied with one group; in its gradient each row adds to one group.
+            numbers: Any = params["ragged_dot_dimension_numbers"]
+            groups: Any = eqn.invars[2].aval
+            (contracted, _), _ = numbers.dot_dimension_numbers
+            summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
+            one = _product(eqn, contracted)
+            total += (one // groups.size if summed else one) // expert_shards
         of_experts = params.get("name") == EXPERT_TILES
         times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
         shards = expert_shards
@@ -190,7 +197,7 @@ def matmul_flops(
 
 
 def _times(eqn: jax_core.JaxprEqn, open_loops: float) -> float:
-    """The number of runs of an equation's inner programs."""
+    # The number of runs of an equation's inner programs.
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return params["length"]
@@ -207,25 +214,18 @@ def _times(eqn: jax_core.JaxprEqn, open_loops: float) -> float:
 
 def _matmul(eqn: jax_core.JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product(eqn, contracted)
+
+
+def _product(eqn: jax_core.JaxprEqn, contracted: Sequence[int]) -> int:
+    # Operations of a product that sums over these dimensions of its first factor.
     left: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     return 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
 
 
-def _grouped_matmul(eqn: jax_core.JaxprEqn) -> int:
-    """Of `ragged_dot`: each row is multiplied with one group; in its gradient each row adds to one group."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    left: Any = eqn.invars[0].aval
-    result: Any = eqn.outvars[0].aval
-    one = 2 * result.size * math.prod(left.shape[axis] for axis in contracted)
-    groups: Any = eqn.invars[2].aval
-    summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
-    return one // groups.size if summed else one
-
-
 def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
-    """A cuDNN kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H]."""
+    # A cuDNN kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H].
     query: Any = eqn.invars[0].aval
     key: Any = eqn.invars[1].aval
     return matmuls * query.size * key.shape[1]
@@ -317,7 +317,6 @@ class Program:
 
     @property
     def title(self) -> str:
-        """Role and name, for tables."""
         return f"{self.role} {self.name}"
 
 
@@ -331,6 +330,7 @@ def sampling_programs(actor: Actor, engine: Engine, load: StepLoad) -> Iterator[
 
 
 def _resharding(resharding: Resharding) -> Iterator[Program]:
+    # No weight moves if both layouts have the same shardings.
     if not resharding.buckets:
         return
     # Leaves with equal shapes and layouts share one program.
@@ -342,6 +342,7 @@ def _resharding(resharding: Resharding) -> Iterator[Program]:
         of_key = dict(zip(distinct, own, strict=True))
         return resharding.peak_bytes([of_key[key] for key in keys])
 
+    # Each moved weight is read in one layout and written in the other.
     moved = sum(w.train_bytes + w.generate_bytes for w in resharding.weights if w.moves)
     gathers = tuple(
         Piece(b.gather_program, b.gather_arguments(), calls=keys.count(key) * b.num_slices)
@@ -381,6 +382,7 @@ def engine_programs(
     P = engine.batch_sizes[-1]
     T = round_up(engine.prompt_sizes, min(config.max_prompt_tokens, config.chunk_tokens))
     # Compiled for the longest prompts; a step has programs for shorter ones.
+    # Each prompt is prefilled once for all of its answers.
     calls = math.ceil(load.prompts / P)
     share = load.prompts * load.work.prompt_lengths.mean / (calls * P * T)
     prefill = Piece(
@@ -389,9 +391,9 @@ def engine_programs(
         share=share,
         step_flops=_prefill_flops(engine.model, load),
     )
-    prefix = engine.abstract_prefix(jax.eval_shape(engine.prefill, *prefill.arguments))
+    prefix = engine.layout.abstract(jax.eval_shape(engine.prefill, *prefill.arguments))
     assignment: Any = [small(config.slots) for _ in dataclasses.fields(Assignment)]
-    truncation = jax.tree.map(lambda x: small(dtype=jnp.asarray(x).dtype), untruncated())
+    truncation = jax.tree.map(lambda x: small(dtype=jnp.asarray(x).dtype), truncation_of())
     started = (
         *(prefix, state, Assignment(*assignment)),
         *(small(dtype=jnp.uint32), small(), small(dtype=jnp.float32), truncation),
@@ -409,6 +411,8 @@ def engine_programs(
         longest_branch=load.truncated,
     )
     weights = bytes_of(params)
+    # A decoding step reads the weights once, but for experts that no token chose, and the tokens that
+    # its samples hold.
     step = weights - _unread_experts(engine, params, busy)
     step += busy / engine.shards * load.live_tokens * _token_bytes(engine, state)
     yield Program(
@@ -428,7 +432,7 @@ def engine_programs(
 
 
 def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
-    """Bytes of a device's experts that no token of a decoding step chooses, if all are as likely."""
+    # Bytes of a device's experts that no token of a decoding step chooses, if all are as likely.
     model = engine.model
     if not model.num_experts:
         return 0.0
@@ -442,7 +446,7 @@ def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
 
 
 def _token_bytes(engine: Engine, state: DecodeState) -> float:
-    """Bytes of a token in the cache of a device, in a slot or in a page."""
+    # Bytes of a token in the cache of a device, in a slot or in a page.
     cache, tokens = state.context.cache, state.num_slots // engine.shards * state.capacity
     if engine.pages is not None:
         cache, tokens = cache.pool, engine.pages.num_pages * engine.pages.page_tokens
@@ -450,7 +454,7 @@ def _token_bytes(engine: Engine, state: DecodeState) -> float:
 
 
 def _prefill_flops(model: ModelConfig, load: StepLoad) -> float:
-    """Operations of the prefills of a step, each prompt once and without padding."""
+    # Operations of the prefills of a step, each prompt once and without padding.
     lengths, numbers = load.work.prompt_lengths, model_numbers(model)
     # Only the last token of a prompt has logits.
     head = 2.0 * numbers.vocabulary * numbers.width
@@ -458,8 +462,9 @@ def _prefill_flops(model: ModelConfig, load: StepLoad) -> float:
     return load.prompts * (each + mean_attention_flops(model, lengths.mean, lengths.mean_square))
 
 
-def policy_programs(
-    actor: Actor,
+def learner_programs(
+    name: str,
+    role: Actor | ScoreLearner,
     objective: Objective,
     shape: PackedShape,
     load: StepLoad,
@@ -469,10 +474,10 @@ def policy_programs(
     first_minibatch: int = 0,
     epochs: int = 1,
 ) -> Iterator[Program]:
-    """The actor's old log-probabilities and its update.
+    """What a trained role reads of a batch (old log-probabilities, values), and its update.
 
     Args:
-      actor: actor on a mesh of devices that need not be present.
+      name, role: the actor or a critic, on a mesh of devices that need not be present.
       objective: objective of its update.
       shape: shape of its batches.
       load: work of a step.
@@ -481,64 +486,38 @@ def policy_programs(
       first_minibatch: first minibatch of the log-probabilities; the update computes those of earlier ones.
       epochs: number of passes over the minibatches.
     """
-    state, batch = actor.abstract_state(), abstract_batch(actor, shape)
-    micro = load.microbatches(shape)
-    used = micro / shape.microbatches
+    # A run computes only microbatches that hold sequences; the shape has room for more.
+    state, micro = role.abstract_state(), load.microbatches(shape)
+    weights, moments = WEIGHTS, OPTIMISER
+    if isinstance(role, Actor):
+        what, forward, read = "logprobs", role.logprobs_program, abstract_batch(role, shape)
+        batch = read
+    else:
+        what, forward = "values", role.by_token_program
+        read, batch = (abstract_batch(role, shape, kind) for kind in (PackedBatch, ValueBatch))
+        shown = name.replace("_", " ")
+        weights, moments = f"{shown} in training", f"{shown}, optimiser state"
     if first_minibatch < shape.minibatches:
-        logprobs = Piece(
-            actor.logprobs_program,
-            (state.params, batch),
-            {"first_minibatch": first_minibatch} if first_minibatch else {},
-            used=used,
-        )
+        keywords = {"first_minibatch": first_minibatch} if first_minibatch else {}
+        used = micro / shape.microbatches
+        piece = Piece(forward, (state.params, read), keywords, used=used)
         yield Program(
-            *("actor", "logprobs", "learning", (logprobs,), frozenset({WEIGHTS})),
+            *(name, what, "learning", (piece,), frozenset({weights})),
             bytes_of(state.params) * micro * (shape.minibatches - first_minibatch),
         )
     update = Piece(
-        actor.update_program((objective,), epochs=epochs),
-        (state, (batch,), reference, actor.schedule),
+        role.update_program((objective,), epochs=epochs),
+        (state, (batch,), reference, role.schedule),
         open_loops=micro,
     )
-    holds = {WEIGHTS, OPTIMISER, SAMPLER} | ({f"{compared}, frozen"} if reference else set())
+    # The sampler's copy of the actor's weights is released before its update.
+    holds = {weights, moments} | ({SAMPLER} if name == "actor" else set())
+    holds |= {f"{compared}, frozen"} if reference else set()
+    # Weights are read three times per microbatch (rematerialised), the state twice per update.
+    each = 3 * micro * bytes_of(state.params) + 2 * bytes_of(state)
     yield Program(
-        *("actor", "update", "learning", (update,), frozenset(holds)),
-        _read_by_update(state, epochs * shape.minibatches, micro),
-    )
-
-
-def critic_programs(
-    name: str,
-    critic: ScoreLearner,
-    objective: Objective,
-    shape: PackedShape,
-    load: StepLoad,
-    *,
-    epochs: int = 1,
-) -> Iterator[Program]:
-    """The programs of a critic: the values of a batch, and its update."""
-    state = critic.abstract_state()
-    micro = load.microbatches(shape)
-    shown = name.replace("_", " ")
-    weights, moments = f"{shown} in training", f"{shown}, optimiser state"
-    values = Piece(
-        critic.by_token_program,
-        (state.params, abstract_batch(critic, shape, PackedBatch)),
-        used=micro / shape.microbatches,
-    )
-    yield Program(
-        *(name, "values", "learning", (values,), frozenset({weights})),
-        bytes_of(state.params) * micro * shape.minibatches,
-    )
-    batch = abstract_batch(critic, shape, ValueBatch)
-    update = Piece(
-        critic.update_program((objective,), epochs=epochs),
-        (state, (batch,), None, critic.schedule),
-        open_loops=micro,
-    )
-    yield Program(
-        *(name, "update", "learning", (update,), frozenset({weights, moments})),
-        _read_by_update(state, epochs * shape.minibatches, micro),
+        *(name, "update", "learning", (update,), frozenset(holds)),
+        epochs * shape.minibatches * each,
     )
 
 
@@ -549,6 +528,7 @@ def frozen_programs(
     params = role.abstract_params()
     micro = load.microbatches(shape)
     is_policy = isinstance(role, Reference)
+    # Frozen roles see the batch once a step, in the layout of packed rows like all others.
     piece = Piece(
         role.logprobs_program if is_policy else role.scores_program,
         (params, abstract_batch(role, shape, PackedBatch)),
@@ -559,8 +539,3 @@ def frozen_programs(
         frozenset({f"{name.replace('_', ' ')}, frozen"}),
         bytes_of(params) * micro * shape.minibatches,
     )
-
-
-def _read_by_update(state: Any, minibatches: int, micro: float) -> float:
-    """Bytes read by an update: weights three times per microbatch (rematerialised), the state twice."""
-    return minibatches * (3 * micro * bytes_of(state.params) + 2 * bytes_of(state))

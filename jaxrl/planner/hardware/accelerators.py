@@ -69,7 +69,6 @@ class Accelerator:
 
     @property
     def roof(self) -> Roof:
-        """The rates alone."""
         return Roof(self.bfloat16_tflops, self.float32_tflops, self.memory_gbs)
 
     @property
@@ -89,11 +88,9 @@ class Accelerator:
         return self.devices_per_host if self.arrangement == "hosts" else self.largest
 
     def num_devices(self, shape: tuple[int, ...]) -> int:
-        """The number of devices of a shape."""
         return math.prod(shape) * self.devices_per_chip
 
     def exists(self, shape: tuple[int, ...]) -> bool:
-        """Whether a cluster or slice of this shape exists."""
         if self.num_devices(shape) > self.largest:
             return False
         if self.arrangement == "hosts":
@@ -128,7 +125,7 @@ class Accelerator:
 
 
 def _halves(n: int) -> list[int]:
-    """n, n/2, n/4, ... down to the last odd number."""
+    # n, n/2, n/4, ... down to the last odd number.
     found = [n]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)
@@ -140,49 +137,42 @@ _SMALL_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _3D = {"shapes": _SMALL_3D, "side_multiple": 4}
 _2D = {"shapes": _SMALL_2D, "largest": 256}
 
+_TPU = {"platform": "tpu", "arrangement": "torus", "devices_per_host": 4}
+# Hosts have eight GPUs, and a network card for each.
+_GPU = {"devices_per_host": 8}
 # Memory GB, link GB/s, host GB/s. A chip of 7x has two devices, each with half of its memory and links.
-_TPUS: dict[str, tuple[float, float, float, dict[str, Any]]] = {
-    "v4": (32, 90, 25, {"largest": 4096, **_3D}),
-    "v5e": (16, 90, 12.5, _2D),
-    "v5p": (95, 180, 25, {"largest": 6144, **_3D}),
-    "v6e": (32, 180, 25, _2D),
-    "7x": (96, 100, 25, {"largest": 18_432, "devices_per_chip": 2, "devices_per_host": 8, **_3D}),
+_TABLE: dict[str, tuple[float, float, float, dict[str, Any]]] = {
+    "v4": (32, 90, 25, _TPU | _3D | {"largest": 4096}),
+    "v5e": (16, 90, 12.5, _TPU | _2D),
+    "v5p": (95, 180, 25, _TPU | _3D | {"largest": 6144}),
+    "v6e": (32, 180, 25, _TPU | _2D),
+    "7x": (
+        *(96, 100, 25),
+        _TPU | _3D | {"largest": 18_432, "devices_per_chip": 2, "devices_per_host": 8},
+    ),
+    "a100-40": (40, 300, 200, _GPU),
+    "a100-40-pcie": (40, 32, 200, _GPU),
+    "a100": (80, 300, 200, _GPU),
+    "h100-pcie": (80, 64, 200, _GPU),
+    "h100-nvl": (94, 300, 200, _GPU),
+    "h100": (80, 450, 400, _GPU),
+    "h200-nvl": (141, 450, 200, _GPU),
+    "h200": (141, 450, 400, _GPU),
+    "b200": (180, 900, 400, _GPU),
 }
-# The same; hosts have eight GPUs, and a network card for each.
-_GPUS = {
-    "a100-40": (40, 300, 200),
-    "a100-40-pcie": (40, 32, 200),
-    "a100": (80, 300, 200),
-    "h100-pcie": (80, 64, 200),
-    "h100-nvl": (94, 300, 200),
-    "h100": (80, 450, 400),
-    "h200-nvl": (141, 450, 200),
-    "h200": (141, 450, 400),
-    "b200": (180, 900, 400),
-}
-
-
-def _of_table(name: str, memory: float, link: float, host: float, **others: Any) -> Accelerator:
-    roof = CHIPS[name][1]
-    return Accelerator(
+ACCELERATORS = {
+    name: Accelerator(
         name=name,
         memory_gb=memory,
-        bfloat16_tflops=roof.bfloat16,
-        float32_tflops=roof.float32,
-        memory_gbs=roof.memory,
+        bfloat16_tflops=CHIPS[name][1].bfloat16,
+        float32_tflops=CHIPS[name][1].float32,
+        memory_gbs=CHIPS[name][1].memory,
         link_gbs=link,
         host_gbs=host,
         **others,
     )
-
-
-ACCELERATORS = {
-    name: _of_table(
-        *(name, *numbers),
-        **{"platform": "tpu", "arrangement": "torus", "devices_per_host": 4} | more,
-    )
-    for name, (*numbers, more) in _TPUS.items()
-} | {name: _of_table(name, *numbers, devices_per_host=8) for name, numbers in _GPUS.items()}
+    for name, (memory, link, host, others) in _TABLE.items()
+}
 _ALIASES = {
     "tpu7x": "7x",
     "v7x": "7x",

@@ -19,6 +19,7 @@ autotuning, which needs a device; XLA uses its defaults.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -57,7 +58,7 @@ def _target(
     l2_bytes: int,
     shared_bytes: int,
 ) -> GpuTarget:
-    """A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors."""
+    # A target from the driver's name of a GPU and its figures; `cores` are streaming multiprocessors.
     # A block may use 1 KiB less of the shared memory than its multiprocessor has.
     text = f"""gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -122,46 +123,7 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """Platform of the devices, as `jax.Device.platform`."""
         return self.devices[0].platform
-
-
-def check_topology(name: str) -> tuple[Accelerator, tuple[int, ...]]:
-    """Parses and checks the name of a topology, "KIND:AxBxC", into kind and shape. Loads no compiler.
-
-    Raises:
-      UserError: the text, the kind or the shape is wrong.
-    """
-    kind, _, sides = name.rpartition(":")
-    parts = sides.split("x")
-    if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
-        raise UserError(
-            f"topology {name!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x GPUs) or "
-            "v5p:4x4x8 (sides of the slice in chips)"
-        )
-    found, shape = accelerator(kind), tuple(map(int, parts))
-    check_shape(found, shape)
-    return found, shape
-
-
-def check_shape(kind: Accelerator, shape: tuple[int, ...]) -> None:
-    """Raises UserError, with the existing shapes, if devices of a kind do not come in `shape`."""
-    if kind.exists(shape):
-        return
-    if kind.arrangement == "hosts":
-        there = f"HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, up to"
-        hint = ""
-    else:
-        enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
-        many = (
-            f", and sides that are multiples of {kind.side_multiple}" if kind.side_multiple else ""
-        )
-        there = f"{', '.join(map(shape_text, kind.shapes))}{many}, up to"
-        hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
-    raise UserError(
-        f"{kind.name}:{shape_text(shape)} is no topology that exists; {kind.name} comes as {there} "
-        f"{kind.largest:,} devices{hint}"
-    )
 
 
 def shapes_of_at_least(kind: Accelerator, devices: int) -> str:
@@ -184,7 +146,8 @@ def read_topology(name: str) -> Topology:
     Raises:
       UserError: there is no such topology, or the package that compiles for it is not installed.
     """
-    kind, shape = check_topology(name)
+    cluster = Cluster.parse(name)
+    kind, shape = cluster.accelerator, cluster.shape
     if kind.arrangement == "torus":
         named = _LIBTPU_NAMES.get(kind.name, kind.name)
         devices = tuple(_tpu_devices(f"{named}:{shape_text(shape)}"))
@@ -215,7 +178,13 @@ def _tpu_devices(name: str) -> Sequence[Any]:
 
 
 def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
-    missing = [name for name in ("jax_plugins.xla_cuda13", "nvidia.cudnn") if not _is_there(name)]
+    missing = []
+    for module in ("jax_plugins.xla_cuda13", "nvidia.cudnn"):
+        # The package around a module may be missing too.
+        with contextlib.suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(module) is not None:
+                continue
+        missing.append(module)
     if missing:
         version = jax.__version__
         raise UserError(
@@ -232,13 +201,6 @@ def _gpu_devices(chip: str, shape: tuple[int, ...]) -> Sequence[Any]:
     return topologies.get_topology_desc(
         platform="cuda", target_config=GPU_TARGETS[chip].text, topology=f"1x{hosts}x{per_host}"
     ).devices
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 _TPU_HOST_CHIPS = 4
@@ -282,7 +244,22 @@ class Cluster:
     whole_hosts: bool = False
 
     def __post_init__(self):
-        check_shape(self.accelerator, self.shape)
+        kind, shape = self.accelerator, self.shape
+        if kind.exists(shape):
+            return
+        hint = ""
+        if kind.arrangement == "hosts":
+            there = f"HOSTSx{kind.devices_per_host}, or as 1x4 or another half of one host, up to"
+        else:
+            enough = [s for s in kind.growing_shapes() if math.prod(s) >= math.prod(shape)]
+            multiple = kind.side_multiple
+            many = f", and sides that are multiples of {multiple}" if multiple else ""
+            there = f"{', '.join(map(shape_text, kind.shapes))}{many}, up to"
+            hint = f"; the next larger is {shape_text(enough[0])}" if enough else ""
+        raise UserError(
+            f"{self.name} is no topology that exists; {kind.name} comes as {there} {kind.largest:,} "
+            f"devices{hint}"
+        )
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -291,8 +268,14 @@ class Cluster:
         Raises:
           UserError: the text, the kind or the topology is wrong.
         """
-        kind, shape = check_topology(text)
-        return Cluster(kind, shape)
+        kind, _, sides = text.rpartition(":")
+        parts = sides.split("x")
+        if not kind or not all(p.isdecimal() and len(p) < 8 and int(p) for p in parts):
+            raise UserError(
+                f"topology {text!r} is not KIND:AxB or KIND:AxBxC; write for example h100:16x8 (hosts x "
+                "GPUs) or v5p:4x4x8 (sides of the slice in chips)"
+            )
+        return Cluster(accelerator(kind), tuple(map(int, parts)))
 
     @property
     def name(self) -> str:
@@ -301,7 +284,6 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices."""
         return self.accelerator.num_devices(self.shape)
 
     @property
@@ -316,7 +298,6 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts."""
         return self.num_devices // self.host_devices
 
     @property
@@ -330,6 +311,7 @@ class Cluster:
         """The possible sizes of a pool, ascending."""
         if not self.whole_hosts:
             return tuple(self.num_hosts * k for k in range(1, self.host_devices + 1))
+        # Whole hosts, or a part of one by its smallest divisors.
         slabs = max(self.shape) if self.accelerator.arrangement == "torus" else self.shape[0]
         slab = self.num_devices // slabs
         parts, size = set(), slab
@@ -351,6 +333,7 @@ class Cluster:
         """
         kind, members = self.accelerator, groups.shape[1]
         here = self.host_devices if self.whole_hosts else -(-groups.size // self.num_hosts)
+        # Devices are numbered host by host.
         hosts = groups // here
         crossings = int((hosts[:, 1:] != hosts[:, :-1]).sum(axis=1).max(initial=0))
         part = here / self.host_devices

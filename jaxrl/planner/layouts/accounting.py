@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.resharding import Resharding, Weight
 from jaxrl.mesh.rules import replicated
-from jaxrl.planner.compiled.hlo import Collective, collectives
+from jaxrl.planner.compiled.traffic import Collective, collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +120,18 @@ def of_resharding(resharding: Resharding) -> Measured:
     The peak is `Resharding.peak_bytes` with the compiler's figures for temporaries.
     """
     weights = resharding.weights
+    devices = weights[0].train.mesh.size
     programs: dict[Any, Any] = {}  # leaves with equal shapes and layouts share one
     found: list[tuple[int, Collective]] = []
     own_bytes = []
     for bucket in resharding.buckets:
+        # Compiling is what takes long here.
         key = bucket.weights, bucket.num_slices
         if key not in programs:
             programs[key] = bucket.gather_program.lower(*bucket.gather_arguments()).compile()
-        found += [(bucket.num_slices, c) for c in _collectives(programs[key], weights)]
+        found += [
+            (bucket.num_slices, c) for c in collectives(programs[key].as_text() or "", devices)
+        ]
         own_bytes.append(programs[key].memory_analysis().temp_size_in_bytes)
     kept = 0 if resharding.donate else sum(w.train_bytes for w in weights if w.moves)
     costs = ReshardingCosts(_received(found, weights), resharding.peak_bytes(own_bytes), kept)
@@ -147,7 +151,11 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
         gather = jax.jit(gather_everything(weight.train)).lower(weight.abstract()).compile()
         leaf = jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=whole)
         keep = jax.jit(lambda leaf: leaf, out_shardings=weight.generate).lower(leaf).compile()
-        found += [(count, c) for p in (gather, keep) for c in _collectives(p, weights)]
+        found += [
+            (count, c)
+            for p in (gather, keep)
+            for c in collectives(p.as_text() or "", weights[0].train.mesh.size)
+        ]
         memory: Any = gather.memory_analysis()
         gathered += count * memory.output_size_in_bytes
         kept += count * memory.argument_size_in_bytes
@@ -171,16 +179,7 @@ def gather_everything(sharding: NamedSharding) -> Callable[[jax.Array], jax.Arra
     )
 
 
-def _collectives(compiled: Any, weights: list[Weight]) -> list[Collective]:
-    return collectives(compiled.as_text(), _num_devices(weights))
-
-
 def _received(found: list[tuple[int, Collective]], weights: list[Weight]) -> int:
-    total = sum(
-        (n * c.received(_num_devices(weights)) for n, c in found), np.zeros(_num_devices(weights))
-    )
+    devices = weights[0].train.mesh.size
+    total = sum((n * c.received(devices) for n, c in found), np.zeros(devices))
     return round(float(total.max()))
-
-
-def _num_devices(weights: list[Weight]) -> int:
-    return weights[0].train.mesh.size

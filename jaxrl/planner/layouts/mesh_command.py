@@ -3,7 +3,7 @@
     python launch/mesh.py --train 1-4-2 --generate 1-2-2-2
     python launch/mesh.py --train 1-8-16 --generate 1-4-2-16 --model qwen2.5-32b --topology v5p:4x4x8
 
-Prints the device groups of both phases and the shards of each device. It compares DeepSpeed-Chat,
+Prints the device groups of both phases. It compares DeepSpeed-Chat,
 HybridFlow-V and HybridFlow by bytes received, peak and redundant bytes of a device, from the paper's
 formulas, from the sharding specs and from the compiled programs. It also lists the collectives in the
 compiled programs. Nothing is allocated: it compiles for simulated devices, or with --topology for a TPU slice
@@ -12,7 +12,6 @@ that need not be present. User errors are one line on stderr with exit status 2.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import itertools
@@ -55,7 +54,6 @@ from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.planner.layouts.accounting import (
     Measured,
     ReshardingCosts,
-    boxes,
     from_shardings,
     of_gather_and_keep,
     of_resharding,
@@ -63,7 +61,7 @@ from jaxrl.planner.layouts.accounting import (
 )
 
 _WIDTH = 160
-_MAX_COLLECTIVES, _MAX_GROUPS, _MAX_IDS, _MAX_DEVICES = 12, 8, 24, 16
+_MAX_COLLECTIVES, _MAX_GROUPS, _MAX_IDS = 12, 8, 24
 
 _TENSOR, _STAGE = ("tensor_gen", "tensor_micro"), ("stage_gen", "stage_micro")
 # Names of the device groups of a tensor- and pipeline-parallel strategy, and the mesh axes inside a group.
@@ -105,7 +103,16 @@ def main(argv: Sequence[str]) -> int:
         model = read_config(path if path.is_dir() else path.parent)
     else:
         model = model_shapes(args.model)
-    devices = _devices(layout, args)
+    if args.topology:
+        devices = read_topology(args.topology).devices
+        if len(devices) != layout.num_devices:
+            raise UserError(
+                f"--train {args.train} has p*t*d = {layout.num_devices} devices, --topology {args.topology} "
+                f"has {len(devices)}; choose sizes that multiply to {len(devices)}"
+            )
+    else:
+        simulate(layout.num_devices)
+        devices = jax.devices()[: layout.num_devices]
     names = ("gather_all", "vanilla", "hybrid") if args.grouping == "all" else (args.grouping,)
     cases = [compiled_case(model, layout, STRATEGIES[name], devices) for name in names]
     console = Console(
@@ -114,24 +121,11 @@ def main(argv: Sequence[str]) -> int:
     where = f"{len(devices)} {devices[0].device_kind} devices"
     console.print(f"{args.model}, {layout.name}, {where}\n", markup=False)
     for case in cases:
-        for line in _lines(case, layout):
+        for line in _lines(case):
             console.print(line, markup=False, soft_wrap=True)
         console.print()
     console.print(_costs_table(cases, model.num_params * 2))
     return 0
-
-
-def _devices(layout: ParallelLayout, args: argparse.Namespace) -> Sequence[Any]:
-    if not args.topology:
-        simulate(layout.num_devices)
-        return jax.devices()[: layout.num_devices]
-    devices = read_topology(args.topology).devices
-    if len(devices) != layout.num_devices:
-        raise UserError(
-            f"--train {args.train} has p*t*d = {layout.num_devices} devices, --topology {args.topology} has "
-            f"{len(devices)}; choose sizes that multiply to {len(devices)}"
-        )
-    return devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,38 +216,11 @@ def in_words(found: Sequence[tuple[int, ...]]) -> str:
     return " ".join(words + rest)
 
 
-def strips(
-    strategy: ShardingStrategy, layout: ParallelLayout, mesh: Mesh | AbstractMesh
-) -> Iterator[str]:
-    """Lines for the devices of the first replica: their shards in training and in generation.
-
-    The model is one weight of p layers, width N (the number of devices), and t heads. A cell is one tensor
-    shard of one stage: "#" held, "+" held in part, "." not held.
-    """
-    shape = jax.ShapeDtypeStruct((layout.p, layout.num_devices, layout.t), np.float32)
-    held = [
-        boxes(shardings(("layers", "embed", "mlp"), shape, rules, mesh), shape.shape)
-        for rules in (strategy.train, strategy.generate)
-    ]
-    for device in range(min(layout.p * layout.t, _MAX_DEVICES)):
-        cells = []
-        for (layer, last_layer), (part, last_part), (head, last_head) in (
-            h[device].tolist() for h in held
-        ):
-            mark = "#" if last_part - part == layout.num_devices else "+"
-            row = "".join(mark if head <= j < last_head else "." for j in range(layout.t))
-            rows = (row if layer <= i < last_layer else "." * layout.t for i in range(layout.p))
-            cells.append("|".join(rows))
-        yield f"G{device + 1:<3} training {cells[0]}   generation {cells[1]}"
-
-
-def _lines(case: Case, layout: ParallelLayout) -> Iterator[str]:
-    """Device groups of both phases, the shards of each device, and the first collectives of a case."""
+def _lines(case: Case) -> Iterator[str]:
+    # Device groups of both phases, and the first collectives of a case.
     yield f"{case.strategy.name} ({case.strategy.system})"
     for name, found in phase_groups(case.strategy, case.mesh).items():
         yield f"  {name:22} {found}"
-    for line in strips(case.strategy, layout, case.mesh):
-        yield f"  {line}"
     yield "  the compiler wrote"
     merged: dict[Any, list[int]] = collections.defaultdict(lambda: [0, 0])
     for count, collective in case.rules.collectives if case.rules else ():
@@ -272,7 +239,7 @@ def _lines(case: Case, layout: ParallelLayout) -> Iterator[str]:
 
 
 def _costs_table(cases: Sequence[Case], model_bytes: int) -> Table:
-    """A table of received, peak and redundant bytes of every case, from all sources."""
+    # A table of received, peak and redundant bytes of every case, from all sources.
     title = f"Bytes of one device, of M = {_size(model_bytes)}"
     table = Table(title=title, title_justify="left", box=box.ASCII2)
     table.add_column("")

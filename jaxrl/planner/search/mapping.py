@@ -16,9 +16,8 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_costs import StepCosts
-from jaxrl.planner.simulation.step_simulator import RoleMapping
-from jaxrl.planner.simulation.step_tasks import RoleTasks
-from jaxrl.planner.simulation.workload import Workload
+from jaxrl.planner.simulation.step_simulator import RoleMapping, RoleTasks
+from jaxrl.planner.simulation.workload import Workload, train_name
 
 Placement = tuple[tuple[str, ...], ...]
 
@@ -46,7 +45,7 @@ def placement_name(placement: Sequence[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchLimits:
-    """Limits of the strategies that a search tries.
+    """Limits of the layouts that a search tries.
 
     Attributes:
       max_tensor: maximum tensor parallelism t; it also never exceeds the devices joined by fast links.
@@ -75,7 +74,7 @@ class MappingProblem:
       workload: work of a step.
       cluster: devices.
       assumptions: assumptions of the simulation.
-      limits: limits of the searched strategies.
+      limits: limits of the searched layouts.
     """
 
     dataflow: str
@@ -88,7 +87,6 @@ class MappingProblem:
 
     @property
     def actor(self) -> RoleTasks:
-        """The role that generates."""
         return next(role for role in self.roles if role.generates)
 
     @property
@@ -166,7 +164,6 @@ class Mapping:
 
     @property
     def placement(self) -> Placement:
-        """The partition of the roles into pools."""
         return tuple(pool.roles for pool in self.pools)
 
     @property
@@ -175,9 +172,7 @@ class Mapping:
 
         The replicas and stages of every role divide it.
         """
-        return self.common_rows or math.lcm(
-            *(role.strategy.row_parts for role in self.roles.values())
-        )
+        return self.common_rows or math.lcm(*(r.layout.row_parts for r in self.roles.values()))
 
     def peak_bytes(self, pool: int) -> float:
         """Peak bytes per device of a pool: all resident buffers plus the largest temporaries."""
@@ -200,8 +195,9 @@ class Mapping:
             )
             for name in pool.roles:
                 role = self.roles[name]
-                line = f"  {name}: {role.strategy.name}"
-                if (g := role.generation) is not None:
-                    line += f"; generation {role.layout.name.split(' / ')[1]}, {g.slots} slots a replica"
+                line = f"  {name}: {train_name(role.layout)}"
+                if role.slots:
+                    generation = role.layout.name.split(" / ")[1]
+                    line += f"; generation {generation}, {role.slots} slots a replica"
                 found.append(line)
         return found

@@ -22,9 +22,8 @@ from jaxrl.planner.plan import check_positions
 from jaxrl.planner.planned_roles import abstract_meshes, planned_roles
 from jaxrl.planner.search.mapping import Mapping
 from jaxrl.planner.search.search import search_mapping
-from jaxrl.planner.simulation.step_simulator import RoleMapping
-from jaxrl.planner.simulation.step_tasks import TASKS
-from jaxrl.planner.simulation.workload import LengthDistribution
+from jaxrl.planner.simulation.step_simulator import TASKS, RoleMapping
+from jaxrl.planner.simulation.workload import LengthDistribution, train_name
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.planner.step_times import expected_step, tasks_of_run
 from jaxrl.trainer.algorithm import algorithm_of, roles_of
@@ -74,6 +73,7 @@ def search_for(
         cluster,
         assumptions=assumptions_of(config, cluster.accelerator),
         tasks=tasks_of_run(algorithm_of(config), config),
+        # A run has one `train.rows` for all roles.
         common_rows=True,
     )
 
@@ -112,30 +112,31 @@ def with_mapping(config: Config, found: Mapping) -> Config:
     A microbatch has as many rows as in the simulation.
     """
     actor = found.roles["actor"]
-    assert actor.generation is not None, "the actor samples"
     replicas = actor.layout.d_g * actor.layout.d
-    slots = actor.generation.slots * replicas
     # The search counts weights and moments as FSDP shards them: another strategy needs other memory, and its
     # shards may not divide.
     whole = {"layout": "as_given", "sharding": "FSDP"} | _settings_of(actor)
     placement: dict[str, dict[str, Any]] = {}
     for number, pool in enumerate(found.pools):
         roles = [found.roles[name] for name in pool.roles]
-        first = next((role for role in roles if role.generation is not None), roles[0])
+        first = next((role for role in roles if role.slots), roles[0])
         row = placement[f"pool{number}"] = {"roles": pool.roles, **_settings_of(first)}
         if pool.devices < found.num_devices:
             row["devices"] = pool.name
-        if layouts := {r.name: _settings_of(r) for r in roles if r.strategy != first.strategy}:
-            row["layouts"] = layouts
+        trained = train_name(first.layout)
+        others = [role for role in roles if train_name(role.layout) != trained]
+        if others:
+            row["layouts"] = {role.name: _settings_of(role) for role in others}
     if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
         # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
     mesh = dataclasses.replace(config.mesh, **whole)
+    # A prefill batch divides over the replicas of generation.
     per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
         config.rollout,
-        slots=slots,
-        cache_tokens=actor.generation.cache_tokens * replicas,
+        slots=actor.slots * replicas,
+        cache_tokens=actor.cache_tokens * replicas,
         prefill_prompts=per_replica * replicas,
     )
     train = dataclasses.replace(config.train, rows=found.microbatch_rows, pipeline_microbatches=0)

@@ -27,6 +27,8 @@ Example: an actor and a critic on 8 devices of 20 GB; weights of generation take
 
 Neither beats the other, so both are kept: the better one depends on the other pools. An option that is beaten
 in both memory and time is never needed: less memory in use never means fewer slots, nor more slots more time.
+Roles are added one after the other. A combination off the front can be dropped: with any later roles, the one
+that beats it is at least as good. So the best combination is never lost.
 """
 
 from __future__ import annotations
@@ -35,19 +37,118 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.search.choice_costs import ChoiceCosts, Turns, pareto_front
 from jaxrl.planner.search.mapping import MappingProblem, SearchLimits
 from jaxrl.planner.simulation.simulate_generation import (
     GenerationGroups,
     GenerationSimulator,
 )
-from jaxrl.planner.simulation.step_simulator import StepSimulator
-from jaxrl.planner.simulation.step_tasks import RoleTasks
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
+from jaxrl.planner.simulation.step_simulator import RoleMapping, RoleTasks, StepSimulator
+
+
+def pareto_front(points: np.ndarray) -> np.ndarray:
+    """Indices of the points on the Pareto front: no other point is at most as large in every coordinate.
+
+        points (1, 5), (2, 2), (3, 3), (5, 1)  -->  all but (3, 3), because (2, 2) beats it
+
+    The first of equal points is kept.
+
+    Args:
+      points: float64 [K, D].
+
+    Returns:
+      int64 [F], by ascending sum of the points, with every coordinate scaled to at most 1.
+    """
+    scale = np.maximum(np.abs(points).max(axis=0, initial=0), 1e-300)
+    order = np.argsort((points / scale).sum(axis=1), kind="stable")
+    left, kept = points[order], []
+    while len(order):
+        # No remaining point beats the point with the smallest sum.
+        kept.append(order[0])
+        better = (left[1:] < left[0]).any(axis=1)
+        left, order = left[1:][better], order[1:][better]
+    return np.array(kept, np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceCosts:
+    """Costs of choices for one role, or for several roles that use the same devices one after the other.
+
+    Attributes:
+      rows: float64 [..., 4]: resident bytes, which stay from step to step; transient bytes while a task runs;
+        seconds of preparation and of training.
+    """
+
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> ChoiceCosts:
+        return ChoiceCosts(self.rows[index])
+
+    @property
+    def resident(self) -> np.ndarray:
+        """Bytes that stay from step to step."""
+        return self.rows[..., 0]
+
+    @property
+    def passes_s(self) -> np.ndarray:
+        """Seconds of preparation and training."""
+        return self.rows[..., 2] + self.rows[..., 3]
+
+    def fits(self, budget: float) -> np.ndarray:
+        """Which choices fit into this many bytes per device."""
+        return self.rows[..., 0] + self.rows[..., 1] <= budget
+
+    def in_turn(self, others: ChoiceCosts) -> ChoiceCosts:
+        """Combines each choice here with each of `others` on the same devices, [K, J].
+
+        Resident bytes add up. Tasks run one at a time, so only the larger transient counts. Seconds add up.
+
+            resident 6 + 5 = 11 GB   transient max(2, 3) = 3 GB   training 4 + 2 = 6 s
+        """
+        a, b = self.rows[:, None], others.rows[None]
+        rows = a + b
+        rows[..., 1] = np.maximum(a[..., 1], b[..., 1])
+        return ChoiceCosts(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Combinations of roles that do not generate.
+
+    Attributes:
+      costs: costs of K combinations.
+      options: int64 [K, roles], index of each role's option.
+    """
+
+    costs: ChoiceCosts
+    options: np.ndarray
+
+    @staticmethod
+    def of_no_roles() -> Turns:
+        """The start: one combination of no roles, without costs."""
+        return Turns(ChoiceCosts(np.zeros((1, 4))), np.zeros((1, 0), np.int64))
+
+    def with_role(self, own: ChoiceCosts, *, budget: float, most_s: float) -> Turns:
+        """Combines each combination with each option of another role, and keeps the Pareto front.
+
+        Args:
+          own: costs of the role's options.
+          budget: available bytes per device.
+          most_s: maximum seconds of preparation and training.
+        """
+        pairs = self.costs.in_turn(own)
+        i, j = np.nonzero(pairs.fits(budget) & (pairs.passes_s <= most_s))
+        kept = pareto_front(pairs.rows[i, j])
+        i, j = i[kept], j[kept]
+        return Turns(pairs[i, j], np.concatenate([self.options[i], j[:, None]], axis=1))
 
 
 @functools.cache
@@ -56,10 +157,10 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(k for k in range(1, n + 1) if n % k == 0)
 
 
-def strategies_of(
+def layouts_of(
     model: ModelConfig, devices: int, domain: int, limits: SearchLimits
-) -> Iterator[Strategy]:
-    """All strategies on exactly `devices` devices that divide the model.
+) -> Iterator[ParallelLayout]:
+    """All layouts of training on exactly `devices` devices that divide the model.
 
     Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, experts over the
     expert axis, and the heads of a device over the context axis. Key-value heads that do not divide are
@@ -88,18 +189,15 @@ def strategies_of(
                     continue
                 for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):
                     if model.d_model % fsdp == 0:
-                        yield Strategy(p, t, d, fsdp, expert, context)
+                        yield ParallelLayout(p, t, d, p, t, fsdp, expert, context)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoleOptions:
-    """The Pareto-optimal strategies of a role on n devices, and their costs."""
+    """The Pareto-optimal layouts of a role on n devices, and their costs."""
 
-    strategies: tuple[Strategy, ...]
+    layouts: tuple[ParallelLayout, ...]
     costs: ChoiceCosts
-
-    def __len__(self) -> int:
-        return len(self.strategies)
 
 
 def role_options(
@@ -107,48 +205,41 @@ def role_options(
     model: ModelConfig,
     devices: int,
     simulator: StepSimulator,
-    *,
-    domain: int,
-    limits: SearchLimits,
-    budget: float,
+    problem: MappingProblem,
 ) -> RoleOptions:
-    """Strategies that fit alone and that no other strategy beats in both memory and time.
+    """Layouts that fit alone and that no other layout beats in both memory and time.
 
     Args:
       role, model: tasks and model of the role.
       devices: n, number of devices.
       simulator: simulator of steps.
-      domain: number of devices joined by fast links.
-      limits: limits of the strategies.
-      budget: available bytes per device.
+      problem: the input of the search, with its devices, limits and bytes of a device.
     """
-    passes = simulator.passes
-    strategies = [s for s in strategies_of(model, devices, domain, limits) if passes.divides(s)]
-    costs = np.zeros((len(strategies), 4))
-    for row, strategy in zip(costs, strategies, strict=True):
+    passes, domain = simulator.passes, problem.cluster.accelerator.domain
+    every = layouts_of(model, devices, domain, problem.limits)
+    layouts = [layout for layout in every if passes.divides(layout)]
+    costs = np.zeros((len(layouts), 4))
+    for row, layout in zip(costs, layouts, strict=True):
         if role.forwards:
-            forward = passes.inference(model, strategy, share=passes.share_of(role))
+            forward = passes.inference(model, layout, share=role.share(problem.workload))
             row[:3] = forward.resident_bytes, forward.transient_bytes, forward.total_s
             row[2] *= role.forwards
         if role.trains:
-            update = passes.training(model, strategy)
+            update = passes.training(model, layout)
             row[0], row[3] = update.resident_bytes, update.total_s
             row[1] = max(row[1], update.transient_bytes)
-    fitting = np.flatnonzero(ChoiceCosts(costs).fits(budget)).tolist()
-    if not role.generates:
-        kept = [fitting[i] for i in pareto_front(costs[fitting])]
-        return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))
     # Generation splits p and t further, and FSDP shards are gathered before it: an actor's options compete
     # with those of the same p, t and expert size only, and in the seconds of this gather too.
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for i in fitting:
-        shape = strategies[i].p, strategies[i].t, strategies[i].expert
+    groups: dict[tuple[int, ...], list[int]] = {}
+    points = costs
+    if role.generates:
+        gathers = [[simulator.generating.unshard_s(model, layout)] for layout in layouts]
+        points = np.concatenate([costs, np.reshape(gathers, (-1, 1))], axis=1)
+    for i in np.flatnonzero(ChoiceCosts(costs).fits(problem.budget_bytes)).tolist():
+        shape = (layouts[i].p, layouts[i].t, layouts[i].expert) if role.generates else ()
         groups.setdefault(shape, []).append(i)
-    kept = []
-    for group in groups.values():
-        gathers = [[simulator.generating.unshard_s(model, strategies[i])] for i in group]
-        kept += [group[i] for i in pareto_front(np.concatenate([costs[group], gathers], axis=1))]
-    return RoleOptions(tuple(strategies[i] for i in kept), ChoiceCosts(costs[kept]))
+    kept = [group[i] for group in groups.values() for i in pareto_front(points[group])]
+    return RoleOptions(tuple(layouts[i] for i in kept), ChoiceCosts(costs[kept]))
 
 
 class GenerationChoice:
@@ -160,6 +251,7 @@ class GenerationChoice:
         """Args are the simulator, the model, available bytes per device, and whether it adds greedy ones."""
         self._simulator = simulator
         self._model = model
+        # Keyed by the groups that decode together: many layouts of training share them.
         cache = functools.cache
         self._times = cache(
             lambda groups: simulator.best_seconds(model, groups, budget=budget, greedy=greedy)
@@ -182,10 +274,11 @@ class GenerationChoice:
         chosen = np.zeros((*free.shape, 3), np.int64)
         # Options of the same groups share their times.
         by_groups: dict[GenerationGroups, list[int]] = {}
-        for i, strategy in enumerate(options.strategies):
-            for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
-                groups = self._simulator.groups(strategy, p_g, t_g)
+        for i, layout in enumerate(options.layouts):
+            for p_g, t_g in itertools.product(divisors(layout.p), divisors(layout.t)):
+                groups = self._simulator.groups(dataclasses.replace(layout, p_g=p_g, t_g=t_g))
                 by_groups.setdefault(groups, []).append(i)
+        # In a fixed order, so that of equally fast choices each search takes the same.
         for groups, rows in sorted(by_groups.items()):
             found, slots = self._with_groups(options, groups, rows, free[rows])
             better = found < seconds[rows]
@@ -198,13 +291,13 @@ class GenerationChoice:
     def _with_groups(
         self, options: RoleOptions, groups: GenerationGroups, rows: list[int], free: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits."""
+        # (seconds [R, J], slots [R, J]) of R options of the same groups; infinite if no slot fits.
         times = self._times(groups)
         if not len(times.room):
             return np.full(free.shape, np.inf), np.zeros(free.shape, np.int64)
 
         def best_within(most: int) -> tuple[float, int]:
-            """(seconds, slots) of the best number of slots up to `most`, which itself is also tried."""
+            # (seconds, slots) of the best number of slots up to `most`, which itself is also tried.
             if most < 1:
                 return np.inf, 0
             place = np.searchsorted(times.room, most, side="right") - 1
@@ -220,36 +313,33 @@ class GenerationChoice:
         best = [best_within(n) for n in numbers.tolist()]
         # No numbers if there is no combination of other roles.
         pairs = np.array(best).reshape(-1, 2)[place].reshape(*free.shape, 2)
-        moved = [self._resharding(options.strategies[i], groups.p_g, groups.t_g) for i in rows]
+        sizes = {"p_g": groups.p_g, "t_g": groups.t_g}
+        layouts = [dataclasses.replace(options.layouts[i], **sizes) for i in rows]
+        moved = [self._resharding(layout) for layout in layouts]
         return pairs[..., 0] + np.array(moved)[:, None], pairs[..., 1].astype(np.int64)
 
 
-@dataclasses.dataclass(frozen=True)
-class PoolChoice:
-    """Strategies of a pool's roles at one point of its front; generation is None without the actor."""
-
-    strategies: Mapping[str, Strategy]
-    generation: GenerationStrategy | None
+# Columns of points.
+DEVICES, GENERATION, PREPARATION, TRAINING = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolFront:
-    """Trade-offs of roles that share n devices.
+    """Trade-offs of roles that share devices.
 
     Attributes:
-      seconds: float64 [F, 3], seconds of generation, preparation and training.
-      choices: strategies of each point, F of them.
+      points: float64 [F, 4], columns DEVICES, GENERATION, PREPARATION, TRAINING.
+      choices: mapping of each role at each point, F of them; the pools have no numbers yet.
     """
 
-    seconds: np.ndarray
-    choices: tuple[PoolChoice, ...]
+    points: np.ndarray
+    choices: tuple[Mapping[str, RoleMapping], ...]
 
 
 class PoolSolver:
     """Finds the fronts of pools for one problem, and caches what it simulates."""
 
     def __init__(self, problem: MappingProblem):
-        """Builds the simulators; nothing is simulated yet."""
         self._problem = problem
         self.simulator = StepSimulator(problem.cluster, problem.workload, problem.assumptions)
         actor = problem.actor
@@ -263,11 +353,12 @@ class PoolSolver:
         # Roles with the same tasks and the same model shape share their options.
         self._alike = {
             role.name: (
-                dataclasses.replace(role, name="", optional=False),
+                dataclasses.replace(role, name=""),
                 problem.models[role.name],
             )
             for role in problem.roles
         }
+        # By tasks and model, not by name: two critics of one shape are simulated once.
         self._options: dict[tuple, RoleOptions] = {}
 
     def front(
@@ -282,25 +373,40 @@ class PoolSolver:
         """
         others = [name for name in names if name != self._actor]
         if self._actor not in names:
-            return self._without_actor(others, self._turns(others, devices, most_passes_s), devices)
+            turns = self._turns(others, devices, most_passes_s)
+            points = np.pad(turns.costs.rows[:, 2:], ((0, 0), (2, 0)))
+            points[:, DEVICES] = devices
+            kept = pareto_front(points[:, GENERATION:])
+            choices = [self._mappings(others, turns, i, devices) for i in kept.tolist()]
+            return PoolFront(points[kept], tuple(choices))
         most_s = most_passes_s - self.least_passes_s([self._actor], devices)
-        return self._with_actor(others, self._turns(others, devices, most_s), devices)
+        turns = self._turns(others, devices, most_s)
+        # Pairs each option of the actor with each combination of the others, with its best generation.
+        budget, own = self._problem.budget_bytes, self._options_of(self._actor, devices)
+        pairs = own.costs.in_turn(turns.costs)
+        # Negative if the pair does not fit, so that no slot fits either.
+        free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
+        generation_s, chosen = self._generation.best(own, free)
+        i, j = np.nonzero(np.isfinite(generation_s))
+        seconds = np.column_stack([generation_s[i, j], pairs.rows[i, j, 2:]])
+        points = np.pad(seconds, ((0, 0), (1, 0)), constant_values=devices)
+        kept, choices = pareto_front(seconds), []
+        for a, b in zip(i[kept].tolist(), j[kept].tolist(), strict=True):
+            p_g, t_g, slots = chosen[a, b].tolist()
+            layout = dataclasses.replace(own.layouts[a], p_g=p_g, t_g=t_g)
+            tokens = self._problem.workload.cache_tokens(slots)
+            actor = RoleMapping(self._actor, 0, layout, slots, tokens)
+            mappings = self._mappings(others, turns, b, devices)
+            choices.append({self._actor: actor, **mappings})
+        return PoolFront(points[kept], tuple(choices))
 
     def least_passes_s(self, names: Sequence[str], devices: int) -> float:
         """Lower bound of the seconds of preparation and training of these roles on n devices."""
         costs = [self._options_of(name, devices).costs for name in names]
         return sum(float(each.passes_s.min(initial=np.inf)) for each in costs)
 
-    def quick_seconds(self, names: Sequence[str], devices: int) -> float:
-        """Seconds of a good mapping of a pool with the actor, not always the best; infinite if none."""
-        others = [name for name in names if name != self._actor]
-        costs = [self._options_of(name, devices).costs for name in others]
-        turns = Turns.quick(costs, self._problem.budget_bytes)
-        found = self._with_actor(others, turns, devices)
-        return float(found.seconds.sum(axis=1).min(initial=np.inf))
-
     def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
-        """Combinations of roles that do not generate, within `most_s` seconds of preparation and training."""
+        # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.
         found, budget = Turns.of_no_roles(), self._problem.budget_bytes
         for i, name in enumerate(names):
             # Reserve the least seconds that the later roles need.
@@ -309,48 +415,18 @@ class PoolSolver:
             found = found.with_role(costs, budget=budget, most_s=most_s - later_s)
         return found
 
-    def _without_actor(self, names: Sequence[str], turns: Turns, devices: int) -> PoolFront:
-        seconds = np.pad(turns.costs.rows[:, 2:], ((0, 0), (1, 0)))
-        kept = pareto_front(seconds)
-        choices = (
-            PoolChoice(self._strategies(names, turns, i, devices), None) for i in kept.tolist()
-        )
-        return PoolFront(seconds[kept], tuple(choices))
-
-    def _with_actor(self, others: Sequence[str], turns: Turns, devices: int) -> PoolFront:
-        """Pairs each option of the actor with each combination of the others, with its best generation."""
-        budget, own = self._problem.budget_bytes, self._options_of(self._actor, devices)
-        pairs = own.costs.in_turn(turns.costs)
-        # Negative if the pair does not fit, so that no slot fits either.
-        free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
-        generation_s, chosen = self._generation.best(own, free)
-        i, j = np.nonzero(np.isfinite(generation_s))
-        seconds = np.column_stack([generation_s[i, j], pairs.rows[i, j, 2:]])
-        kept, choices = pareto_front(seconds), []
-        for a, b in zip(i[kept].tolist(), j[kept].tolist(), strict=True):
-            of_others = self._strategies(others, turns, b, devices)
-            p_g, t_g, slots = chosen[a, b].tolist()
-            tokens = self._problem.workload.cache_tokens(slots)
-            generation = GenerationStrategy(p_g, t_g, slots, tokens)
-            choices.append(PoolChoice({self._actor: own.strategies[a], **of_others}, generation))
-        return PoolFront(seconds[kept], tuple(choices))
-
-    def _strategies(
+    def _mappings(
         self, names: Sequence[str], turns: Turns, i: int, devices: int
-    ) -> dict[str, Strategy]:
-        """The strategy of each role in combination i."""
+    ) -> dict[str, RoleMapping]:
+        # The mapping of each role in combination i.
         picked = zip(names, turns.options[i].tolist(), strict=True)
-        return {name: self._options_of(name, devices).strategies[k] for name, k in picked}
+        return {
+            name: RoleMapping(name, 0, self._options_of(name, devices).layouts[k])
+            for name, k in picked
+        }
 
     def _options_of(self, name: str, devices: int) -> RoleOptions:
         key = (*self._alike[name], devices)
         if key not in self._options:
-            problem = self._problem
-            self._options[key] = role_options(
-                *key,
-                self.simulator,
-                domain=problem.cluster.accelerator.domain,
-                limits=problem.limits,
-                budget=problem.budget_bytes,
-            )
+            self._options[key] = role_options(*key, self.simulator, self._problem)
         return self._options[key]

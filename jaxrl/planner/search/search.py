@@ -4,9 +4,14 @@ HybridFlow's Algorithm 1 (section 6): the latency of a stage is the sum over the
 the maximum over pools; a step is the sum of its stages.
 
     every placement (set partition)          mapping.py
-      every size of each pool                side_by_side.py: fronts of pools, merged one by one
-        every strategy of each role          pool_fronts.py (Algorithm 2), choice_costs.py
+      every size of each pool                here: fronts of pools, merged one by one
+        every layout of each role            pool_fronts.py (Algorithm 2)
           every p_g, t_g, slots of an actor  pool_fronts.py
+
+                    devices   generation   preparation   training
+    actor pool         8         10 s           2 s          6 s
+    critic pool        4          0 s           1 s          9 s
+    side by side      12         10 s           2 s          9 s      a step: 21 s
 
 Example: PPO on two hosts of 8 devices. Suppose the first placement, all roles on all 16 devices, takes 31 s
 per step. With the critic in its own pool, on 8 + 8 devices, a step takes max(generation) + max(preparation) +
@@ -15,22 +20,21 @@ devices whose critic trains for 20 s is then ruled out without looking at other 
 
 The paper enumerates allocations that use all N devices. Here devices may be idle, because a number that
 divides well can be faster than a larger one. The search drops only choices that are beaten in devices and in
-every stage, or slower than a known mapping (side_by_side.py). The optimum is never lost.
+every stage, or slower than a known mapping (`Bounds`). The optimum is never lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.search.choice_costs import pareto_front
 from jaxrl.planner.search.mapping import (
     ColocatedSet,
     Mapping,
@@ -40,11 +44,18 @@ from jaxrl.planner.search.mapping import (
     SearchLimits,
     placements_of,
 )
-from jaxrl.planner.search.pool_fronts import PoolChoice, PoolSolver, divisors
-from jaxrl.planner.search.side_by_side import DEVICES, Bounds, SideBySide
+from jaxrl.planner.search.pool_fronts import (
+    DEVICES,
+    GENERATION,
+    PREPARATION,
+    TRAINING,
+    PoolFront,
+    PoolSolver,
+    divisors,
+    pareto_front,
+)
 from jaxrl.planner.simulation.assumptions import Assumptions
-from jaxrl.planner.simulation.step_simulator import RoleMapping, StepSimulator
-from jaxrl.planner.simulation.step_tasks import RoleTasks, tasks_of
+from jaxrl.planner.simulation.step_simulator import TASKS, RoleMapping, RoleTasks
 from jaxrl.planner.simulation.workload import Workload
 
 
@@ -63,26 +74,26 @@ def search_mapping(
     """Finds the fastest mapping of a dataflow's roles to a cluster, by simulation (HybridFlow Algorithm 1).
 
     Args:
-      dataflow: a name of `step_tasks.TASKS`.
+      dataflow: name of the dataflow.
       models: model of each role; a role without a model is a function on the host.
       workload: work of a step.
       cluster: cluster, or its name in the format of `Cluster.parse`.
       assumptions: assumptions of the simulation; None takes those for the kind of device.
       limits: limits of the searched strategies.
-      tasks: tasks of the roles, to replace those of `step_tasks.TASKS`.
+      tasks: tasks of the roles; None takes those of the dataflow in `step_simulator.TASKS`.
       every_placement: whether to find the best mapping of every placement, even if a bound shows it is
         slower.
       common_rows: whether all roles have the same number of microbatch rows, as in a run, which has a single
         `train.rows`.
 
     Raises:
-      UserError: a name or a topology is wrong, or the models do not fit; then the message has the smallest
-        cluster of this kind that would hold them.
+      UserError: the topology is wrong, or the models do not fit; then the message has the smallest cluster
+        of this kind that would hold them.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     problem = MappingProblem(
         dataflow,
-        tasks_of(dataflow, models, tasks),
+        tuple(role for role in tasks or TASKS[dataflow] if role.name in models),
         models,
         workload,
         cluster,
@@ -92,7 +103,7 @@ def search_mapping(
     found = fastest_mapping(problem, every_placement=every_placement)
     if found is None:
         raise UserError(_does_not_fit(problem))
-    if not common_rows or len({r.strategy.row_parts for r in found.roles.values()}) == 1:
+    if not common_rows or len({r.layout.row_parts for r in found.roles.values()}) == 1:
         return found
     # The fastest mapping needs different numbers of rows: search again with each divisor of their least
     # common multiple.
@@ -115,8 +126,6 @@ def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -
     """The fastest mapping of a problem; None if the models do not fit. Args as of `search_mapping`."""
     search = _Search(problem)
     names = tuple(role.name for role in problem.roles)
-    if not every_placement:
-        search.look_below_all_together(names)
     best, results = None, []
     # Placements with few pools are searched fast, and their results bound the others.
     for placement in sorted(placements_of(names), key=len):
@@ -126,72 +135,39 @@ def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -
             bounded = math.isfinite(search.bounds.best_s)
             results.append(PlacementResult(placement, (), None if bounded else math.inf))
             continue
-        devices = {pool.names: pool.devices for pool in found.pools}
+        seconds, chosen = found
+        devices = {pool: n for pool, n, _ in chosen}
         sizes = tuple(devices[pool] for pool in placement)
-        results.append(PlacementResult(placement, sizes, found.seconds))
-        if best is None or found.seconds < best.seconds:
+        results.append(PlacementResult(placement, sizes, seconds))
+        if best is None or seconds < best[0]:
             best = found
             if not every_placement:
-                search.bounds.lower(best.seconds)
+                search.bounds.lower(seconds)
     if best is None:
         return None
     results.sort(key=lambda r: math.inf if r.seconds is None else r.seconds)
-    return _mapping_of(problem, search.solver.simulator, best.pools, tuple(results))
-
-
-def _mapping_of(
-    problem: MappingProblem,
-    simulator: StepSimulator,
-    chosen: tuple[_ChosenPool, ...],
-    results: tuple[PlacementResult, ...],
-) -> Mapping:
-    """The mapping of chosen pools, with its cost breakdown."""
+    pools, mappings, first = [], {}, 0
     # Larger pools first: with whole hosts, none then crosses the border of another's host.
-    ordered = sorted(chosen, key=lambda pool: (-pool.devices, pool.names))
-    pools, found, first = [], {}, 0
-    for index, pool in enumerate(ordered):
-        pools.append(ColocatedSet(pool.names, first, pool.devices))
-        first += pool.devices
-        for name in pool.names:
-            generation = pool.choice.generation if name == problem.actor.name else None
-            found[name] = RoleMapping(name, index, pool.choice.strategies[name], generation)
-    roles = {role.name: found[role.name] for role in problem.roles}
+    for pool, devices, choice in sorted(best[1], key=lambda found: (-found[1], found[0])):
+        mappings |= {name: dataclasses.replace(choice[name], pool=len(pools)) for name in pool}
+        pools.append(ColocatedSet(pool, first, devices))
+        first += devices
+    roles = {name: mappings[name] for name in names}
     return Mapping(
         dataflow=problem.dataflow,
         cluster=problem.cluster.name,
         num_devices=problem.cluster.num_devices,
         pools=tuple(pools),
         roles=roles,
-        breakdown=simulator.step(problem.roles, problem.models, roles),
-        placements=results,
+        breakdown=search.solver.simulator.step(problem.roles, problem.models, roles),
+        placements=tuple(results),
         budget_bytes=problem.budget_bytes,
         common_rows=problem.workload.microbatch_rows,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _ChosenPool:
-    """A chosen pool: its roles, its number of devices, and the strategies of its roles."""
-
-    names: tuple[str, ...]
-    devices: int
-    choice: PoolChoice
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """The best mapping of a placement."""
-
-    seconds: float
-    pools: tuple[_ChosenPool, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _PoolPoints:
-    """Trade-offs of one pool over all its sizes: float64 [K, 4] as in `SideBySide`, and their origins."""
-
-    points: np.ndarray
-    choices: tuple[PoolChoice, ...]
+# A chosen pool: names of its roles, number of its devices, and the mapping of each role.
+_ChosenPool = tuple[tuple[str, ...], int, MappingOf[str, RoleMapping]]
 
 
 class _Search:
@@ -199,7 +175,7 @@ class _Search:
 
     Attributes:
       solver: solver for pools.
-      bounds: upper bounds of the seconds of a step. The cached points of a pool may lack points that a bound
+      bounds: upper bounds of the seconds of a step. The cached fronts of a pool may lack points that a bound
         excluded. Bounds only decrease, so these points stay useless.
     """
 
@@ -209,71 +185,176 @@ class _Search:
         self._actor = problem.actor.name
         self.solver = PoolSolver(problem)
         sizes = problem.cluster.pool_sizes
-        alone = (self.solver.front([self._actor], n).seconds[:, 0] for n in sizes)
+        alone = (self.solver.front([self._actor], n).points[:, GENERATION] for n in sizes)
         self.bounds = Bounds(sizes, [seconds.min(initial=np.inf) for seconds in alone])
-        self._pool_points: dict[tuple[str, ...], _PoolPoints] = {}
+        self._fronts: dict[tuple[str, ...], PoolFront] = {}
         self._merged: dict[Placement, SideBySide] = {(): SideBySide.of_no_pools()}
 
-    def look_below_all_together(self, names: tuple[str, ...]) -> None:
-        """Bounds the search by the mapping of all roles on all devices: fast to find and often good."""
-        self.bounds.lower(self.solver.quick_seconds(names, self._cluster.num_devices))
-
-    def best_of(self, placement: Placement) -> _Found | None:
-        """The best mapping of a placement; None if none fits or none is faster than the bound."""
+    def best_of(self, placement: Placement) -> tuple[float, list[_ChosenPool]] | None:
+        """(seconds, pools) of a placement's best mapping; None if none fits or is faster than the bound."""
         # The actor's pool is last. Before it no pool generates, so points have one coordinate less.
         pools = tuple(sorted(placement, key=lambda pool: (self._actor in pool, pool)))
         best = self._merge(pools[:-1]).best_with(
-            self._points_of(pools[-1]).points,
+            self._front_of(pools[-1]).points,
             most_devices=self._cluster.num_devices,
             below_s=self.bounds.below_s,
         )
         if best is None:
             return None
         seconds, picks = best
-        chosen = []
-        for names, k in zip(pools, picks, strict=True):
-            found = self._points_of(names)
-            chosen.append(_ChosenPool(names, int(found.points[k, DEVICES]), found.choices[k]))
-        return _Found(seconds, tuple(chosen))
+        fronts = [self._front_of(names) for names in pools]
+        return seconds, [
+            (names, int(front.points[k, DEVICES]), front.choices[k])
+            for names, front, k in zip(pools, fronts, picks, strict=True)
+        ]
 
-    def _points_of(self, names: tuple[str, ...]) -> _PoolPoints:
-        """The trade-offs of a pool over all its sizes."""
-        if names not in self._pool_points:
+    def _front_of(self, names: tuple[str, ...]) -> PoolFront:
+        # The trade-offs of a pool over all its sizes.
+        if names not in self._fronts:
             points, choices = [np.zeros((0, 4))], []
             for devices in self._cluster.pool_sizes:
-                if self._least_s(names, devices) > self.bounds.below_s:
+                # A lower bound of a step in which these roles share this many devices.
+                left = self._cluster.num_devices - devices
+                generating = float(devices if self._actor in names else left)
+                least_s = self.solver.least_passes_s(names, devices)
+                if least_s + self.bounds.generation_s(np.array(generating)) > self.bounds.below_s:
                     continue
                 most_passes_s = self.bounds.most_passes_s
                 front = self.solver.front(names, devices, most_passes_s=most_passes_s)
-                size = np.full((len(front.choices), 1), float(devices))
-                points.append(np.concatenate([size, front.seconds], axis=1))
+                points.append(front.points)
                 choices += front.choices
             every = np.concatenate(points)
             near = np.flatnonzero(self.bounds.may_be_best(every))
             kept = near[pareto_front(every[near])]
-            self._pool_points[names] = _PoolPoints(every[kept], tuple(choices[i] for i in kept))
-        return self._pool_points[names]
-
-    def _least_s(self, names: tuple[str, ...], devices: int) -> float:
-        """A lower bound of a step in which these roles share this many devices."""
-        here = self._actor in names
-        generating = devices if here else self._cluster.num_devices - devices
-        generation_s = float(self.bounds.generation_s(np.array(float(generating))))
-        return self.solver.least_passes_s(names, devices) + generation_s
+            self._fronts[names] = PoolFront(every[kept], tuple(choices[i] for i in kept))
+        return self._fronts[names]
 
     def _merge(self, pools: Placement) -> SideBySide:
-        """Combines pools side by side, leaving devices for another pool."""
+        # Combines pools side by side, leaving devices for another pool.
         if pools not in self._merged:
             self._merged[pools] = self._merge(pools[:-1]).with_pool(
-                self._points_of(pools[-1]).points,
+                self._front_of(pools[-1]).points,
                 most_devices=self._cluster.num_devices - self._cluster.pool_sizes[0],
                 interesting=self.bounds.may_be_best,
             )
         return self._merged[pools]
 
 
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """Trade-offs of several pools together.
+
+    Attributes:
+      points: float64 [K, 4], columns as of `PoolFront`.
+      picks: int64 [K, pools], index of each pool's point.
+    """
+
+    points: np.ndarray
+    picks: np.ndarray
+
+    @staticmethod
+    def of_no_pools() -> SideBySide:
+        """The start: no devices, no seconds."""
+        return SideBySide(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
+
+    def with_pool(
+        self,
+        pool: np.ndarray,
+        *,
+        most_devices: int,
+        interesting: Callable[[np.ndarray], np.ndarray],
+    ) -> SideBySide:
+        """Combines each trade-off with each point of another pool, and keeps the Pareto front.
+
+        Args:
+          pool: float64 [J, 4], points of the pool.
+          most_devices: maximum number of devices of all pools together.
+          interesting: mask of the points to keep, from points float64 [..., 4].
+        """
+        points = np.maximum(self.points[:, None], pool[None])
+        points[..., DEVICES] = self.points[:, None, DEVICES] + pool[None, :, DEVICES]
+        i, j = np.nonzero((points[..., DEVICES] <= most_devices) & interesting(points))
+        kept = pareto_front(points[i, j])
+        i, j = i[kept], j[kept]
+        return SideBySide(points[i, j], np.concatenate([self.picks[i], j[:, None]], axis=1))
+
+    def best_with(
+        self, pool: np.ndarray, *, most_devices: int, below_s: float
+    ) -> tuple[float, tuple[int, ...]] | None:
+        """(seconds, index of each pool's point) of the fastest step with a last pool.
+
+        None if no step on at most `most_devices` takes less than `below_s` seconds.
+        """
+        best = None
+        for j, point in enumerate(pool):
+            seconds = np.maximum(self.points[:, GENERATION:], point[GENERATION:]).sum(axis=1)
+            seconds[self.points[:, DEVICES] + point[DEVICES] > most_devices] = np.inf
+            i = int(seconds.argmin()) if len(seconds) else -1
+            if i >= 0 and seconds[i] < below_s:
+                below_s = float(seconds[i])
+                best = below_s, (*self.picks[i].tolist(), j)
+        return best
+
+
+# Rounding in sums of seconds; a choice is ruled out only if it is slower by more.
+_SLACK = 1 + 1e-12
+
+
+class Bounds:
+    """Lower and upper bounds of the seconds of a step, by which the search skips what cannot be the best.
+
+    A bound is safe if it never rules out the best mapping. These rest on one fact: roles that share memory
+    with the actor leave it no more slots than it has alone, so it never generates faster than alone.
+
+    Attributes:
+      best_s: seconds of the fastest known mapping. It only decreases, so excluded choices stay excluded.
+    """
+
+    def __init__(self, sizes: Sequence[int], alone_s: Sequence[float]):
+        """Nothing is known yet.
+
+        Args:
+          sizes: possible numbers of devices of a pool, ascending; the last is the whole cluster.
+          alone_s: seconds of the fastest generation of an actor alone, by size; infinite if it does not fit.
+        """
+        self.best_s = math.inf
+        self._sizes = np.array(sizes)
+        self._generation_s = np.minimum.accumulate(alone_s)
+
+    def lower(self, seconds: float) -> None:
+        self.best_s = min(self.best_s, seconds)
+
+    @property
+    def below_s(self) -> float:
+        """Upper bound: the best mapping takes fewer seconds per step than this."""
+        return self.best_s * _SLACK
+
+    @property
+    def most_passes_s(self) -> float:
+        """Maximum seconds of preparation and training, with any generation."""
+        return self.below_s - float(self._generation_s[-1])
+
+    def generation_s(self, devices: np.ndarray) -> np.ndarray:
+        """Seconds of the fastest generation on at most `devices`; infinite if the actor does not fit."""
+        place = np.searchsorted(self._sizes, devices, side="right") - 1
+        return np.where(place >= 0, self._generation_s[np.maximum(place, 0)], np.inf)
+
+    def may_be_best(self, points: np.ndarray) -> np.ndarray:
+        """Which pools side by side may be part of a mapping that is faster than the best known.
+
+        Their step takes preparation and training, and generation: theirs, or the fastest on what they leave.
+
+        Args:
+          points: float64 [..., 4], as of `SideBySide`.
+        """
+        left = self._sizes[-1] - points[..., DEVICES]
+        here = points[..., GENERATION]
+        generation = np.where(here > 0, here, self.generation_s(left))
+        return points[..., PREPARATION] + points[..., TRAINING] + generation <= self.below_s
+
+
 def _does_not_fit(problem: MappingProblem) -> str:
-    """Names a cluster that would hold the models that do not fit this one."""
+    # Names a cluster that would hold the models that do not fit this one.
     cluster, kind = problem.cluster, problem.cluster.accelerator
     counts = {role.name: problem.models[role.name].num_params for role in problem.roles}
     models = ", ".join(f"{name} of {count / 1e9:.1f}B" for name, count in counts.items())

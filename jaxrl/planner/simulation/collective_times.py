@@ -92,6 +92,7 @@ class Collectives:
           layout: layout of the pool, whose mesh has its devices in order.
           axes: names of the axes, from major to minor.
         """
+        # The search asks for the same few groups thousands of times.
         key = (layout, axes)
         if key not in self._rings:
             sizes = layout.axis_sizes

@@ -104,6 +104,7 @@ def trace_decoding(
         cached = cached + above * np.sqrt(of_texts + of_number)
     sizes = np.array(coarse_bucket_sizes(slots, min(slots, fewest_slots)))
     decoded = sizes[np.searchsorted(sizes, np.minimum(running, slots))]
+    # Neighbouring stretches are averaged: the simulator works on arrays of this length.
     if len(steps) > _MOST_STRETCHES:
         firsts = np.arange(_MOST_STRETCHES) * len(steps) // _MOST_STRETCHES
         together = np.add.reduceat(steps, firsts)
@@ -113,7 +114,7 @@ def trace_decoding(
 
 
 def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
-    """The step in which each sample starts: as soon as an earlier one has ended."""
+    # The step in which each sample starts: as soon as an earlier one has ended.
     count = len(lengths)
     if slots >= count:
         return np.zeros(count, np.int64)
@@ -130,9 +131,8 @@ def _starts(lengths: np.ndarray, slots: int) -> np.ndarray:
 def _stretches(
     starts: np.ndarray, lengths: np.ndarray, prompt_tokens: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Steps between each start or end and the next, and samples in flight with the sums of their cached
-    tokens and of the squares of these.
-    """
+    # Steps between each start or end and the next, and samples in flight with the sums of their cached
+    # tokens and of the squares of these.
     ends = starts + lengths
     edges = np.unique(np.concatenate([starts, ends]))
     steps = np.diff(edges).astype(float)

@@ -41,12 +41,10 @@ class FilledRows:
 
     @property
     def total(self) -> int:
-        """Number of rows of all minibatches."""
         return sum(self.rows_U)
 
     @property
     def most(self) -> int:
-        """Number of rows of the largest minibatch."""
         return max(self.rows_U)
 
     def microbatches(self, rows: float, *, fill_minibatches: bool) -> float:
@@ -118,7 +116,7 @@ def pairs_of_one_text(tokens: int, block_tokens: int, reach: int | None) -> floa
 
 
 def _pairs_of(ids: np.ndarray, block: int, reach: int | None) -> float:
-    """Pairs of each of some rows that are computed at once; args as of `needed_tiles`: int32 [rows, 2, T]."""
+    # Pairs of each of some rows that are computed at once; args as of `needed_tiles`: int32 [rows, 2, T].
     ids = np.pad(ids, ((0, 0), (0, 0), (0, -ids.shape[-1] % block)))
     own_NBC, prefix_NBC = ids.reshape(len(ids), 2, -1, block).transpose(1, 2, 0, 3)
     return float(needed_tiles(own_NBC, prefix_NBC, reach, np).sum()) * block**2
@@ -126,7 +124,7 @@ def _pairs_of(ids: np.ndarray, block: int, reach: int | None) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _packed(work: Workload) -> tuple[list[Rows], np.ndarray, PrefixGroups]:
-    """The sequences of each row of each minibatch, the lengths of all sequences, and their shared prompts."""
+    # The sequences of each row of each minibatch, the lengths of all sequences, and their shared prompts.
     prompts_N, responses_NG = work.lengths_of(work.prompts, work.samples)
     prompts_B = prompts_N.repeat(work.samples)
     lengths_B = prompts_B + responses_NG.ravel()
@@ -135,6 +133,7 @@ def _packed(work: Workload) -> tuple[list[Rows], np.ndarray, PrefixGroups]:
     if work.shares_prompts:
         # An answer begins with the last token of its prompt (roles.batches).
         groups = PrefixGroups(index_B // work.samples, prompts_B - 1)
+    # Minibatches are equal parts of the step in its order, as a run makes them.
     members_U = np.array_split(index_B, work.updates)
     rows_U = [
         best_fit_decreasing(members, lengths_B, groups, work.row_tokens) for members in members_U

@@ -45,7 +45,6 @@ class ModelNumbers:
 
     @property
     def stacked(self) -> float:
-        """Parameters of all layers."""
         return self.dense + self.experts
 
     def params_of_shard(self, p: int, t: int, expert: int = 1) -> float:
@@ -59,7 +58,7 @@ class ModelNumbers:
 
 @functools.lru_cache(maxsize=256)
 def model_numbers(model: ModelConfig) -> ModelNumbers:
-    """The numbers of a model."""
+    """Counts a model once; every simulated layout of it asks for these numbers."""
     width, h = model.d_model, model.head_dim
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width

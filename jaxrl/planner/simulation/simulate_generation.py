@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
@@ -24,7 +25,7 @@ from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.decode_trace import DecodeTrace, trace_decoding
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_costs import CostBreakdown, SlotUse
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy, Workload, layout_of
+from jaxrl.planner.simulation.workload import Workload
 from jaxrl.rollout.engine_sizes import prefill_sizes, round_up
 from jaxrl.rollout.settings import EngineConfig, fewest_slots
 
@@ -64,7 +65,6 @@ class GenerationGroups(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of generation."""
         return self.devices // (self.p_g * self.t_g)
 
 
@@ -113,8 +113,9 @@ class GenerationSimulator:
     def generation(
         self,
         model: ModelConfig,
-        strategy: Strategy,
-        generation: GenerationStrategy,
+        layout: ParallelLayout,
+        slots: int,
+        cache_tokens: int = 0,
         *,
         greedy: bool = False,
     ) -> CostBreakdown:
@@ -122,39 +123,41 @@ class GenerationSimulator:
 
         Args:
           model: model of the actor.
-          strategy: strategy of training.
-          generation: p_g, t_g and slots.
+          layout: layout of its mesh.
+          slots: number of slots per replica.
+          cache_tokens: tokens of a paged cache per replica; 0 if every slot has room for the longest sample.
           greedy: whether each prompt also gets a greedy answer (ReMax).
         """
-        p_g, t_g, slots = generation.p_g, generation.t_g, generation.slots
-        groups = self.groups(strategy, p_g, t_g)
+        groups = self.groups(layout)
         trace = self._trace(groups.replicas, slots, greedy)
         decoding = self._decoding_s(model, groups, trace)
+        # What the same tokens would take with no slot idle and all replicas equally busy: the difference
+        # to the trace is what plans call idle.
         used = min(slots, self._samples_per_replica(groups.replicas, greedy))
         full = trace.without_idle_slots(used, self.workload.tokens_per_dispatch)
         busy_s = sum(self._decoding_s(model, groups, full).values())
         seconds = {
-            "resharding": self.resharding_s(model, strategy, p_g, t_g),
+            "resharding": self.resharding_s(model, layout),
             **self._prefill_s(model, groups, trace),
             **decoding,
         }
-        tokens = generation.cache_tokens or slots * self.workload.slot_tokens
-        cache = tokens * self._token_bytes(model, p_g, t_g)
-        weights = self.weight_bytes(model, p_g, t_g, strategy.expert)
+        tokens = cache_tokens or slots * self.workload.slot_tokens
+        cache = tokens * self._token_bytes(model, layout.p_g, layout.t_g)
+        weights = self.weight_bytes(model, layout.p_g, layout.t_g, layout.expert)
         transient = {"weights of generation": weights, "cache": cache}
+        # Full slots decode in fewer steps, so rounding alone could make this negative.
         idle_s = max(0.0, sum(decoding.values()) - busy_s)
         busy = float(trace.samples) * groups.replicas
         use = SlotUse(busy, slots * groups.replicas, trace.dispatches)
         return CostBreakdown(seconds, {}, transient, idle_s, use)
 
-    def groups(self, strategy: Strategy, p_g: int, t_g: int) -> GenerationGroups:
-        """The devices that decode together, for a strategy of training and p_g and t_g of generation."""
-        layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
-        ring = self._collectives.ring
+    def groups(self, layout: ParallelLayout) -> GenerationGroups:
+        ring, n = self._collectives.ring, layout.num_devices
+        # The same mesh as a run has, so a group that crosses hosts there crosses them here too.
         tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
         copies = ring(layout, *GENERATE_RULES["batch"])
         experts = ring(layout, "expert")
-        return GenerationGroups(layout.num_devices, p_g, t_g, tensor, stages, copies, experts)
+        return GenerationGroups(n, layout.p_g, layout.t_g, tensor, stages, copies, experts)
 
     def best_seconds(
         self,
@@ -177,6 +180,7 @@ class GenerationSimulator:
         """
         samples = self._samples_per_replica(groups.replicas, greedy)
         fitting = int(self.fitting_slots(model, groups, np.array(budget)))
+        # More slots than samples would never be filled.
         most = min(samples, self.workload.max_slots, fitting)
         are_equal = self.workload.response_lengths.is_constant
         slots = slot_counts(most, equal_samples=samples if are_equal else 0)
@@ -207,7 +211,6 @@ class GenerationSimulator:
         return (layers + numbers.outside * assume.compute_bytes) / t_g
 
     def slot_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of a slot's cache."""
         return self.workload.slot_tokens * self._token_bytes(model, p_g, t_g)
 
     def fitting_slots(
@@ -218,32 +221,31 @@ class GenerationSimulator:
         weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
         left = np.maximum(budget - weights, 0.0)
         slots = left // self.slot_bytes(model, p_g, t_g)
+        # A slot of a contiguous cache has its whole memory from the start.
         if not self.workload.paged:
             return slots
+        # A paged pool that cannot hold one sample of full length would never finish it.
         least = self.workload.least_pool_tokens * self._token_bytes(model, p_g, t_g)
         return np.where(left < least, 0.0, slots)
 
     def _token_bytes(self, model: ModelConfig, p_g: int, t_g: int) -> float:
-        """Bytes per device of the keys and values of a token."""
+        # Bytes per device of the keys and values of a token.
         return model_numbers(model).cache_values_of_shard(p_g, t_g) * self._assume.cache_bytes
 
-    def resharding_s(self, model: ModelConfig, strategy: Strategy, p_g: int, t_g: int) -> float:
+    def resharding_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
         """Seconds of resharding from the training to the generation layout.
 
         HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model, and gathers it inside
         its micro data-parallel group. With FSDP it first gathers its training shard inside its FSDP group.
         """
-        whole = self.weight_bytes(model, p_g, t_g, strategy.expert)
-        layout = layout_of(strategy, GenerationStrategy(p_g, t_g, 0))
+        whole = self.weight_bytes(model, layout.p_g, layout.t_g, layout.expert)
         micro = self._collectives.ring(layout, "stage_micro", "tensor_micro")
-        return self.unshard_s(model, strategy) + self._collectives.gather_s(whole, micro)
+        return self.unshard_s(model, layout) + self._collectives.gather_s(whole, micro)
 
-    def unshard_s(self, model: ModelConfig, strategy: Strategy) -> float:
+    def unshard_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
         """Seconds in which each FSDP group gathers its training shards, the first part of resharding."""
-        shard = self.weight_bytes(model, strategy.p, strategy.t, strategy.expert)
-        return self._collectives.gather_s(
-            shard, self._collectives.ring(layout_of(strategy), "fsdp")
-        )
+        shard = self.weight_bytes(model, layout.p, layout.t, layout.expert)
+        return self._collectives.gather_s(shard, self._collectives.ring(layout, "fsdp"))
 
     def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
         work = self.workload
@@ -270,10 +272,9 @@ class GenerationSimulator:
     def _prefill_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
     ) -> dict[str, float]:
-        """Seconds of all prefills, spread over all devices, with a pipeline bubble; and of the insertions.
-
-        A device may insert any sequence of a batch into its slots, so all of them gather the batch.
-        """
+        # Seconds of all prefills, spread over all devices, with a pipeline bubble; and of the insertions.
+        #
+        # A device may insert any sequence of a batch into its slots, so all of them gather the batch.
         batches, rows, tokens, squares, inserts, inserted = _prefill_work(
             self.workload, groups.replicas, trace.dispatches, trace.samples
         )
@@ -294,11 +295,10 @@ class GenerationSimulator:
     def _decoding_s(
         self, model: ModelConfig, groups: GenerationGroups, trace: DecodeTrace
     ) -> dict[str, float]:
-        """Seconds of all decoding steps, by cause.
-
-        A pipeline decodes its slots in p_g parts, in 2 p_g - 1 ticks; in each tick a stage reads all of its
-        weights for one part.
-        """
+        # Seconds of all decoding steps, by cause.
+        #
+        # A pipeline decodes its slots in p_g parts, in 2 p_g - 1 ticks; in each tick a stage reads all of its
+        # weights for one part.
         assume, numbers = self._assume, model_numbers(model)
         p_g, t_g = groups.p_g, groups.t_g
         ticks = 2 * p_g - 1
@@ -312,13 +312,16 @@ class GenerationSimulator:
         times = trace.steps * ticks
         read = float(times.sum()) * weights_s
         attended = float((times * cache_s).sum())
+        visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
+        each_slot = assume.slot_host_s + groups.replicas * assume.host_s
         found = {
             "weights read": read,
             "matmuls beyond that": float((times * np.maximum(matmuls_s - weights_s, 0)).sum()),
             "cache read": attended,
             "scores beyond that": float((times * np.maximum(scores_s - cache_s, 0)).sum()),
             "overhead of each step": float(trace.steps.sum()) * self._step_s,
-            "host between dispatches": self._host_s(trace, groups.replicas),
+            # A program call for each dispatch, and the host's work for every slot in it.
+            "host between dispatches": trace.dispatches * assume.call_s + visits * each_slot,
         }
         if t_g > 1:
             each = self._reduces_s(model, groups, slots, 1.0)
@@ -334,7 +337,7 @@ class GenerationSimulator:
     def _reduces_s(
         self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
     ) -> Any:
-        """Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`."""
+        # Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`.
         numbers, reduces = model_numbers(model), 2 * model.num_layers / groups.p_g
         size = reduces * tokens * numbers.width * self._assume.compute_bytes
         return self._collectives.reduce_s(size, groups.tensor, calls=reduces * calls)
@@ -342,17 +345,10 @@ class GenerationSimulator:
     def _experts_s(
         self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
     ) -> Any:
-        """Seconds in which a group gathers its tokens in each layer, and scatters the sums of its experts."""
+        # Seconds in which a group gathers its tokens in each layer, and scatters the sums of its experts.
         layers = model.num_layers / groups.p_g
         size = layers * groups.experts.members * tokens * model.d_model * self._assume.compute_bytes
         return self._collectives.reduce_s(size, groups.experts, calls=layers * calls)
-
-    def _host_s(self, trace: DecodeTrace, replicas: int) -> float:
-        """Seconds of the host in all dispatches: a program call each, and its work for every slot."""
-        assume = self._assume
-        visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
-        each_slot = assume.slot_host_s + replicas * assume.host_s
-        return trace.dispatches * assume.call_s + visits * each_slot
 
 
 @functools.lru_cache(maxsize=4096)

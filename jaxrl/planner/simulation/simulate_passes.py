@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import math
 
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.attention import pick_block_tokens
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
@@ -32,8 +33,7 @@ from jaxrl.planner.simulation.filled_rows import (
 )
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.simulation.step_costs import CostBreakdown
-from jaxrl.planner.simulation.step_tasks import RoleTasks
-from jaxrl.planner.simulation.workload import Strategy, Workload, layout_of
+from jaxrl.planner.simulation.workload import Workload
 
 # All compute the scores again; splash does so in two kernels, one for the gradient of the queries and one for
 # that of keys and values.
@@ -43,18 +43,15 @@ BACKWARD_ATTENTION = {"xla": 5, "cudnn": 5, "splash": 7}
 
 @dataclasses.dataclass(frozen=True)
 class _Flushes:
-    """The split of a replica's rows into pipeline flushes. Each computes whole rows, padding included.
+    """The split of a replica's rows into pipeline flushes. Each computes whole rows, padding included."""
 
-    Attributes:
-      count: number of flushes in a pass over the sequences, a mean.
-      microbatches: m, number of microbatches per flush.
-      microbatch_tokens: tokens of a replica's rows in a microbatch; of its part of them with a context axis.
-      rows: number of rows in these microbatches, of the replicas that share them.
-    """
-
+    # Number of flushes in a pass over the sequences, a mean.
     count: float
+    # M, number of microbatches per flush.
     microbatches: int
+    # Tokens of a replica's rows in a microbatch; of its part of them with a context axis.
     microbatch_tokens: float
+    # Number of rows in these microbatches, of the replicas that share them.
     rows: float
 
     @property
@@ -81,91 +78,87 @@ class PassSimulator:
         # The workload is hashed once: measured lengths are thousands of numbers.
         return filled_rows(self._work)
 
-    def divides(self, strategy: Strategy) -> bool:
+    def divides(self, layout: ParallelLayout) -> bool:
         """Whether rows divide over replicas and stages, and a row over the replicas that share it."""
         work = self._work
-        divides = work.microbatch_rows % strategy.row_parts == 0
-        return divides and work.row_tokens % strategy.context == 0
-
-    def share_of(self, role: RoleTasks) -> float:
-        """Sequences in a role's forward pass, relative to the trained sequences."""
-        samples = self._work.samples
-        return (samples + 1) / samples if role.greedy and not role.generates else 1.0
+        divides = work.microbatch_rows % layout.row_parts == 0
+        return divides and work.row_tokens % layout.context == 0
 
     def inference(
-        self, model: ModelConfig, strategy: Strategy, *, share: float = 1.0
+        self, model: ModelConfig, layout: ParallelLayout, *, share: float = 1.0
     ) -> CostBreakdown:
         """Cost of one forward pass over all sequences: values, log-probabilities or scores.
 
         Args:
           model: model of the role.
-          strategy: its strategy.
+          layout: its layout; the sizes of generation do not matter.
           share: number of sequences relative to the trained ones; above 1 if greedy answers are scored too.
         """
-        flushes = self._flush(strategy, share=share)
-        compute = self._forward_s(model, strategy, flushes)
+        flushes = self._flush(layout, share=share)
+        compute = self._forward_s(model, layout, flushes)
         seconds = {
             "compute": compute,
-            "pipeline bubble": compute * (strategy.p - 1) / flushes.microbatches,
-            **self._exchanges_s(model, strategy, flushes, passes=1),
-            **self._gathers_s(model, strategy, flushes, gathers=1, compute_s=compute),
+            "pipeline bubble": compute * (layout.p - 1) / flushes.microbatches,
+            **self._exchanges_s(model, layout, flushes, passes=1),
+            **self._gathers_s(model, layout, flushes, gathers=1, compute_s=compute),
             "program call": self._assume.call_s + self._assume.pass_s,
         }
         return CostBreakdown(
-            seconds, self._weights(model, strategy), self._at_work(model, strategy, flushes)
+            seconds, self._weights(model, layout), self._at_work(model, layout, flushes)
         )
 
-    def training(self, model: ModelConfig, strategy: Strategy) -> CostBreakdown:
-        """Cost of all updates of a step."""
+    def training(self, model: ModelConfig, layout: ParallelLayout) -> CostBreakdown:
         work, assume = self._work, self._assume
-        flushes = self._flush(strategy)
+        flushes = self._flush(layout)
         repeats = work.epochs
+        # Rematerialisation computes each layer once more before its backward pass.
         again = 1 if assume.remat == "full" else 0
-        forward = self._forward_s(model, strategy, flushes) * repeats
+        forward = self._forward_s(model, layout, flushes) * repeats
         # A gradient takes twice the matmuls of the weights, but more of those of attention.
         attention = BACKWARD_ATTENTION[assume.attention] / 2
         compute = forward + repeats * self._forward_s(
-            model, strategy, flushes, weights=2, attention=attention
+            model, layout, flushes, weights=2, attention=attention
         )
+        # What can hide the exchanges of weights and gradients.
         busy = compute + again * forward
         data = self._gathers_s(
-            model, strategy, flushes, gathers=2, compute_s=busy / repeats, gradients=True
+            model, layout, flushes, gathers=2, compute_s=busy / repeats, gradients=True
         )
-        exchanged = self._exchanges_s(model, strategy, flushes, passes=2 + again)
-        values = self._values(model, strategy) / strategy.fsdp
+        exchanged = self._exchanges_s(model, layout, flushes, passes=2 + again)
+        values = self._values(model, layout) / layout.fsdp
         # Weights and moments are read and written, gradients read.
         read = 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
         seconds = {
             "compute": compute,
             "layers computed again": again * forward,
-            "pipeline bubble": busy * (strategy.p - 1) / flushes.microbatches,
+            "pipeline bubble": busy * (layout.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (exchanged | data).items()},
             "optimiser": work.updates * repeats * values * read / self._read,
             "program call": assume.call_s + work.updates * repeats * assume.pass_s,
         }
-        resident = self._weights(model, strategy, trained=True)
+        resident = self._weights(model, layout, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
-        sums = 1 + (strategy.p > 1) + (strategy.d > strategy.fsdp)
+        sums = 1 + (layout.p > 1) + (layout.d > layout.fsdp)
         # Kept for the backward pass: inputs of all ticks of a flush, plus two copies for the recomputed tick,
         # which pass from one loop to another.
-        numbers, ticks = model_numbers(model), flushes.microbatches + strategy.p - 1
-        tokens = flushes.microbatch_tokens * (ticks + 2 if strategy.p > 1 else 1)
+        numbers, ticks = model_numbers(model), flushes.microbatches + layout.p - 1
+        tokens = flushes.microbatch_tokens * (ticks + 2 if layout.p > 1 else 1)
         kept = numbers.width
         if assume.remat == "none":
-            kept = numbers.kept_values + numbers.split_values / strategy.t
-        kept *= tokens * assume.compute_bytes * numbers.layers / strategy.p
+            kept = numbers.kept_values + numbers.split_values / layout.t
+        kept *= tokens * assume.compute_bytes * numbers.layers / layout.p
         transient = {
             "gradients": sums * assume.gradient_bytes * values,
             "kept of the layers": kept,
-            **self._at_work(model, strategy, flushes, backward=True),
+            **self._at_work(model, layout, flushes, backward=True),
         }
         return CostBreakdown(seconds, resident, transient)
 
-    def _flush(self, strategy: Strategy, *, share: float = 1.0) -> _Flushes:
-        """The flushes of a pass over `share` times the sequences of all minibatches."""
-        work, filled, d = self._work, self._filled, strategy.row_shards
+    def _flush(self, layout: ParallelLayout, *, share: float = 1.0) -> _Flushes:
+        # The flushes of a pass over `share` times the sequences of all minibatches.
+        work, filled, d = self._work, self._filled, layout.row_shards
         # With one microbatch a pipeline is no faster than one stage.
-        wanted = (work.pipeline_microbatches or strategy.p) if strategy.p > 1 else 1
+        wanted = (work.pipeline_microbatches or layout.p) if layout.p > 1 else 1
         if work.microbatch_rows:
             rows = work.microbatch_rows
             wanted = math.gcd(max(1, rows // d), wanted)
@@ -175,34 +168,35 @@ class PassSimulator:
             rows = wanted * d
         micro = filled.microbatches(rows, fill_minibatches=work.fill_minibatches)
         each = rows / d / wanted
-        size = each * work.row_tokens / strategy.context
+        size = each * work.row_tokens / layout.context
         return _Flushes(work.updates * micro * share, wanted, size, each)
 
     def _forward_s(
         self,
         model: ModelConfig,
-        strategy: Strategy,
+        layout: ParallelLayout,
         flushes: _Flushes,
         *,
         weights: float = 1.0,
         attention: float = 1.0,
     ) -> float:
-        """Seconds of matmuls and attention; with few tokens those of reading the weights.
-
-        `weights` and `attention` are the operations of a pass, relative to those of a forward pass.
-        """
+        # Seconds of matmuls and attention; with few tokens those of reading the weights.
+        #
+        # `weights` and `attention` are the operations of a pass, relative to those of a forward pass.
         numbers = model_numbers(model)
         flops = weights * flushes.tokens * numbers.token_flops
-        flops += attention * self._attention_flops(model, strategy, flushes)
-        read = weights * self._values(model, strategy) * self._assume.compute_bytes
+        flops += attention * self._attention_flops(model, layout, flushes)
+        read = weights * self._values(model, layout) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read
-        return max(flops / (strategy.p * strategy.t) / self._flops, reads)
+        return max(flops / (layout.p * layout.t) / self._flops, reads)
 
-    def _attention_flops(self, model: ModelConfig, strategy: Strategy, flushes: _Flushes) -> float:
-        """Operations of a replica's attention in a forward pass, for the pairs that its kernel computes."""
+    def _attention_flops(
+        self, model: ModelConfig, layout: ParallelLayout, flushes: _Flushes
+    ) -> float:
+        # Operations of a replica's attention in a forward pass, for the pairs that its kernel computes.
         work, rows = self._work, flushes.count * flushes.microbatches * flushes.rows
         # Each replica of the context axis has a part of the heads.
-        rows /= strategy.context
+        rows /= layout.context
         kernel = self._assume.attention
         if kernel == "cudnn":
             # All pairs of a row up to each token: more than twice as many with several texts in a row.
@@ -215,7 +209,7 @@ class PassSimulator:
         def pairs(reach: int | None) -> float:
             if kernel == "splash":
                 return pairs_of_one_text(work.row_tokens, block, reach)
-            shards = strategy.row_shards
+            shards = layout.row_shards
             return pairs_of_a_row(work, of_replica * shards, shards, block, reach, parts)
 
         sliding = sum(model.sliding_layers) / model.num_layers
@@ -225,33 +219,32 @@ class PassSimulator:
         return model_numbers(model).pair_flops * rows * seen
 
     def _exchanges_s(
-        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, passes: int
+        self, model: ModelConfig, layout: ParallelLayout, flushes: _Flushes, *, passes: int
     ) -> dict[str, float]:
-        """Seconds of activations sent between devices.
-
-        Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts of
-        rows for heads and back. Per tick: from stage to stage.
-        """
+        # Seconds of activations sent between devices.
+        #
+        # Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts
+        # of rows for heads and back. Per tick: from stage to stage.
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
-        layers = passes * numbers.layers / strategy.p * microbatches
-        layout, shared = layout_of(strategy), self._collectives
+        layers = passes * numbers.layers / layout.p * microbatches
+        shared = self._collectives
         one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
         found = {"tensor all-reduces": 2 * layers * one}
-        if strategy.expert > 1:
+        if layout.expert > 1:
             # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers).
             group = shared.ring(layout, "expert")
-            found["tokens to experts"] = layers * shared.reduce_s(strategy.expert * size, group)
-        if strategy.context > 1:
+            found["tokens to experts"] = layers * shared.reduce_s(layout.expert * size, group)
+        if layout.context > 1:
             # Queries, keys, values and outputs, all but a device's own part (mesh.parallel_layers).
-            keys = max(numbers.kv_heads / strategy.t, strategy.context, 1)
-            heads = 2 * model.num_heads / strategy.t + 2 * keys
+            keys = max(numbers.kv_heads / layout.t, layout.context, 1)
+            heads = 2 * model.num_heads / layout.t + 2 * keys
             sent = flushes.microbatch_tokens * heads * model.head_dim * assume.compute_bytes
             rows = shared.ring(layout, "context")
             found["rows for heads"] = layers * shared.gather_s(sent, rows, calls=4)
-        if strategy.p > 1:
-            ticks = flushes.count * (flushes.microbatches + strategy.p - 1)
+        if layout.p > 1:
+            ticks = flushes.count * (flushes.microbatches + layout.p - 1)
             hop = shared.pass_on_s(size, shared.ring(layout, "stage_gen", "stage_micro"))
             found["between stages"] = min(passes, 2) * ticks * hop
         return found
@@ -259,20 +252,20 @@ class PassSimulator:
     def _gathers_s(
         self,
         model: ModelConfig,
-        strategy: Strategy,
+        layout: ParallelLayout,
         flushes: _Flushes,
         *,
         gathers: int,
         compute_s: float,
         gradients: bool = False,
     ) -> dict[str, float]:
-        """Seconds of exchanges between replicas, and the part that compute hides (negative)."""
+        # Seconds of exchanges between replicas, and the part that compute hides (negative).
         assume, shared, numbers = self._assume, self._collectives, model_numbers(model)
-        values = self._values(model, strategy)
-        layout = layout_of(strategy)
+        values = self._values(model, layout)
         shards = shared.ring(layout, "fsdp")
         # The weights of a layer are one gather, and their gradients one sum.
-        calls = numbers.layers / strategy.p + 1
+        calls = numbers.layers / layout.p + 1
+        # Weights travel in the type of the matmuls, gradients in the type of their sums.
         gather = shared.gather_s(values * assume.compute_bytes, shards, calls=calls)
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
@@ -280,13 +273,13 @@ class PassSimulator:
             size = values * assume.reduced_bytes
             scatter = shared.gather_s(size, shards, calls=calls)
             # Replicas of the expert axis share no experts.
-            own = numbers.experts / (strategy.p * strategy.t * strategy.expert)
+            own = numbers.experts / (layout.p * layout.t * layout.expert)
             rest = 0.0
             for part, axes in (
                 (values - own, ("data", "expert", "context")),
                 (own, ("data", "context")),
             ):
-                size = part * assume.reduced_bytes / strategy.fsdp
+                size = part * assume.reduced_bytes / layout.fsdp
                 rest += (
                     shared.reduce_s(size, shared.ring(layout, *axes), calls=calls) if part else 0.0
                 )
@@ -294,14 +287,14 @@ class PassSimulator:
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found
 
-    def _values(self, model: ModelConfig, strategy: Strategy) -> float:
-        """Parameters of a device before FSDP."""
-        return model_numbers(model).params_of_shard(strategy.p, strategy.t, strategy.expert)
+    def _values(self, model: ModelConfig, layout: ParallelLayout) -> float:
+        # Parameters of a device before FSDP.
+        return model_numbers(model).params_of_shard(layout.p, layout.t, layout.expert)
 
     def _weights(
-        self, model: ModelConfig, strategy: Strategy, *, trained: bool = False
+        self, model: ModelConfig, layout: ParallelLayout, *, trained: bool = False
     ) -> dict[str, float]:
-        values, assume = self._values(model, strategy) / strategy.fsdp, self._assume
+        values, assume = self._values(model, layout) / layout.fsdp, self._assume
         if not trained:
             return {"frozen weights": assume.frozen_bytes * values}
         return {
@@ -310,22 +303,28 @@ class PassSimulator:
         }
 
     def _at_work(
-        self, model: ModelConfig, strategy: Strategy, flushes: _Flushes, *, backward: bool = False
+        self,
+        model: ModelConfig,
+        layout: ParallelLayout,
+        flushes: _Flushes,
+        *,
+        backward: bool = False,
     ) -> dict[str, float]:
-        """Bytes of cast weights, and the larger of one layer's activations and the logits."""
+        # Bytes of cast weights, and the larger of one layer's activations and the logits.
         numbers, assume = model_numbers(model), self._assume
         tokens = flushes.microbatch_tokens
-        values = numbers.kept_values + numbers.split_values / strategy.t
-        stacked = numbers.dense + numbers.experts / strategy.expert
-        layer = stacked / numbers.layers / strategy.t
-        embedding = numbers.vocabulary * numbers.width / strategy.t
-        logits = min(assume.logits_tokens, tokens) * numbers.vocabulary / strategy.t
+        values = numbers.kept_values + numbers.split_values / layout.t
+        stacked = numbers.dense + numbers.experts / layout.expert
+        layer = stacked / numbers.layers / layout.t
+        embedding = numbers.vocabulary * numbers.width / layout.t
+        logits = min(assume.logits_tokens, tokens) * numbers.vocabulary / layout.t
+        # A backward pass holds the values of a layer and their gradients.
         passes = 2 if backward else 1
         of_layer = passes * tokens * values * assume.compute_bytes
         of_layer += 2 * layer * assume.compute_bytes
-        if strategy.expert > 1:
+        if layout.expert > 1:
             # The tokens of the whole group, and their sums.
-            of_layer += 2 * strategy.expert * tokens * numbers.width * assume.compute_bytes
+            of_layer += 2 * layout.expert * tokens * numbers.width * assume.compute_bytes
         arrays = assume.logits_arrays if backward else 1
         of_logits = arrays * logits * 4
         of_logits += assume.embedding_arrays * embedding * assume.compute_bytes
@@ -333,7 +332,7 @@ class PassSimulator:
         # GPU compilers cast the weights of one layer at a time.
         is_tpu = self._cluster.accelerator.arrangement == "torus"
         if is_tpu and assume.compute_bytes != assume.master_bytes:
-            shard = stacked / (strategy.p * strategy.t * strategy.fsdp)
+            shard = stacked / (layout.p * layout.t * layout.fsdp)
             found["layers' weights in the type of the matmuls"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}

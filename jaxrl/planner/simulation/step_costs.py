@@ -22,7 +22,6 @@ class SlotUse:
 
     @property
     def text(self) -> str:
-        """One line of all figures."""
         return (
             f"{self.busy:,.0f} of {self.slots:,} slots busy on average ({self.busy / self.slots:.0%}), "
             f"{self.dispatches:,.0f} dispatches"
@@ -50,12 +49,10 @@ class CostBreakdown:
 
     @property
     def total_s(self) -> float:
-        """Seconds of a step."""
         return sum(self.seconds.values())
 
     @property
     def resident_bytes(self) -> float:
-        """Resident bytes per device."""
         return sum(self.resident.values())
 
     @property
@@ -92,11 +89,9 @@ class StepCosts:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Names of the stages, in order."""
         return tuple(dict.fromkeys(task.stage for task in self.tasks))
 
     def of_stage(self, stage: str) -> tuple[TaskCosts, ...]:
-        """The tasks of a stage."""
         return tuple(task for task in self.tasks if task.stage == stage)
 
     def stage_s(self, stage: str, *, at_least: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""The work of a step (prompts, samples, lengths, updates), and the strategies to split a model for it."""
+"""The work of a step: prompts, samples, lengths of texts, updates."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
 
 _QUANTILES = 16_384
-_MIN_SIGMA = 0.05
-MAX_SIGMA = 5.0
-"""Largest spread of the logarithm of lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class LengthDistribution:
     mean: Annotated[float, positive()]
     longest: Annotated[int, token_count(1)]
     kind: Literal["constant", "log-normal"] = "constant"
-    sigma: Annotated[float, positive(at_most=MAX_SIGMA)] = 0.95
+    sigma: Annotated[float, positive(at_most=5)] = 0.95
 
     def __post_init__(self):
         check_fields(self)
@@ -49,39 +46,12 @@ class LengthDistribution:
         """Texts of one length, as in the experiments of the HybridFlow paper (section 8.1)."""
         return LengthDistribution(tokens, tokens)
 
-    @staticmethod
-    def with_cut_off(mean: float, longest: int, cut_off: float) -> LengthDistribution:
-        """The log-normal with this mean and this share of truncated texts.
-
-        Args:
-          mean: mean length, truncated texts included.
-          longest: length at which texts are truncated.
-          cut_off: share of truncated texts, between 0 and 1.
-
-        Raises:
-          UserError: no log-normal has both.
-        """
-        low, high = _MIN_SIGMA, MAX_SIGMA
-        for _ in range(40):
-            middle = (low + high) / 2
-            found = LengthDistribution(mean, longest, "log-normal", middle)
-            low, high = (middle, high) if found.cut_off < cut_off else (low, middle)
-        found = LengthDistribution(mean, longest, "log-normal", high)
-        if abs(found.cut_off - cut_off) > max(0.002, cut_off / 20):
-            raise UserError(
-                f"no spread of lengths has a mean of {mean:,.0f} tokens with {cut_off:.1%} cut off at "
-                f"{longest:,}; with this mean choose a share nearer to {found.cut_off:.1%}"
-            )
-        return found
-
     @property
     def is_constant(self) -> bool:
-        """Whether all texts have the same length."""
         return self.kind == "constant"
 
     @functools.cached_property
     def deviation(self) -> float:
-        """Standard deviation of the lengths."""
         return float(self._sample.std())
 
     @functools.cached_property
@@ -100,6 +70,7 @@ class LengthDistribution:
         found[-1] = self.longest
         return found
 
+    # Sampled once for each distribution: a search reads it for thousands of mappings.
     @functools.cached_property
     def mean_square(self) -> float:
         """Mean of the squared lengths, which the cost of attention is proportional to."""
@@ -113,7 +84,7 @@ class LengthDistribution:
 
     @functools.cached_property
     def _sample(self) -> np.ndarray:
-        """Representative lengths, ascending: float64."""
+        # Representative lengths, ascending: float64.
         if self.kind == "constant":
             return np.array([self.mean])
         # The median that gives the mean after truncation, by bisection.
@@ -128,7 +99,7 @@ class LengthDistribution:
 
 @functools.cache
 def _normals() -> np.ndarray:
-    """A fixed sample of standard normal numbers, ascending."""
+    # A fixed sample of standard normal numbers, ascending.
     return np.sort(np.random.default_rng(7).normal(size=_QUANTILES))
 
 
@@ -189,12 +160,10 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences to train on."""
         return self.prompts * self.samples
 
     @property
     def mean_tokens(self) -> float:
-        """Mean tokens of a prompt and its response."""
         return self.prompt_lengths.mean + self.response_lengths.mean
 
     @property
@@ -205,6 +174,7 @@ class Workload:
     def lengths_of(self, prompts: int, samples: int) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of `prompts` prompts, int64 [N], and of `samples` responses to each, int64 [N, G]."""
         responses = self.response_lengths.quantiles(prompts * samples)
+        # A fixed order, as if lengths were not known beforehand: equal questions get equal answers.
         responses = np.random.default_rng(0).permutation(responses)
         lengths = np.random.default_rng(1).permutation(self.prompt_lengths.quantiles(prompts))
         return lengths, responses.reshape(prompts, samples)
@@ -233,68 +203,6 @@ class Workload:
     def least_pool_tokens(self) -> int:
         """Tokens of the pages that hold one sample of full length."""
         return -(-self.longest_tokens // MOST_PAGE_TOKENS) * MOST_PAGE_TOKENS
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Strategy:
-    """Sharding of a role's model over n = p t d devices.
-
-    Attributes:
-      p, t, d: pipeline, tensor and data parallel size (HybridFlow section 5.1).
-      fsdp: number of replicas, of the d, that share one copy of weights and optimiser state.
-      expert: number of replicas that split the experts of a mixture.
-      context: number of replicas that split each row.
-    """
-
-    p: int
-    t: int
-    d: int
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        return self.p * self.t * self.d
-
-    @property
-    def row_shards(self) -> int:
-        """The number of replicas that have rows of their own."""
-        return self.d // self.context
-
-    @property
-    def row_parts(self) -> int:
-        """The number that must divide the rows of a microbatch: replicas with own rows, times stages."""
-        return self.p * self.row_shards
-
-    @property
-    def name(self) -> str:
-        """Display name."""
-        return train_name(layout_of(self))
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class GenerationStrategy:
-    """Sharding of an actor's model during generation: p_g divides p, t_g divides t.
-
-    Attributes:
-      p_g, t_g: pipeline and tensor parallel size.
-      slots: number of slots per replica.
-      cache_tokens: tokens of a paged cache per replica; 0 if every slot has room for the longest sample.
-    """
-
-    p_g: int
-    t_g: int
-    slots: int
-    cache_tokens: int = 0
-
-
-def layout_of(strategy: Strategy, generation: GenerationStrategy | None = None) -> ParallelLayout:
-    """Both strategies as one layout of a mesh; without a generation strategy the training layout."""
-    p_g, t_g = (generation.p_g, generation.t_g) if generation else (strategy.p, strategy.t)
-    shares = (strategy.fsdp, strategy.expert, strategy.context)
-    return ParallelLayout(strategy.p, strategy.t, strategy.d, p_g, t_g, *shares)
 
 
 def train_name(layout: ParallelLayout) -> str:

@@ -12,6 +12,7 @@ Log-probabilities are those of the tempered distribution before truncation, the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import reprlib
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.rollout.sampling import truncation_of
+from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.serving.online_driver import Delta, Request
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
@@ -91,7 +92,7 @@ class Call:
     @property
     def num_choices(self) -> int:
         """Number of samples of all prompts; choice i is sample i % n of prompt i // n."""
-        return sum(request.num_samples for request in self.requests)
+        return sum(request.options.num_samples for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
@@ -116,10 +117,6 @@ class RequestLimits:
     max_tokens: int
     max_context_tokens: int
     max_choices: int = 128
-
-    def max_tokens_after(self, prompt: np.ndarray) -> int:
-        """The default number of tokens for a chat: all the room after the prompt."""
-        return min(self.max_tokens, self.max_context_tokens - len(prompt))
 
 
 # OpenAI's default number of tokens for completions. Chats default to the server's limit.
@@ -164,8 +161,8 @@ def read_chat(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) ->
     if max_tokens is None:
         max_tokens = request.max_tokens
     if max_tokens is None:
-        # A prompt that leaves no room is refused later, by the driver, with a better message.
-        max_tokens = max(1, limits.max_tokens_after(prompt))
+        # All the room after the prompt. One that leaves none is refused later, with a better message.
+        max_tokens = max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
     return _call(request, [prompt], max_tokens, limits, logprobs=request.logprobs)
 
 
@@ -208,18 +205,10 @@ def _call(
     )
     temperature = request.temperature if request.temperature >= _LOWEST_TEMPERATURE else 0.0
     seed = secrets.randbits(31) if request.seed is None else request.seed
-    requests = tuple(
-        Request(
-            prompt,
-            request.n,
-            max_tokens,
-            seed=seed % 2**31,
-            temperature=temperature,
-            truncation=truncation,
-            stop=request.stops,
-        )
-        for prompt in prompts
+    options = SamplingOptions(
+        request.n, temperature=temperature, truncation=truncation, stop_strings=request.stops
     )
+    requests = tuple(Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
     return Call(requests, request.stream, request.stream_options.include_usage, logprobs)
 
 
@@ -350,14 +339,16 @@ def _chat_choice(
     return {"index": index, name: message, "logprobs": of_tokens, "finish_reason": choice.finish}
 
 
-def _chat_delta(index: int, choice: Choice, logprobs: bool, first: bool) -> Json:
-    return _chat_choice(index, choice, logprobs, first, name="delta")
-
-
 COMPLETION = Form(
     "cmpl-", "text_completion", "text_completion", _completion_choice, _completion_choice
 )
-CHAT = Form("chatcmpl-", "chat.completion", "chat.completion.chunk", _chat_choice, _chat_delta)
+CHAT = Form(
+    "chatcmpl-",
+    "chat.completion",
+    "chat.completion.chunk",
+    _chat_choice,
+    functools.partial(_chat_choice, name="delta"),
+)
 
 
 class Answer:

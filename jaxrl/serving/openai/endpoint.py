@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,18 +57,17 @@ class _Inbox:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
-        n = call.requests[0].num_samples
-        requests = [(r, self._listener(i * n)) for i, r in enumerate(call.requests)]
-        self._tickets = driver.submit_all(requests)
+        n = call.requests[0].options.num_samples
+        self._tickets = driver.submit_all(
+            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)]
+        )
 
-    def _listener(self, first: int) -> Callable[[Delta | ServingError], None]:
-        def listen(event: Delta | ServingError) -> None:
-            item = event if isinstance(event, ServingError) else (first + event.index, event)
-            # The loop is closed only after the server has stopped, so nobody reads any more.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._events.put_nowait, item)
-
-        return listen
+    def _put(self, first: int, event: Delta | ServingError) -> None:
+        """Takes an event of a request, of which `first` is the index of the first choice."""
+        item = event if isinstance(event, ServingError) else (first + event.index, event)
+        # The loop is closed only after the server has stopped, so nobody reads any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
     async def get(self) -> tuple[int, Delta]:
         """The next delta with the index of its choice; raises ServingError if the call has failed."""
@@ -140,10 +140,7 @@ def build_app(
             result = Answer(call, form, limits.model)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
-            try:
-                return await _unless_gone(request, _whole(inbox, result))
-            finally:
-                inbox.close()
+            return await _whole(request, inbox, result)
 
         return answer
 
@@ -197,10 +194,23 @@ async def _body_of(request: Request, max_bytes: int) -> Json:
     return body
 
 
-async def _whole(inbox: _Inbox, answer: Answer) -> Response:
-    while not answer.complete:
-        answer.add(*await inbox.get())
-    return _json(answer.whole())
+async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
+    """The whole answer; ends the call if the client disconnects."""
+
+    async def collected() -> Response:
+        while not answer.complete:
+            answer.add(*await inbox.get())
+        return _json(answer.whole())
+
+    working = asyncio.ensure_future(collected())
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else Response(status_code=_CLIENT_GONE)
+    finally:
+        working.cancel()
+        gone.cancel()
+        inbox.close()
 
 
 async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
@@ -224,18 +234,6 @@ def _json(body: str) -> Response:
 
 def _event(body: str) -> str:
     return f"data: {body}\n\n"
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Returns the result of `work`; cancels it if the client disconnects."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else Response(status_code=_CLIENT_GONE)
-    finally:
-        working.cancel()
-        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:

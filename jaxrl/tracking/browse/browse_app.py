@@ -10,6 +10,7 @@ colours are CSS classes for this reason. `HttpServer` refuses requests that come
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import importlib.resources
@@ -68,16 +69,17 @@ class _Token:
 
 
 _ORDERS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "reward, highest": lambda row: -_or_last(row["reward"], -math.inf),
-    "reward, lowest": lambda row: _or_last(row["reward"], math.inf),
-    "longest": lambda row: -_or_last(row["length"], -math.inf),
-    "shortest": lambda row: _or_last(row["length"], math.inf),
+    # Samples without a value come last.
+    "reward, highest": lambda row: math.inf if row["reward"] is None else -row["reward"],
+    "reward, lowest": lambda row: math.inf if row["reward"] is None else row["reward"],
+    "longest": lambda row: math.inf if row["length"] is None else -row["length"],
+    "shortest": lambda row: math.inf if row["length"] is None else row["length"],
 }
+_FACTS = (
+    *("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward"),
+    *("score", "shaping", "length", "truncated", "stop_reason", "entropy"),
+)
 _ANY_FAILURE, _NO_FAILURE = "any kind", "none"
-
-
-def _or_last(value: float | None, last: float) -> float:
-    return last if value is None else value
 
 
 class SampleFile:
@@ -97,6 +99,7 @@ class SampleFile:
         start = 0
         with path.open("rb") as file:
             for number, line in enumerate(file):
+                # A running job may be writing this line.
                 if not line.endswith(b"\n"):
                     break
                 try:
@@ -117,7 +120,7 @@ class SampleFile:
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a sample; ValueError if the row is not a sample."""
+    # The columns of a sample; ValueError if the row is not a sample.
     prompt, completion, failure = (row.get(name) for name in ("prompt", "completion", "failure"))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ValueError("no prompt or completion")
@@ -128,10 +131,10 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         "source": _text(row.get("source")),
         "prompt_id": _whole(row.get("prompt_id")),
         "sample": _whole(row.get("sample")),
-        "correct": _flag(row.get("correct")),
+        "correct": row["correct"] if isinstance(row.get("correct"), bool) else None,
         "reward": _real(row.get("reward")),
         "length": _whole(row.get("length")),
-        "truncated": _flag(row.get("truncated")),
+        "truncated": row["truncated"] if isinstance(row.get("truncated"), bool) else None,
         "failure": _text(failure.get("kind"))[:_START_CHARS] if isinstance(failure, dict) else "",
         "prompt": _excerpt(prompt),
         "completion": _excerpt(completion),
@@ -142,7 +145,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _excerpt(text: str) -> str:
-    """The beginning of a text and its end, where the answer usually is, with invisible characters escaped."""
+    # The beginning of a text and its end, where the answer usually is, with invisible characters escaped.
     if len(text) > _START_CHARS + _END_CHARS:
         text = f"{text[:_START_CHARS]} […] {text[-_END_CHARS:]}"
     return visible(text)
@@ -153,7 +156,7 @@ def _text(value: Any) -> str:
 
 
 def _real(value: Any) -> float | None:
-    """The value as a float; None unless it is a finite number."""
+    # The value as a float; None unless it is a finite number.
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) < 1e300 and math.isfinite(value) else None
 
@@ -161,10 +164,6 @@ def _real(value: Any) -> float | None:
 def _whole(value: Any) -> int | None:
     known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
     return value if known else None
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
 
 
 def passing(rows: Sequence[dict[str, Any]], given: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -206,6 +205,12 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
       title: title of the pages.
     """
     pages = _Pages(files, title)
+
+    def refused(request: Request, error: Exception) -> Response:
+        del request
+        assert isinstance(error, HTTPException), "registered for this type"
+        return PlainTextResponse(error.detail, error.status_code, error.headers)
+
     return _Guarded(
         Starlette(
             routes=[
@@ -213,7 +218,7 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
                 Route("/sample/{file:str}/{line:int}", pages.sample),
                 Route("/browse.css", pages.css),
             ],
-            exception_handlers={HTTPException: _refused},
+            exception_handlers={HTTPException: refused},
         )
     )
 
@@ -231,7 +236,7 @@ class _Pages:
         self._read: tuple[Any, SampleFile] | None = None
 
     def _file(self, path: pathlib.Path) -> SampleFile:
-        """The samples of a file; the last file is kept until it changes."""
+        # The samples of a file; the last file is kept until it changes.
         with self._reading:
             try:
                 status = path.stat()
@@ -249,6 +254,7 @@ class _Pages:
         """Returns the list of a step's samples that pass the filter in the query."""
         # A field that is missing in the query counts as empty.
         given = collections.defaultdict(str, request.query_params)
+        # Looked up by name among the present files: a query never becomes a path.
         paths = {path.stem: path for path in self._files()}
         name = given["file"] if given["file"] in paths else next(iter(paths), "")
         found = self._file(paths[name]) if name else None
@@ -258,14 +264,16 @@ class _Pages:
         # Further pages are of this step, even if a newer one is there by then.
         given |= {"file": name}
         kinds = sorted({row["failure"] for row in found.rows} - {""})[:50] if found else []
+        means = {}
+        for key in ("reward", "correct", "length"):
+            known = [row[key] for row in rows if row[key] is not None]
+            means[key] = sum(known) / len(known) if known else None
         return self._rendered(
             "list.html",
             given=given,
             asked=asked,
             count=len(rows),
-            means={
-                key: _mean([row[key] for row in rows]) for key in ("reward", "correct", "length")
-            },
+            means=means,
             rows=rows[(number - 1) * _PER_PAGE : number * _PER_PAGE],
             number=number,
             pages=pages,
@@ -291,11 +299,18 @@ class _Pages:
         given = dict(request.query_params)
         color = given.get("color", "")
         color = color if color in ("logprob", "gap", "none") else "logprob"
+        # The table above the text.
+        facts = [(key, row[key]) for key in _FACTS if row.get(key) is not None]
+        if isinstance(failure := row.get("failure"), dict):
+            facts.append(("grader failed", f"{failure.get('kind')}: {failure.get('message')}"))
+        if isinstance(parts := row.get("reward_parts"), dict):
+            facts += [(f"reward, {part}", value) for part, value in parts.items()]
         tokens = tokens_of(row)
         text = str(row.get("completion", ""))
         size = (len(tokens), _TOKENS_PER_PAGE) if tokens else (len(text), _CHARS_PER_PAGE)
         pages = max(1, math.ceil(size[0] / size[1]))
         number = _page_number(given, pages)
+        # Long samples have pages, because a browser is slow with tens of thousands of spans.
         part = slice((number - 1) * size[1], number * size[1])
         same = ("source", "prompt_id")
         group = [x for x in found.rows if all(x[key] == place[key] for key in same)]
@@ -305,7 +320,7 @@ class _Pages:
             place=place,
             prompt=str(row.get("prompt", "")),
             most_chars=_MOST_CHARS,
-            facts=_facts(row),
+            facts=[(str(name)[:100], str(value)[:1000]) for name, value in facts],
             tokens=[_shown(token, color) for token in tokens[part]],
             text="" if tokens else text[part],
             color=color,
@@ -317,7 +332,6 @@ class _Pages:
         )
 
     def css(self, request: Request) -> Response:
-        """Returns the style sheet."""
         del request
         return Response(self._style, media_type="text/css")
 
@@ -325,12 +339,6 @@ class _Pages:
         text = self._templates.get_template(template).render(title=self._title, **values)
         # Lone surrogates cannot be encoded as UTF-8.
         return HTMLResponse(text.encode("utf-8", errors="backslashreplace"))
-
-
-def _refused(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, HTTPException), "registered for this type"
-    return PlainTextResponse(error.detail, status_code=error.status_code, headers=error.headers)
 
 
 class _Guarded:
@@ -354,11 +362,6 @@ class _Guarded:
         await self._app(scope, receive, send_guarded)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def _number(text: str | None) -> float | None:
     try:
         return _real(float(text or ""))
@@ -372,7 +375,7 @@ def _page_number(given: Mapping[str, str], pages: int) -> int:
 
 
 def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple[str, str]]:
-    """(label, query string) of the first, previous, next and last page, with the other fields unchanged."""
+    # (label, query string) of the first, previous, next and last page, with the other fields unchanged.
     wanted = {"first": 1, "previous": number - 1, "next": number + 1, "last": pages}
     return [
         (label, "?" + urllib.parse.urlencode({**given, "page": page}, errors="replace"))
@@ -419,28 +422,10 @@ def _shown(token: Mapping[str, Any], color: str) -> _Token:
         title.append(f"trainer {trainer:.4f} ({math.exp(min(trainer, 0)):.1%})")
     style = ""
     if color == "logprob" and sampler is not None:
-        style = f"p{_class(-sampler, _LOGPROB_ENDS)}"
+        style = f"p{bisect.bisect_right(_LOGPROB_ENDS, -sampler)}"
     if sampler is not None and trainer is not None:
         title.append(f"gap {trainer - sampler:+.4f}")
         if color == "gap":
             side = "up" if trainer > sampler else "down"
-            style = f"{side}{_class(abs(trainer - sampler), _GAP_ENDS)}"
+            style = f"{side}{bisect.bisect_right(_GAP_ENDS, abs(trainer - sampler))}"
     return _Token(text, style, ", ".join(title))
-
-
-def _class(value: float, ends: Sequence[float]) -> int:
-    return sum(value >= end for end in ends)
-
-
-def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of the table above a sample's text."""
-    names = ("step", "source", "prompt_id", "sample", "answer", "prediction", "correct", "reward")
-    names += ("score", "shaping", "length", "truncated", "stop_reason", "entropy")
-    facts = [(name, row[name]) for name in names if row.get(name) is not None]
-    failure = row.get("failure")
-    if isinstance(failure, dict):
-        facts.append(("grader failed", f"{failure.get('kind')}: {failure.get('message')}"))
-    parts = row.get("reward_parts")
-    if isinstance(parts, dict):
-        facts += [(f"reward, {name}", value) for name, value in parts.items()]
-    return [(str(name)[:100], str(value)[:1000]) for name, value in facts]

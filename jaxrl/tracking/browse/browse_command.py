@@ -49,7 +49,10 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     """
     check_path("the folder", path)
     files = sample_files(path)
-    _require_extra()
+    packages = ("pydantic", "starlette", "uvicorn")
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
     from jaxrl.serving.http_server import HttpServer
     from jaxrl.tracking.browse.browse_app import build_app
 
@@ -90,11 +93,3 @@ def sample_files(path: pathlib.Path) -> Callable[[], Sequence[pathlib.Path]]:
         f"{path} has no samples; name the folder of a run, such as runs/dapo_tiny/seed0, or of an "
         "evaluation. A run keeps samples of every so many steps (run.rollouts_every)"
     )
-
-
-def _require_extra() -> None:
-    absent = [
-        p for p in ("pydantic", "starlette", "uvicorn") if importlib.util.find_spec(p) is None
-    ]
-    if absent:
-        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")

@@ -15,20 +15,7 @@ import jinja2
 
 from jaxrl.tracking.durable import write_atomically
 from jaxrl.tracking.readable import visible
-from jaxrl.tracking.report.plots import Plot, compared_plots, draw_svg, plots_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """The curves of one training stage, such as "SFT" or "DAPO".
-
-    Attributes:
-      name: heading; unique in the report.
-      rows: metric rows of the stage, as `read_metrics` returns them.
-    """
-
-    name: str
-    rows: Sequence[dict[str, Any]]
+from jaxrl.tracking.report.plots import Plot, Rows, compared_plots, draw_svg, plots_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +47,7 @@ def write_report(
     *,
     title: str,
     summary: Sequence[tuple[str, str]],
-    sections: Sequence[Section],
+    sections: Sequence[tuple[str, Rows]],
     samples: Sequence[PromptResponses],
     config_text: str,
 ) -> None:
@@ -70,19 +57,18 @@ def write_report(
       path: the HTML file.
       title: heading of the page.
       summary: (label, formatted value) of the headline numbers.
-      sections: sections with curves; curves without data are left out.
+      sections: (unique heading, metric rows) of the training stages; curves without data are left out.
       samples: responses to show side by side.
       config_text: all settings of the run.
     """
     stages = [
-        (section.name, f"{section.rows[-1]['step']:,} steps", drawn, [], [])
-        for section in sections
-        if (drawn := _drawn(plots_of(section.rows), section.name))
+        (name, f"{rows[-1]['step']:,} steps", drawn, [], [])
+        for name, rows in sections
+        if (drawn := _drawn(plots_of(rows), name))
     ]
     counted = [(heading.lower(), count) for heading, count in _num_correct(samples)]
-    write_page(
+    _write_page(
         path,
-        "page.html",
         title=title,
         summary=summary,
         runs=(),
@@ -101,7 +87,7 @@ def write_comparison(
     title: str,
     runs: Sequence[str],
     headline: Table,
-    stages: Sequence[tuple[str, Sequence[tuple[str, Sequence[dict[str, Any]]]]]],
+    stages: Sequence[tuple[str, Sequence[tuple[str, Rows]]]],
     settings: Table,
     num_settings: int,
     samples: Sequence[tuple[str, Sequence[PromptResponses]]],
@@ -123,9 +109,8 @@ def write_comparison(
         plots = compared_plots(rows)
         main, others = _drawn(plots.main, name), _drawn(plots.others, name)
         sections.append((name, "", main, others, plots.constant))
-    write_page(
+    _write_page(
         path,
-        "page.html",
         title=title,
         summary=(),
         runs=runs,
@@ -138,42 +123,25 @@ def write_comparison(
     )
 
 
-def write_page(
-    path: str | os.PathLike[str],
-    template: str,
-    *,
-    package: str = "jaxrl.tracking.report",
-    **values: Any,
-) -> None:
-    """Renders a template of a package with these values, and writes the page to `path` atomically."""
-    page = environment_of(package).get_template(template).render(**values)
+def _write_page(path: str | os.PathLike[str], **values: Any) -> None:
+    page = environment_of("jaxrl.tracking.report").get_template("page.html").render(**values)
     write_atomically(path, page.encode("utf-8", errors="backslashreplace"))
 
 
 def _drawn(plots: Iterable[Plot], section: str) -> list[tuple[Plot, str]]:
-    return [
-        (
-            plot,
-            draw_svg(
-                plot.draw,
-                unit=plot.unit,
-                salt=f"{section}/{plot.title}",
-                label=_described(plot),
-            ),
-        )
-        for plot in plots
-    ]
-
-
-def _described(plot: Plot) -> str:
-    """A plot in words: "Entropy over steps, in nats per token; last value 0.08"."""
-    curves = [f"{entry.label} {entry.value}".strip() for entry in plot.legend]
-    last = [f"last value {plot.last}"] if plot.last else []
-    return "; ".join([f"{plot.title} over steps, in {plot.unit}", *last, *curves])
+    drawn = []
+    for plot in plots:
+        # The plot in words: "Entropy over steps, in nats per token; last value 0.08".
+        label = [f"{plot.title} over steps, in {plot.unit}"]
+        label += [f"last value {plot.last}"] if plot.last else []
+        label += [f"{entry.label} {entry.value}".strip() for entry in plot.legend]
+        salt = f"{section}/{plot.title}"
+        drawn.append((plot, draw_svg(plot.draw, unit=plot.unit, salt=salt, label="; ".join(label))))
+    return drawn
 
 
 def _num_correct(samples: Sequence[PromptResponses]) -> list[tuple[str, int]]:
-    """Number of correct responses under each heading."""
+    # Number of correct responses under each heading.
     counts: dict[str, int] = {}
     for shown in samples:
         for heading, response in shown.responses:
@@ -191,13 +159,8 @@ def environment_of(package: str) -> jinja2.Environment:
             ]
         ),
         autoescape=True,
-        finalize=_shown,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-def _shown(value: Any) -> Any:
-    """Shows invisible characters of a text by their codes; other values are unchanged."""
-    return visible(value) if type(value) is str else value

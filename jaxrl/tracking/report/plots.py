@@ -101,36 +101,30 @@ class Plot:
 
 @dataclasses.dataclass(frozen=True)
 class _Curves:
-    """The metrics of one plot.
+    """The metrics of one plot."""
 
-    Attributes:
-      title: heading.
-      unit: label of the vertical axis.
-      keys: (metric, label in the legend) of each curve.
-      show: formats a value, for the axis and the headline.
-      floor: value that the vertical axis must reach down to; None for no such value.
-    """
-
+    # Heading.
     title: str
+    # Label of the vertical axis.
     unit: str
+    # (metric, label in the legend) of each curve.
     keys: Sequence[tuple[str, str]]
+    # Formats a value, for the axis and the headline.
     show: Callable[[float], str] = number
+    # Value that the vertical axis must reach down to; None for no such value.
     floor: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Series:
-    """A curve: values at steps.
+    """A curve: values at steps."""
 
-    Attributes:
-      label: name in the legend.
-      steps, values: float64 [N].
-      color: index of the colour in `COLORS`.
-    """
-
+    # Name in the legend.
     label: str
+    # Float64 [N].
     steps: np.ndarray
     values: np.ndarray
+    # Index of the colour in `COLORS`.
     color: int = dataclasses.field(default=0, kw_only=True)
 
 
@@ -201,21 +195,17 @@ _COMPARED = (
 
 def plots_of(rows: Rows) -> Iterator[Plot]:
     """The plots of a section; plots without data are left out."""
+    reward = _named_series(_REWARD, rows)
+    # The score alone is shown if shaping makes it different.
+    if len(reward) == 2 and np.array_equal(reward[0].values, reward[1].values):
+        reward = reward[:1]
     plots = [
-        _reward_plot(rows),
+        _curves_plot(_REWARD, reward),
         _accuracy_plot(rows),
         *(_curves_plot(curves, _named_series(curves, rows)) for curves in _OTHERS),
         _phases_plot(rows),
     ]
     return (plot for plot in plots if plot is not None)
-
-
-def _reward_plot(rows: Rows) -> Plot | None:
-    """The reward, and the score if shaping makes it different."""
-    found = _named_series(_REWARD, rows)
-    if len(found) == 2 and np.array_equal(found[0].values, found[1].values):
-        found = found[:1]
-    return _curves_plot(_REWARD, found)
 
 
 def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
@@ -224,12 +214,12 @@ def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
 
 
 def _colored(found: Iterable[_S]) -> list[_S]:
-    """The curves, each with the next colour."""
+    # The curves, each with the next colour.
     return [dataclasses.replace(series, color=i % NUM_COLORS) for i, series in enumerate(found)]
 
 
 def _series(label: str, key: str, rows: Rows) -> _Series:
-    """The finite values of `key`."""
+    # The finite values of `key`.
     points = [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return _Series(label, np.array(steps, np.int64), np.array(values, np.float64))
@@ -271,7 +261,7 @@ def _curves_plot(
 
 
 def _accuracy_plot(rows: Rows) -> Plot | None:
-    """The accuracy on each evaluation set, and that on the sampled training prompts."""
+    # The accuracy on each evaluation set, and that on the sampled training prompts.
     evaluations = _evaluation_series(rows)
     train = _series("training prompts, as sampled", "train/accuracy", rows)
     if not evaluations and not train.values.size:
@@ -291,7 +281,7 @@ def _accuracy_plot(rows: Rows) -> Plot | None:
 
 
 def _evaluation_series(rows: Rows) -> list[_Evaluations]:
-    """The accuracy on each evaluation set, by name of the set."""
+    # The accuracy on each evaluation set, by name of the set.
     points = [(row["step"], evaluation_accuracy(row), evaluation_stderr(row)) for row in rows]
     names = sorted({name for _, accuracy, _ in points for name in accuracy})
     found = []
@@ -307,7 +297,7 @@ def _evaluation_series(rows: Rows) -> list[_Evaluations]:
 
 
 def _draw_evaluations(axes: Axes, found: Sequence[_Evaluations]) -> None:
-    """Draws accuracies with their standard errors."""
+    # Draws accuracies with their standard errors.
     for series in found:
         stride = math.ceil(len(series.steps) / _MAX_MARKERS)
         axes.errorbar(
@@ -347,6 +337,7 @@ def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
       runs: (label, metric rows) of each run; at most `NUM_COLORS`.
     """
     keys = shared_metrics([rows for _, rows in runs])
+    # The important metrics have plots of their own titles and units, all others have their names.
     main = [curves for curves in _COMPARED if curves.keys[0][0] in keys]
     drawn = {curves.keys[0][0] for curves in main}
     accuracy, sources = _compared_accuracy(runs)
@@ -364,7 +355,8 @@ def compared_plots(runs: Sequence[tuple[str, Rows]]) -> ComparedPlots:
                 _curves_plot(_Curves(key, "", [(key, key)]), found, dots=False, values=True)
             )
     plots = [_curves_plot(c, _run_series(c.keys[0][0], runs), values=True) for c in main]
-    return ComparedPlots([*accuracy, *_present(plots)], _present(others), constant)
+    main, others = ([plot for plot in drawn if plot is not None] for drawn in (plots, others))
+    return ComparedPlots([*accuracy, *main], others, constant)
 
 
 def shared_metrics(runs: Sequence[Rows]) -> list[str]:
@@ -376,17 +368,13 @@ def shared_metrics(runs: Sequence[Rows]) -> list[str]:
     return sorted(key for key, count in counts.items() if count > 1)
 
 
-def _present(plots: Iterable[Plot | None]) -> list[Plot]:
-    return [plot for plot in plots if plot is not None]
-
-
 def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:
     found = _colored(_series(label, key, rows) for label, rows in runs)
     return [series for series in found if series.values.size]
 
 
 def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], list[str]]:
-    """A plot for each evaluation set that two runs share, and the names of these sets."""
+    # A plot for each evaluation set that two runs share, and the names of these sets.
     by_name: dict[str, list[_Evaluations]] = {}
     for i, (label, rows) in enumerate(runs):
         for series in _evaluation_series(rows):
@@ -404,10 +392,11 @@ def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], li
 
 
 def _phases_plot(rows: Rows) -> Plot | None:
-    """The seconds per step, stacked by phase. Many steps are averaged in bins."""
+    # The seconds per step, stacked by phase. Many steps are averaged in bins.
     seconds = _phase_seconds(rows)
     if not seconds:
         return None
+    # Bins of nearly equal numbers of steps; a short run has a bar for each step.
     bounds = np.linspace(0, len(rows), min(len(rows), _MAX_BARS) + 1).astype(np.int64)
     first, counts = bounds[:-1], np.diff(bounds)
     steps = np.array([row["step"] for row in rows])
@@ -428,12 +417,13 @@ def _phases_plot(rows: Rows) -> Plot | None:
 
 
 def _phase_seconds(rows: Rows) -> dict[str, np.ndarray]:
-    """Phase -> seconds of each step, in the order of a step. The smallest phases are summed as "other"."""
+    # Phase -> seconds of each step, in the order of a step. The smallest phases are summed as "other".
     keys = {key for row in rows for key in row if re.fullmatch(r"timing_s/[^/]+", key)}
     seconds = {
         key.removeprefix("timing_s/"): np.array([row.get(key, 0.0) for row in rows], np.float64)
         for key in sorted(keys - {"timing_s/step"})  # the step is the sum of its phases
     }
+    # Only so many phases have a colour, so the largest get one.
     by_size = sorted(seconds, key=lambda name: -seconds[name].sum())
     # Phases without a place in the order come last, alphabetically.
     ranks = {name: rank for rank, name in enumerate(_PHASE_ORDER)}
@@ -470,7 +460,7 @@ def _draw_smoothed(axes: Axes, series: _Series, *, dots: bool = True) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """The centred moving mean over about 5% of the points. The window shrinks at the ends."""
+    # The centred moving mean over about 5% of the points. The window shrinks at the ends.
     reach = len(values) // 40 + (len(values) > 8)
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))

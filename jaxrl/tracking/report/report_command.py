@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl.checks import check_path
 from jaxrl.errors import UserError
-from jaxrl.files import open_file, read_text
+from jaxrl.files import read_text
 from jaxrl.flags import command_parser
 from jaxrl.tracking.durable import disk_errors, ensure_writable
 from jaxrl.tracking.metrics import evaluation_accuracy
@@ -82,7 +82,15 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             f"{runs[0].folder.report})"
         )
     check_shared_metrics(runs)
-    settings, num_settings = differing_settings(runs)
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
+    settings = [(name, found) for name, found in values.items() if len(set(found)) > 1]
+    # No rows where a run lacks a stage; a stage of one run alone is left out.
+    stages = [
+        (heading, [(run.label, run.stages.get(name, [])) for run in runs])
+        for name, heading in _STAGES.items()
+        if sum(name in run.stages for run in runs) > 1
+    ]
     evaluated = [evaluation_samples(run) for run in runs]
     step, trained = training_samples(runs)
     training = _side_by_side(runs, [(samples, "") for samples in trained])
@@ -95,9 +103,9 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             title=f"{len(runs)} runs compared",
             runs=[run.label for run in runs],
             headline=headline(runs),
-            stages=shared_stages(runs),
+            stages=stages,
             settings=settings,
-            num_settings=num_settings,
+            num_settings=len(names),
             samples=[
                 ("Answers to evaluation problems", _side_by_side(runs, evaluated)),
                 (f"Samples of training step {step}", training[:_MAX_TRAINING_PROMPTS]),
@@ -108,7 +116,7 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
 def _side_by_side(
     runs: Sequence[ComparedRun], found: Sequence[tuple[Samples, str]]
 ) -> list[PromptResponses]:
-    """The prompts that at least two runs have, in the order of the first run that has them."""
+    # The prompts that at least two runs have, in the order of the first run that has them.
     prompts = dict.fromkeys(key for samples, _ in found for key in samples)
     return [
         PromptResponses(
@@ -153,30 +161,29 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
         if resolved in absolute:
             raise UserError(f"{path} is named twice; name each run once")
         absolute.append(resolved)
-    labels = labels_of(absolute)
-    return [_read_run(path, label) for path, label in zip(paths, labels, strict=True)]
-
-
-def _read_run(path: pathlib.Path, label: str) -> ComparedRun:
-    folder = RunFolder(path)
-    if not folder.config.exists():
-        runs = sorted(child.parent for child in path.glob("*/config.txt"))
-        hint = f"name one of its runs, such as {runs[0]}" if runs else _NO_RUN
-        raise UserError(f"{path} is no run: it has no config.txt; {hint}")
-    try:
-        settings = parse_config(read_text(folder.config, absent=_NO_RUN))
-    except ValueError as error:
-        raise UserError(f"{folder.config} holds no settings ({error}); {_NO_RUN}") from error
-    rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
-    stages = {name: found for name, found in rows.items() if found}
-    if not stages:
-        raise UserError(f"{path} has no metrics; compare it after its first step")
-    return ComparedRun(label, folder, settings, stages)
+    found = []
+    for path, label in zip(paths, labels_of(absolute), strict=True):
+        folder = RunFolder(path)
+        if not folder.config.exists():
+            runs = sorted(child.parent for child in path.glob("*/config.txt"))
+            hint = f"name one of its runs, such as {runs[0]}" if runs else _NO_RUN
+            raise UserError(f"{path} is no run: it has no config.txt; {hint}")
+        try:
+            settings = parse_config(read_text(folder.config, absent=_NO_RUN))
+        except ValueError as error:
+            raise UserError(f"{folder.config} holds no settings ({error}); {_NO_RUN}") from error
+        rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
+        stages = {name: of_stage for name, of_stage in rows.items() if of_stage}
+        if not stages:
+            raise UserError(f"{path} has no metrics; compare it after its first step")
+        found.append(ComparedRun(label, folder, settings, stages))
+    return found
 
 
 def labels_of(paths: Sequence[pathlib.Path]) -> list[str]:
     """The parts of different paths that tell them apart: a/x/seed0 and b/x/seed0 are a and b."""
     parts = [list(path.parts) for path in paths]
+    # Parts that all paths share at their beginning or end say nothing.
     for end in (0, -1):
         while min(map(len, parts)) > 1 and len({names[end] for names in parts}) == 1:
             for names in parts:
@@ -208,28 +215,32 @@ def check_shared_metrics(runs: Sequence[ComparedRun]) -> None:
             )
 
 
-def shared_stages(runs: Sequence[ComparedRun]) -> list[tuple[str, list[tuple[str, Rows]]]]:
-    """(heading, (label, rows) of each run) of each stage that two runs have; no rows where a run has none."""
-    return [
-        (heading, [(run.label, run.stages.get(name, [])) for run in runs])
-        for name, heading in _STAGES.items()
-        if sum(name in run.stages for run in runs) > 1
-    ]
-
-
-def differing_settings(runs: Sequence[ComparedRun]) -> tuple[Table, int]:
-    """The settings whose values differ, with the value of each run, and the number of all settings."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
-    return [(name, found) for name, found in values.items() if len(set(found)) > 1], len(names)
-
-
 def headline(runs: Sequence[ComparedRun]) -> Table:
     """The most important numbers of each run's most important stage."""
     stages = [next(name for name in _STAGES if name in run.stages) for run in runs]
     rows = [run.stages[stage] for run, stage in zip(runs, stages, strict=True)]
-    table = _accuracy_lines(rows)
-    table.append(("steps", [_steps(*each) for each in zip(runs, stages, rows, strict=True)]))
+    table: Table = []
+    # The accuracy of each evaluation set before training and at the last evaluation.
+    for name in sorted(
+        {name for each in rows for row in each for name in evaluation_accuracy(row)}
+    ):
+        before, last = [], []
+        for each in rows:
+            found = [row for row in each if name in evaluation_accuracy(row)]
+            shown = shown_accuracy(found[0], name) if found and not found[0]["step"] else _ABSENT
+            before.append(shown)
+            trained = found and found[-1]["step"]
+            last.append(
+                f"{shown_accuracy(found[-1], name)}, step {trained:,}" if trained else _ABSENT
+            )
+        table += [(f"accuracy before training, {name}", before), (f"last accuracy, {name}", last)]
+    steps = []
+    for run, stage, each in zip(runs, stages, rows, strict=True):
+        setting = "sft.num_steps" if stage == "sft" else "run.num_steps"
+        planned, done = run.settings.get(setting, _ABSENT), str(each[-1]["step"])
+        rest = "" if done == planned else ", not finished"
+        steps.append(f"{each[-1]['step']:,} of {planned}{rest}")
+    table.append(("steps", steps))
     for label, key, of in (
         ("seconds a step, median", "timing_s/step", np.median),
         ("tokens a second on a device, median", "perf/throughput", np.median),
@@ -241,33 +252,6 @@ def headline(runs: Sequence[ComparedRun]) -> Table:
         table.append((label, [number(float(of(found))) if found else _ABSENT for found in values]))
     table.append(("folder", [str(run.folder) for run in runs]))
     return table
-
-
-def _accuracy_lines(rows: Sequence[Rows]) -> Table:
-    """The accuracy of each evaluation set before training and at the last evaluation."""
-    names = sorted({name for each in rows for row in each for name in evaluation_accuracy(row)})
-    table: Table = []
-    for name in names:
-        evaluated = [[row for row in each if name in evaluation_accuracy(row)] for each in rows]
-        before = [
-            shown_accuracy(found[0], name) if found and not found[0]["step"] else _ABSENT
-            for found in evaluated
-        ]
-        last = [
-            f"{shown_accuracy(found[-1], name)}, step {found[-1]['step']:,}"
-            if found and found[-1]["step"]
-            else _ABSENT
-            for found in evaluated
-        ]
-        table.append((f"accuracy before training, {name}", before))
-        table.append((f"last accuracy, {name}", last))
-    return table
-
-
-def _steps(run: ComparedRun, stage: str, rows: Rows) -> str:
-    planned = run.settings.get("sft.num_steps" if stage == "sft" else "run.num_steps", _ABSENT)
-    done = f"{rows[-1]['step']:,} of {planned}"
-    return done if str(rows[-1]["step"]) == planned else f"{done}, not finished"
 
 
 def evaluation_samples(run: ComparedRun) -> tuple[Samples, str]:
@@ -291,19 +275,18 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
     counts = {step: sum(step in each for each in files) for each in files for step in each}
     if max(counts.values(), default=0) < 2:
         return None, [{} for _ in runs]
+    # Of steps that equally many runs have, the newest: it shows what they have learned.
     step = max(counts, key=lambda step: (counts[step], step))
-    return step, [_first_responses(each[step]) if step in each else {} for each in files]
-
-
-def _first_responses(path: pathlib.Path) -> Samples:
-    found: Samples = {}
-    with open_file(path, absent=_NO_RUN) as file:
-        for line in file:
+    samples: list[Samples] = []
+    for each in files:
+        samples.append({})
+        for line in each[step].read_bytes().splitlines() if step in each else ():
             try:
                 row = read_head(line)
             except ValueError:
                 continue  # files of samples are not trusted
             if isinstance(prompt := row.get("prompt"), str):
                 key = (prompt, str(row.get("answer")))
-                found.setdefault(key, (str(row.get("completion")), row.get("correct") is True))
-    return found
+                answer = str(row.get("completion")), row.get("correct") is True
+                samples[-1].setdefault(key, answer)
+    return step, samples

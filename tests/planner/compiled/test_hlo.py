@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.planner.compiled.hlo import Collective, collectives
+from jaxrl.planner.compiled.traffic import Collective, collectives
 
 
 def parse(line: str, num_devices: int = 8) -> Collective:

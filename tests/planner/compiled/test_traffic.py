@@ -9,8 +9,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.planner.compiled.hlo import computations_of
-from jaxrl.planner.compiled.traffic import counted_collectives, merged, runs_of, traffic_of
+from jaxrl.planner.compiled.traffic import (
+    computations_of,
+    counted_collectives,
+    merged,
+    runs_of,
+    traffic_of,
+)
 
 
 @pytest.fixture(scope="module")

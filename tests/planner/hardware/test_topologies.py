@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.planner.hardware.accelerators import accelerator
-from jaxrl.planner.hardware.cluster import GPU_TARGETS, check_topology, read_topology
+from jaxrl.planner.hardware.cluster import GPU_TARGETS, Cluster, read_topology
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,13 @@ from jaxrl.planner.hardware.cluster import GPU_TARGETS, check_topology, read_top
 )
 def test_what_does_not_exist_is_refused(name, words):
     with pytest.raises(UserError, match=words):
-        check_topology(name)
+        Cluster.parse(name)
 
 
 @pytest.mark.parametrize("name", ["v5p:4x4x8", "v5e:16x16", "tpu7x:4x4x4", "h200:8x8", "v4:2x2x1"])
 def test_what_exists_is_not(name):
-    kind, shape = check_topology(name)
+    cluster = Cluster.parse(name)
+    kind, shape = cluster.accelerator, cluster.shape
     assert kind == accelerator(name.partition(":")[0])
     assert "x".join(map(str, shape)) == name.partition(":")[2]
 

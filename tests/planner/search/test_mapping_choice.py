@@ -7,6 +7,7 @@ import pathlib
 import jax
 import pytest
 from slow_values import mostly_slow
+from toy_clusters import split
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
@@ -29,7 +30,6 @@ from jaxrl.planner.search.mapping_choice import (
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
 from jaxrl.planner.simulation.step_costs import StepCosts
 from jaxrl.planner.simulation.step_simulator import RoleMapping
-from jaxrl.planner.simulation.workload import GenerationStrategy, Strategy
 from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.trainer.algorithm import pools_of, roles_of
 from jaxrl.trainer.roles import check_role_batches, role_models
@@ -51,8 +51,8 @@ def test_a_mapping_becomes_layouts_of_all_devices():
     assert sum(pool.layout.num_devices for pool in pools) <= 8
     actor = found.roles["actor"]
     assert next(p for p in pools if "actor" in p.roles).layout == actor.layout
-    replicas = actor.strategy.num_devices // (actor.generation.p_g * actor.generation.t_g)
-    assert config.rollout.slots == replicas * actor.generation.slots
+    replicas = actor.layout.num_devices // (actor.layout.p_g * actor.layout.t_g)
+    assert config.rollout.slots == replicas * actor.slots
 
 
 def recipe_file(name: str) -> Config:
@@ -96,9 +96,8 @@ def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
     found, proposed = propose(dataclasses.replace(config, rollout=paged), cluster)
     whole = dataclasses.replace(config.rollout, cache="contiguous")
     contiguous, unpaged = propose(dataclasses.replace(config, rollout=whole), cluster)
-    generation = found.roles["actor"].generation
-    assert generation is not None
-    replicas = 128 // (generation.p_g * generation.t_g)
+    generation = found.roles["actor"]
+    replicas = 128 // (generation.layout.p_g * generation.layout.t_g)
     # Half of 2,048 and a quarter of 20,480 tokens each.
     assert generation.cache_tokens == generation.slots * 6144
     assert proposed.rollout.cache_tokens == generation.cache_tokens * replicas
@@ -135,7 +134,7 @@ def test_all_roles_are_simulated_with_the_rows_that_a_run_has():
     tasks = {task.role: task for task in found.breakdown.of_stage("training")}
     models = role_models(config, roles_of(config)).by_role
     for role in ("actor", "critic"):
-        simulated = passes.training(models[role], found.roles[role].strategy)
+        simulated = passes.training(models[role], found.roles[role].layout)
         assert tasks[role].costs.transient_bytes >= simulated.transient_bytes
 
 
@@ -168,13 +167,12 @@ def test_pairs_of_packed_texts_are_those_that_the_devices_kernel_computes(kind, 
     assert assumptions_of(config, accelerator(kind)).attention == attention
 
 
-def mapping_of(strategies, devices=8, generation=(1, 2)):
-    """One pool of roles with these strategies, on 8 devices."""
+def mapping_of(layouts, devices=8):
+    """One pool of roles with these layouts, on 8 devices; the actor samples with p_g = 1 and t_g = 2."""
+    layouts |= {"actor": dataclasses.replace(layouts["actor"], p_g=1, t_g=2)}
     roles = {
-        name: RoleMapping(
-            name, 0, strategy, GenerationStrategy(*generation, 16) if name == "actor" else None
-        )
-        for name, strategy in strategies.items()
+        name: RoleMapping(name, 0, layout, 16 if name == "actor" else 0)
+        for name, layout in layouts.items()
     }
     pools = (ColocatedSet(tuple(roles), 0, devices),)
     return Mapping("ppo", "h100:1x8", 8, pools, roles, StepCosts(()), (), 0.0)
@@ -182,11 +180,11 @@ def mapping_of(strategies, devices=8, generation=(1, 2)):
 
 def test_roles_of_a_pool_keep_the_strategies_that_were_found():
     ppo = recipe(dataflow="ppo", advantage="gae", whiten=True)
-    alike = {"actor": Strategy(1, 4, 2, 2), "critic": Strategy(1, 4, 2, 2)}
+    alike = {"actor": split(1, 4, 2, 2), "critic": split(1, 4, 2, 2)}
     config = with_mapping(ppo, mapping_of(alike))
     assert config.placement == {} and config.mesh.train == "1-4-2"
 
-    config = with_mapping(ppo, mapping_of(alike | {"critic": Strategy(2, 1, 4, 4)}))
+    config = with_mapping(ppo, mapping_of(alike | {"critic": split(2, 1, 4, 4)}))
     (pool,) = pools_of(config)
     assert pool.layout_of("actor").name == "1-4-2 / 1-2-2-2"
     critic = pool.layout_of("critic")
@@ -196,14 +194,14 @@ def test_roles_of_a_pool_keep_the_strategies_that_were_found():
 
 
 def test_devices_that_divide_badly_stay_idle():
-    config = with_mapping(recipe(), mapping_of({"actor": Strategy(1, 2, 3)}, devices=6))
+    config = with_mapping(recipe(), mapping_of({"actor": split(1, 2, 3)}, devices=6))
     pools = pools_of(config)
     assert not takes_all(pools)
     assert len(take_devices(pools, jax.devices()[:8]).pool_of("actor").devices) == 6
 
 
 def test_pools_apart_become_a_placement():
-    apart = mapping_of({"actor": Strategy(1, 4, 1), "critic": Strategy(1, 2, 2)}, devices=4)
+    apart = mapping_of({"actor": split(1, 4, 1), "critic": split(1, 2, 2)}, devices=4)
     roles = {
         name: dataclasses.replace(r, pool=i) for i, (name, r) in enumerate(apart.roles.items())
     }

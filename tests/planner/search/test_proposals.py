@@ -72,7 +72,7 @@ def test_a_run_has_the_rows_that_were_simulated_and_its_pools_on_every_host():
     # finds a mapping whose roles would do with fewer, and which is slower with these.
     pair = random_pair(8)
     found, proposed = propose(pair.config, pair.cluster)
-    parts = {role.strategy.row_parts for role in found.roles.values()}
+    parts = {role.layout.row_parts for role in found.roles.values()}
     assert found.common_rows > math.lcm(*parts)
     assert proposed.train.rows == found.common_rows
     assert all(proposed.train.rows % part == 0 for part in parts)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as arrays
 
-from jaxrl.planner.search.choice_costs import ChoiceCosts, Turns, pareto_front
-from jaxrl.planner.search.side_by_side import Bounds, SideBySide
+from jaxrl.planner.search.pool_fronts import ChoiceCosts, Turns, pareto_front
+from jaxrl.planner.search.search import Bounds, SideBySide
 
 # Resident and transient GB, seconds of preparation and training, as in pool_fronts.py.
 ACTOR = ChoiceCosts(np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]]))
@@ -61,12 +61,6 @@ def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():
     assert both.with_role(CRITIC, budget=16, most_s=math.inf).options.tolist() == [[0, 0]]
     assert both.with_role(CRITIC, budget=20, most_s=7).options.tolist() == [[1, 0]]
     assert not len(both.with_role(CRITIC, budget=20, most_s=6).costs)
-
-
-def test_quick_combinations_trade_memory_for_time():
-    options = Turns.quick([ACTOR, CRITIC], budget=20).options.tolist()
-    assert options[0] == [1, 0] and options[-1] == [0, 0]
-    assert not len(Turns.quick([ACTOR, CRITIC[:0]], budget=20).costs)
 
 
 def test_pools_side_by_side_last_as_long_as_the_slower():

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from toy_clusters import split
 
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import model_shapes
@@ -15,12 +16,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import (
-    GenerationStrategy,
-    LengthDistribution,
-    Strategy,
-    Workload,
-)
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
 MIXTURE = model_shapes("qwen3-30b-a3b")
 # Of 128 experts of 3 x 2,048 x 768 weights in 48 layers, and of all else.
@@ -53,10 +49,10 @@ def test_a_device_reads_its_own_experts_in_a_decoding_step():
     for expert, gigabytes in ((1, 15.3), (4, 4.4)):
         read = (EXPERTS / expert + REST) * 2 / 4
         assert read / 1e9 == pytest.approx(gigabytes, abs=0.06)
-        strategy = Strategy(1, 4, 8, 2, expert)
+        strategy = split(1, 4, 8, 2, expert)
         # The norms of the last layer are not counted.
         assert sampler().weight_bytes(MIXTURE, 1, 4, expert) == pytest.approx(read, rel=1e-5)
-        costs = sampler().generation(MIXTURE, strategy, GenerationStrategy(1, 4, 8))
+        costs = sampler().generation(MIXTURE, strategy, 8)
         assert costs.transient["weights of generation"] == pytest.approx(read, rel=1e-5)
         # 64 samples in 64 slots of 8 replicas: 1,000 steps, at 3,350 GB/s.
         expected = 1_000 * read / (H100.accelerator.memory_gbs * 1e9)
@@ -77,17 +73,15 @@ def test_few_tokens_leave_experts_unread(tokens):
 
 
 def test_tokens_go_to_their_experts_and_back():
-    strategy = Strategy(1, 4, 8, 2, 4)
-    decoding = sampler().generation(MIXTURE, strategy, GenerationStrategy(1, 4, 8)).seconds
+    strategy = split(1, 4, 8, 2, 4)
+    decoding = sampler().generation(MIXTURE, strategy, 8).seconds
     gbs = H100.ring(groups_of(strategy, "expert")).gbs * 1e9
     # In each of 48 layers 4 replicas of 8 slots gather 2,048 numbers of 2 bytes, and scatter the sums.
     each = 2 * 48 * (3 / 4) * (4 * 8 * 2_048 * 2) / gbs
     assert decoding["tokens to experts"] == pytest.approx(1_000 * each, rel=1e-6)
     assert (
         "tokens to experts"
-        not in sampler()
-        .generation(MIXTURE, Strategy(1, 4, 8, 2), GenerationStrategy(1, 4, 8))
-        .seconds
+        not in sampler().generation(MIXTURE, split(1, 4, 8, 2, p_g=1, t_g=4), 8).seconds
     )
     # 64 rows of 2,000 tokens over 8 replicas: 8 microbatches of one row each. Forward, again, backward.
     update = passes().training(MIXTURE, strategy).seconds
@@ -107,16 +101,16 @@ def groups_of(strategy, axis):
 def test_a_mixture_has_the_same_operations_however_its_experts_are_split():
     # Enough tokens, or reading the weights would take longer.
     work = dataclasses.replace(WORK, microbatch_tokens=32_000)
-    one, four = (passes(work=work).training(MIXTURE, Strategy(1, 4, 8, 2, e)) for e in (1, 4))
+    one, four = (passes(work=work).training(MIXTURE, split(1, 4, 8, 2, e)) for e in (1, 4))
     assert four.seconds["compute"] == pytest.approx(one.seconds["compute"])
 
 
 def test_no_device_holds_or_gathers_the_experts_of_others():
-    costs = passes().training(MIXTURE, Strategy(1, 4, 8, 2, 4))
+    costs = passes().training(MIXTURE, split(1, 4, 8, 2, 4))
     shard = (EXPERTS / 4 + REST) / 4 / 2
     assert costs.resident["master weights"] == pytest.approx(4 * shard, rel=1e-5)
     assert costs.resident["optimiser state"] == pytest.approx(8 * shard, rel=1e-5)
-    gbs = H100.ring(groups_of(Strategy(1, 4, 8, 2, 4), "fsdp")).gbs * 1e9
+    gbs = H100.ring(groups_of(split(1, 4, 8, 2, 4), "fsdp")).gbs * 1e9
     # Forward and backward, 8 microbatches: half of what a device needs in bfloat16 is with another.
     gathered = 2 * 8 * 2 * shard / gbs
     assert costs.seconds["weights gathered"] == pytest.approx(gathered, rel=1e-5)
@@ -124,7 +118,7 @@ def test_no_device_holds_or_gathers_the_experts_of_others():
 
 def test_replicas_of_experts_sum_the_gradients_of_the_rest_alone():
     """Four replicas, each with a quarter of the experts, and whole copies of everything else."""
-    cluster, strategy = Cluster.parse("h100:1x4"), Strategy(1, 1, 4, 1, 4)
+    cluster, strategy = Cluster.parse("h100:1x4"), split(1, 1, 4, 1, 4)
     summed = passes(cluster).training(MIXTURE, strategy).seconds["gradients summed"]
     # 64 rows over 4 replicas, summed after each of 16 microbatches; a ring sends 3 / 4 twice.
     once = 2 * (3 / 4) * 4 * REST / (cluster.accelerator.link_gbs * 1e9)
@@ -140,10 +134,8 @@ def test_what_235b_reads_fits_a_device():
     rest = model.num_params - experts
     assert model.num_params == pytest.approx(235e9, rel=1e-2)
     cluster = Cluster.parse("h100:64x8")
-    strategy = Strategy(1, 4, 128, 8, 16)
-    found = GenerationSimulator(cluster, WORK, PLAIN).generation(
-        model, strategy, GenerationStrategy(1, 4, 1)
-    )
+    strategy = split(1, 4, 128, 8, 16)
+    found = GenerationSimulator(cluster, WORK, PLAIN).generation(model, strategy, 1)
     read = found.transient["weights of generation"]
     assert read == pytest.approx((experts / 16 + rest) * 2 / 4, rel=1e-4)
     assert read < 12e9
@@ -165,7 +157,7 @@ def test_replicas_of_a_context_share_each_row(context):
     """7B at 128k on 8 H100: 8 rows, 8 replicas of one row, or fewer with a part of more rows each."""
     cluster = Cluster.parse("h100:1x8")
     found = passes(cluster, LONG, attention="splash").inference(
-        SEVEN_B, Strategy(1, 1, 8, 1, 1, context)
+        SEVEN_B, split(1, 1, 8, 1, 1, context)
     )
     # Whatever the split, a device computes an eighth of 8 rows: 128,000 tokens, and pairs in causal tiles.
     matmuls = 2 * WEIGHTS_7B * 128_000
@@ -180,9 +172,7 @@ def test_replicas_of_a_context_share_each_row(context):
 
 def test_a_context_divides_activations_and_not_weights():
     cluster = Cluster.parse("h100:1x8")
-    one, four = (
-        passes(cluster, LONG).training(SEVEN_B, Strategy(1, 1, 8, 2, 1, c)) for c in (1, 4)
-    )
+    one, four = (passes(cluster, LONG).training(SEVEN_B, split(1, 1, 8, 2, 1, c)) for c in (1, 4))
     assert four.resident == one.resident
     assert four.transient["kept of the layers"] == one.transient["kept of the layers"] / 4
 
@@ -191,6 +181,6 @@ def test_few_long_rows_are_faster_shared_than_padded():
     """Two rows and eight replicas: six would compute padding, and a context of four leaves none idle."""
     cluster, two = Cluster.parse("h100:1x8"), dataclasses.replace(LONG, prompts=2)
     alone, shared = (
-        passes(cluster, two).inference(SEVEN_B, Strategy(1, 1, 8, 1, 1, c)).total_s for c in (1, 4)
+        passes(cluster, two).inference(SEVEN_B, split(1, 1, 8, 1, 1, c)).total_s for c in (1, 4)
     )
     assert shared < alone / 3

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_clusters import toy, toy_model, toy_work
+from toy_clusters import split, toy, toy_model, toy_work
 
 from jaxrl.models import xla_attention
 from jaxrl.models.attention_kind import FULL
@@ -16,7 +16,7 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.filled_rows import filled_rows, pairs_of_a_row, pairs_of_one_text
 from jaxrl.planner.simulation.simulate_passes import BACKWARD_ATTENTION, PassSimulator
-from jaxrl.planner.simulation.workload import LengthDistribution, Strategy
+from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
 
 MODEL = toy_model()
@@ -216,7 +216,7 @@ def test_empty_rows_cost_as_much_as_full_ones():
     work = toy_work(prompts=8, samples=2, response_lengths=LengthDistribution.exactly(96))
     work = dataclasses.replace(work, microbatch_tokens=320)
     kernels = (Assumptions(overlap=0.0), Assumptions(overlap=0.0, attention="splash"))
-    cluster, one = Cluster(toy(memory_gbs=1e4), (1, 4)), Strategy(1, 1, 1)
+    cluster, one = Cluster(toy(memory_gbs=1e4), (1, 4)), split(1, 1, 1)
     for assume in kernels:
         of_rows = {
             rows: PassSimulator(

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from toy_clusters import toy, toy_model, toy_work
+from toy_clusters import split, toy, toy_model, toy_work
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
@@ -20,7 +20,7 @@ from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.layouts.accounting import from_shardings, table_2
 from jaxrl.planner.search.mapping import SearchLimits
-from jaxrl.planner.search.pool_fronts import strategies_of
+from jaxrl.planner.search.pool_fronts import layouts_of
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives, protocols_of
 from jaxrl.planner.simulation.decode_trace import trace_decoding
@@ -28,13 +28,7 @@ from jaxrl.planner.simulation.filled_rows import filled_rows
 from jaxrl.planner.simulation.model_numbers import model_numbers
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator, slot_counts
 from jaxrl.planner.simulation.simulate_passes import PassSimulator
-from jaxrl.planner.simulation.workload import (
-    GenerationStrategy,
-    LengthDistribution,
-    Strategy,
-    Workload,
-    layout_of,
-)
+from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 from jaxrl.quantized import StoredType
 from jaxrl.roles.flops import attention_flops, token_flops
 
@@ -94,7 +88,7 @@ def test_compute_is_what_the_model_asks_for(kernel, pairs, backward):
     assume = dataclasses.replace(PLAIN, attention=kernel)
     weights = 16 * 256 * token_flops(MODEL).weights
     attention = 8 * pairs * model_numbers(MODEL).pair_flops
-    for strategy in (Strategy(1, 1, 1), Strategy(1, 2, 4, 2), Strategy(2, 2, 2)):
+    for strategy in (split(1, 1, 1), split(1, 2, 4, 2), split(2, 2, 2)):
         terms = passes(assume).training(MODEL, strategy)
         whole = 3 * weights + (1 + backward) * attention
         assert terms.seconds["compute"] == pytest.approx(whole / 1e12 / strategy.num_devices)
@@ -107,7 +101,7 @@ def test_compute_is_what_the_model_asks_for(kernel, pairs, backward):
 def test_a_text_in_a_row_of_its_own_has_the_same_pairs_for_all_kernels_with_tiles():
     alone = dataclasses.replace(WORK, microbatch_tokens=128)
     splash = dataclasses.replace(PLAIN, attention="splash")
-    one, two = (passes(a, alone).inference(MODEL, Strategy(1, 1, 1)) for a in (PLAIN, splash))
+    one, two = (passes(a, alone).inference(MODEL, split(1, 1, 1)) for a in (PLAIN, splash))
     assert one.total_s == two.total_s
 
 
@@ -116,7 +110,7 @@ def test_a_text_in_a_row_of_its_own_has_the_same_pairs_for_all_kernels_with_tile
 def test_pairs_before_a_window_are_computed_only_by_cudnn_with_mixed_layers(kernel, pattern):
     model = dataclasses.replace(MODEL, sliding_window=100, layer_pattern=pattern)
     assume = dataclasses.replace(PLAIN, attention=kernel)
-    found = passes(assume).inference(model, Strategy(1, 1, 1)).seconds["compute"]
+    found = passes(assume).inference(model, split(1, 1, 1)).seconds["compute"]
     if kernel == "cudnn":
         seen = MODEL if len(pattern) == 2 else model
         attention = attention_flops(seen, np.full(8, 512)).sum()
@@ -131,7 +125,7 @@ def test_pairs_before_a_window_are_computed_only_by_cudnn_with_mixed_layers(kern
 
 def test_without_remat_nothing_is_computed_again():
     assume = dataclasses.replace(PLAIN, remat="none")
-    one, two = (passes(a).training(MODEL, Strategy(1, 1, 1)) for a in (assume, PLAIN))
+    one, two = (passes(a).training(MODEL, split(1, 1, 1)) for a in (assume, PLAIN))
     assert one.seconds["layers computed again"] == 0
     assert one.transient["kept of the layers"] > two.transient["kept of the layers"]
 
@@ -139,11 +133,11 @@ def test_without_remat_nothing_is_computed_again():
 def test_a_pipeline_idles_for_its_share():
     # 8 sequences an update and replica, two of them a microbatch: 4 of these through 2 stages.
     work = dataclasses.replace(WORK, pipeline_microbatches=4)
-    terms = passes(work=work).training(MODEL, Strategy(2, 1, 1))
+    terms = passes(work=work).training(MODEL, split(2, 1, 1))
     busy = terms.seconds["compute"] + terms.seconds["layers computed again"]
     assert terms.seconds["pipeline bubble"] == pytest.approx(busy * (2 - 1) / 4)
     # As many microbatches as stages by default.
-    assert passes().training(MODEL, Strategy(2, 1, 1)).seconds["pipeline bubble"] == pytest.approx(
+    assert passes().training(MODEL, split(2, 1, 1)).seconds["pipeline bubble"] == pytest.approx(
         busy / 2
     )
 
@@ -151,7 +145,7 @@ def test_a_pipeline_idles_for_its_share():
 def test_tensor_parallelism_reduces_twice_a_layer_and_pass():
     # Forward, again, backward: 3 x 2 x 4 layers; 8 microbatches of 512 tokens; 2 (t - 1) / t of the bytes
     # over 4 GB/s.
-    terms = passes().training(MODEL, Strategy(1, 2, 1))
+    terms = passes().training(MODEL, split(1, 2, 1))
     nbytes = 512 * MODEL.d_model * 2
     assert terms.seconds["tensor all-reduces"] == pytest.approx(3 * 2 * 4 * 8 * nbytes / 4e9)
 
@@ -159,22 +153,22 @@ def test_tensor_parallelism_reduces_twice_a_layer_and_pass():
 def test_replicas_sum_gradients():
     # 2 replicas of 4 sequences an update: 2 microbatches, so 4 sums of float32 gradients.
     values = model_numbers(MODEL).params_of_shard(1, 1)
-    terms = passes().training(MODEL, Strategy(1, 1, 2))
+    terms = passes().training(MODEL, split(1, 1, 2))
     assert terms.seconds["gradients summed"] == pytest.approx(4 * values * 4 / 4e9)
     assert terms.seconds["weights gathered"] == 0
     once = dataclasses.replace(PLAIN, reduce_each_microbatch=False)
-    terms = passes(once).training(MODEL, Strategy(1, 1, 2))
+    terms = passes(once).training(MODEL, split(1, 1, 2))
     assert terms.seconds["gradients summed"] == pytest.approx(2 * values * 4 / 4e9)
 
 
 def test_fsdp_gathers_weights_and_scatters_gradients():
     values = model_numbers(MODEL).params_of_shard(1, 1)
-    terms = passes().training(MODEL, Strategy(1, 1, 2, 2))
+    terms = passes().training(MODEL, split(1, 1, 2, 2))
     # Half of the weights in bfloat16, twice; half of the gradients in float32: four microbatches.
     assert terms.seconds["weights gathered"] == pytest.approx(4 * 2 * values * 2 / 2 / 4e9)
     assert terms.seconds["gradients summed"] == pytest.approx(4 * values * 4 / 2 / 4e9)
     half = dataclasses.replace(PLAIN, overlap=0.5)
-    hidden = passes(half).training(MODEL, Strategy(1, 1, 2, 2)).seconds["hidden behind compute"]
+    hidden = passes(half).training(MODEL, split(1, 1, 2, 2)).seconds["hidden behind compute"]
     exchanged = terms.seconds["weights gathered"] + terms.seconds["gradients summed"]
     busy = terms.seconds["compute"] + terms.seconds["layers computed again"]
     assert hidden == pytest.approx(-min(exchanged, busy / 2))
@@ -183,7 +177,7 @@ def test_fsdp_gathers_weights_and_scatters_gradients():
 def test_a_groups_links_are_those_it_crosses():
     # 16 replicas on four hosts of four: 2 GB/s leave a host, for one ring.
     fast, slow = (
-        passes(work=dataclasses.replace(WORK, updates=1)).training(MODEL, Strategy(1, 1, d, d))
+        passes(work=dataclasses.replace(WORK, updates=1)).training(MODEL, split(1, 1, d, d))
         for d in (4, 16)
     )
     # The same microbatch on each device; 3/4 of the bytes at 4 GB/s, 15/16 at 2.
@@ -193,28 +187,26 @@ def test_a_groups_links_are_those_it_crosses():
 
 def test_states_take_their_bytes():
     values = model_numbers(MODEL).params_of_shard(2, 2) / 2
-    terms = passes().training(MODEL, Strategy(2, 2, 2, 2))
+    terms = passes().training(MODEL, split(2, 2, 2, 2))
     assert terms.resident_bytes == pytest.approx(12 * values)
     # With stages the ticks add to a sum of their own; replicas get theirs back in another.
     assert terms.transient["gradients"] == pytest.approx(2 * 4 * values)
     of_shard = 4 * model_numbers(MODEL).params_of_shard(1, 4)
     for fsdp, sums in ((4, 1), (2, 2), (1, 2)):
-        found = passes().training(MODEL, Strategy(1, 4, 4, fsdp)).transient["gradients"]
+        found = passes().training(MODEL, split(1, 4, 4, fsdp)).transient["gradients"]
         assert found == pytest.approx(sums * of_shard / fsdp)
-    assert passes().inference(MODEL, Strategy(2, 2, 2, 2)).resident_bytes == pytest.approx(
-        4 * values
-    )
+    assert passes().inference(MODEL, split(2, 2, 2, 2)).resident_bytes == pytest.approx(4 * values)
     # Inputs of four layers of a microbatch of 512 tokens, in bfloat16; of two stages, three ticks of two, and
     # twice those of the tick that is computed again.
-    alone = passes().training(MODEL, Strategy(1, 1, 1)).transient
+    alone = passes().training(MODEL, split(1, 1, 1)).transient
     assert alone["kept of the layers"] == 512 * MODEL.d_model * 2 * 4
-    staged = passes().training(MODEL, Strategy(2, 1, 1)).transient
+    staged = passes().training(MODEL, split(2, 1, 1)).transient
     assert staged["kept of the layers"] == (3 + 2) * 512 * MODEL.d_model * 2 * 2
 
 
 def test_greedy_answers_are_scored_too():
     work = dataclasses.replace(WORK, prompts=8, samples=2)
-    one, more = (passes(work=work).inference(MODEL, Strategy(1, 1, 1), share=s) for s in (1, 1.5))
+    one, more = (passes(work=work).inference(MODEL, split(1, 1, 1), share=s) for s in (1, 1.5))
     assert more.seconds["compute"] == pytest.approx(1.5 * one.seconds["compute"])
 
 
@@ -226,10 +218,9 @@ def test_greedy_answers_are_scored_too():
 def test_the_real_rules_accept_every_strategy(name, devices):
     model = model_shapes(name)
     _, shapes, axes = decoder_graph(model)
-    for strategy in strategies_of(model, devices, 8, SearchLimits()):
-        layout = layout_of(strategy)
-        text = f"{strategy.p}-{strategy.t}-{strategy.d}"
-        shares = {name: getattr(strategy, name) for name in ("fsdp", "expert", "context")}
+    for layout in layouts_of(model, devices, 8, SearchLimits()):
+        text = f"{layout.p}-{layout.t}-{layout.d}"
+        shares = {name: getattr(layout, name) for name in ("fsdp", "expert", "context")}
         config = LayoutConfig(train=text, **shares)
         assert ParallelLayout.from_config(config) == layout
         shardings(axes, shapes, TRAIN_RULES, abstract_mesh(layout))
@@ -283,7 +274,7 @@ def test_a_tensor_group_over_the_halves_of_two_hosts_pays_for_the_network():
     assert (halves.near, halves.far, halves.gbs) == (6, 1, 200)
     assert (four.near, four.far, four.gbs) == (3, 0, 450)
     work = toy_work(prompts=64)
-    strategy = Strategy(1, 8, 8)
+    strategy = split(1, 8, 8)
     apart = passes(FULL, work, H100).training(MODEL, strategy).seconds["tensor all-reduces"]
     whole = dataclasses.replace(H100, whole_hosts=True)
     inside = passes(FULL, work, whole).training(MODEL, strategy).seconds["tensor all-reduces"]
@@ -293,14 +284,14 @@ def test_a_tensor_group_over_the_halves_of_two_hosts_pays_for_the_network():
 def test_groups_of_generation_are_those_of_the_mesh():
     # Two hosts, a pool with four devices of each, trained with t = 8. A group of t_g = 4 has every other one.
     cluster = Cluster(toy(per_host=8), (2, 8))
-    halves = generator(FULL, cluster=cluster).groups(Strategy(1, 8, 1), 1, 4)
+    halves = generator(FULL, cluster=cluster).groups(split(1, 8, 1, t_g=4))
     assert (halves.tensor.near, halves.tensor.far) == (2, 1)
-    whole = generator(FULL, cluster=cluster).groups(Strategy(1, 4, 2), 1, 4)
+    whole = generator(FULL, cluster=cluster).groups(split(1, 4, 2))
     assert (whole.tensor.near, whole.tensor.far) == (3, 0)
 
 
 def test_gathers_and_gradient_sums_have_a_latency_per_layer():
-    none, all_of_it = (passes(a).training(MODEL, Strategy(1, 1, 2, 2)) for a in (PLAIN, FULL))
+    none, all_of_it = (passes(a).training(MODEL, split(1, 1, 2, 2)) for a in (PLAIN, FULL))
     # Four microbatches, two gathers of four layers and the embedding; one hop of NVLink.
     start = min(p.start_s + p.near_s for p in protocols_of(CLUSTER.accelerator))
     for cause, gathers in (("weights gathered", 2), ("gradients summed", 1)):
@@ -311,12 +302,11 @@ def test_gathers_and_gradient_sums_have_a_latency_per_layer():
 def test_every_program_call_costs_the_host():
     work = dataclasses.replace(WORK, prefill_prompts=8)
     calls = dataclasses.replace(PLAIN, call_s=1.0)
-    one = Strategy(1, 1, 1)
+    one = split(1, 1, 1)
     for assume, times in ((PLAIN, 0), (calls, 1)):
         assert passes(assume).training(MODEL, one).seconds["program call"] == times
         assert passes(assume).inference(MODEL, one).seconds["program call"] == times
-    slots = GenerationStrategy(1, 1, 16)
-    free, paid = (generator(a, work).generation(MODEL, one, slots).seconds for a in (PLAIN, calls))
+    free, paid = (generator(a, work).generation(MODEL, one, 16).seconds for a in (PLAIN, calls))
     # 128 tokens in dispatches of 64; 16 prompts in batches of 8, which two programs prefill and insert.
     assert paid["host between dispatches"] - free["host between dispatches"] == 2
     for cause in ("prefill", "prompts to slots"):
@@ -333,7 +323,7 @@ def test_prefills_compute_the_padding_of_their_programs(prompts, rows):
         prefill_prompts=8,
         prefill_chunk_tokens=200,
     )
-    chosen = Strategy(1, 1, 1), GenerationStrategy(1, 1, 8)
+    chosen = split(1, 1, 1, p_g=1, t_g=1), 8
     found = generator(work=work).generation(MODEL, *chosen).seconds["prefill"]
     tokens = 200 + 200 + 64
     attention = model_numbers(MODEL).pair_flops * tokens * (tokens + 1) / 2
@@ -344,7 +334,7 @@ def test_prefills_compute_the_padding_of_their_programs(prompts, rows):
 def test_the_host_looks_at_the_slots_of_all_replicas():
     hosts = dataclasses.replace(PLAIN, host_s=1.0)
     # Four replicas of four slots, two dispatches.
-    found = generator(hosts).generation(MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, 4))
+    found = generator(hosts).generation(MODEL, split(1, 1, 4, p_g=1, t_g=1), 4)
     assert found.seconds["host between dispatches"] == pytest.approx(2 * 16)
     # The measurement that it comes from: 0.8 ms for 4,096 slots.
     assert Assumptions().host_s * 4096 == pytest.approx(0.8e-3)
@@ -361,7 +351,7 @@ def test_a_shared_prompt_is_computed_once_for_its_answers_in_a_row():
     alone = dataclasses.replace(alone, response_lengths=LengthDistribution(32, 98))
     shared = dataclasses.replace(alone, shares_prompts=True)
     assert (filled_rows(alone).total, filled_rows(shared).total) == (24, 8)
-    one = Strategy(1, 1, 1)
+    one = split(1, 1, 1)
     # Tiles of 32 tokens over a prompt, tokens 0 to 62, and answers at 63 to 95, 96 to 128 and 129 to 161. The
     # last three blocks see the two of the prompt, themselves, and the one before if it shares an answer.
     numbers = model_numbers(MODEL)
@@ -382,9 +372,7 @@ def generator(assume=PLAIN, work=WORK, cluster=CLUSTER):
 def test_a_step_reads_weights_and_cache():
     # 4 replicas of 4 samples, all in flight, 128 steps; 1 GB/s.
     cluster = Cluster(toy(memory_gbs=1.0, bfloat16_tflops=1e4), (1, 4))
-    terms = generator(cluster=cluster).generation(
-        MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, 4)
-    )
+    terms = generator(cluster=cluster).generation(MODEL, split(1, 1, 4, p_g=1, t_g=1), 4)
     weights = model_numbers(MODEL).params_of_shard(1, 1) * 2
     assert terms.seconds["weights read"] == pytest.approx(128 * weights / 1e9)
     # 4 samples of 128 + 64 tokens on average.
@@ -398,8 +386,7 @@ def test_a_step_reads_weights_and_cache():
 def test_layers_in_8_bits_take_and_read_and_move_half():
     numbers, narrow = model_numbers(MODEL), dataclasses.replace(PLAIN, sampled_bytes=1)
     wide, found = (
-        generator(a).generation(MODEL, Strategy(1, 4, 1), GenerationStrategy(1, 2, 4))
-        for a in (PLAIN, narrow)
+        generator(a).generation(MODEL, split(1, 4, 1, p_g=1, t_g=2), 4) for a in (PLAIN, narrow)
     )
     expected = (numbers.stacked + 2 * numbers.outside) / 2
     assert found.transient["weights of generation"] == expected
@@ -411,7 +398,7 @@ def test_layers_in_8_bits_take_and_read_and_move_half():
 
 def test_waves_of_samples_take_turns():
     one, two = (
-        generator().generation(MODEL, Strategy(1, 1, 4), GenerationStrategy(1, 1, slots)).seconds
+        generator().generation(MODEL, split(1, 1, 4, p_g=1, t_g=1), slots).seconds
         for slots in (4, 2)
     )
     assert two["weights read"] == pytest.approx(2 * one["weights read"])
@@ -428,21 +415,20 @@ def test_heads_that_do_not_divide_are_on_every_device():
 @pytest.mark.parametrize(("t", "t_g"), [(4, 4), (4, 2), (4, 1), (2, 1)])
 @pytest.mark.parametrize("p", [1, 2])
 def test_resharding_moves_what_table_2_says(t, t_g, p):
-    strategy = Strategy(p, t, 16 // (p * t))
-    generation = GenerationStrategy(p, t_g, 1)
+    layout = split(p, t, 16 // (p * t), t_g=t_g)
     numbers = model_numbers(MODEL)
     # An even split: what lies outside the layers is not split over stages, in the paper all is.
     nbytes = (numbers.stacked + p * numbers.outside) * 2
-    expected = table_2(layout_of(strategy, generation), round(nbytes))["hybrid"].received
-    found = generator().resharding_s(MODEL, strategy, p, t_g)
+    expected = table_2(layout, round(nbytes))["hybrid"].received
+    found = generator().resharding_s(MODEL, layout)
     assert found * 4e9 == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_resharding_moves_what_the_real_shardings_say():
     model = model_shapes("qwen2.5-0.5b")
     _, shapes, axes = decoder_graph(model)
-    strategy, generation = Strategy(1, 2, 4, 4), GenerationStrategy(1, 1, 1)
-    mesh = abstract_mesh(layout_of(strategy, generation))
+    layout = split(1, 2, 4, 4, t_g=1)
+    mesh = abstract_mesh(layout)
     train, generate = (
         jax.tree.leaves(shardings(axes, shapes, rules, mesh))
         for rules in (TRAIN_RULES, GENERATE_RULES)
@@ -453,7 +439,7 @@ def test_resharding_moves_what_the_real_shardings_say():
         for leaf, a, b in zip(jax.tree.leaves(shapes), train, generate, strict=True)
     ]
     cluster = Cluster(toy(per_host=8), (1, 8))
-    found = generator(cluster=cluster).resharding_s(model, strategy, 1, 1) * 4e9
+    found = generator(cluster=cluster).resharding_s(model, layout) * 4e9
     # FSDP first, 3/4 of half of the model, then the other half.
     assert found == pytest.approx(from_shardings(weights).received, rel=0.02)
 
@@ -461,12 +447,11 @@ def test_resharding_moves_what_the_real_shardings_say():
 def test_more_memory_for_slots_is_never_slower():
     work = toy_work(prompts=64, samples=4)
     simulator = generator(work=work)
-    four = simulator.groups(Strategy(1, 1, 4), 1, 1)
+    four = simulator.groups(split(1, 1, 4))
     room, slots, seconds = simulator.best_seconds(MODEL, four, budget=1e12)
     assert room[-1] == 64 and (np.diff(seconds) <= 0).all() and (slots <= room).all()
     for n, best, s in zip(room, slots, seconds, strict=True):
-        chosen = GenerationStrategy(1, 1, int(best))
-        assert simulator.generation(MODEL, Strategy(1, 1, 4), chosen).total_s == pytest.approx(s)
+        assert simulator.generation(MODEL, split(1, 1, 4), int(best)).total_s == pytest.approx(s)
         budget = simulator.weight_bytes(MODEL, 1, 1) + (n + 0.5) * simulator.slot_bytes(MODEL, 1, 1)
         assert simulator.best_seconds(MODEL, four, budget=budget)[2][-1] == pytest.approx(s)
     nothing = simulator.best_seconds(MODEL, four, budget=1e3)
@@ -476,12 +461,12 @@ def test_more_memory_for_slots_is_never_slower():
 @pytest.mark.parametrize("p_g", [1, 2])
 @pytest.mark.parametrize("t_g", [1, 2])
 def test_terms_are_positive_and_longer_responses_slower(p_g, t_g):
-    strategy, chosen = Strategy(2, 2, 4), GenerationStrategy(p_g, t_g, 3)
+    chosen = split(2, 2, 4, p_g=p_g, t_g=t_g), 3
     short, long = (
         generator(
             Assumptions(),
             toy_work(prompts=64, response_lengths=LengthDistribution(mean, 256, "log-normal")),
-        ).generation(MODEL, strategy, chosen)
+        ).generation(MODEL, *chosen)
         for mean in (60, 120)
     )
     assert all(s >= 0 for s in short.seconds.values())
@@ -525,7 +510,7 @@ def test_of_equal_samples_no_other_number_of_slots_is_faster(samples, share, t_g
         tokens_per_dispatch=dispatch,
     )
     simulator = generator(dataclasses.replace(Assumptions(), fixed_slots=True), work)
-    groups = simulator.groups(Strategy(1, t_g, 1), 1, t_g)
+    groups = simulator.groups(split(1, t_g, 1))
     most = max(1, int(samples * share))
     every = [simulator.seconds_of(MODEL, groups, n) for n in range(1, most + 1)]
     room = simulator.weight_bytes(MODEL, 1, t_g) + (most + 0.5) * simulator.slot_bytes(
@@ -570,7 +555,7 @@ def test_slots_that_stay_full_take_less_time_and_prefill_again():
     full = dataclasses.replace(drained, always_full=True)
     # Prefill costs nothing but operations.
     assume = dataclasses.replace(Assumptions(), call_s=0.0)
-    chosen = Strategy(1, 1, 4), GenerationStrategy(1, 1, 8)
+    chosen = split(1, 1, 4, p_g=1, t_g=1), 8
     once, again = (generator(assume, work).generation(MODEL, *chosen) for work in (drained, full))
     # Prompts are drawn a few at a time, and their prefills padded: much of this small model's time.
     decoding = [found.total_s - found.seconds["prefill"] for found in (again, once)]
@@ -581,10 +566,10 @@ def test_slots_that_stay_full_take_less_time_and_prefill_again():
 
 def test_pages_hold_more_samples_in_the_memory_of_as_many_tokens():
     work = toy_work(prompts=64, **RAGGED)
-    strategy, few = Strategy(1, 1, 4), GenerationStrategy(1, 1, 8)
-    tokens = 8 * int(work.slot_tokens)
-    many = GenerationStrategy(1, 1, 24, tokens)
-    contiguous, paged = (generator(work=work).generation(MODEL, strategy, g) for g in (few, many))
+    few, many = (8,), (24, 8 * int(work.slot_tokens))
+    contiguous, paged = (
+        generator(work=work).generation(MODEL, split(1, 1, 4), *slots) for slots in (few, many)
+    )
     assert paged.transient["cache"] == contiguous.transient["cache"]
     assert paged.seconds["weights read"] < 0.7 * contiguous.seconds["weights read"]
 
@@ -595,7 +580,7 @@ def test_slots_of_a_paged_cache_need_memory_for_one_sample_of_full_length():
     weights, token = simulator.weight_bytes(MODEL, 1, 1), MODEL.kv_bytes_per_token(2)
     assert work.slot_tokens == 64 / 2 + 512 / 4 and work.least_pool_tokens == 1024
     budget = weights + token * np.array([1023.0, 1024.0])
-    groups = simulator.groups(Strategy(1, 1, 1), 1, 1)
+    groups = simulator.groups(split(1, 1, 1))
     assert simulator.fitting_slots(MODEL, groups, budget).tolist() == [0, 1024 // 160]
     assert work.cache_tokens(2) == 1024 and work.cache_tokens(10) == 1600
 
@@ -622,19 +607,10 @@ def test_lengths_have_their_mean_and_longest():
     assert LengthDistribution.exactly(7).quantiles(3).tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize("cut_off", [0.001, 0.02, 0.1])
-def test_mean_and_cut_off_give_the_spread(cut_off):
-    found = LengthDistribution.with_cut_off(4096, 20_480, cut_off)
-    assert found.cut_off == pytest.approx(cut_off, abs=0.002)
-    assert found.quantiles(4096).mean() == pytest.approx(4096, rel=0.02)
-    with pytest.raises(UserError, match="no spread of lengths has a mean of 100 tokens"):
-        LengthDistribution.with_cut_off(100, 20_480, 0.5)
-
-
 def test_a_text_in_flight_is_longer_than_half_of_the_mean():
     assert LengthDistribution.exactly(100).mean_in_flight == 50
     # E[L^2] / 2 E[L] of a spread of 4,091 around 4,096.
-    spread = LengthDistribution.with_cut_off(4096, 20_480, 0.017)
+    spread = LengthDistribution(4096, 20_480, "log-normal")
     found = (spread.mean**2 + spread.deviation**2) / (2 * spread.mean)
     assert spread.mean_in_flight == pytest.approx(found, rel=1e-3)
 
@@ -665,7 +641,7 @@ def test_measured_rates_are_reached_and_those_of_vendors_in_part():
 
 def test_all_strategies_use_all_devices_and_divide_the_model():
     model = model_shapes("qwen2.5-7b")
-    found = list(strategies_of(model, 16, 8, SearchLimits()))
+    found = list(layouts_of(model, 16, 8, SearchLimits()))
     assert len(found) == len(set(found))
     for s in found:
         assert s.num_devices == 16 and s.d % s.fsdp == 0
@@ -673,6 +649,6 @@ def test_all_strategies_use_all_devices_and_divide_the_model():
     # 28 heads and 28 layers: 8 divides neither. All that divides both numbers is there.
     sizes = {(s.p, s.t) for s in found}
     assert sizes == set(itertools.product((1, 2, 4), (1, 2, 4)))
-    assert {s.t for s in strategies_of(model, 16, 2, SearchLimits())} == {1, 2}
-    assert {s.fsdp for s in strategies_of(model, 16, 8, SearchLimits(fsdp=False))} == {1}
+    assert {s.t for s in layouts_of(model, 16, 2, SearchLimits())} == {1, 2}
+    assert {s.fsdp for s in layouts_of(model, 16, 8, SearchLimits(fsdp=False))} == {1}
     assert isinstance(WORK, Workload)
