@@ -76,7 +76,7 @@ READERS = {
     "model-00001-of-00002.safetensors": lambda folder: check_params(folder, MODEL),
     "adapter_model.safetensors": lambda folder: check_adapter(folder, ADAPTED),
     "problems.jsonl": lambda folder: read_source(
-        SourceConfig(path=str(folder / "problems.jsonl")), "data.train", refuse_bad_rows=True
+        SourceConfig(path=str(folder / "problems.jsonl")), "data.train"
     ),
     "talks.jsonl": lambda folder: read_demonstrations(folder / "talks.jsonl", source="s"),
     "pairs.jsonl": lambda folder: read_preferences(folder / "pairs.jsonl", source="s"),

@@ -15,6 +15,7 @@ from jaxrl.algos.registry import array_names, lookup
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
+from jaxrl.data.data_config import TASK
 from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import hub_name
 from jaxrl.hub.smollm2 import SMOLLM2
@@ -130,12 +131,7 @@ def check_for_plan(config: Config) -> None:
 def _check_there(path: str) -> None:
     if names_function(path):
         load_function(path, "data function")
-    elif (
-        path
-        and not path.startswith("reasoning-gym:")
-        and hub_name(path) is None
-        and not os.path.exists(path)
-    ):
+    elif path and not (path.startswith(TASK) or hub_name(path) or os.path.exists(path)):
         raise UserError(f"{path} does not exist")
 
 

@@ -13,13 +13,17 @@ from typing import Annotated, Any
 from jaxrl.checks import FOLDER_NAME, PATH, SEED, check_path, settings, shown
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, SftConfig
 from jaxrl.data.data_config import DataConfig, TokenizerConfig
-from jaxrl.dataflows.algorithm_config import AlgorithmConfig, CostConfig, CriticConfig
+from jaxrl.dataflows.algorithm_config import (
+    AlgorithmConfig,
+    CostConfig,
+    CriticConfig,
+    TeacherConfig,
+)
 from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
 from jaxrl.roles.optim_config import OptimConfig
-from jaxrl.roles.teacher import TeacherConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_config import RunConfig

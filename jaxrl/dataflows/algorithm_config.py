@@ -245,6 +245,14 @@ class CriticConfig:
 
 
 @settings
+class TeacherConfig:
+    """The teacher of a distillation (`dataflows.distill`), a `roles.policy.Reference` with its own model."""
+
+    weights: Annotated[str, PATH] = ""
+    """Hugging Face directory of a language model with the student's vocabulary."""
+
+
+@settings
 class CostConfig:
     """Costs, which Safe RLHF keeps below a limit."""
 

@@ -20,7 +20,7 @@ from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import ShareOption, pack_completions
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.types import Scored, ValueBatch
+from jaxrl.types import ValueBatch
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,14 +51,18 @@ class Packer:
 
     def __call__(self, sampled: Sampled) -> Experience:
         """The sequences of a step, packed on the actor's devices."""
-        completions = sampled.completions
+        completions, last_B = sampled.completions, None
+        if self.equal_last:
+            # Groups of equal rewards have no advantages: last, so that whole microbatches can be left out.
+            reward_NG = sampled.scored.reward_B.reshape(-1, completions.num_samples)
+            last_B = np.repeat(np.ptp(reward_NG, axis=1) == 0, reward_NG.shape[1])
         batch = pack_completions(
             completions,
             self.shape,
             shards=shards_of("batch", TRAIN_RULES, self.actor.mesh),
             fill_minibatches=self.fill_minibatches,
             share_prompts=self.share_prompts,
-            last_B=_in_equal_group(sampled.scored) if self.equal_last else None,
+            last_B=last_B,
             trained_B=~completions.truncated_B if self.mask_truncated else None,
             top_entropy=self.top_entropy,
         )
@@ -66,12 +70,6 @@ class Packer:
         metrics = {**metrics, **work_metrics(self.actor, batch, epochs=self.epochs)}
         metrics = {**metrics, **sampled.metrics, **sampled.counts}
         return Experience(sampled.scored, self.actor.place(batch), metrics)
-
-
-def _in_equal_group(scored: Scored) -> np.ndarray:
-    """Whether all responses to the same prompt have the same reward, bool [B]."""
-    reward_NG = scored.reward_B.reshape(-1, scored.completions.num_samples)
-    return np.repeat(np.ptp(reward_NG, axis=1) == 0, reward_NG.shape[1])
 
 
 @dataclasses.dataclass(eq=False)

@@ -100,15 +100,15 @@ class SequenceScores:
         N, G = len(completions.prompts), completions.num_samples
         each = self.most_sequences // G or max(1, N)
         parts = (range(n, min(n + each, N)) for n in range(0, max(1, N), each))
-        return np.concatenate([self._scores_of(completions.take(part)) for part in parts])
-
-    def _scores_of(self, completions: Completions) -> np.ndarray:
-        # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
-        sequences = max(self.most_sequences, len(completions))
-        packed = pack_completions(completions, self.rows.shape(sequences, minibatches=1))
-        batch = self.model.place(packed)
-        score_B = hosts.fetch(_by_sequence(self.model.scores_of(batch), batch, sequences))
-        return score_B[: len(completions)]
+        scores = []
+        for some in (completions.take(part) for part in parts):
+            # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
+            sequences = max(self.most_sequences, len(some))
+            packed = pack_completions(some, self.rows.shape(sequences, minibatches=1))
+            batch = self.model.place(packed)
+            score_B = hosts.fetch(_by_sequence(self.model.scores_of(batch), batch, sequences))
+            scores.append(score_B[: len(some)])
+        return np.concatenate(scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,11 @@ class Grading:
             # One exchange for all: the latency between hosts dominates.
             for found in hosts.gather(lambda: _as_json(awaited)):
                 for place, verdicts in found:
-                    awaited[place].verdicts = [_of_json(*fields) for fields in verdicts]
+                    awaited[place].verdicts = [
+                        # JSON made lists of tuples and knows no classes.
+                        Verdict(*fields, failure=failure and GraderFailure(*failure))
+                        for *fields, failure in verdicts
+                    ]
         for part in awaited:
             assert part.verdicts is not None, "some host has graded it"
             self._failures.update(v.failure.kind for v in part.verdicts if v.failure)
@@ -234,23 +238,12 @@ class Grading:
 
 
 def _as_json(begun: Sequence[BegunGrading]) -> list[tuple[int, list[tuple[Any, ...]]]]:
-    """(index, verdicts) of the responses that this host grades."""
+    """(index, fields of the verdicts) of the responses that this host grades."""
     return [
-        (place, [_fields_of(verdict) for verdict in part.asked.result()])
+        (place, [dataclasses.astuple(verdict) for verdict in part.asked.result()])
         for place, part in enumerate(begun)
         if part.asked is not None
     ]
-
-
-def _fields_of(verdict: Verdict) -> tuple[Any, ...]:
-    failure = verdict.failure and dataclasses.astuple(verdict.failure)
-    return verdict.score, verdict.correct, verdict.prediction, failure
-
-
-def _of_json(
-    score: float, correct: bool, prediction: str | None, failure: Sequence[str] | None
-) -> Verdict:
-    return Verdict(score, correct, prediction, GraderFailure(*failure) if failure else None)
 
 
 @dataclasses.dataclass(eq=False)

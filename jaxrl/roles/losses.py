@@ -317,8 +317,11 @@ def correct(
     weight_BT = jnp.ones_like(mask_BT)
     if config.weighs:
         ratio_BT = WEIGHTINGS[config.weights].of_ratio(rho_BT, *where)
-        weight_BT = _bounded(config, ratio_BT)
         lowest, highest = config.bounds
+        if lowest > 0:
+            weight_BT = rollout_correction.band(ratio_BT, lowest=lowest, highest=highest)
+        else:
+            weight_BT = rollout_correction.truncate(ratio_BT, highest=highest)
         moments["weights"] = rollout_correction.weight_moments(
             ratio_BT, weight_BT, *where, lowest=lowest or 1.0 / highest, highest=highest
         )
@@ -397,13 +400,6 @@ def _corrected(config: CorrectionConfig, batch: TrainBatch):
     probabilities = rollout_correction.probability_metrics(old_BT, rollout_BT, mask_BT)
     metrics |= {f"training/{name}": x for name, x in probabilities.items()}
     return weight, kept_BT.reshape(shape), metrics
-
-
-def _bounded(config: CorrectionConfig, ratio_BT: jax.Array) -> jax.Array:
-    lowest, highest = config.bounds
-    if lowest > 0:
-        return rollout_correction.band(ratio_BT, lowest=lowest, highest=highest)
-    return rollout_correction.truncate(ratio_BT, highest=highest)
 
 
 # Policies.

@@ -143,7 +143,8 @@ def find_everything(
         faults(setting, functools.partial(_check_installed, package))
     demonstrations, pairs, own_tokenizers = None, {}, {}
     if config.sft.num_steps and config.sft.path:
-        demonstrations = faults("sft.path", lambda: _demonstrations(config))
+        read_file = functools.partial(read_demonstrations, config.sft.path, source=config.sft.path)
+        demonstrations = faults("sft.path", read_file)
     if kind.grades:
         sources = config.data.training_sources | config.data.evaluation_sources
         faults("reward.grader", lambda: graders_of(config, sources))
@@ -172,14 +173,6 @@ def _check_roles(config: Config, roles: set[str], faults: Faults) -> dict[str, T
             if own is not None:
                 tokenizers[role] = own
     return tokenizers
-
-
-def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
-    options = config.sft
-    return read_demonstrations(
-        options.path,
-        source=options.path,
-    )
 
 
 def _pairs(config: Config, faults: Faults) -> dict[str, Any]:

@@ -262,9 +262,15 @@ class Loop:
           Whether the stage is new: no step is done, and no evaluation before the first step is logged.
         """
         resumed = self._checkpoints.saved_step is not None
+
+        def open_log() -> bool:
+            writer = self._open_metrics(self.step if resumed else None)
+            self._writer = self._exit.enter_context(writer)
+            return self._writer.checksum.num_rows == 0
+
         aside = None if resumed else hosts.on_first(self._checkpoints.move_aside)
         # Opened first: an unreadable log is the last reason to refuse the run.
-        log_is_empty = hosts.on_first(lambda: self._open_log(resumed))
+        log_is_empty = hosts.on_first(open_log)
         self._on_begin()
         self._checkpoints.prepare(self._checkpoints.saved_step)
         self._progress = self._exit.enter_context(
@@ -288,12 +294,6 @@ class Loop:
             self._commit()
         self._step_started_s = time.perf_counter()
         return log_is_empty and self.step == 0
-
-    def _open_log(self, resumed: bool) -> bool:
-        """Opens the log; returns whether it is empty."""
-        writer = self._open_metrics(self.step if resumed else None)
-        self._writer = self._exit.enter_context(writer)
-        return self._writer.checksum.num_rows == 0
 
     # The end of a step
 
@@ -325,7 +325,15 @@ class Loop:
                 self._start_saving(stage.learners)
         seconds = time.perf_counter() - self._step_started_s
         self._step_started_s = time.perf_counter()
-        metrics = {**metrics, **self._timers.take(), **self._pace(metrics, seconds)}
+        tokens = metrics.get("perf/total_num_tokens", math.nan)
+        metrics = metrics | self._timers.take()
+        metrics |= {
+            "training/global_step": self.step,
+            "timing_s/step": seconds,
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / (seconds * self._num_devices),
+            "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
+        }
         metrics |= timing_per_token(metrics) | work_rates(metrics)
         if self._schedule.logs(self.step):
             self._write(metrics)
@@ -361,16 +369,6 @@ class Loop:
     def _commit(self) -> None:
         rows = None if self._writer is None else self._writer.checksum
         self._checkpoints.commit_step(self.step, rows)
-
-    def _pace(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-        tokens = metrics.get("perf/total_num_tokens", math.nan)
-        return {
-            "training/global_step": self.step,
-            "timing_s/step": seconds,
-            "perf/time_per_step": seconds,
-            "perf/throughput": tokens / (seconds * self._num_devices),
-            "perf/peak_memory_gb": peak_memory().num_bytes / 1e9,
-        }
 
     def _write(self, metrics: dict[str, float]) -> None:
         if self._first_row:

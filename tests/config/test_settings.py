@@ -204,6 +204,7 @@ MEANT = {
             "reward.overlong_penalty",
             "rollout.cache_tokens",
             "rollout.max_generation_batches",
+            "rollout.max_staleness",
             "rollout.min_response_tokens",
             "rollout.speculate",
             "rollout.top_k",

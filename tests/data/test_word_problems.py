@@ -53,5 +53,5 @@ def test_options_that_make_no_problem_are_refused(options, message):
 def test_a_run_reads_them_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = SourceConfig(path="shared/word_problems.py:make", size=20, seed=3)
-    source = read_source(settings, "data.train", refuse_bad_rows=True, may_be_endless=True)
+    source = read_source(settings, "data.train", may_be_endless=True)
     assert len(source.records) == 20

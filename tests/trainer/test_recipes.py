@@ -116,7 +116,6 @@ def ppo_settings(folder) -> dict:
         "algorithm__whiten": True,
         "algorithm__kl__reward_coef": 0.05,
         "reward__model": str(folder / "reward"),
-        "reward__model_weight": 0.5,
     }
 
 
