@@ -42,7 +42,6 @@ from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
 from jaxrl.models.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
-from jaxrl.models.low_precision import matmul_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.truncation import Truncation
@@ -97,7 +96,6 @@ class PackedModel:
         if model.lora.rank:
             self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
         self.state_rules = state_rules
-        _check_matmuls(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
         if train.shares_prompts and model.sliding_window:
@@ -116,7 +114,6 @@ class PackedModel:
             ),
             unroll=layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
-            in_8_bits=matmul_in(train.matmuls),
             wide_results=platform_of(mesh) == "cpu",
         )
         # Checks the setting; a batch with shared prompts may come later.
@@ -330,15 +327,6 @@ class Frozen(PackedModel):
         if self._offload:
             return onloaded_copy(self._params, self.train_shardings)
         return self._params
-
-
-def _check_matmuls(train: TrainConfig, model: ModelConfig) -> None:
-    """Raises UserError if the model does not support 8-bit matmuls."""
-    if train.matmuls != "full" and model.num_experts:
-        raise UserError(
-            f"train.matmuls {train.matmuls!r} does not reach the {model.num_experts} experts of this "
-            "model, whose products are grouped; set it to 'full'"
-        )
 
 
 def micro_of(batch: Any, u, m) -> Any:

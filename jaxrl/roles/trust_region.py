@@ -80,7 +80,6 @@ class TrustRegionActor(Actor):
             train = dataclasses.replace(train, attention="xla")
         once = {
             f"train.attention {train.attention!r}; set it to 'xla'": train.attention != "xla",
-            f"train.matmuls {train.matmuls!r}; set it to 'full'": train.matmuls != "full",
             f"a mixture of {model.num_experts} experts; take a dense model": model.num_experts > 0,
         }
         for remedy in (remedy for remedy, is_set in once.items() if is_set):
