@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.models.cache.interface import Cache
+from jaxrl.models.cache.cache_kind import Cache
 from jaxrl.rollout.sampling import Truncation
 
 

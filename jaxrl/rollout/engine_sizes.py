@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxrl.errors import UserError
-from jaxrl.models.cache.interface import CacheKind
+from jaxrl.models.cache.cache_kind import CacheKind
 from jaxrl.rollout.settings import EngineConfig
 
 # Compiling a program for a smaller size does not pay off.

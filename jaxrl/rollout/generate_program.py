@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.cache.contiguous_cache import stacked_layers
-from jaxrl.models.cache.interface import Attention, Cache, DecodeStep
+from jaxrl.models.cache.cache_kind import Attention, Cache, DecodeStep, stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.logprobs import log_softmax_entropy, of_tokens
