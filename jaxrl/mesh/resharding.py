@@ -157,10 +157,9 @@ class Bucket:
     @functools.cached_property
     def _empty_program(self) -> Any:
         (weight,) = self.weights
-        return jax.jit(
-            lambda: (_zeros(weight.abstract(generate=True)), jnp.int32(0)),
-            out_shardings=self._state_shardings,
-        )
+        shapes = weight.abstract(generate=True)
+        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # noqa: E731
+        return jax.jit(lambda: (zeros(), jnp.int32(0)), out_shardings=self._state_shardings)
 
     @property
     def _state_shardings(self) -> tuple[Any, NamedSharding]:
@@ -201,10 +200,6 @@ def _cast(weight: Weight, leaf: jax.Array) -> Any:
     # travels.
     where = weight.stored.shardings(leaf.shape, weight.train)
     return jax.lax.with_sharding_constraint(weight.stored.cast(leaf), where)
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 class Resharding:

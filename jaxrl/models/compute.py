@@ -110,11 +110,6 @@ def _values_and_scale(
     return weight, None
 
 
-def _unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    del axes
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Compute:
     """Implementation choices of a forward pass. They change its result only by rounding.
@@ -137,7 +132,7 @@ class Compute:
 
     dtype: Any = jnp.float32
     remat: str = "none"
-    constrain: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] = _unconstrained
+    constrain: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] = lambda x, axes: x
     experts: ExpertLayer = apply_experts
     layers: Callable[..., tuple[jax.Array, tuple[Any, Any]]] = scan_layers
     unroll: int = 1
