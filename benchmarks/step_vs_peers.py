@@ -61,7 +61,6 @@ SETTINGS = {
     "algorithm.dataflow": "grpo",
     "algorithm.kl.loss_coef": 0.0,
     "algorithm.updates_per_step": 1,
-    "tokenizer.vocab_size": 512,
     "data.max_prompt_tokens": 64,
     "rollout.num_prompts": 16,
     "rollout.num_samples": 8,

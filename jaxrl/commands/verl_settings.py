@@ -488,10 +488,9 @@ def _data(verl: _Verl, result: Import) -> None:
             group = first if not number else f"{others}.{first.split('.')[-1]}_{number + 1}"
             result.set(f"{group}.path", _path(path), files)
             if prompt_key != "prompt":
-                result.set(
-                    f"{group}.prompt_field", str(prompt_key), f"data.prompt_key {prompt_key!r}"
-                )
-                result.set(f"{group}.answer_field", "reward_model.ground_truth", "verl's layout")
+                why = f"data.prompt_key {prompt_key!r}"
+                result.set(f"{group}.fields.prompt", str(prompt_key), why)
+                result.set(f"{group}.fields.answer", "reward_model.ground_truth", "verl's layout")
     result.set("data.chat", True, "verl renders every prompt with the chat template")
     drops = verl.get("data.filter_overlong_prompts", False)
     truncation = str(verl.get("data.truncation", "error"))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from jaxrl.checks import FOLDER_NAME, NAME, PATH, count, settings, steps
 from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_K, TOP_P, truncation_of
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_P, truncation_of
 
 
 @settings
@@ -96,9 +96,8 @@ class EvaluationConfig:
     """Number of answers per problem; accuracy is their mean (avg@n)."""
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    """Limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
+    """Limit on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
@@ -110,5 +109,5 @@ class EvaluationConfig:
             num_samples=self.num_samples,
             step=step,
             temperature=self.temperature,
-            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=0.0),
+            truncation=truncation_of(top_k=0, top_p=self.top_p, min_p=0.0),
         )

@@ -167,11 +167,6 @@ class AlgorithmConfig:
     """Step of dataflow `trpo`, which has no optimiser."""
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     """Correction for a sampler whose probabilities differ from the trainer's."""
-    truncated_logprobs: bool = True
-    """With `rollout.top_k`, `top_p` or `min_p`, log-probabilities are those among the tokens
-    that these keep, in the sampler and in training. So the policy that is trained is the one
-    that sampled. Without such a limit it has no effect.
-    """
     updates_per_step: Annotated[int, count(1)] = 4
     """Number of minibatches in a step, one optimiser update each."""
     epochs: Annotated[int, between(1, 1000)] = 1
@@ -200,9 +195,8 @@ class AlgorithmConfig:
                 )
         if truncates:
             raise UserError(
-                f"dataflow {self.dataflow!r} bounds the KL over the whole vocabulary, and with "
-                "algorithm.truncated_logprobs True its loss would be one of the tokens that the limits of "
-                "rollout keep; set it to False, or rollout.top_k to 0, top_p to 1 and min_p to 0"
+                f"dataflow {self.dataflow!r} bounds the KL over the whole vocabulary, and its loss would be "
+                "one of the tokens that the limits of rollout keep; set rollout.top_k to 0 and top_p to 1"
             )
         if pretrain_coef:
             raise UserError(
@@ -256,5 +250,5 @@ class CostConfig:
     """Initial Lagrange multiplier."""
     pretrain_coef: Annotated[float, coefficient()] = 0.0
     """Coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
-    (`data.train.solution_field`); 0 disables it.
+    (the rows' solutions); 0 disables it.
     """

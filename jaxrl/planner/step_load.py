@@ -145,8 +145,7 @@ def load_of(config: Config, responses: LengthDistribution | None = None) -> Step
         always_full=rollout.partial,
         max_staleness=rollout.max_staleness,
     )
-    truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
-    truncated = truncated or rollout.repetition_penalty != 1
+    truncated = bool(rollout.top_k or rollout.top_p < 1)
     source = "as given" if responses else "assumed"
     return StepLoad(work, source, dataflow.greedy_baseline, truncated)
 
@@ -166,7 +165,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
     attention = pick_implementation(
         kind.platform,
         train.dtype,
-        train.attention,
+        "auto",
         softcap=model.attention_softcap,
         tree=train.share_prompts is True,
     )
@@ -175,7 +174,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         rollout.dtype,
         kv_dtype,
         model.head_dim,
-        rollout.decode_attention,
+        "auto",
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
     return Assumptions.on(

@@ -45,10 +45,6 @@ class EngineSettings:
     """
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     """Data type of the KV cache; "" means `dtype`. int8 has a scale per token and head."""
-    decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
-    """Kernel for attention to the cache, "auto" or one of
-    `models.kernels.paged_attention.IMPLEMENTATIONS`.
-    """
     cache: Literal["contiguous", "paged"] = "contiguous"
     """"contiguous" gives every slot room for the longest sequence. "paged" gives it pages as
     its sequence grows, so that more samples fit into the same memory.
@@ -115,6 +111,10 @@ class EngineConfig(EngineSettings):
     """Maximum number of tokens of a prompt and its response together; 0 means T + R."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`."""
+    decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
+    """Kernel for attention to the cache, "auto" or one of
+    `models.kernels.paged_attention.IMPLEMENTATIONS`.
+    """
     smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = "auto"
     """Smallest number of slots that a decode program is compiled for. A larger value compiles
     fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if

@@ -11,7 +11,6 @@ from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import solutions_of
-from jaxrl.data.pass_rates import Curriculum
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import (
     DynamicSampling,
@@ -24,7 +23,7 @@ from jaxrl.dataflows.learning import ActorPhase, Pretraining
 from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
 from jaxrl.dataflows.rewarding import MULTIPLIER_LR, Multiplier, Rewards
 from jaxrl.dataflows.samplers import (
-    CurriculumSampling,
+    CountedSampling,
     Generation,
     GreedySampling,
     PartialSampling,
@@ -47,7 +46,7 @@ from jaxrl.trainer.roles import Roles
 class RunSampling:
     """The sampler of a run's steps, with the prompts that it draws.
 
-        PromptStream --> Sampling, or partial, or free running --> CurriculumSampling --> DynamicSampling
+        PromptStream --> Sampling, or partial, or free running --> CountedSampling --> DynamicSampling
 
     Attributes:
       prompts: training prompts in an endless order.
@@ -68,14 +67,12 @@ class RunSampling:
         """Args: the run, its actor, timer and rewards, and the schedule to repeat (`recorded_schedule`)."""
         config, options, flow = run.config, run.config.rollout, run.algorithm.dataflow
         per_batch = options.prompts_per_batch(dynamic_sampling=flow.dynamic_sampling)
-        by_rates = config.data.curriculum.by != "off"
         self.prompts = PromptStream(
             run.train_prompts,
             weights=[source.settings.weight for source in run.problems.train],
             # Partial rollout draws prompts one at a time, as slots fall free.
             prompts_per_batch=1 if options.partial else per_batch,
             seed=config.seed,
-            curriculum=Curriculum(options.num_samples) if by_rates else None,
         )
         self.generation = Generation(actor, run.sampling, timer)
         self._schedule_file = ScheduleFile(config.run_folder.rl.schedule)
@@ -92,7 +89,7 @@ class RunSampling:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
             groups = Sampling(self.generation, rewards)
-        self.sampler: Sampler = CurriculumSampling(groups, self.prompts)
+        self.sampler: Sampler = CountedSampling(groups, self.prompts)
         if flow.dynamic_sampling:
             by_correctness = options.keep_groups == "correctness"
             self.sampler = DynamicSampling(

@@ -150,7 +150,6 @@ MEANT = {
             "reward.judge.max_verdict_tokens",
             "reward.judge.slots",  # where a judge is loaded, its memory is counted from its own shape
             "seed",
-            "tokenizer.vocab_size",
         ),
         LARGE,
     )
@@ -271,7 +270,7 @@ PATHS = {
     "weights",
 }
 # What a model reads.
-PROSE = {"data.system_prompt", "data.answer_prefix"}
+PROSE = {"data.system_prompt"}
 # Names of the user's own. What they name is looked up before training.
 NAMES = {
     "name",
@@ -280,7 +279,7 @@ NAMES = {
 } | {
     f"data.{split}.{name}"
     for split in ("train", "evaluation")
-    for name in ("source", "task", "prompt_field", "answer_field", "solution_field")
+    for name in ("source", "task")
 }
 # "" is none, or the program's choice.
 NONE_BY_EMPTY = {
@@ -295,7 +294,7 @@ NONE_BY_EMPTY = {
 } | {
     f"data.{split}.{name}"
     for split in ("train", "evaluation")
-    for name in ("task", "grader", "template")
+    for name in ("task", "grader")
 }
 
 

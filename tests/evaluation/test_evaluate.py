@@ -195,12 +195,10 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
 
 def test_a_run_is_evaluated_as_it_was_trained(tmp_path, tokenizer, problems):
     default = Config()
-    evaluation = dataclasses.replace(
-        default.data.evaluation, path=problems[0], template="Q: {prompt}"
-    )
+    evaluation = dataclasses.replace(default.data.evaluation, path=problems[0])
     reward = {"grader": "regex", "grader_options": {"pattern": "[0-9]", "ignore_case": True}}
     trained = {
-        "data": dataclasses.replace(default.data, evaluation=evaluation, answer_prefix="So "),
+        "data": dataclasses.replace(default.data, evaluation=evaluation, template="Q: {prompt}"),
         "rollout": dataclasses.replace(
             default.rollout, stop_strings=("x", "y"), stop_ids=(5,), max_response_tokens=30
         ),
@@ -323,7 +321,7 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         "is a file": ["--model", problems[0], *sets],
         "config.txt does not exist": ["--model", tmp_path / "run", *sets],
         "missing does not exist": [*model, "--set", tmp_path / "missing"],
-        "no field 'question'": [*model, *sets, "--config.data.evaluation.prompt_field=question"],
+        "no field 'question'": [*model, *sets, "--config.data.evaluation.fields.prompt=question"],
         "empty_answer": [*model, "--set", tmp_path / "empty_answer.jsonl"],
         "no grader is called 'anwser'": [*model, *sets, "--config.reward.grader=anwser"],
         "nothing to answer; name at least one --set FILE": model,

@@ -84,7 +84,7 @@ def sleeps(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [
-        ("dapo", {"data__curriculum__by": "pass_rate"}),
+        ("dapo", {}),
         pytest.param("grpo", {}, marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig
-from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
@@ -96,7 +96,6 @@ def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
                 train=SourceConfig(path="shared/worked_sums.py:make", size=40),
                 max_prompt_tokens=16,
             ),
-            tokenizer=TokenizerConfig(vocab_size=288),
             train=TrainConfig(rows=4, row_tokens=512),
         )
     assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0

@@ -83,7 +83,6 @@ def make_config(folder, output, recipe: str, **changes) -> Config:
         "data.max_prompt_tokens": 16,
         "data.train.source": "repeat",
         "data.train.path": str(folder / "train.jsonl"),
-        "data.train.solution_field": "solution",
         "data.evaluation.source": "repeat",
         "data.evaluation.path": str(folder / "evaluation.jsonl"),
         "rollout.num_prompts": 8,
@@ -457,11 +456,6 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
         ("grpo", {"algorithm__aggregation": "mean"}, "aggregation 'mean' is not known; use one of"),
         ("grpo", {"algorithm__aggregation": "seq-mean-token-sum-norm"}, "needs scale"),
         ("safe_rlhf", {"algorithm__advantage": "gae"}, "needs a cost model; set cost.model"),
-        (
-            "grpo",
-            {"data__curriculum__by": "pass_rate", "reward__grader_weight": 0.0},
-            "goes by which answers are right, and reward.grader_weight 0 says",
-        ),
         ("trpo", TRPO | {"algorithm__updates_per_step": 2}, "updates_per_step 2; set it to 1"),
         ("trpo", TRPO | {"algorithm__correction__bypass": True}, "bypass True; set it to False"),
         (
