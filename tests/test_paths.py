@@ -25,11 +25,7 @@ NO_PATHS = {
     *("data.template", "data.system_prompt"),
     *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
     "preference.loss",
-    *(
-        f"data.{name}.{field}"
-        for name in ("train", "evaluation")
-        for field in ("source", "task")
-    ),
+    *(f"data.{name}.{field}" for name in ("train", "evaluation") for field in ("source", "task")),
 }
 
 

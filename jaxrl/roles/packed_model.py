@@ -16,6 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
+from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
+from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.offload import check_host_memory, offload, onloaded_copy
@@ -41,10 +43,8 @@ from jaxrl.models.attention import (
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
-from jaxrl.models.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.truncation import Truncation
 from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
@@ -155,7 +155,7 @@ class PackedModel:
         """Log-probability and entropy [R, T] of every trained token, and the routing of a mixture of experts.
 
         `statistic` replaces the entropy, and `truncation` renormalises the log-probabilities: see
-        `models.logprobs.token_logprobs`.
+        `algos.logprobs.token_logprobs`.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
@@ -260,7 +260,7 @@ class PackedModel:
         return logprob, entropy, kl, out.routing
 
     def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
-        """The arguments of `models.logprobs.from_past` that say how logits are cut into chunks."""
+        """The arguments of `algos.logprobs.from_past` that say how logits are cut into chunks."""
         vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
         shards = parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
         return {

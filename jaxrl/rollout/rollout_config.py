@@ -62,7 +62,7 @@ class RolloutConfig(EngineSettings):
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
     min_response_tokens: Annotated[int, token_count(0)] = 0
-    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`. With the
+    """Limits on the tokens that can be drawn, as in `algos.truncation.Truncation`. With the
     first two, log-probabilities are those among the tokens that these keep, in the sampler and in
     training. So the policy that is trained is the one that sampled.
     """

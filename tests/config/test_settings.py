@@ -276,11 +276,7 @@ NAMES = {
     "name",
     "sft.run",
     "preference.path",
-} | {
-    f"data.{split}.{name}"
-    for split in ("train", "evaluation")
-    for name in ("source", "task")
-}
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("source", "task")}
 # "" is none, or the program's choice.
 NONE_BY_EMPTY = {
     "adapter",
@@ -291,11 +287,7 @@ NONE_BY_EMPTY = {
     "rollout.kv_dtype",
     "rollout.schedule",
     "rollout.weights_dtype",
-} | {
-    f"data.{split}.{name}"
-    for split in ("train", "evaluation")
-    for name in ("task", "grader")
-}
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("task", "grader")}
 
 
 def recipe() -> ml_config_dict.ConfigDict:

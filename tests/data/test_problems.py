@@ -42,9 +42,7 @@ def data(tmp_path, monkeypatch) -> DataConfig:
     (tmp_path / "words_test.jsonl").write_text('{"problem": "words  2", "answer": "C"}')
     return DataConfig(
         train=SourceConfig(path="sums.jsonl"),
-        sources={
-            "words": SourceConfig(path="words.jsonl", grader="graders.py:upper", weight=3.0)
-        },
+        sources={"words": SourceConfig(path="words.jsonl", grader="graders.py:upper", weight=3.0)},
         evaluation=SourceConfig(path="test.jsonl"),
         evaluations={"words": SourceConfig(path="words_test.jsonl", grader="graders.py:upper")},
     )

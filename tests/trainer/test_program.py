@@ -59,9 +59,7 @@ def problems(tmp_path_factory):
 
 
 def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
-    source = SourceConfig(
-        source="repeat", path=str(problems / "train.jsonl")
-    )
+    source = SourceConfig(source="repeat", path=str(problems / "train.jsonl"))
     config = Config(
         name="tiny",
         model=ModelConfig(

@@ -14,13 +14,13 @@ from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_params
-from jaxrl.models.logprobs import token_logprobs
 
 torch = import_extra("parity", "torch")
 transformers = import_extra("parity", "transformers")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.truncation import LEAST_KEPT, Truncation, kept_tokens
+from jaxrl.algos.truncation import LEAST_KEPT, Truncation, kept_tokens
 
 Values = TypeVar("Values")
 
