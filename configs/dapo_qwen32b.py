@@ -123,8 +123,7 @@ def get_config(layout: str = "v5p-128"):
     config.optim.lr = 1e-6
     config.optim.lr_warmup_steps = 10
     config.optim.lr_decay_steps = 0
-    config.optim.beta1 = 0.9
-    config.optim.beta2 = 0.999
+    config.optim.betas = (0.9, 0.999)
     config.optim.weight_decay = 0.1
     config.optim.grad_clip = 1.0
 

@@ -23,7 +23,7 @@ ODD = {
 NO_PATHS = {
     *("hosts.coordinator", "mesh.train", "mesh.generate"),
     *("data.template", "data.system_prompt"),
-    *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
+    *("reward.judge.template", "algorithm.aggregation"),
     "preference.loss",
     *(f"data.{name}.{field}" for name in ("train", "evaluation") for field in ("source", "task")),
 }

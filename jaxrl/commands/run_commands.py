@@ -116,9 +116,7 @@ def check_for_plan(config: Config) -> None:
         faults(setting, functools.partial(_check_there, path))
     graders = {"reward.grader": (config.reward.grader, config.reward.grader_options)}
     for name, source in sources.items():
-        graders |= (
-            {f"{name}.grader": (source.grader, source.grader_options)} if source.grader else {}
-        )
+        graders |= {f"{name}.grader": (source.grader, {})} if source.grader else {}
     for setting, grader in graders.items():
         faults(setting, functools.partial(check_grader, *grader))
     for name, function in config.reward.functions.items():

@@ -154,7 +154,7 @@ NO_COUNTERPART = {
         ref.* critic.*""",
     "reward.grader and reward.functions (docs/rewards.md)": "reward.reward_manager.*",
     "rollout.max_response_tokens is the end of the buffer": "reward.reward_kwargs.max_resp_len",
-    "reward.functions_timeout_s and reward.grader_workers": "reward.* reward_model.*",
+    "reward.grader_timeout_s": "reward.* reward_model.*",
     "images, videos and audio are not supported": "data.*image* data.*video* data.*audio*",
     "files are read by their layout (docs/data.md)": "data.return_* data.reward_fn_key",
     "data.train.path takes a function of yours (docs/data.md)": "data.custom_cls.*",
@@ -643,8 +643,8 @@ def _loss(verl: _Verl, result: Import) -> None:
         result.set("algorithm.aggregation_options", {"scale": float(scale)}, why)
     if verl.number("rollout.top_k", -1) > 0 or verl.number("rollout.top_p", 1.0) < 1:
         result.remarks.append(
-            "top_k and top_p: verl trains on log-probabilities of the whole vocabulary; set "
-            "algorithm.truncated_logprobs = False for that."
+            "top_k and top_p: verl trains on log-probabilities of the whole vocabulary, jaxrl on those of "
+            "the tokens that these keep."
         )
 
 
@@ -694,8 +694,8 @@ def _correction(verl: _Verl, result: Import) -> None:
         # A single number cuts weights from above alone.
         low, high = _bounds(threshold) if "_" in str(threshold) else (0.0, _bound(threshold))
         result.set(f"{ours}.weights", str(weights), verl.origin(f"{_CORRECTION}.rollout_is"))
-        result.set(f"{ours}.highest", high, verl.origin(f"{_CORRECTION}.rollout_is_threshold"))
-        result.set(f"{ours}.lowest", low, "IcePop sets weights outside of both bounds to 0")
+        why = verl.origin(f"{_CORRECTION}.rollout_is_threshold")
+        result.set(f"{ours}.bounds", (low, high), why)
         result.set(f"{ours}.normalize", bool(normalize), "rollout_is_batch_normalize")
     names = [rule.strip() for rule in str(rules).split(",")] if rules else []
     each = [bound.strip() for bound in str(bounds).split(",")]
@@ -818,12 +818,12 @@ def _learning_rate(verl: _Verl, result: Import, steps: int | None) -> None:
         )
     betas = verl.get(f"{prefix}.betas", [0.9, 0.999])
     try:
-        for name, beta in zip(("optim.beta1", "optim.beta2"), betas, strict=True):
-            result.set(name, float(beta), verl.origin(f"{prefix}.betas"))
+        beta1, beta2 = map(float, betas)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{prefix}.betas = {betas!r} of verl: expected two numbers; correct them"
         ) from error
+    result.set("optim.betas", (beta1, beta2), verl.origin(f"{prefix}.betas"))
     schedule = verl.get(f"{prefix}.lr_scheduler_type", "constant")
     if schedule not in ("constant", "cosine"):
         result.remarks.append(

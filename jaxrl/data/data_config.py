@@ -59,19 +59,14 @@ class EvaluationSourceConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Seed of a task or a function, and its own settings."""
     grader: Annotated[str, PATH] = ""
-    grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Grader of its answers, as reward.grader; "" takes that one."""
+    """Grader of its answers, as reward.grader, without options; "" takes that one with its options.
+    """
 
     def __post_init__(self):
         for name, field in self.fields.items():
             if name not in ROW_FIELDS:
                 raise ValueError(f"fields.{name} is not one of {', '.join(ROW_FIELDS)}")
             check_value(f"fields.{name}", field, Annotated[str, NAME])
-        if self.grader_options and not self.grader:
-            raise ValueError(
-                "grader_options are those of a grader of its own, and grader is empty; set grader, or set "
-                "reward.grader_options"
-            )
 
     @property
     def is_named(self) -> bool:

@@ -323,7 +323,7 @@ class Problems:
             for name in source.source_names:
                 other = found.setdefault(name, source)
                 ours, theirs = source.settings, other.settings
-                if (ours.grader, ours.grader_options) != (theirs.grader, theirs.grader_options):
+                if ours.grader != theirs.grader:
                     raise UserError(
                         f"{other.name} and {source.name} both call their problems {name!r} and have "
                         f"different graders; set {source.name}.source to a name of its own, or give both "

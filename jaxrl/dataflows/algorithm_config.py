@@ -153,14 +153,6 @@ class AlgorithmConfig:
     """Name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments."""
     entropy_coef: Annotated[float, coefficient()] = 0.0
     """Coefficient of the entropy bonus."""
-    entropy_target: Annotated[float, coefficient()] = 0.0
-    """Entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
-    coefficient constant.
-    """
-    top_entropy_quantile: Annotated[float, between(0, 1, has_low=False)] = 1.0
-    """Share of a step's trained tokens that give a gradient: those at which the sampler had the
-    highest entropy (arXiv 2506.01939 uses .2). The others stay in the divisor of the loss.
-    """
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     """KL penalty to the reference policy."""
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
@@ -246,8 +238,6 @@ class CostConfig:
     """Hugging Face directory of a cost model (...ForSequenceClassification)."""
     limit: Annotated[float, score()] = 0.0
     """Largest acceptable mean cost."""
-    multiplier: Annotated[float, positive_coefficient()] = 1.0
-    """Initial Lagrange multiplier."""
     pretrain_coef: Annotated[float, coefficient()] = 0.0
     """Coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
     (the rows' solutions); 0 disables it.

@@ -131,7 +131,6 @@ class Graders:
         default: GraderChoice,
         by_source: Mapping[str, GraderChoice] | None = None,
         *,
-        workers: int = 0,
         cpu_seconds: float = 4.0,
         code_sandbox: SandboxChoice | None = None,
         needs_truths: bool = True,
@@ -141,7 +140,6 @@ class Graders:
         Args:
           default: grader of the sources that are not in `by_source`.
           by_source: graders of other sources, by the name of a data set.
-          workers: processes of the pool; 0 starts one per core, at most 8.
           cpu_seconds: processor time of one response in such a process.
           code_sandbox: sandbox of the grader `code`. It is tested now, and a warning lists its gaps. None is
             enough to validate ground truths.
@@ -155,7 +153,7 @@ class Graders:
         choices = {"": default, **(by_source or {})}
         names = {name for name, _ in choices.values()}
         asked = {n for n in names if ":" in n or (n in GRADERS and GRADERS[n].works)}
-        self._pool = _pool_of(asked, workers, cpu_seconds)
+        self._pool = _pool_of(asked, cpu_seconds)
         self._sandbox = ""
         if CODE in asked and code_sandbox is not None:
             self._sandbox = _chosen_sandbox(code_sandbox)
@@ -320,13 +318,13 @@ class _PathGrader:
             return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
 
 
-def _pool_of(names: Set[str], workers: int, cpu_seconds: float) -> ProcessPool:
+def _pool_of(names: Set[str], cpu_seconds: float) -> ProcessPool:
     return ProcessPool(
         sorted(names),
         load_pool_function,
         what="grader",
         patience_s=cpu_seconds * _PATIENCE,
-        workers=workers or min(8, len(os.sched_getaffinity(0))),
+        workers=min(8, len(os.sched_getaffinity(0))),
         cpu_seconds=cpu_seconds,
         memory_bytes=_MEMORY_BYTES,
     )
@@ -348,7 +346,7 @@ def _built(
     name: str, options: Mapping[str, Any], pool: ProcessPool | None, sandbox: str = ""
 ) -> Grader:
     """Builds a grader; without a pool it can only validate ground truths."""
-    pool = pool or _pool_of(set(), workers=1, cpu_seconds=1.0)
+    pool = pool or _pool_of(set(), cpu_seconds=1.0)
     if ":" in name:
         if options:
             raise UserError(

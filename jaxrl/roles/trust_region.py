@@ -11,7 +11,6 @@ The KL is exact, a sum over the vocabulary, and its mean is over trained tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +56,9 @@ def kl_to_itself(logprobs: jax.Array) -> jax.Array:
 class TrustRegionActor(Actor):
     """An `Actor` that takes one step of TRPO per batch instead of optimiser updates."""
 
+    # The kernels have no second derivative.
+    attention_kernel = "xla"
+
     def __init__(
         self,
         model: ModelConfig,
@@ -76,15 +78,10 @@ class TrustRegionActor(Actor):
         Raises:
           UserError: settings whose programs cannot be differentiated twice.
         """
-        if train.attention == "auto":
-            train = dataclasses.replace(train, attention="xla")
-        once = {
-            f"train.attention {train.attention!r}; set it to 'xla'": train.attention != "xla",
-            f"a mixture of {model.num_experts} experts; take a dense model": model.num_experts > 0,
-        }
-        for remedy in (remedy for remedy, is_set in once.items() if is_set):
+        if model.num_experts:
             raise UserError(
-                f"the Fisher matrix of a trust region is a second derivative, and there is none of {remedy}"
+                "the Fisher matrix of a trust region is a second derivative, and there is none of a mixture of "
+                f"{model.num_experts} experts; take a dense model"
             )
         super().__init__(model, mesh, train=train, **options)
         # No moments: the step follows from the batch alone.

@@ -182,13 +182,13 @@ def preference_stream(
     """An endless stream of preference pairs."""
     config = run.config
     options = config.preference
-    path = options.evaluation_path if evaluation else options.path
-    if path:
-        preferences = run.pairs[path]
+    file = options.evaluation_path if evaluation else options.path
+    if file in run.pairs:
+        preferences = run.pairs[file]
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = load_function(options.pair_generator, "preference.pair_generator")(records)
+        preferences = load_function(options.path, "preference.path")(records)
     return PreferenceStream(
         preferences,
         run.tokenizer,

@@ -161,7 +161,7 @@ def test_grader_failures_are_counted(directory, problems, says, tmp_path, capfd)
     )
     says("7", "1")
     out, asked = tmp_path / "out", ["--model", directory, "--set", problems[0], "--n", 2]
-    graded = {"reward.grader": f"{own}:grade", "reward.grader_workers": 1}
+    graded = {"reward.grader": f"{own}:grade"}
     assert run_command(*asked, "--out", out, **graded) == 0
     table = {
         line.rsplit(None, 1)[0]: line.split()[-1] for line in capfd.readouterr()[0].splitlines()
