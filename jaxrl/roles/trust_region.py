@@ -80,8 +80,8 @@ class TrustRegionActor(Actor):
         """
         if model.num_experts:
             raise UserError(
-                "the Fisher matrix of a trust region is a second derivative, and there is none of a mixture of "
-                f"{model.num_experts} experts; take a dense model"
+                "the Fisher matrix of a trust region is a second derivative, and there is none of a "
+                f"mixture of {model.num_experts} experts; take a dense model"
             )
         super().__init__(model, mesh, train=train, **options)
         # No moments: the step follows from the batch alone.
