@@ -43,7 +43,6 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
-    ("jaxrl/models/low_precision.py", "qwix"): "extra `qwix`",
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
     ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/rewards/sandboxed_graders.py", "reasoning_gym"): "extra `tasks`",

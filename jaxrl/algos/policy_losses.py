@@ -16,7 +16,7 @@ same sum. `stats` are per token too and are summed over the mask: a mean of mean
 Weights of an off-policy correction (`rollout_correction`) multiply the result. With two policies (bypass) the
 sampler's log-probability is passed as the old one, and only losses of `RATIO_FREE` are multiplied.
 
-Not covered: the entropy of the policy, which `models.logprobs` computes.
+Not covered: the entropy of the policy, which `algos.logprobs` computes.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 
-from jaxrl.checks import check_path
+from jaxrl.checks import at_least, check_path, check_value
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.hub.hub_names import parsed_name
 from jaxrl.hub.local_paths import open_hub
-from jaxrl.models.huggingface.weight_export import check_shard_bytes
 from jaxrl.tracking.run_weights import export_run
 
 
@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--push {args.push!r} is no name on the hub; write OWNER/NAME")
     check_path("--path", args.path)
     check_path("--out", args.out)
-    # A typing error in the last flag would otherwise cost the whole export.
-    check_shard_bytes(args.max_shard_bytes)
+    check_value("max_shard_bytes", args.max_shard_bytes, Annotated[int, at_least(1)])
     dtype = args.dtype or "bfloat16"
     step = export_run(
         args.path,

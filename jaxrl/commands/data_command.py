@@ -33,7 +33,7 @@ from jaxrl.data.rows import Row, write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser
-from jaxrl.hub.local_paths import TRAINING, local_rows, local_tokenizer
+from jaxrl.hub.local_paths import TRAINING, local_model, local_rows
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 
 _RULE = "-" * 80
@@ -118,7 +118,9 @@ def _of_files(args: argparse.Namespace) -> None:
     problems = ProblemReader(data).read(truths)
     if args.chat and not args.tokenizer:
         raise UserError("--chat needs a tokenizer's chat template; add --tokenizer DIR")
-    tokenizer = load_tokenizer(local_tokenizer(args.tokenizer)) if args.tokenizer else None
+    tokenizer = (
+        load_tokenizer(local_model(args.tokenizer, tokenizer_only=True)) if args.tokenizer else None
+    )
     _report(problems, data, tokenizer, args)
 
 

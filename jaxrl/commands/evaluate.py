@@ -35,7 +35,6 @@ from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
 from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to_config_dict
 from jaxrl.config.schema import Config
-from jaxrl.data import model_directory
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, evaluation_prompts
@@ -54,6 +53,7 @@ from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.drivers import build_backend
+from jaxrl.serving import model_directory
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
 from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params

@@ -100,7 +100,16 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
             for row, demonstration in enumerate(demonstrations)
         ]
         tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
-        examples = [_example([next(tokens) for _ in row], tokenizer) for row in parts]
+        end, examples = np.array([tokenizer.eos_id], np.int32), []
+        for prompt, *rest in ([next(tokens) for _ in row] for row in parts):
+            masks = []
+            for i, turn in enumerate(rest):
+                mask = np.full(len(turn), i % 2 == 0, np.float32)
+                # The template may write the token that ends an answer; it is then the first token after it.
+                mask[:1] += (i % 2 == 1) & np.isin(turn[:1], tokenizer.stop_ids)
+                masks.append(mask)
+            response, masks = np.concatenate([*rest, end]), [*masks, np.ones(1, np.float32)]
+            examples.append(MaskedExample(prompt, response, np.concatenate(masks)))
         lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
         kept = drop_overlong(lengths, max_tokens, what="examples", setting="max_tokens")
         examples = [examples[row] for row in kept]
@@ -174,18 +183,3 @@ def _parts(
             )
         parts += [text[len(so_far) :], answer]
     return parts
-
-
-def _example(parts: Sequence[np.ndarray], tokenizer: Tokenizer) -> MaskedExample:
-    """Joins the tokens of `_parts`, and adds end-of-sequence."""
-    prompt, *rest = parts
-    masks = []
-    for i, tokens in enumerate(rest):
-        mask = np.full(len(tokens), i % 2 == 0, np.float32)
-        # The template may write the token that ends an answer; it is then the first token after the answer.
-        mask[:1] += (i % 2 == 1) & np.isin(tokens[:1], tokenizer.stop_ids)
-        masks.append(mask)
-    end = np.array([tokenizer.eos_id], np.int32)
-    return MaskedExample(
-        prompt, np.concatenate([*rest, end]), np.concatenate([*masks, np.ones(1, np.float32)])
-    )

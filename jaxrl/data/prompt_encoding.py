@@ -129,21 +129,17 @@ def stream_inputs(
 ) -> tuple[Prompts | GeneratedPrompts, ...]:
     """The inputs of a stream: for each source its encoded prompts, or prompts generated on demand."""
 
-    def stream_input(source: Source, first: Prompts) -> Prompts | GeneratedPrompts:
+    inputs: list[Prompts | GeneratedPrompts] = []
+    for source, first in zip(sources, encoded, strict=True):
         if source.generated is None:
-            return first
-        encoder = _encoder(source, data, tokenizer)
-        return GeneratedPrompts(
-            source.generated,
-            lambda record: encoder([record], may_be_empty=True).prompts,
-            first=first,
-            name=source.name,
+            inputs.append(first.prompts)
+            continue
+        encoder = functools.partial(_encoder(source, data, tokenizer), may_be_empty=True)
+        encode_one = lambda record, encoder=encoder: encoder([record]).prompts  # noqa: E731
+        inputs.append(
+            GeneratedPrompts(source.generated, encode_one, first=first.prompts, name=source.name)
         )
-
-    return tuple(
-        stream_input(source, of_source.prompts)
-        for source, of_source in zip(sources, encoded, strict=True)
-    )
+    return tuple(inputs)
 
 
 def _encoder(

@@ -36,11 +36,24 @@ class TextStream:
         Returns:
           The text of each token ("" while a character is incomplete), and the text that can be shown now.
         """
-        pieces = tuple(self._spell(int(token)) for token in tokens)
+        pieces = []
+        for token in tokens:
+            self._window.append(int(token))
+            whole = self._text_of(self._window)
+            self._open += 1
+            if whole.endswith(_BROKEN) and self._open < _MAX_OPEN:
+                pieces.append("")
+                continue
+            pieces.append(whole[len(self._window_text) :])
+            self._open = 0
+            if len(self._window) > _LONGEST_WINDOW:
+                self._window = self._window[-_KEPT:]
+                whole = self._text_of(self._window)
+            self._window_text = whole
         self._pending += "".join(pieces)
         shown = len(self._pending) - self._held()
         text, self._pending = self._pending[:shown], self._pending[shown:]
-        return pieces, text
+        return tuple(pieces), text
 
     def end(self, *, at_stop_string: bool = False) -> str:
         """The remaining text at the end of a response.
@@ -52,20 +65,6 @@ class TextStream:
             found = (self._pending.find(stop) for stop in self._stop)
             return self._pending[: min((at for at in found if at >= 0), default=None)]
         return self._pending + self._text_of(self._window)[len(self._window_text) :]
-
-    def _spell(self, token: int) -> str:
-        self._window.append(token)
-        text = self._text_of(self._window)
-        self._open += 1
-        if text.endswith(_BROKEN) and self._open < _MAX_OPEN:
-            return ""
-        piece = text[len(self._window_text) :]
-        self._open = 0
-        if len(self._window) > _LONGEST_WINDOW:
-            self._window = self._window[-_KEPT:]
-            text = self._text_of(self._window)
-        self._window_text = text
-        return piece
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._decode_text(np.array(tokens, np.int32))

@@ -25,7 +25,6 @@ from jaxrl.hub.guarded_client import guard
 from jaxrl.hub.hub_names import (
     DATA_FILES,
     HubName,
-    Splits,
     choose_files,
     declared_splits,
     inferred_splits,
@@ -105,7 +104,15 @@ class Hub:
         info = self._info(name, "model")
         files = info and _model_files(name, info, tokenizer_only=tokenizer_only)
         folder = self._fetch(name, "model", info, files or ())
-        return self._named(name, folder)
+        # A link to the snapshot with the model's name, which tables and servers show.
+        link = self._cache / "jaxrl" / folder.name / name.repo.split("/")[1]
+        try:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.lexists(link):
+                link.symlink_to(folder)
+        except OSError:
+            return folder  # a cache that is read-only
+        return link
 
     def check_rows(self, name: HubName, splits: Sequence[str]) -> None:
         """Asks the hub whether `rows` would find its files, and fetches none.
@@ -131,7 +138,15 @@ class Hub:
         """
         name, info, files = self._choose(name, splits)
         folder = self._fetch(name, "dataset", info, files)
-        return self._split_folder(name, folder, files)
+        # Links to the files of this split alone.
+        chosen = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+        links = self._cache / "jaxrl" / folder.name / chosen / name.repo.split("/")[1]
+        links.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            link = links / file.replace("/", "-")
+            if not os.path.lexists(link):
+                link.symlink_to(folder / file)
+        return links
 
     def push_model(self, folder: pathlib.Path, name: HubName, *, private: bool) -> str:
         """Uploads a directory as a model; makes the repository if there is none.
@@ -174,7 +189,14 @@ class Hub:
             except UserError as error:
                 refusals.append(error)
                 continue
-            if found := (info and _declared(name, info)) or inferred_splits(names):
+            try:
+                declared = info and declared_splits(info)
+            except _MALFORMED as error:
+                raise UserError(
+                    f"the card of data set {name.repo} does not list its files as `configs` of `data_files` "
+                    f"({_first_line(error)}); put the files that you want into a directory and name that"
+                ) from error
+            if found := declared or inferred_splits(names):
                 return each, info, choose_files(name, found, splits)
             refusals.append(
                 UserError(
@@ -235,8 +257,18 @@ class Hub:
             raise self._refusal(error, name, kind) from error
         checksums = {s.rfilename: s.lfs.sha256 for s in info.siblings if s.lfs is not None}
         for file in new:
-            if file in checksums and pathlib.Path(folder).name == info.sha:
-                _check(pathlib.Path(folder, file), checksums[file])
+            if file not in checksums or pathlib.Path(folder).name != info.sha:
+                continue
+            path, expected = pathlib.Path(folder, file), checksums[file]
+            with path.open("rb") as content:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            if found != expected:
+                path.resolve().unlink()
+                path.unlink(missing_ok=True)
+                raise UserError(
+                    f"{path.name} arrived damaged (SHA-256 {found[:12]}..., the hub has {expected[:12]}...) "
+                    "and was removed; run the command again"
+                )
         return pathlib.Path(folder)
 
     def _cached(self, name: HubName, kind: Kind) -> pathlib.Path:
@@ -258,30 +290,6 @@ class Hub:
                 "and set HF_HOME to a copy of that cache"
             ) from error
         return pathlib.Path(folder)
-
-    def _named(self, name: HubName, snapshot: pathlib.Path) -> pathlib.Path:
-        """A link to a snapshot with the model's name, which tables and servers show."""
-        link = self._cache / "jaxrl" / snapshot.name / name.repo.split("/")[1]
-        try:
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if not os.path.lexists(link):
-                link.symlink_to(snapshot)
-        except OSError:
-            return snapshot  # a cache that is read-only
-        return link
-
-    def _split_folder(
-        self, name: HubName, folder: pathlib.Path, files: Sequence[str]
-    ) -> pathlib.Path:
-        """A directory with links to some files of a snapshot."""
-        chosen = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
-        links = self._cache / "jaxrl" / folder.name / chosen / name.repo.split("/")[1]
-        links.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            link = links / file.replace("/", "-")
-            if not os.path.lexists(link):
-                link.symlink_to(folder / file)
-        return links
 
     def _refusal(self, error: Exception, name: HubName, kind: Kind) -> UserError:
         if isinstance(error, hub_errors.GatedRepoError):
@@ -323,16 +331,6 @@ def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]
     )
 
 
-def _declared(name: HubName, info: Any) -> Splits:
-    try:
-        return declared_splits(info)
-    except _MALFORMED as error:
-        raise UserError(
-            f"the card of data set {name.repo} does not list its files as `configs` of `data_files` "
-            f"({_first_line(error)}); put the files that you want into a directory and name that"
-        ) from error
-
-
 def _files_in(folder: pathlib.Path) -> list[str]:
     paths = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path.relative_to(folder).as_posix() for path in paths)
@@ -340,20 +338,6 @@ def _files_in(folder: pathlib.Path) -> list[str]:
 
 def _names(info: Any) -> list[str]:
     return sorted(sibling.rfilename for sibling in info.siblings or ())
-
-
-def _check(path: pathlib.Path, sha256: str) -> None:
-    """Compares a fetched file with its checksum; removes it and raises UserError if it differs."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found == sha256:
-        return
-    path.resolve().unlink()
-    path.unlink(missing_ok=True)
-    raise UserError(
-        f"{path.name} arrived damaged (SHA-256 {found[:12]}..., the hub tells {sha256[:12]}...) and was "
-        "removed; run the command again"
-    )
 
 
 def _some(names: Sequence[str], *, at_most: int = 4) -> str:

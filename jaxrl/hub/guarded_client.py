@@ -40,14 +40,14 @@ def guard() -> None:
     """Makes `huggingface_hub` use the client in this process, for all that it downloads."""
     # `hf_xet` downloads with a client of its own, which knows no limits.
     huggingface_hub.constants.HF_HUB_DISABLE_XET = True
-    huggingface_hub.set_client_factory(_client)
 
+    def guarded() -> Any:
+        client: Any = _http.default_client_factory()
+        client.send = functools.partial(_send, client.send)
+        client.event_hooks["response"].append(_check_headers)
+        return client
 
-def _client() -> Any:
-    client: Any = _http.default_client_factory()
-    client.send = functools.partial(_send, client.send)
-    client.event_hooks["response"].append(_check_headers)
-    return client
+    huggingface_hub.set_client_factory(guarded)
 
 
 def _send(send: Callable[..., Any], request: Any, *, stream: bool = False, **options: Any) -> Any:

@@ -99,7 +99,16 @@ def declared_splits(info: Any) -> Splits:
     found: dict[tuple[str, str], list[str]] = {}
     for config in card.get("configs") or ():
         subset = str(config.get("config_name", "default"))
-        for split, patterns in _patterns(config.get("data_files")):
+        data_files = config.get("data_files") or ()
+        # A pattern, a list of them, or a list of splits with one or more patterns each.
+        entries = [data_files] if isinstance(data_files, str | dict) else list(data_files)
+        plain = [entry for entry in entries if isinstance(entry, str)]
+        told = [("train", plain)] if plain else []
+        for entry in (entry for entry in entries if isinstance(entry, dict)):
+            path = entry.get("path", ())
+            patterns = [path] if isinstance(path, str) else list(path)
+            told.append((str(entry.get("split", "train")), patterns))
+        for split, patterns in told:
             files = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
             if files:
                 found.setdefault((subset, split), []).extend(files)
@@ -157,19 +166,3 @@ def _data_files(names: Sequence[str]) -> list[str]:
         for name in names
         if name.endswith(DATA_FILES) and pathlib.PurePosixPath(name).name not in _METADATA
     )
-
-
-def _patterns(data_files: Any) -> list[tuple[str, list[str]]]:
-    """(split, patterns) of a `data_files` entry: a pattern, a list of them, or a list of splits."""
-    if data_files is None:
-        return []
-    entries = [data_files] if isinstance(data_files, str | dict) else list(data_files)
-    plain = [entry for entry in entries if isinstance(entry, str)]
-    told = [("train", plain)] if plain else []
-    for entry in entries:
-        if isinstance(entry, dict):
-            path = entry.get("path", ())
-            told.append(
-                (str(entry.get("split", "train")), [path] if isinstance(path, str) else list(path))
-            )
-    return told

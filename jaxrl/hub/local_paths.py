@@ -22,24 +22,18 @@ def open_hub() -> Hub:
     return Hub()
 
 
-def local_model(text: str) -> str:
+def local_model(text: str, *, tokenizer_only: bool = False) -> str:
     """Returns the directory of a model; fetches it first if `text` is a name on the hub.
+
+    Args:
+      text: path, or name on the hub.
+      tokenizer_only: the tokenizer is enough, without weights.
 
     Raises:
       UserError: the model cannot be fetched.
     """
     name = hub_name(text)
-    return text if name is None else str(open_hub().model(name))
-
-
-def local_tokenizer(text: str) -> str:
-    """Returns the directory of a tokenizer; fetches it without weights if `text` is a name on the hub.
-
-    Raises:
-      UserError: the tokenizer cannot be fetched.
-    """
-    name = hub_name(text)
-    return text if name is None else str(open_hub().model(name, tokenizer_only=True))
+    return text if name is None else str(open_hub().model(name, tokenizer_only=tokenizer_only))
 
 
 def local_rows(text: str, splits: Sequence[str]) -> str:

@@ -43,7 +43,14 @@ def keep_compiled_programs() -> pathlib.Path | None:
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_half_written(folder)
+        # Remove incomplete entries of killed processes: JAX would neither use nor replace nor evict them. An
+        # entry is complete once its access time (`-atime`) is written, under the lock.
+        with filelock.FileLock(folder / _LOCK, timeout=_LOCK_TIMEOUT_S):
+            for entry in folder.glob(f"*{_ENTRY}"):
+                used = entry.with_name(entry.name.removesuffix(_ENTRY) + _USED)
+                if not used.exists() or used.stat().st_size == 0:
+                    entry.unlink()
+                    used.unlink(missing_ok=True)
     except (OSError, filelock.Timeout) as error:
         logger.warning(
             "compiled programs are not kept: %s cannot be used (%s); set JAX_COMPILATION_CACHE_DIR to a "
@@ -93,16 +100,3 @@ def cache_folder() -> pathlib.Path:
     features = "\n".join(sorted(abilities or lines[:1]))
     kind = hashlib.sha256(features.encode()).hexdigest()[:8]
     return cache_root() / "jax" / f"{platform.machine()}-{kind}"
-
-
-def _remove_half_written(folder: pathlib.Path) -> None:
-    """Removes incomplete entries of killed processes. JAX would neither use nor replace nor evict them.
-
-    An entry is complete once its access time (`-atime`) is written, under the lock.
-    """
-    with filelock.FileLock(folder / _LOCK, timeout=_LOCK_TIMEOUT_S):
-        for entry in folder.glob(f"*{_ENTRY}"):
-            used = entry.with_name(entry.name.removesuffix(_ENTRY) + _USED)
-            if not used.exists() or used.stat().st_size == 0:
-                entry.unlink()
-                used.unlink(missing_ok=True)

@@ -109,22 +109,26 @@ def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
       UserError: the size of `data` is not a multiple of the number of slices.
     """
     shape = tuple(sizes.values())
+    in_order = np.empty(len(devices), object)
+    in_order[:] = devices
     if devices[0].platform != "tpu":
         # JAX gives each host of GPUs a slice_index of its own, which says nothing about a TPU's slices.
-        return _in_order(devices, shape)
-    num_slices = len({_slice_of(device) for device in devices})
+        return in_order.reshape(shape)
+    slice_of = lambda device: getattr(device, "slice_index", 0)  # noqa: E731
+    num_slices = len(set(map(slice_of, devices)))
     if sizes["data"] % num_slices:
         raise UserError(
             f"{len(devices)} devices in {num_slices} slices: the data axis of {sizes['data']} does not "
             "divide over them, and no other axis should cross the network between slices; choose a layout in "
             f"which d / (fsdp * expert * context) is a multiple of {num_slices}"
         )
-    for number in {_slice_of(device) for device in devices}:
-        chips = [device for device in devices if _slice_of(device) == number]
+    for number in set(map(slice_of, devices)):
+        chips = [device for device in devices if slice_of(device) == number]
         places = np.array([(*chip.coords, chip.core_on_chip) for chip in chips])
         if len(chips) != np.prod(places.max(axis=0) - places.min(axis=0) + 1):
             # JAX's own order needs a box without holes. A pool with a part of every host has holes.
-            return _in_order(sorted(devices, key=_slice_of), shape)
+            in_order[:] = sorted(devices, key=slice_of)
+            return in_order.reshape(shape)
     if num_slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     across = tuple(num_slices if axis == "data" else 1 for axis in sizes)
@@ -132,16 +136,6 @@ def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     return mesh_utils.create_hybrid_device_mesh(
         within, across, devices, allow_split_physical_axes=True
     )
-
-
-def _slice_of(device: Any) -> int:
-    return getattr(device, "slice_index", 0)
-
-
-def _in_order(devices: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    grid = np.empty(len(devices), object)
-    grid[:] = devices
-    return grid.reshape(shape)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str | None:

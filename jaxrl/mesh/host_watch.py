@@ -11,9 +11,8 @@ its last phase, and what to do.
 
 The store dies with process 0, and JAX then aborts the other processes before their threads can react, after
 a hundred lines of stack. The handler of that signal writes the line, and ends with the status of a lost
-process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2). What the
-kernel kills has no handler. So each process has a witness (`_WITNESS`), a second process that writes the line
-then.
+process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2).
+What the kernel kills, for want of memory, prints nothing itself; the others name it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -57,22 +55,6 @@ _REMEDY = (
     "look at the output and at the host of the lost one, then start all processes again with the same "
     "command: it goes on from what was saved"
 )
-
-# The program of the witness. Each line of its input names the watched process and its current phase. After an
-# orderly end the watched process kills its witness. If instead the input ends, the watched process died
-# without time for a message: killed by the kernel for want of memory, or by a person. It imports nothing
-# else, so that it starts quickly and stays small.
-_WITNESS = """
-import sys
-last = ""
-for line in sys.stdin:
-    last = line.rstrip("\\n")
-print(
-    f"error: {last} was ended before it could say why: by a signal, or for want of memory; {sys.argv[1]}",
-    file=sys.stderr,
-    flush=True,
-)
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +153,10 @@ class HostWatch:
           end: function that ends this process at once; replaced in tests.
         """
         self._store = store
-        self._me = Heartbeat(process, socket.gethostname(), 0, "starting")
+        self.phase = "starting"
+        self._process = process
+        self._host = socket.gethostname()
+        self._count = 0
         self._num_processes = num_processes
         self._lost_after_s = lost_after_s
         self._every_s = min(lost_after_s / _HEARTBEATS, _SLOWEST_HEARTBEAT_S)
@@ -180,36 +165,16 @@ class HostWatch:
         # Kept here as long as the kernel knows its address.
         self._handler = _Handler(self._on_abort)
         self._peers = Peers(process, num_processes, time.monotonic())
-        # Guards `_me`: the thread and the main thread both send heartbeats.
+        # The thread and the main thread both send heartbeats.
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._found = threading.Event()
         self._broken = False
-        self._witness: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._watch, name="host-watch", daemon=True)
 
-    @property
-    def phase(self) -> str:
-        return self._me.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        with self._lock:
-            self._me = dataclasses.replace(self._me, phase=phase)
-        self._tell_witness(self._name)
-
     def __enter__(self) -> HostWatch:
-        self._witness = subprocess.Popen(
-            [sys.executable, "-P", "-S", "-c", _WITNESS, _REMEDY],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            # A session of its own: signals to the run (Ctrl-C) do not reach it.
-            start_new_session=True,
-        )
-        self._tell_witness(self._name)
         self._thread.start()
-        if self._coordinator and self._me.process:
+        if self._coordinator and self._process:
             # Python's own handlers run later, in the main thread, which an abort does not wait for.
             ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
         return self
@@ -244,7 +209,7 @@ class HostWatch:
         self._leave(_FAILED)
         # Process 0 waits for the others. It holds the store; without it JAX ends them without a message.
         until_s = time.monotonic() + self._lost_after_s + 2 * self._every_s
-        while not self._me.process and time.monotonic() < until_s and not self._peers.all_gone:
+        while not self._process and time.monotonic() < until_s and not self._peers.all_gone:
             time.sleep(self._every_s)
             self._peers.note(self._read(), time.monotonic())
         self._end(_FAULT)
@@ -252,15 +217,11 @@ class HostWatch:
     def _leave(self, state: str) -> None:
         """Stops the watch and sends the last heartbeat."""
         self._stop.set()
-        if self._coordinator and self._me.process:
+        if self._coordinator and self._process:
             ctypes.CDLL(None).signal(signal.SIGABRT, None)
         self._thread.join(timeout=self._every_s)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(state)
-        witness, self._witness = self._witness, None
-        if witness is not None:
-            witness.kill()
-            witness.communicate()
 
     # The thread
 
@@ -288,10 +249,7 @@ class HostWatch:
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(_FAILED)
-        if self._witness is not None:
-            # Its pipe stays open: the main thread may be writing to it.
-            self._witness.kill()
-        if not self._me.process:
+        if not self._process:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
         self._end(EXIT_TRY_AGAIN)
@@ -307,15 +265,14 @@ class HostWatch:
                 f"{self._peers.name(0)} is gone, and the service of all with it; {self._name} ends, with "
                 f"status {EXIT_TRY_AGAIN}: {_REMEDY}"
             )
-            if self._witness is not None:
-                self._witness.kill()
             self._end(EXIT_TRY_AGAIN)
 
     def _send(self, state: str) -> None:
         with self._lock:
-            self._me = dataclasses.replace(self._me, count=self._me.count + 1, state=state)
-            text = json.dumps(dataclasses.asdict(self._me))
-        self._store.key_value_set(f"{_PREFIX}{self._me.process}", text, allow_overwrite=True)
+            self._count += 1
+            sent = Heartbeat(self._process, self._host, self._count, self.phase, state)
+            text = json.dumps(dataclasses.asdict(sent))
+        self._store.key_value_set(f"{_PREFIX}{self._process}", text, allow_overwrite=True)
 
     def _read(self) -> list[Heartbeat]:
         return [Heartbeat(**json.loads(text)) for _, text in self._store.key_value_dir_get(_PREFIX)]
@@ -323,17 +280,7 @@ class HostWatch:
     @property
     def _name(self) -> str:
         """This process and its phase, for messages."""
-        me = self._me
-        return f"process {me.process} of {self._num_processes} (host {me.host}, {me.phase})"
+        return f"process {self._process} of {self._num_processes} (host {self._host}, {self.phase})"
 
     def _say(self, text: str) -> None:
         print(f"error: {text}", file=sys.stderr, flush=True)
-
-    # The witness
-
-    def _tell_witness(self, text: str) -> None:
-        witness = self._witness
-        if witness is not None and witness.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                witness.stdin.write(text.replace("\n", " ") + "\n")
-                witness.stdin.flush()

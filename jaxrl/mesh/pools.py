@@ -296,24 +296,20 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
             first, last = taken, taken + pool.num_devices - 1
         else:
             first, last = pool.span
-        taken = last + 1
-        placed.append(
-            PlacedPool(pool, tuple(_share(pool, list(by_process.values()), first, last + 1)))
-        )
+        taken, num_hosts = last + 1, len(by_process)
+        # An equal number of devices from each process.
+        if first % num_hosts or taken % num_hosts:
+            raise UserError(
+                f"pool {pool.name} takes devices {first} to {last} of {num_hosts} processes, which do not "
+                f"have equal shares of it; make the size of every pool a multiple of {num_hosts}"
+            )
+        shared = num_hosts * min(map(len, by_process.values()))
+        if taken > shared:
+            raise UserError(
+                f"pool {pool.name} takes devices {first} to {last}, this run has 0 to {shared - 1}; move it, "
+                "or make pools smaller"
+            )
+        part = slice(first // num_hosts, taken // num_hosts)
+        own = (device for host in by_process.values() for device in host[part])
+        placed.append(PlacedPool(pool, tuple(own)))
     return Placement(tuple(placed))
-
-
-def _share(pool: Pool, hosts: list[list[Any]], first: int, end: int) -> list[Any]:
-    """Devices `first` to `end` (exclusive) of the run, an equal number from each process."""
-    n = len(hosts)
-    if first % n or end % n:
-        raise UserError(
-            f"pool {pool.name} takes devices {first} to {end - 1} of {n} processes, which do not have equal "
-            f"shares of it; make the size of every pool a multiple of {n}"
-        )
-    if end > n * min(map(len, hosts)):
-        raise UserError(
-            f"pool {pool.name} takes devices {first} to {end - 1}, this run has 0 to "
-            f"{n * min(map(len, hosts)) - 1}; move it, or make pools smaller"
-        )
-    return [device for own in hosts for device in own[first // n : end // n]]

@@ -133,10 +133,6 @@ class Bucket:
             state = self.gather_program(state, leaves[0])
         return [state[0]]
 
-    def slice(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Moves the leaves back to the training layout."""
-        return self.slice_program(leaves)
-
     @functools.cached_property
     def gather_program(self) -> Any:
         """The compiled `gather`; for a leaf in slices, the program that moves one slice."""
@@ -151,16 +147,15 @@ class Bucket:
 
     @functools.cached_property
     def slice_program(self) -> Any:
-        """The compiled `slice`."""
+        """The compiled program that moves the leaves back to the training layout."""
         return jax.jit(lambda leaves: leaves, out_shardings=[w.train for w in self.weights])
 
     @functools.cached_property
     def _empty_program(self) -> Any:
         (weight,) = self.weights
-        return jax.jit(
-            lambda: (_zeros(weight.abstract(generate=True)), jnp.int32(0)),
-            out_shardings=self._state_shardings,
-        )
+        shapes = weight.abstract(generate=True)
+        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)  # noqa: E731
+        return jax.jit(lambda: (zeros(), jnp.int32(0)), out_shardings=self._state_shardings)
 
     @property
     def _state_shardings(self) -> tuple[Any, NamedSharding]:
@@ -201,10 +196,6 @@ def _cast(weight: Weight, leaf: jax.Array) -> Any:
     # travels.
     where = weight.stored.shardings(leaf.shape, weight.train)
     return jax.lax.with_sharding_constraint(weight.stored.cast(leaf), where)
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 class Resharding:
@@ -290,7 +281,7 @@ class Resharding:
         assert self.donate, "the training copy still exists; drop the generation copy instead"
         leaves = jax.tree.leaves(params)
         for bucket in reversed(self.buckets):
-            self._replace(leaves, bucket, bucket.slice)
+            self._replace(leaves, bucket, bucket.slice_program)
         return jax.tree.unflatten(self._structure, leaves)
 
     def _replace(self, leaves: list[jax.Array], bucket: Bucket, move: Any) -> None:
@@ -326,7 +317,13 @@ def _buckets(weights: list[Weight], bucket_bytes: int) -> Iterator[Bucket]:
     for i in moving:
         size = weights[i].program_bytes
         if size > bucket_bytes:
-            yield Bucket((i,), (weights[i],), _num_slices(weights[i], bucket_bytes))
+            # The fewest equal slices that fit into a bucket; one if no dimension can be sliced.
+            dim, num_slices = weights[i].whole_dim, 1
+            if dim is not None:
+                length, fewest = weights[i].shape[dim], math.ceil(size / bucket_bytes)
+                equal = (n for n in range(fewest, length) if length % n == 0)
+                num_slices = next(equal, length)
+            yield Bucket((i,), (weights[i],), num_slices)
             continue
         if size > room and gathered:
             yield Bucket(tuple(gathered), tuple(weights[j] for j in gathered))
@@ -335,15 +332,6 @@ def _buckets(weights: list[Weight], bucket_bytes: int) -> Iterator[Bucket]:
         room -= size
     if gathered:
         yield Bucket(tuple(gathered), tuple(weights[j] for j in gathered))
-
-
-def _num_slices(weight: Weight, bucket_bytes: int) -> int:
-    """The fewest equal slices that fit into a bucket; 1 if no dimension can be sliced."""
-    if weight.whole_dim is None:
-        return 1
-    size = weight.shape[weight.whole_dim]
-    fewest = math.ceil(weight.program_bytes / bucket_bytes)
-    return next((n for n in range(fewest, size) if size % n == 0), size)
 
 
 class Transfer:

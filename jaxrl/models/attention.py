@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.errors import UserError
-from jaxrl.models.attention_kind import FULL, AttentionKind
+from jaxrl.models.attention_kind import FULL, AttentionKind, picked
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import TreeSegments, xla_attention
@@ -89,29 +88,15 @@ def pick_implementation(
         and not (softcap or tree),
         "xla": True,
     }
-    if requested == "auto":
-        return next(name for name, can_run in runs.items() if can_run)
-    if requested not in runs:
-        raise UserError(
-            f"unknown attention implementation {requested!r}; "
-            f"use auto or one of {', '.join(IMPLEMENTATIONS)}"
-        )
-    if platform is None:
-        return "xla"
-    if not runs[requested]:
-        rule = {
-            "splash": "TPUs",
-            "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
-        }[requested]
-        asked = " with capped scores" if softcap else ""
-        if tree:
-            asked += " with shared prompts (train.share_prompts)"
-            rule += " without them,"
-        raise UserError(
-            f"attention implementation {requested!r} on {platform} in {dtype.name}{asked}: "
-            f"it runs on {rule} only; use auto or xla"
-        )
-    return requested
+    rules = {
+        "splash": "TPUs",
+        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
+    }
+    asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
+    if tree:
+        asked += " with shared prompts (train.share_prompts)"
+        rules = {name: f"{rule} without them," for name, rule in rules.items()}
+    return picked("attention implementation", requested, platform, runs, rules, asked)
 
 
 def pick_block_tokens(platform: str | None, *, tree: bool = False) -> int:

@@ -1,11 +1,17 @@
-"""The kind of attention of a layer: full or sliding window, with or without capped scores."""
+"""The kind of attention of a layer: full or sliding window, with or without capped scores.
+
+Also the choice among implementations of attention, for whole sequences and for decoding.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+
+from jaxrl.errors import UserError
 
 # A window larger than any sequence.
 _EVERYTHING = 2**30
@@ -45,3 +51,37 @@ class AttentionKind:
 
 # Full attention without a cap.
 FULL = AttentionKind()
+
+
+def picked(
+    what: str,
+    requested: str,
+    platform: str | None,
+    runs: Mapping[str, bool],
+    rules: Mapping[str, str],
+    asked: str,
+) -> str:
+    """The requested implementation if it can run, or for "auto" the first that can.
+
+    Args:
+      what: what is implemented, for messages.
+      requested: a key of `runs`, or "auto".
+      platform: platform of the devices; None if only shapes are computed, for which "xla" stands.
+      runs: whether each implementation can run there; "xla" always can, and is last.
+      rules: where the others run, for messages.
+      asked: the case at hand, for messages.
+
+    Raises:
+      UserError: `requested` is unknown or cannot run there.
+    """
+    if requested == "auto":
+        return next(name for name, can_run in runs.items() if can_run)
+    if requested not in runs:
+        raise UserError(f"unknown {what} {requested!r}; use auto or one of {', '.join(runs)}")
+    if platform is None:
+        return "xla"
+    if not runs[requested]:
+        raise UserError(
+            f"{what} {requested!r} on {platform} {asked}: it runs on {rules[requested]} only; use auto or xla"
+        )
+    return requested

@@ -22,10 +22,8 @@ def moved_as_bits(move: Callable[..., Any], *trees: Any) -> Any:
     Elsewhere it gets the arrays as they are: with bits XLA would copy a TPU's whole cache.
     """
 
-    def move_bits(*trees: Any) -> Any:
-        return from_bits(move(*to_bits(trees)))
-
-    return jax.lax.platform_dependent(*trees, cpu=move_bits, default=move)
+    as_bits = lambda *trees: from_bits(move(*to_bits(trees)))  # noqa: E731
+    return jax.lax.platform_dependent(*trees, cpu=as_bits, default=move)
 
 
 def to_bits(tree: Any) -> Any:

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.bits import from_bits, to_bits
 from jaxrl.models.experts import ExpertLayer, apply_experts
-from jaxrl.models.low_precision import Product
 from jaxrl.quantized import Quantized
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
@@ -111,11 +110,6 @@ def _values_and_scale(
     return weight, None
 
 
-def _unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    del axes
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Compute:
     """Implementation choices of a forward pass. They change its result only by rounding.
@@ -129,7 +123,6 @@ class Compute:
       unroll: layers per iteration of the scan; the number of layers suits shallow models on CPU.
       flat: flatten all tokens into one dimension for matmuls. On CPU, XLA takes twice as long for a weight
         gradient that is summed over two dimensions. On a mesh that splits both, flattening would gather one.
-      in_8_bits: 8-bit matmul for projections; None for `product`.
       sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum; 0 lets XLA
         choose. Each part is summed on one device, and parts are added in one order, so the result is the same
         for every degree of tensor parallelism that divides the number.
@@ -139,29 +132,13 @@ class Compute:
 
     dtype: Any = jnp.float32
     remat: str = "none"
-    constrain: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] = _unconstrained
+    constrain: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] = lambda x, axes: x
     experts: ExpertLayer = apply_experts
     layers: Callable[..., tuple[jax.Array, tuple[Any, Any]]] = scan_layers
     unroll: int = 1
     flat: bool = False
-    in_8_bits: Product | None = None
     sum_parts: int = 0
     wide_results: bool = False
-
-    def projection(
-        self,
-        x: jax.Array,
-        weight: jax.Array | Quantized,
-        *,
-        num_summed: int,
-        splits_sum: bool = False,
-    ) -> jax.Array:
-        """The matmul of a projection inside the layers: `in_8_bits` if set, else `product`."""
-        if self.in_8_bits is None or isinstance(weight, Quantized):
-            return self.product(x, weight, num_summed=num_summed, splits_sum=splits_sum)
-        lead = x.shape[: x.ndim - num_summed]
-        out = self.in_8_bits(self._flattened(x, num_summed), weight, num_summed)
-        return out.reshape(*lead, *weight.shape[num_summed:])
 
     def product(
         self,
@@ -187,7 +164,8 @@ class Compute:
         if splits_sum and self.sum_parts:
             return self._product_in_parts(x, weight, num_summed)
         lead = x.shape[: x.ndim - num_summed]
-        x = self._flattened(x, num_summed)
+        if self.flat:
+            x = x.reshape(math.prod(lead), *x.shape[len(lead) :])
         values, scale = _values_and_scale(weight, num_summed)
         sum_type = jnp.float32 if self.wide_results or scale is not None else out_type
         out = jnp.tensordot(
@@ -256,8 +234,3 @@ class Compute:
         if scale is not None:
             total = total * jnp.expand_dims(scale.reshape(-1), range(total.ndim - 1))
         return total.astype(self.dtype).reshape(*lead, *outs)
-
-    def _flattened(self, x: jax.Array, num_summed: int) -> jax.Array:
-        """[..., *summed] as [tokens, *summed] if `flat` is set."""
-        lead = x.ndim - num_summed
-        return x.reshape(math.prod(x.shape[:lead]), *x.shape[lead:]) if self.flat else x

@@ -220,7 +220,11 @@ class Decoder(nnx.Module):
             rotations, live_BT, attend_in = row_in
             module, kind = nnx.merge(layer_graph, layer_weights), self._kind(slides)
             attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
-            rotation = _rotation_of(rotations, kind)
+            rotation, local = rotations
+            if local is not None and kind.window:
+                # Layers of both kinds share a scan: the one of this layer is chosen by value.
+                chosen = lambda a, b: a if kind.slides is None else jnp.where(kind.slides, a, b)  # noqa: E731
+                rotation = jax.tree.map(chosen, local, rotation)
             x_BTD = checkpoint_name(x_BTD, "layer_in")
             x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, compute)
             return x_BTD, tuple(outputs)
@@ -276,16 +280,6 @@ class Decoder(nnx.Module):
         return compute.product(hidden, self.score_head[...], out_type=jnp.float32)
 
 
-def _rotation_of(rotations: tuple[Any, Any], kind: AttentionKind) -> tuple[jax.Array, jax.Array]:
-    """Selects the cosines and sines of a layer from the two pairs of `Decoder._rotations`."""
-    (whole, local), slides = rotations, kind.slides
-    if local is None or not kind.window:
-        return whole
-    if slides is None:
-        return local
-    return jax.tree.map(lambda a, b: jnp.where(slides, a, b), local, whole)
-
-
 def rotary_angles(
     positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -294,20 +288,16 @@ def rotary_angles(
     Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is not None:
-        frequency = _stretch_wavelengths(frequency, scaling)
+    if scaling is not None and scaling.kind == "linear":
+        frequency = frequency / scaling.factor
+    elif scaling is not None:
+        # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
+        turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
     angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def _stretch_wavelengths(frequency: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Divides frequencies by `factor`: all of them, or the low ones with a smooth transition (Llama 3.1)."""
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = jnp.clip(keep, 0.0, 1.0)
-    return frequency * (keep + (1 - keep) / scaling.factor)
 
 
 def rotate(
@@ -333,17 +323,13 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract, nnx.Param)
     shapes = nnx.to_pure_dict(state)
-    axes = nnx.to_pure_dict(
-        jax.tree.map(_axes_of, state, is_leaf=lambda v: isinstance(v, nnx.Param))
-    )
+    axes_of = lambda param: param.replace(param.get_metadata()["axes"])  # noqa: E731
+    is_param = lambda leaf: isinstance(leaf, nnx.Param)  # noqa: E731
+    axes = nnx.to_pure_dict(jax.tree.map(axes_of, state, is_leaf=is_param))
     axes["layers"] = jax.tree.map(
         lambda names: ("layers", *names), axes["layers"], is_leaf=lambda v: isinstance(v, tuple)
     )
     return graph, shapes, axes
-
-
-def _axes_of(param: nnx.Param) -> nnx.Variable:
-    return param.replace(param.get_metadata()["axes"])
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

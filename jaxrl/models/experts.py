@@ -148,20 +148,16 @@ class _Tiles(NamedTuple):
     place_M: jax.Array
 
 
-def _tile_sizes(num_pairs: int, num_held: int) -> tuple[int, int, int]:
-    """(K, n, t) that suffice for this number of pairs, however they are distributed over experts."""
-    half = max(1, num_pairs // (2 * num_held))
-    rows = min(_MOST_ROWS, max(8, 1 << (half.bit_length() - 1)))
-    # Each expert may end in a tile that is not full: up to one more tile per expert.
-    tiles = num_pairs // rows + num_held
-    in_chunk = max(1, min(tiles // _FEWEST_CHUNKS, _CHUNK_ROWS // rows))
-    return -(-tiles // in_chunk), in_chunk, rows
-
-
 def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
     """Cuts the sorted pairs of each expert into tiles; a token has `per_token` pairs."""
     num_pairs = held_M.shape[0]
-    chunks, in_chunk, rows = _tile_sizes(num_pairs, num_held)
+    # (K, n, t) that suffice for this number of pairs, however they are distributed over experts. Each expert
+    # may end in a tile that is not full: up to one more tile per expert.
+    half = max(1, num_pairs // (2 * num_held))
+    rows = min(_MOST_ROWS, max(8, 1 << (half.bit_length() - 1)))
+    most = num_pairs // rows + num_held
+    in_chunk = max(1, min(most // _FEWEST_CHUNKS, _CHUNK_ROWS // rows))
+    chunks = -(-most // in_chunk)
     order_M = jnp.argsort(held_M).astype(jnp.int32)
     count = jnp.bincount(held_M, length=num_held + 1)[:num_held].astype(jnp.int32)
     first_row = jnp.cumsum(count) - count
@@ -211,10 +207,6 @@ def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles) -> jax.Arr
     return _rows(jax.lax.map(chunk, (tiles.expert_Kn, tiles.token_Knt)), tiles)
 
 
-def _in_tiles_forward(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles):
-    return _in_tiles(x_ND, weights, tiles), (x_ND, weights, tiles)
-
-
 def _in_tiles_backward(saved, d_out_MD: jax.Array):
     x_ND, weights, tiles = saved
     num_held = weights["gate"]["weight"].shape[0]
@@ -250,7 +242,7 @@ def _in_tiles_backward(saved, d_out_MD: jax.Array):
     )
 
 
-_in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
+_in_tiles.defvjp(lambda *of: (_in_tiles(*of), of), _in_tiles_backward)
 
 
 def _sum_type(array: jax.Array) -> Any:

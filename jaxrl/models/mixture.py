@@ -75,19 +75,6 @@ class MixtureOfExperts(nnx.Module):
                 share_BTA = share_BTA / share_BTA.sum(-1, keepdims=True)
             # Padding gets an expert number that no expert has.
             expert_BTA = jnp.where(live_BT[..., None], expert_BTA, config.num_experts)
-        weights, axes = self._experts(compute)
-        out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes)
-        routing = Routing(
-            chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
-                : config.num_experts
-            ].astype(jnp.float32),
-            probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
-            num_tokens=live_BT.sum(dtype=jnp.float32),
-        )
-        return checkpoint_name(out_BTD, "mlp_out"), routing
-
-    def _experts(self, compute: Compute):
-        """Weights of the experts and their logical axes, as `models.experts` takes them."""
         weights, axes = {}, {}
         for name in ("gate", "up", "down"):
             projection: Projection = getattr(self, name)
@@ -101,7 +88,15 @@ class MixtureOfExperts(nnx.Module):
             }
             if projection.has_adapter:
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
-        return weights, axes
+        out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes)
+        routing = Routing(
+            chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
+                : config.num_experts
+            ].astype(jnp.float32),
+            probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
+            num_tokens=live_BT.sum(dtype=jnp.float32),
+        )
+        return checkpoint_name(out_BTD, "mlp_out"), routing
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:

@@ -181,20 +181,17 @@ class ModelConfig:
                 f"experts_per_token {self.experts_per_token} of num_experts {self.num_experts}: a token "
                 "goes to at least one expert of a mixture and at most to all; a dense model has 0 of 0"
             )
-        self._check_attention_kinds()
-        if self.num_experts and self.activation != "silu":
-            raise ValueError(
-                f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
-                "silu; use it, or a dense model"
-            )
-
-    def _check_attention_kinds(self) -> None:
         if not self.layer_pattern:
             raise ValueError("layer_pattern is empty; name the attention of one layer or more")
         if any(self.sliding_layers) != bool(self.sliding_window):
             raise ValueError(
                 f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
                 "with sliding layers has a window of 1 or more tokens, another has 0"
+            )
+        if self.num_experts and self.activation != "silu":
+            raise ValueError(
+                f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
+                "silu; use it, or a dense model"
             )
 
     @property

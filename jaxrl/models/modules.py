@@ -72,7 +72,7 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
         summed: Any = {"num_summed": self.num_ins, "splits_sum": self.splits_sum}
-        out = compute.projection(x, self.weight.get_value(), **summed)
+        out = compute.product(x, self.weight.get_value(), **summed)
         if self.has_bias:
             bias = self.bias[...].astype(compute.dtype)
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))

@@ -16,6 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.algos.kl import over_vocabulary
+from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
+from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.offload import check_host_memory, offload, onloaded_copy
@@ -41,11 +43,8 @@ from jaxrl.models.attention import (
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
 from jaxrl.models.experts import experts_for
-from jaxrl.models.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
-from jaxrl.models.low_precision import matmul_in
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.truncation import Truncation
 from jaxrl.roles.redraw import Draws, same_token_fraction
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch
@@ -103,7 +102,6 @@ class PackedModel:
         if model.lora.rank:
             self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
         self.state_rules = state_rules
-        _check_matmuls(train, model)
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
         if train.shares_prompts and model.sliding_window:
@@ -122,7 +120,6 @@ class PackedModel:
             ),
             unroll=layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
-            in_8_bits=matmul_in(train.matmuls),
             wide_results=platform_of(mesh) == "cpu",
         )
         # Checks the setting; a batch with shared prompts may come later.
@@ -164,7 +161,7 @@ class PackedModel:
         """Log-probability and entropy [R, T] of every trained token, and the routing of a mixture of experts.
 
         `statistic` replaces the entropy, and `truncation` renormalises the log-probabilities: see
-        `models.logprobs.token_logprobs`.
+        `algos.logprobs.token_logprobs`.
         """
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
@@ -269,7 +266,7 @@ class PackedModel:
         return logprob, entropy, kl, out.routing
 
     def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
-        """The arguments of `models.logprobs.from_past` that say how logits are cut into chunks."""
+        """The arguments of `algos.logprobs.from_past` that say how logits are cut into chunks."""
         vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
         shards = parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
         return {
@@ -336,15 +333,6 @@ class Frozen(PackedModel):
         if self._offload:
             return onloaded_copy(self._params, self.train_shardings)
         return self._params
-
-
-def _check_matmuls(train: TrainConfig, model: ModelConfig) -> None:
-    """Raises UserError if the model does not support 8-bit matmuls."""
-    if train.matmuls != "full" and model.num_experts:
-        raise UserError(
-            f"train.matmuls {train.matmuls!r} does not reach the {model.num_experts} experts of this "
-            "model, whose products are grouped; set it to 'full'"
-        )
 
 
 def micro_of(batch: Any, u, m) -> Any:

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl.algos.logprobs import squared_probabilities
+from jaxrl.algos.truncation import Truncation, kept_tokens
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding, Transfer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
-from jaxrl.models.logprobs import squared_probabilities
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.truncation import Truncation, kept_tokens
 from jaxrl.models.weight_types import weight_types
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.logprobs import from_past
+from jaxrl.algos.logprobs import from_past
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import Truncation, draw, gumbel_noise, sample_keys
 from jaxrl.types import Completions, PackedBatch
@@ -90,7 +90,7 @@ def same_token_fraction(
     Tokens before `Truncation.min_tokens` do not count, because the sampler forbade stop ids there.
 
     Args:
-      logits_of, chunk_tokens, shards: as for `models.logprobs.token_logprobs`.
+      logits_of, chunk_tokens, shards: as for `algos.logprobs.token_logprobs`.
       hidden_RTD: last hidden states.
       micro: the microbatch, [R, T] per field.
       draws: see `Draws`.

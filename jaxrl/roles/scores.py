@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxrl.algos.logprobs import last_scores, values_before
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.models.decoder import Params, score_config, score_params
-from jaxrl.models.logprobs import last_scores, values_before
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import Learner

@@ -39,10 +39,6 @@ class TrainConfig:
     """Data type of activations and of weights frozen below adapters. Master weights are
     float32.
     """
-    matmuls: Literal["full", "int8", "fp8"] = "full"
-    """Precision of the layers' projections, forward and backward: "full" (`dtype`), "int8" or
-    "fp8" (needs the extra `qwix`). It does not apply to sampling.
-    """
     remat: Literal["full", "projections", "offload", "none"] = "none"
     """Activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`."""
     pipeline_microbatches: Annotated[int, coefficient()] = 0

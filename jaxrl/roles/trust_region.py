@@ -78,13 +78,10 @@ class TrustRegionActor(Actor):
         Raises:
           UserError: settings whose programs cannot be differentiated twice.
         """
-        once = {
-            f"train.matmuls {train.matmuls!r}; set it to 'full'": train.matmuls != "full",
-            f"a mixture of {model.num_experts} experts; take a dense model": model.num_experts > 0,
-        }
-        for remedy in (remedy for remedy, is_set in once.items() if is_set):
+        if model.num_experts:
             raise UserError(
-                f"the Fisher matrix of a trust region is a second derivative, and there is none of {remedy}"
+                "the Fisher matrix of a trust region is a second derivative, and there is none of a "
+                f"mixture of {model.num_experts} experts; take a dense model"
             )
         super().__init__(model, mesh, train=train, **options)
         # No moments: the step follows from the batch alone.

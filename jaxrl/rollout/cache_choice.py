@@ -7,6 +7,7 @@ Kernels for attention to the past, and the gathering of pages, run on each devic
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.devices import platform_of
 from jaxrl.mesh.rules import GENERATE_RULES, Rules, axes_of, partition_spec, per_device, shards_of
+from jaxrl.models.cache.cache_kind import Cache, CacheKind, PastAttention
 from jaxrl.models.cache.cached_attention import PartialAttention
-from jaxrl.models.cache.contiguous_cache import ContiguousCache, PastAttention
-from jaxrl.models.cache.interface import Cache, CacheKind
 from jaxrl.models.cache.kv_cache import CacheShape, KVCache, PagedSlots, cache_axes
 from jaxrl.models.cache.paged_cache import Gather, PagedCache, gathered_pages
 from jaxrl.models.kernels.paged_attention import KERNELS, pick_decode_implementation
@@ -75,10 +75,10 @@ def choose_cache(
     if implementation != "xla" and (by_table or pages is None):
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
-        contiguous = ContiguousCache(shape, kernel=kernel, by_number=one_stage)
+        contiguous = CacheKind(shape, kernel=kernel, by_number=one_stage)
     else:
         unrolled = unroll >= model.num_layers and one_stage
-        by_table, contiguous = False, ContiguousCache(shape, unrolled)
+        by_table, contiguous = False, CacheKind(shape, unrolled)
     if pages is None:
         return contiguous
     if platform == "cpu":
@@ -87,7 +87,12 @@ def choose_cache(
             "times as fast as with 'contiguous'; set it to contiguous unless its memory is short"
         )
     gather = None if by_table else page_gathering(mesh, GENERATE_RULES)
-    return PagedCache(contiguous, pages.page_tokens, pages.num_pages * pages.shards, gather)
+    return PagedCache(
+        **{field.name: getattr(contiguous, field.name) for field in dataclasses.fields(contiguous)},
+        page_tokens=pages.page_tokens,
+        num_pages=pages.num_pages * pages.shards,
+        gather=gather,
+    )
 
 
 def past_attention(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.models.cache.interface import Cache
+from jaxrl.models.cache.cache_kind import Cache
 from jaxrl.rollout.sampling import Truncation
 
 

@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.cache.contiguous_cache import stacked_layers
-from jaxrl.models.cache.interface import Attention, Cache, DecodeStep
+from jaxrl.algos.logprobs import log_softmax_entropy, of_tokens
+from jaxrl.algos.truncation import kept_tokens
+from jaxrl.models.cache.cache_kind import Attention, Cache, DecodeStep, stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
-from jaxrl.models.logprobs import log_softmax_entropy, of_tokens
-from jaxrl.models.truncation import kept_tokens
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
 from jaxrl.rollout.slot_programs import SlotPrograms

@@ -64,7 +64,7 @@ class RolloutConfig(EngineSettings):
     top_p: Annotated[float, TOP_P] = 1.0
     min_p: Annotated[float, MIN_P] = 0.0
     min_response_tokens: Annotated[int, token_count(0)] = 0
-    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`.
+    """Limits on the tokens that can be drawn, as in `algos.truncation.Truncation`.
     `algorithm.truncated_logprobs` says what training makes of the first three.
     """
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...] = ()

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.algos.truncation import Truncation, as_rows, least_before_top_p, total
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
-from jaxrl.models.truncation import Truncation, as_rows, least_before_top_p, total
 from jaxrl.rollout.environment import Environment
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
@@ -178,7 +178,7 @@ def forbid(
 def draw(logits_SV: jax.Array, noise_SV: jax.Array, truncation: Truncation) -> jax.Array:
     """Int32 [S]: draws with `sample_tokens` among the tokens inside the truncation.
 
-    Which ones these are, `models.truncation.least_kept` says.
+    Which ones these are, `algos.truncation.least_kept` says.
     """
     limits = jax.tree.map(lambda x: x[:, None], truncation)
     return jax.lax.cond(

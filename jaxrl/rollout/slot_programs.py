@@ -34,7 +34,7 @@ from jaxrl.mesh.rules import (
     shardings,
     with_shardings,
 )
-from jaxrl.models.cache.interface import Cache, CacheKind
+from jaxrl.models.cache.cache_kind import Cache, CacheKind
 from jaxrl.models.cache.kv_cache import copy_slots, take_slots, with_capacity, write_slots
 from jaxrl.models.cache.paged_cache import PagedCache
 from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix

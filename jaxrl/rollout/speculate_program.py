@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.cache.contiguous_cache import stacked_layers
+from jaxrl.models.cache.cache_kind import stacked_layers
 from jaxrl.models.decoder import Decoder, Params
 from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
 from jaxrl.rollout.generate_program import ModelPrograms, sample, seen_tokens

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.data import model_directory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 from jaxrl.hub.local_paths import local_model
@@ -21,6 +20,7 @@ from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
+from jaxrl.serving import model_directory
 from jaxrl.serving.serve_config import ServeConfig
 
 # Fraction of a device's memory for weights and caches; the rest is for temporaries of programs.

@@ -145,7 +145,7 @@ def test_truths_and_held_out_prompts_are_looked_at_as_they_are_made():
 
     source = read(function('return {"question": f"{index} = ?", "answer": index}'))
     held_out = [source.records[2]]
-    checked = source.without_prompts_of(held_out).with_readable_truths(validate, refuse=False)
+    checked = source.without_prompts_of(held_out).with_readable_truths(validate)
     assert [record.answer for record in checked.records] == [
         str(n) for n in range(0, 64, 2) if n != 2
     ]

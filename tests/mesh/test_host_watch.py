@@ -175,7 +175,7 @@ def test_an_abort_of_its_own_is_no_loss_of_process_0():
         errors = [process.communicate(timeout=100)[1] for process in processes]
     assert processes[1].returncode == -signal.SIGABRT
     assert processes[0].returncode == EXIT_TRY_AGAIN, errors[0]
-    assert "is gone" not in errors[1] and "error: process 1 of 2 (host " in errors[1]
+    assert "is gone" not in errors[1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -187,8 +187,6 @@ def test_a_killed_process_is_named(victim):
             assert survivor.poll() is None, survivor.stderr.read()
         processes[victim].send_signal(signal.SIGKILL)
         errors = [process.communicate(timeout=60)[1].splitlines() for process in processes]
-    # The witness of the killed one.
-    assert f"error: process {victim} of 2 (host " in errors[victim][-1]
     if victim:
         assert survivor.returncode == EXIT_TRY_AGAIN
         assert "error: process 1 (host " in errors[0][-1] and "step " in errors[0][-1]

@@ -10,6 +10,7 @@ import pytest
 from closeness import BFLOAT16, assert_close
 from flax import nnx
 
+from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -20,7 +21,6 @@ from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.experts import apply_experts_in_tiles
-from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.mixture import load_balancing_loss
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.traffic import collectives

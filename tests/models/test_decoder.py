@@ -8,6 +8,7 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 
+from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
@@ -17,7 +18,6 @@ from jaxrl.models.decoder import (
     rotary_angles,
     rotate,
 )
-from jaxrl.models.logprobs import token_logprobs
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 TINY = ModelConfig(

@@ -11,6 +11,7 @@ from extras import import_extra
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
+from jaxrl.algos.logprobs import last_scores
 from jaxrl.errors import UserError
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
@@ -18,7 +19,6 @@ from jaxrl.models.decoder import decoder_graph, init_params, score_config, score
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_params
-from jaxrl.models.logprobs import last_scores
 from jaxrl.models.model_config import ModelConfig
 
 ACTOR = ModelConfig(

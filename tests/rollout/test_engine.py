@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from jaxrl.models.cache.interface import cache_bytes
 
+from jaxrl.algos.logprobs import log_softmax_entropy
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
-from jaxrl.models.cache.interface import cache_bytes
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
-from jaxrl.models.logprobs import log_softmax_entropy
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import sampler_shapes
 from jaxrl.roles.learner import TrainState

@@ -81,19 +81,8 @@ class CacheShape:
     dtype: Any
     keys_last: str = "length"
 
-    def empty(self, num_slots: int, capacity: int) -> KVCache:
-        """Zeros for all layers."""
-        return self._zeros((self.num_layers, num_slots), capacity)
-
-    def empty_layer(self, num_slots: int, capacity: int) -> KVCache:
-        """Zeros for one layer, without L."""
-        return self._zeros((num_slots,), capacity)
-
-    def holding(self, k_TKH: jax.Array, v_TKH: jax.Array) -> KVCache:
-        """A cache that holds exactly the given keys and values, [.., T, K, H]."""
-        return cache_of(k_TKH, v_TKH, self.dtype, self.keys_last)
-
-    def _zeros(self, leading: tuple[int, ...], capacity: int) -> KVCache:
+    def empty(self, leading: tuple[int, ...], capacity: int) -> KVCache:
+        """Zeros with the leading dimensions (L, B), or (B,) for one layer."""
         K, H, C = self.num_kv_heads, self.head_dim, capacity
         scales: Any = [None, None]
         if self.dtype == jnp.int8:
@@ -105,6 +94,10 @@ class CacheShape:
             *scales,
             keys_last=self.keys_last,
         )
+
+    def holding(self, k_TKH: jax.Array, v_TKH: jax.Array) -> KVCache:
+        """A cache that holds exactly the given keys and values, [.., T, K, H]."""
+        return cache_of(k_TKH, v_TKH, self.dtype, self.keys_last)
 
 
 def cache_axes(cache: KVCache) -> KVCache:

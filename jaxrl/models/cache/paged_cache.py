@@ -2,7 +2,7 @@
 
     pool [L, pages, K, page, H]   table [n, P]   buffer [L, n, K, W, H]   prefix [L, n, K, C, H]
 
-Prefixes and the buffer of a dispatch are contiguous caches of another kind. A dispatch reads the pages, by a
+Prefixes and the buffer of a dispatch are contiguous caches. A dispatch reads the pages, by a
 kernel that follows the table or by gathering them once, and appends the buffer to them at its end.
 
 A pool is a contiguous cache whose "slots" are pages: its axis "batch" counts pages, "length" the tokens of a
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.cache.interface import Attention, Cache, CacheKind, CachePass, DecodeStep
+from jaxrl.models.cache.cache_kind import Cache, CacheKind, DecodeStep
 from jaxrl.models.cache.kv_cache import PagedSlots, starts, with_capacity
 from jaxrl.models.decoder import Decoder
 
@@ -29,22 +29,21 @@ Gather: TypeAlias = Callable[[PagedSlots, PagedSlots], Cache]
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedCache:
-    """Slots are `PagedSlots`; prefixes and buffers are caches of the kind `contiguous`.
+class PagedCache(CacheKind):
+    """Slots are `PagedSlots`; prefixes and buffers are contiguous, and so is the pool, with other sizes.
+
+    Without `gather` the kernel must take `PagedSlots`.
 
     Attributes:
-      contiguous: kind of prefixes, buffers and, with other sizes, of the pool. Without `gather` its kernel
-        must take `PagedSlots`.
       page_tokens: number of tokens of a page.
       num_pages: number of pages, over all devices that share the slots.
       gather: function that gathers the pages of all slots before each dispatch; None if a kernel follows the
         table.
     """
 
-    contiguous: CacheKind
-    page_tokens: int
-    num_pages: int
-    gather: Gather | None
+    page_tokens: int = dataclasses.field(kw_only=True)
+    num_pages: int = dataclasses.field(kw_only=True)
+    gather: Gather | None = dataclasses.field(kw_only=True)
 
     @property
     def capacity_multiple(self) -> int:
@@ -58,39 +57,26 @@ class PagedCache:
     def empty(self, num_slots: int, capacity: int) -> PagedSlots:
         """The pool has `num_pages` pages for any number of slots."""
         return PagedSlots(
-            self.contiguous.empty(self.num_pages, self.page_tokens),
+            self.buffer(self.num_pages, self.page_tokens),
             jnp.zeros((num_slots, capacity // self.page_tokens), jnp.int32),
             jnp.zeros(num_slots, jnp.int32),
         )
 
-    def buffer(self, num_slots: int, tokens: int) -> Cache:
-        return self.contiguous.buffer(num_slots, tokens)
-
     def axes(self, cache: Cache) -> Cache:
         if not isinstance(cache, PagedSlots):
-            return self.contiguous.axes(cache)
+            return super().axes(cache)
         table, shared = ("batch", None), ("batch",)
-        return PagedSlots(self.contiguous.axes(cache.pool), table, shared)  # pyright: ignore
-
-    def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
-        return self.contiguous.prefill(attention, segment_ids_BT)
-
-    def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
-        """For prefixes only."""
-        return self.contiguous.extend(model, cache, length_B)
+        return PagedSlots(super().axes(cache.pool), table, shared)  # pyright: ignore
 
     def decoding(self, model: Decoder, cache: PagedSlots, length_B: jax.Array) -> DecodeStep:
         past = cache if self.gather is None else self.gather(cache, self.axes(cache))
-        return self.contiguous.decoding(model, past, length_B)
-
-    def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
-        return self.contiguous.put(buffer, new, i)
+        return super().decoding(model, past, length_B)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """In pages, tokens beyond those of a slot are lost."""
         if not isinstance(cache, PagedSlots):
-            return self.contiguous.write(cache, new, start_B, live_B)
-        return written_to_pages(cache, self.contiguous.axes(cache.pool), new, start_B, live_B)
+            return super().write(cache, new, start_B, live_B)
+        return written_to_pages(cache, self.axes(cache.pool), new, start_B, live_B)
 
     def take(self, cache: PagedSlots, slots: jax.Array) -> Cache:
         """The result is contiguous."""
@@ -98,15 +84,11 @@ class PagedCache:
 
     def take_pages(self, cache: PagedSlots, table_Pp: jax.Array) -> Cache:
         """Copies pages, int32 [P, p], one after another into a contiguous cache of P sequences."""
-        return gathered_pages(cache.pool, self.contiguous.axes(cache.pool), table_Pp)
+        return gathered_pages(cache.pool, self.axes(cache.pool), table_Pp)
 
     def copy(self, cache: PagedSlots, other: Cache, source_B: jax.Array) -> PagedSlots:
         """`other` is contiguous."""
-        return copied_to_pages(cache, self.contiguous.axes(cache.pool), other, source_B)
-
-    def resize(self, cache: Cache, capacity: int) -> Cache:
-        """For prefixes only."""
-        return self.contiguous.resize(cache, capacity)
+        return copied_to_pages(cache, self.axes(cache.pool), other, source_B)
 
 
 def gathered_pages(pool: Any, axes: Any, table_nP: jax.Array) -> Any:

@@ -1,9 +1,10 @@
 """config.json of a Hugging Face directory to a ModelConfig, and back.
 
-Values are read from the file and never guessed from the name of a model. An architecture only adds what its
-code fixes (Qwen2 always has biases on q, k and v). Both forms of the rotary settings are read: `rope_theta`
-with `rope_scaling`, and the `rope_parameters` of Transformers 5. The first form is written, since every
-version reads it.
+Each supported family of Transformers is one row of `ARCHITECTURES`, which is read both ways. Values are read
+from the file and never guessed from the name of a model. A row only adds what the code of its family fixes
+(Qwen2 always has biases on q, k and v). Both forms of the rotary settings are read: `rope_theta` with
+`rope_scaling`, and the `rope_parameters` of Transformers 5. The first form is written, since every version
+reads it.
 
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
 rotation of heads, rotary scalings other than Llama 3.1's and a plain factor, biases on the output projection
@@ -13,22 +14,189 @@ is read. Other keys are ignored: no supported class computes anything with them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from jaxrl.checks import MAX_LAYERS, is_finite
+from jaxrl.checks import is_finite
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.models.huggingface.architectures import (
-    ARCHITECTURES,
-    SOFTCAP_KEYS,
-    Architecture,
-    WindowKeys,
-)
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 _Built = TypeVar("_Built")
+
+# Key in config.json and type of the fields of ModelConfig that are plain values there.
+_KEYS: dict[str, tuple[str, type]] = {
+    "vocab_size": ("vocab_size", int),
+    "num_layers": ("num_hidden_layers", int),
+    "d_model": ("hidden_size", int),
+    "d_ff": ("intermediate_size", int),
+    "num_heads": ("num_attention_heads", int),
+    "num_kv_heads": ("num_key_value_heads", int),
+    "head_dim": ("head_dim", int),
+    "rms_norm_eps": ("rms_norm_eps", float),
+    "tie_embeddings": ("tie_word_embeddings", bool),
+}
+# The same for fields that only the families have which name them in `Architecture.own`.
+_OWN_KEYS: dict[str, tuple[str, type]] = {
+    "num_experts": ("num_experts", int),
+    "experts_per_token": ("num_experts_per_tok", int),
+    "normalize_experts": ("norm_topk_prob", bool),
+    "query_pre_attn_scalar": ("query_pre_attn_scalar", float),
+    "attention_softcap": ("attn_logit_softcapping", float),
+    "logits_softcap": ("final_logit_softcapping", float),
+    "rope_local_theta": ("rope_local_base_freq", float),
+}
+_SOFTCAPS = ("attention_softcap", "logits_softcap")
+# Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
+_PLAIN: Mapping[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": False,
+    "activation": "silu",
+    "post_norms": False,
+    "zero_centered_norms": False,
+    "scale_embeddings": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A family of classes of Transformers.
+
+    Attributes:
+      language_model, score_model: class names of language models, and of models with scores instead of
+        logits.
+      model_type: name of the family in config.json.
+      traits: fields of ModelConfig that the code of the family fixes, where they differ from `_PLAIN`.
+      needs: required values of switches in config.json; our decoder does not support other values.
+      own: fields of `_OWN_KEYS` that the family has, with the default of a missing key; None for no default.
+      windows: the keys of config.json that determine the layers with a sliding window: "" if none has one,
+        "number" (`sliding_window`, a number or null for all layers), or "types" (`layer_types`, or every
+        layer but each `sliding_window_pattern`-th).
+      window_pattern: default of a missing `sliding_window_pattern`.
+      rope_theta: default of a missing rotary base.
+      own_head_dim: True if the head size does not follow from the width of the model.
+      divides: True if its code requires a width that is a multiple of the number of heads.
+      tied: default of a missing `tie_word_embeddings`.
+    """
+
+    language_model: str
+    score_model: str
+    model_type: str
+    traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _SILU)
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    windows: Literal["", "number", "types"] = ""
+    window_pattern: int = 1
+    rope_theta: float = 10_000.0
+    own_head_dim: bool = False
+    divides: bool = False
+    tied: bool = False
+
+    @property
+    def keys(self) -> dict[str, tuple[str, type]]:
+        """Key and type of all plain values of the family, by field."""
+        keys = _KEYS | {field: _OWN_KEYS[field] for field in self.own}
+        return (
+            keys | {"d_ff": ("moe_intermediate_size", int)} if "num_experts" in self.own else keys
+        )
+
+    def spells(self, config: ModelConfig) -> bool:
+        """Whether the architecture can express all of `config`."""
+        sliding = config.sliding_layers
+        own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
+        return (
+            all(getattr(config, k) == v for k, v in {**_PLAIN, **self.traits}.items())
+            and not any(getattr(config, cap) for cap in _SOFTCAPS if cap not in self.own)
+            and ("num_experts" in self.own) == bool(config.num_experts)
+            and ("rope_local_theta" in self.own) == bool(config.rope_local_theta)
+            and not (own_scalar and "query_pre_attn_scalar" not in self.own)
+            and (
+                not any(sliding)
+                or (all(sliding) if self.windows == "number" else bool(self.windows))
+            )
+        )
+
+
+_SILU = {"hidden_act": "silu"}
+_SILU_WHOLE = {**_SILU, "use_sliding_window": False}
+_SILU_NO_BIAS = {**_SILU_WHOLE, "attention_bias": False}
+_GEMMA_TRAITS = {
+    "activation": "gelu_tanh",
+    "post_norms": True,
+    "zero_centered_norms": True,
+    "scale_embeddings": True,
+}
+_GEMMA_NEEDS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+_GEMMA: dict[str, Any] = dict(windows="types", own_head_dim=True, divides=True, tied=True)
+_GEMMA_QUERIES = {"query_pre_attn_scalar": 256.0}
+
+# If several architectures can express a model, export writes the first, unless the model came from another
+# one.
+ARCHITECTURES = (
+    Architecture(
+        "Qwen2ForCausalLM",
+        "Qwen2ForSequenceClassification",
+        "qwen2",
+        traits={"qkv_bias": True},
+        needs=_SILU_WHOLE,
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "Qwen3ForSequenceClassification",
+        "qwen3",
+        traits={"qk_norm": True},
+        needs=_SILU_NO_BIAS,
+        own_head_dim=True,
+    ),
+    Architecture(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeForSequenceClassification",
+        "qwen3_moe",
+        traits={"qk_norm": True},
+        needs={**_SILU_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        own={"num_experts": None, "experts_per_token": None, "normalize_experts": False},
+        own_head_dim=True,
+    ),
+    Architecture(
+        "LlamaForCausalLM",
+        "LlamaForSequenceClassification",
+        "llama",
+        needs={**_SILU_NO_BIAS, "mlp_bias": False},
+        divides=True,
+    ),
+    Architecture(
+        "MistralForCausalLM", "MistralForSequenceClassification", "mistral", windows="number"
+    ),
+    Architecture(
+        "Gemma2ForCausalLM",
+        "Gemma2ForSequenceClassification",
+        "gemma2",
+        traits=_GEMMA_TRAITS,
+        needs=_GEMMA_NEEDS,
+        own={"attention_softcap": 50.0, "logits_softcap": 30.0, **_GEMMA_QUERIES},
+        window_pattern=2,
+        **_GEMMA,
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        "Gemma3TextForSequenceClassification",
+        "gemma3_text",
+        traits={**_GEMMA_TRAITS, "qk_norm": True},
+        # The class reads `attn_logit_softcapping` but does not use it.
+        needs={**_GEMMA_NEEDS, "attn_logit_softcapping": None},
+        own={"logits_softcap": 0.0, "rope_local_theta": 10_000.0, **_GEMMA_QUERIES},
+        window_pattern=6,
+        rope_theta=1_000_000.0,
+        **_GEMMA,
+    ),
+)
 
 # Required values of every architecture, as `Architecture.needs`; they are read and never written.
 _NEEDS_OF_ALL = {"partial_rotary_factor": 1, "quantization_config": None}
@@ -74,16 +242,15 @@ _ADAPTER_SWITCHES = (
 )
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
-# Defaults of the classes of Transformers for missing keys.
-_MISTRAL_WINDOW, _QWEN_WHOLE_LAYERS = 4096, 28
-_LOCAL_ROPE_THETA, _GEMMA_QUERY_SCALAR = 10_000.0, 256.0
+# Default of Transformers for a missing key.
+_MISTRAL_WINDOW = 4096
 
 # Keys of a rotary scaling by the fields of RopeScaling, and how many of them each kind has.
 _ROPE_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_positions": "original_max_position_embeddings",
+    "factor": ("factor", float),
+    "low_freq_factor": ("low_freq_factor", float),
+    "high_freq_factor": ("high_freq_factor", float),
+    "original_max_positions": ("original_max_position_embeddings", int),
 }
 _ROPE_KINDS = {"default": 0, "llama3": 4, "linear": 1}
 
@@ -97,22 +264,17 @@ def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -
       UserError: the file is missing or not a JSON object; see `files.read_json_object`.
     """
     path = pathlib.Path(directory) / name
-    values = read_json_object(
-        path,
-        absent=f"name a directory that holds {name} beside its weights, as published models and "
-        "save_pretrained do",
-    )
-    return _text_values(values, origin=str(path))
+    absent = f"name a directory with {name} beside the weights, as published models and save_pretrained have"
+    return _text_values(read_json_object(path, absent=absent), origin=str(path))
 
 
 def _text_values(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The values of the text model in a config.json with `text_config`; other files unchanged."""
     if values.get("architectures") != [_GEMMA3_WITH_IMAGES]:
         return dict(values)
-    text = _Reader(values, origin).of_type("text_config", dict, "an object")
     return {
         **_GEMMA3_TEXT,
-        **text,
+        **_Reader(values, origin).get("text_config", dict),
         **{key: values[key] for key in _OF_BOTH if values.get(key) is not None},
         # The class with images does not cap logits, whatever its file says.
         "final_logit_softcapping": None,
@@ -122,7 +284,15 @@ def _text_values(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """Typed values of an untrusted JSON object. A key that is missing or null gives `absent`."""
+    """Typed values of an untrusted JSON object."""
+
+    RULES: Mapping[type, str] = {
+        int: "a positive number, and whole",
+        float: "a positive number",
+        bool: "true or false",
+        dict: "an object",
+        list: "a list",
+    }
 
     def __init__(self, values: Mapping[str, Any], origin: str):
         self.values, self.origin = values, origin
@@ -131,34 +301,19 @@ class _Reader:
         # Cut the value: an untrusted file may hold a very long one.
         return UserError(f"{self.origin}: {key} is {repr(self.values.get(key))[:80]}{rule}")
 
-    def number(self, key: str, absent: float | None = None) -> float:
-        """A positive number."""
+    def get(self, key: str, kind: type, absent: Any = None) -> Any:
+        """The value of a key. One that is missing or null gives `absent`, and is refused if that is None."""
         value = self.values.get(key)
         value = absent if value is None else value
         if value is None:
             raise UserError(f"{self.origin}: {key} is missing; copy the published file again")
-        if not is_finite(value) or value <= 0:
-            raise self.fault(key, "; it must be a positive number")
-        return float(value)
-
-    def integer(self, key: str, absent: int | None = None) -> int:
-        value = self.number(key, absent)
-        if value != int(value):
-            raise self.fault(key, "; it must be a whole number")
-        return int(value)
-
-    def flag(self, key: str, absent: bool = False) -> bool:
-        value = self.values.get(key)
-        if value not in (None, True, False):
-            raise self.fault(key, "; it must be true or false")
-        return absent if value is None else bool(value)
-
-    def of_type(self, key: str, kind: type, name: str, absent: Any = None) -> Any:
-        value = self.values.get(key)
-        value = absent if value is None else value
-        if not isinstance(value, kind):
-            raise self.fault(key, f"; it must be {name}: copy the published file again")
-        return value
+        is_number = kind in (int, float)
+        fits = (
+            is_finite(value) and 0 < value == kind(value) if is_number else isinstance(value, kind)
+        )
+        if not fits:
+            raise self.fault(key, f"; it must be {self.RULES[kind]}: copy the published file again")
+        return kind(value) if is_number else value
 
     def check_needs(self, needs: Mapping[str, Any], remedy: str) -> None:
         """Refuses values other than the ones that our code computes; a missing key has this value."""
@@ -193,136 +348,88 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
       UserError: the decoder does not support the architecture or a setting, or a value is missing or
         malformed; the message names the key.
     """
-    read = _Reader(_text_values(values, origin), origin)
-    architecture = _architecture_named(read)
-    read.check_needs({**_NEEDS_OF_ALL, **architecture.needs}, "choose a checkpoint without it")
-    d_model, num_heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    if read.values.get("head_dim") is not None:
-        head_dim = read.integer("head_dim")
-    elif architecture.own_head_dim or d_model % num_heads:
-        raise UserError(
-            f"{origin}: head_dim is missing, and hidden_size {d_model} / num_attention_heads {num_heads} "
-            "need not be it; add the size of one attention head"
-        )
-    else:
-        head_dim = d_model // num_heads
-    num_scores = 0
-    if read.values["architectures"] != [architecture.language_model]:
-        # Two labels are the default of Transformers, which it does not write.
-        labels = read.of_type("id2label", dict, "an object", absent={})
-        num_scores = len(labels) or read.integer("num_labels", 2)
-    fields: dict[str, Any] = {
-        "vocab_size": read.integer("vocab_size"),
-        "num_layers": read.integer("num_hidden_layers"),
-        "d_model": d_model,
-        "num_heads": num_heads,
-        "num_kv_heads": read.integer("num_key_value_heads", num_heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": read.number("rms_norm_eps"),
-        "tie_embeddings": read.flag("tie_word_embeddings", architecture.tied),
-        "num_scores": num_scores,
-        **architecture.all_traits,
-    }
-    for field, absent in architecture.softcaps.items():
-        key = SOFTCAP_KEYS[field]
-        capped = read.values.get(key, absent) not in (None, 0.0)
-        fields[field] = read.number(key, absent) if capped else 0.0
-    if architecture.has_query_scalar:
-        scalar = read.number("query_pre_attn_scalar", _GEMMA_QUERY_SCALAR)
-        fields["query_pre_attn_scalar"] = scalar
-    if architecture.mixture:
-        # Transformers 5 writes `num_local_experts`.
-        experts = "num_experts" if "num_experts" in read.values else "num_local_experts"
-        fields["d_ff"] = read.integer("moe_intermediate_size")
-        fields["num_experts"] = read.integer(experts)
-        fields["experts_per_token"] = read.integer("num_experts_per_tok")
-        fields["normalize_experts"] = read.flag("norm_topk_prob")
-    else:
-        fields["d_ff"] = read.integer("intermediate_size")
-    fields |= _rotary_fields(read, architecture) | _window_fields(read, architecture)
-    return read.build(ModelConfig, **fields)
-
-
-def _architecture_named(read: _Reader) -> Architecture:
-    names = read.values.get("architectures")
-    by_name = {a.language_model: a for a in ARCHITECTURES}
+    values = _text_values(values, origin)
+    # Transformers 5 writes `num_local_experts`.
+    values.setdefault("num_experts", values.get("num_local_experts"))
+    read = _Reader(values, origin)
+    names, by_name = values.get("architectures"), {a.language_model: a for a in ARCHITECTURES}
     by_name |= {a.score_model: a for a in ARCHITECTURES}
     # Compare whole lists, since the elements of an untrusted list may not be hashable.
     if names not in [[name] for name in by_name]:
-        supported = ", ".join((*by_name, _GEMMA3_WITH_IMAGES))
         raise read.fault(
             "architectures",
-            f", but supported is one of {supported} (text only); choose a checkpoint of one of these",
+            f", but supported is one of {', '.join((*by_name, _GEMMA3_WITH_IMAGES))} (text only); choose a "
+            "checkpoint of one of these",
         )
-    return by_name[names[0]]
+    architecture = by_name[names[0]]
+    read.check_needs({**_NEEDS_OF_ALL, **architecture.needs}, "choose a checkpoint without it")
+    fields: dict[str, Any] = {**_PLAIN, **architecture.traits}
+    if names != [architecture.language_model]:
+        # Two labels are the default of Transformers, which it does not write.
+        fields["num_scores"] = len(read.get("id2label", dict, {})) or read.get("num_labels", int, 2)
+    d_model, num_heads = read.get("hidden_size", int), read.get("num_attention_heads", int)
+    absent = {"num_kv_heads": num_heads, "tie_embeddings": architecture.tied, **architecture.own}
+    if not architecture.own_head_dim and d_model % num_heads == 0:
+        absent["head_dim"] = d_model // num_heads
+    for field, (key, kind) in architecture.keys.items():
+        if field in _SOFTCAPS and values.get(key, absent[field]) in (None, 0):
+            fields[field] = 0.0  # null turns a cap off, where a missing key means the default
+        else:
+            fields[field] = read.get(key, kind, absent.get(field))
+    fields |= _rotary_fields(read, architecture)
+    # Checks the number of layers, before lists of this length are made.
+    config = read.build(ModelConfig, **fields)
+    windows = _window_fields(read, architecture, config.num_layers)
+    return read.build(functools.partial(dataclasses.replace, config), **windows)
 
 
-def _window_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
+def _window_fields(read: _Reader, architecture: Architecture, num_layers: int) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern`. Many files name a window that no layer uses: 0 here."""
-    num_layers = read.integer("num_hidden_layers")
-    if num_layers > MAX_LAYERS:  # before lists of this length are made
-        raise read.fault(
-            "num_hidden_layers", f", above {MAX_LAYERS:,}; copy the published file again"
-        )
-    kinds = read.of_type("layer_types", list, "a list", absent=[])
-    if others := {str(kind) for kind in kinds} - _LAYER_TYPES.keys():
+    listed = read.get("layer_types", list, [])
+    if others := {str(kind) for kind in listed} - _LAYER_TYPES.keys():
         raise UserError(
             f"{read.origin}: layer_types has {', '.join(sorted(others))[:80]}, but only "
             f"{' and '.join(_LAYER_TYPES)} are supported; choose a checkpoint without it"
         )
-    if kinds and len(kinds) != num_layers:
+    if listed and len(listed) != num_layers:
         raise UserError(
-            f"{read.origin}: layer_types names {len(kinds)} layers of num_hidden_layers {num_layers}; copy "
+            f"{read.origin}: layer_types names {len(listed)} layers of num_hidden_layers {num_layers}; copy "
             "the published config.json"
         )
-    listed = [_LAYER_TYPES[kind] for kind in kinds]
-    # Null turns the window of Mistral off; a missing key means the default.
-    is_mistral = architecture.windows is WindowKeys.NUMBER
-    default_window = _MISTRAL_WINDOW if is_mistral else None
-    if is_mistral:
-        switched_on = read.values.get("sliding_window", default_window) is not None
+    absent_window = None
+    if architecture.windows == "types":
+        period = read.get("sliding_window_pattern", int, architecture.window_pattern)
+        sliding = [bool((i + 1) % period) for i in range(num_layers)]
     else:
-        switched_on = read.flag("use_sliding_window")
-    if architecture.windows is WindowKeys.LAYER_TYPES:
-        period = read.integer("sliding_window_pattern", architecture.window_pattern)
-        sliding = listed or [bool((i + 1) % period) for i in range(num_layers)]
-    elif architecture.windows is WindowKeys.NONE and switched_on:
+        absent_window = _MISTRAL_WINDOW if architecture.windows else None
+        # Null turns the window of Mistral off; a missing key means the default.
+        window = read.values.get("sliding_window", absent_window) if architecture.windows else None
+        sliding = [window is not None] * num_layers
+    kinds = [_LAYER_TYPES[kind] for kind in listed] or sliding
+    if kinds != sliding and architecture.windows != "types":
         raise UserError(
-            f"{read.origin}: use_sliding_window is true, but {architecture.language_model} attends to the "
-            "whole past; write false there"
+            f"{read.origin}: layer_types has {listed[kinds.index(not sliding[0])]}, but only sliding_window "
+            f"decides in {architecture.language_model}; copy the published config.json"
         )
-    elif architecture.windows is WindowKeys.SWITCH and switched_on:
-        whole = read.of_type("max_window_layers", int, "a number of layers", _QWEN_WHOLE_LAYERS)
-        sliding = listed or [i >= whole for i in range(num_layers)]
-    else:
-        sliding = [switched_on] * num_layers
-        if listed and listed != sliding:
-            raise UserError(
-                f"{read.origin}: layer_types has {kinds[listed.index(not switched_on)]}, but "
-                "use_sliding_window and sliding_window say otherwise; copy the published config.json"
-            )
-    if not any(sliding):
+    if not any(kinds):
         return {"sliding_window": 0, "layer_pattern": ("full",)}
+    pattern = tuple("sliding" if slides else "full" for slides in kinds)
     # The shortest pattern that repeats over all layers.
     length = next(
         n
         for n in range(1, num_layers + 1)
-        if all(sliding[i] == sliding[i % n] for i in range(num_layers))
+        if all(pattern[i] == pattern[i % n] for i in range(num_layers))
     )
-    return {
-        "sliding_window": read.integer("sliding_window", default_window),
-        "layer_pattern": tuple("sliding" if slides else "full" for slides in sliding[:length]),
-    }
+    window = read.get("sliding_window", int, absent_window)
+    return {"sliding_window": window, "layer_pattern": pattern[:length]}
 
 
 def _rotary_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     """The bases of the rotary wavelengths, and their scaling."""
     by_type = read.values.get("rope_parameters")
-    if not architecture.has_local_rope:
+    by_type = {} if read.values.get("rope_scaling") else by_type
+    if "rope_local_theta" not in architecture.own or not isinstance(by_type, dict) or not by_type:
         return _rope(read, architecture.rope_theta)
-    if not isinstance(by_type, dict) or read.values.get("rope_scaling"):
-        local = read.number("rope_local_base_freq", _LOCAL_ROPE_THETA)
-        return {**_rope(read, architecture.rope_theta), "rope_local_theta": local}
     if others := by_type.keys() - _LAYER_TYPES.keys():
         raise UserError(
             f"{read.origin}: rope_parameters has {', '.join(map(repr, others))[:80]}, but only "
@@ -332,7 +439,7 @@ def _rotary_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
         _Reader({"rope_parameters": by_type.get(kind)}, f"{read.origin}: {kind} of rope_parameters")
         for kind in _LAYER_TYPES
     )
-    local = _rope(sliding, _LOCAL_ROPE_THETA)
+    local = _rope(sliding, architecture.own["rope_local_theta"])
     if (scaling := local["rope_scaling"]) is not None:
         raise UserError(
             f"{sliding.origin} has rope_type {scaling.kind!r}, but only 'default' is supported there; choose "
@@ -344,9 +451,9 @@ def _rotary_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
 def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
     # If both forms are present, Transformers uses the older one.
     key = "rope_scaling" if read.values.get("rope_scaling") else "rope_parameters"
-    settings = read.of_type(key, dict, "an object or null", absent={})
+    settings = read.get(key, dict, {})
     nested = _Reader(settings, f"{read.origin}: {key}")
-    theta = (nested if "rope_theta" in settings else read).number("rope_theta", absent_theta)
+    theta = (nested if "rope_theta" in settings else read).get("rope_theta", float, absent_theta)
     kind = settings.get("rope_type", settings.get("type", "default"))
     # Compare with a tuple, since the value of an untrusted file may not be hashable.
     if kind not in tuple(_ROPE_KINDS):
@@ -358,19 +465,16 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
     keys = dict(list(_ROPE_KEYS.items())[: _ROPE_KINDS[kind]])
     # Another key could change the numbers.
     nested.check_needs({"partial_rotary_factor": 1}, "choose a checkpoint without it")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys.values()}
-    if unknown := sorted(settings.keys() - known):
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if unknown := sorted(settings.keys() - known - {name for name, _ in keys.values()}):
         raise UserError(
             f"{nested.origin} has {', '.join(unknown)}, which rope_type {kind!r} does not know; choose a "
             "checkpoint without it"
         )
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    numbers: dict[str, Any] = {
-        field: nested.integer(k) if field == "original_max_positions" else nested.number(k)
-        for field, k in keys.items()
-    }
-    return {"rope_theta": theta, "rope_scaling": nested.build(RopeScaling, **numbers, kind=kind)}
+    values: dict[str, Any] = {field: nested.get(*key_type) for field, key_type in keys.items()}
+    return {"rope_theta": theta, "rope_scaling": nested.build(RopeScaling, **values, kind=kind)}
 
 
 def config_json(
@@ -392,81 +496,50 @@ def config_json(
     base = _WITHOUT_BASE if base is None else _text_values(base, "config.json")
     architecture = _architecture_of(config, base.get("model_type"))
     kept = {k: v for k, v in base.items() if k not in _REPLACED}
-    scores = [f"LABEL_{i}" for i in range(config.num_scores)]
+    fields = {field: getattr(config, field) for field in architecture.keys}
+    # Transformers marks a cap that is off by null, and requires an int if the scalar is whole.
+    fields |= {cap: fields[cap] or None for cap in _SOFTCAPS if cap in fields}
+    if "query_pre_attn_scalar" in fields:
+        scalar = config.query_pre_attn_scalar or config.head_dim
+        fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
     scaling = None
     if (rope := config.rope_scaling) is not None:
-        fields = list(_ROPE_KEYS.items())[: _ROPE_KINDS[rope.kind]]
-        scaling = {"rope_type": rope.kind, **{key: getattr(rope, field) for field, key in fields}}
+        keys = list(_ROPE_KEYS.items())[: _ROPE_KINDS[rope.kind]]
+        scaling = {"rope_type": rope.kind} | {key: getattr(rope, field) for field, (key, _) in keys}
+    scores = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
     values = {
         **kept,
         **architecture.needs,
         "architectures": [architecture.score_model if scores else architecture.language_model],
         "model_type": architecture.model_type,
         "torch_dtype": dtype,
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-    }
-    if config.num_experts:
-        # The model has no dense layers, but the class requires a number for their width.
-        values["intermediate_size"] = kept.get("intermediate_size", config.d_ff)
-        values["moe_intermediate_size"] = config.d_ff
-        values["num_experts"] = config.num_experts
-        values["num_experts_per_tok"] = config.experts_per_token
-        values["norm_topk_prob"] = config.normalize_experts
-    values |= {
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        # A mixture has no dense layers, but its class requires a number for their width.
+        "intermediate_size": kept.get("intermediate_size", config.d_ff),
+        **{architecture.keys[field][0]: value for field, value in fields.items()},
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
-        **{SOFTCAP_KEYS[field]: getattr(config, field) or None for field in architecture.softcaps},
+        **_window_values(config, architecture.windows),
     }
-    if architecture.has_query_scalar:
-        scalar = config.query_pre_attn_scalar or config.head_dim
-        # The class requires an int if the number is whole.
-        values["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
-    if architecture.has_local_rope:
-        values["rope_local_base_freq"] = config.rope_local_theta
-    values["rms_norm_eps"] = config.rms_norm_eps
-    values["tie_word_embeddings"] = config.tie_embeddings
-    values |= _window_values(config, architecture.windows)
     if scores:
         # Transformers derives the number of scores from the labels.
-        values["id2label"] = {str(i): label for i, label in enumerate(scores)}
-        values["label2id"] = {label: i for i, label in enumerate(scores)}
+        values |= {"id2label": scores, "label2id": {name: int(i) for i, name in scores.items()}}
     return values
 
 
-def _window_values(config: ModelConfig, keys: WindowKeys) -> dict[str, Any]:
+def _window_values(config: ModelConfig, windows: str) -> dict[str, Any]:
     """The keys of a config.json that give the layers of `config` their windows."""
-    sliding, window = config.sliding_layers, config.sliding_window or None
-    types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
-    match keys:
-        case WindowKeys.NUMBER:
-            return {"sliding_window": window}
-        case WindowKeys.LAYER_TYPES:
-            # The older key: the n for which exactly every n-th layer has full attention.
-            period = next(
-                (
-                    n
-                    for n in range(1, len(sliding) + 2)
-                    if all(slides == bool((i + 1) % n) for i, slides in enumerate(sliding))
-                ),
-                None,
-            )
-            older = {"sliding_window_pattern": period} if period else {}
-            return {"sliding_window": window, "layer_types": types, **older}
-        case WindowKeys.SWITCH if window:
-            first = sliding.index(True)
-            older = {"max_window_layers": first} if all(sliding[first:]) else {}
-            on = {"use_sliding_window": True, "sliding_window": window}
-            return {**on, "layer_types": types, **older}
-        case WindowKeys.SWITCH_FOR_ALL if window:
-            return {"use_sliding_window": True, "sliding_window": window}
-        case _:
-            return {"use_sliding_window": False}
+    if not windows:
+        return {}
+    values: dict[str, Any] = {"sliding_window": config.sliding_window or None}
+    if windows == "types":
+        sliding = config.sliding_layers
+        types = {slides: name for name, slides in _LAYER_TYPES.items()}
+        values["layer_types"] = [types[slides] for slides in sliding]
+        # The older key: the n for which exactly every n-th layer has full attention.
+        for n in range(1, len(sliding) + 2):
+            if all(slides == bool((i + 1) % n) for i, slides in enumerate(sliding)):
+                return values | {"sliding_window_pattern": n}
+    return values
 
 
 def _architecture_of(config: ModelConfig, model_type: str | None) -> Architecture:
@@ -474,7 +547,7 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     fitting = [a for a in ARCHITECTURES if a.spells(config)]
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
-        names = [*ARCHITECTURES[0].all_traits, *SOFTCAP_KEYS, "num_experts"]
+        names = [*_PLAIN, *_SOFTCAPS, "num_experts"]
         names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern"]
         unusual = [
             f"{name}={getattr(config, name)}"
@@ -526,12 +599,12 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
     _Reader(switched, read.origin).check_needs(
         needs, "merge the adapter into its base model with PEFT and start from that"
     )
-    modules = read.of_type("target_modules", list, "a list of names")
+    modules = read.get("target_modules", list)
     if not all(isinstance(name, str) for name in modules):
         raise read.fault("target_modules", "; it must be a list of names")
     return read.build(
         LoraConfig,
-        rank=read.integer("r"),
-        alpha=read.number("lora_alpha"),
+        rank=read.get("r", int),
+        alpha=read.get("lora_alpha", float),
         targets=tuple(sorted(name.removesuffix("_proj") for name in modules)),
     )

@@ -13,14 +13,13 @@ import math
 import pathlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jaxrl.checks import at_least, check_value
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
@@ -70,12 +69,10 @@ def save_checkpoint(
         the weights are spread over several processes.
     """
     dtype = _export_dtype(dtype)
-    check_shard_bytes(max_shard_bytes)
     base = None
     if source is not None and (pathlib.Path(source) / "config.json").exists():
         base = read_config_json(source)
     values = config_json(config, dtype=dtype.name, base=base)
-    _check_addressable(params)
     table = weight_table(config)
     num_bytes = {
         name: math.prod(row.tensor_shape) * dtype.itemsize
@@ -116,17 +113,11 @@ def save_adapter(
         raise UserError(
             "this model has no adapters to save (lora.rank is 0); save the whole of it instead"
         )
-    _check_addressable(params)
     table = adapter_table(config)
     with new_directory(out) as partial:
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
         names = list(tensors_of(table))
         _write_files(params, table, {ADAPTER_FILE: names}, partial, dtype)
-
-
-def check_shard_bytes(max_shard_bytes: int) -> None:
-    """Raises UserError for an impossible file size. Commands call it before long work."""
-    check_value("max_shard_bytes", max_shard_bytes, Annotated[int, at_least(1, at_most=2**63 - 1)])
 
 
 def _export_dtype(dtype: Any) -> np.dtype:
@@ -136,14 +127,6 @@ def _export_dtype(dtype: Any) -> np.dtype:
     return dtype
 
 
-def _check_addressable(params: Params) -> None:
-    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
-        raise UserError(
-            "these weights are spread over several processes, and export runs in one; save a "
-            "checkpoint and convert it with launch/convert.py"
-        )
-
-
 def _write_files(
     params: Params,
     table: Iterable[WeightRule],
@@ -151,12 +134,30 @@ def _write_files(
     directory: pathlib.Path,
     dtype: np.dtype,
 ) -> None:
+    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
+        raise UserError(
+            "these weights are spread over several processes, and export runs in one; save a "
+            "checkpoint and convert it with launch/convert.py"
+        )
     sources = tensors_of(table)
     for file, names in files.items():
         tensors = {}
         for name in names:
             row, position = sources[name]
-            tensors[name] = _gather(leaf_at(params, row.path), row, position, dtype)
+            leaf = leaf_at(params, row.path)
+            out = np.empty([row.sizes[c] for c in row.stored.replace(" ", "")], dtype)
+            # Only the shards that hold a part of this tensor, each part once.
+            for shard in leaf.addressable_shards:
+                bounds = bounds_of(shard.index, leaf.shape)
+                stacked, inner = bounds[: len(row.stacked)], bounds[len(row.stacked) :]
+                here = zip(position, stacked, strict=True)
+                if shard.replica_id or not all(begin <= at < end for at, (begin, end) in here):
+                    continue
+                offset = jax.device_put(offset_of(position, stacked), shard.device)
+                back = tuple(row.order.index(i) for i in range(len(row.order)))
+                part = _extract(shard.data, offset, order=back, dtype=dtype)
+                out[tuple(slice(*inner[i]) for i in back)] = jax.device_get(part)
+            tensors[name] = out.reshape(row.tensor_shape)
         # Transformers refuses files without a framework name here.
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         # safetensors writes files that only the owner can read. Give them the usual permissions.
@@ -179,26 +180,6 @@ def _into_files(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str,
         f"model-{i:05d}-of-{len(groups):05d}.safetensors": names
         for i, names in enumerate(groups, start=1)
     }
-
-
-def _gather(
-    leaf: jax.Array,
-    row: WeightRule,
-    position: Sequence[int],
-    dtype: np.dtype,
-) -> np.ndarray:
-    """Assembles one tensor of the checkpoint from the shards that hold a part of it."""
-    out = np.empty([row.sizes[c] for c in row.stored.replace(" ", "")], dtype)
-    for shard in leaf.addressable_shards:
-        bounds = bounds_of(shard.index, leaf.shape)
-        stacked, inner = bounds[: len(row.stacked)], bounds[len(row.stacked) :]
-        here = all(begin <= at < end for at, (begin, end) in zip(position, stacked, strict=True))
-        if here and shard.replica_id == 0:
-            offset = jax.device_put(offset_of(position, stacked), shard.device)
-            back = tuple(row.order.index(i) for i in range(len(row.order)))
-            place = tuple(slice(*inner[i]) for i in back)
-            out[place] = jax.device_get(_extract(shard.data, offset, order=back, dtype=dtype))
-    return out.reshape(row.tensor_shape)
 
 
 @functools.partial(jax.jit, static_argnames=("order", "dtype"))

@@ -25,14 +25,13 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from flax import traverse_util
 from jax.sharding import Sharding
 
@@ -78,8 +77,7 @@ def load_params(
 ) -> Params:
     """Loads the weights of a Hugging Face directory directly into their shards.
 
-    Each device gets only the slices that it needs. The host holds a part of one tensor at a time, and one
-    file is open.
+    Each device gets only the slices that it needs. The host holds a part of one tensor at a time.
 
     Args:
       directory: directory with model.safetensors, or with several files and model.safetensors.index.json.
@@ -91,14 +89,8 @@ def load_params(
       UserError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or type
         than in `config`; the message names it. All headers are checked before any data is read.
     """
-    directory = pathlib.Path(directory)
     stored = check_params(directory, config)
-    with contextlib.closing(_Reader(stored)) as reader:
-        for name, original in _copies(config).items():
-            if name in stored:
-                _check_equal(reader, stored, name, original, directory)
-        table = weight_table(config)
-        return _load_table(reader, table, shardings, jnp.dtype(dtype))
+    return _load_table(stored, weight_table(config), shardings, jnp.dtype(dtype))
 
 
 def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -108,15 +100,26 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
       UserError: as `load_params`.
     """
     directory = pathlib.Path(directory)
-    stored = _read_headers(directory)
-    table = weight_table(config)
-    _check_headers(stored, table, _copies(config), directory)
+    stored = _all_headers(directory)
+    if any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT):
+        of_text: dict[str, Stored] = {}
+        for name, tensor in stored.items():
+            if _OF_IMAGES.match(name):
+                continue
+            prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
+            alone = ours + name.removeprefix(prefix)
+            if alone in of_text:
+                raise UserError(
+                    f"{directory} has both {of_text[alone].name} and {name}; copy the files of one model "
+                    "again"
+                )
+            of_text[alone] = tensor
+        stored = of_text
+    if config.tie_embeddings:
+        # A duplicate of the embedding, which Transformers ignores too.
+        stored.pop("lm_head.weight", None)
+    _check_headers(stored, weight_table(config), directory)
     return stored
-
-
-def _copies(config: ModelConfig) -> dict[str, str]:
-    """Names of tied duplicates that a checkpoint may contain, with the names of the originals."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
 
 
 def load_adapter(
@@ -137,9 +140,7 @@ def load_adapter(
       UserError: as `load_params`.
     """
     stored = check_adapter(directory, config)
-    with contextlib.closing(_Reader(stored)) as reader:
-        table = adapter_table(config)
-        return _load_table(reader, table, shardings, jnp.dtype(dtype))
+    return _load_table(stored, adapter_table(config), shardings, jnp.dtype(dtype))
 
 
 def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -148,11 +149,9 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
     Raises:
       UserError: as `load_adapter`.
     """
-    directory = pathlib.Path(directory)
-    path = directory / ADAPTER_FILE
-    _check_header_sizes([path], absent="name a directory that PEFT or jaxrl saved")
-    stored = _read_header(path)
-    _check_headers(stored, adapter_table(config), {}, directory)
+    path = pathlib.Path(directory) / ADAPTER_FILE
+    stored = _read_headers([path], absent="name a directory that PEFT or jaxrl saved")[path.name]
+    _check_headers(stored, adapter_table(config), path.parent)
     return stored
 
 
@@ -169,76 +168,17 @@ class Stored:
     dtype: str
 
 
-def _read_headers(directory: pathlib.Path) -> dict[str, Stored]:
-    """All tensors of a directory, by name; of a model with images those of its text model."""
-    stored = _all_headers(directory)
-    if not any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT):
-        return stored
-    of_text: dict[str, Stored] = {}
-    for name, tensor in stored.items():
-        if _OF_IMAGES.match(name):
-            continue
-        prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
-        alone = ours + name.removeprefix(prefix)
-        if alone in of_text:
-            raise UserError(
-                f"{directory} has both {of_text[alone].name} and {name}; copy the files of one model again"
-            )
-        of_text[alone] = tensor
-    return of_text
-
-
 def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
+    """All tensors of a directory, by name."""
     if (directory / SINGLE_FILE).exists():
-        _check_header_sizes([directory / SINGLE_FILE])
-        return _read_header(directory / SINGLE_FILE)
-    if not (directory / INDEX_FILE).exists():
-        found = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
-        if not found:
-            raise UserError(
-                f"{directory} is no directory or empty; name one that holds a model's files"
-            )
-        pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
-        remedy = "; name a directory with weights as safetensors"
-        if pickled:
-            remedy = (
-                ": pickled weights can run any program when they are read; convert them with safetensors "
-                "where you trust them, for example by save_pretrained of Transformers"
-            )
+        return _read_headers([directory / SINGLE_FILE])[SINGLE_FILE]
+    path = directory / INDEX_FILE
+    if not path.exists():
+        found = sorted(path.name for path in directory.glob("*"))
         raise UserError(
-            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has "
-            f"{'only ' if pickled else ''}{_listed(pickled or found)}{remedy}"
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {_listed(found)}; name a "
+            "directory with safetensors, since pickled weights can run any program when they are read"
         )
-    file_of = _read_index(directory / INDEX_FILE)
-    files = sorted(set(file_of.values()))
-    for file in files:
-        # A name in an index may be one that no file can have.
-        if not os.path.exists(directory / file):
-            raise UserError(
-                f"{directory / file} does not exist, but {INDEX_FILE} names it; copy the missing "
-                "file, the directory may have been downloaded in part"
-            )
-    _check_header_sizes([directory / file for file in files])
-    stored: dict[str, Stored] = {}
-    for file in files:
-        for name, tensor in _read_header(directory / file).items():
-            if name in stored:
-                raise UserError(
-                    f"{name} is both in {stored[name].file} and in {tensor.file}; remove the file "
-                    "that belongs to another model"
-                )
-            stored[name] = tensor
-    for name, file in file_of.items():
-        if name not in stored or stored[name].file.name != file:
-            raise UserError(
-                f"{directory / file} has no tensor {name}, but {INDEX_FILE} says so; copy both "
-                "files again, they are of different models or versions"
-            )
-    return stored
-
-
-def _read_index(path: pathlib.Path) -> dict[str, str]:
-    """Reads the file name of each tensor from an index."""
     index = read_json_object(path, absent="copy the published file", max_bytes=_MAX_HEADER_BYTES)
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
@@ -247,74 +187,71 @@ def _read_index(path: pathlib.Path) -> dict[str, str]:
         # An index is untrusted: a name must not point outside of the directory.
         if pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
             raise UserError(
-                f"{path} names {file!r}, which is no safetensors file beside it; copy the "
-                "published file again"
+                f"{path} names {file!r}, which is no safetensors file beside it; copy the published file "
+                "again"
             )
-    return file_of
+    files = [directory / file for file in sorted(set(file_of.values()))]
+    headers = _read_headers(files, absent=f"{INDEX_FILE} names it; copy the missing file")
+    for name, file in file_of.items():
+        if name not in headers[file]:
+            raise UserError(
+                f"{directory / file} has no tensor {name}, but {INDEX_FILE} says so; copy both files again, "
+                "they are of different models or versions"
+            )
+    return {name: headers[file][name] for name, file in file_of.items()}
 
 
-def _check_header_sizes(
-    paths: Sequence[pathlib.Path], *, absent: str = "copy the files again"
-) -> None:
-    """Raises UserError if the headers are too large to read. Each file begins with the size of its header."""
+def _read_headers(
+    paths: Sequence[pathlib.Path], *, absent: str = "copy it again"
+) -> dict[str, dict[str, Stored]]:
+    """The tensors of each file, by the names of the files."""
     total = 0
     for path in paths:
         with open_file(path, absent=absent) as file:
+            # Each file begins with the size of its header. Ignore a size that exceeds the file: the file is
+            # truncated, and safetensors will refuse it.
             size = int.from_bytes(file.read(8), "little")
-            # Ignore a size that exceeds the file: the file is truncated, and safetensors will refuse it.
             total += size if size <= os.fstat(file.fileno()).st_size else 0
         if total > _MAX_HEADER_BYTES:
-            files = (
-                "a header" if len(paths) == 1 else f"with the {len(paths)} files beside it headers"
-            )
             raise UserError(
-                f"{path} has {files} of {total:,} bytes; at most {_MAX_HEADER_BYTES:,} are read, which is "
+                f"up to {path} there are headers of {total:,} bytes; at most {_MAX_HEADER_BYTES:,} are read, "
                 "several times as much as the largest published models have: copy the files again"
             )
-
-
-def _read_header(path: pathlib.Path) -> dict[str, Stored]:
-    try:
-        with safetensors.safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: Stored(name, path, tuple(s.get_shape()), s.get_dtype())
-                for name, s in slices.items()
-            }
-    except (safetensors.SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is cut short or no safetensors file ({error}); copy it again, it may also be "
-            "a Git LFS pointer"
-        ) from error
+    headers: dict[str, dict[str, Stored]] = {}
+    for path in paths:
+        try:
+            with safetensors.safe_open(path, "np") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                headers[path.name] = {
+                    name: Stored(name, path, tuple(s.get_shape()), s.get_dtype())
+                    for name, s in slices.items()
+                }
+        except (safetensors.SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path} is cut short or no safetensors file ({error}); copy it again, it may also be a Git "
+                "LFS pointer"
+            ) from error
+    return headers
 
 
 def _check_headers(
-    stored: Mapping[str, Stored],
-    table: Iterable[WeightRule],
-    copies: Mapping[str, str],
-    directory: pathlib.Path,
+    stored: Mapping[str, Stored], table: Iterable[WeightRule], directory: pathlib.Path
 ) -> None:
-    """Raises UserError for tensors that are missing, unexpected or malformed; `copies` are optional."""
-    tensors = tensors_of(table)
-    shapes = {name: row.tensor_shape for name, (row, _) in tensors.items()}
-    known = shapes | {name: shapes[original] for name, original in copies.items()}
-    missing = [name for name in shapes if name not in stored]
-    if missing:
+    """Raises UserError for tensors that are missing, unexpected or malformed."""
+    shapes = {name: row.tensor_shape for name, (row, _) in tensors_of(table).items()}
+    if missing := [name for name in shapes if name not in stored]:
         raise UserError(
-            f"{directory} lacks {_listed(missing)}, which the model of its config.json has; copy "
-            "the files again, or correct config.json"
+            f"{directory} lacks {_listed(missing)}, which the model of its config.json has; copy the files "
+            "again, or correct config.json"
         )
-    unexpected = [name for name in stored if name not in known and not _HARMLESS.fullmatch(name)]
+    unexpected = [name for name in stored if name not in shapes and not _HARMLESS.fullmatch(name)]
     if unexpected:
         raise UserError(
-            f"{directory} has {_listed(unexpected)} in {stored[unexpected[0]].file.name}, which "
-            "the model of its config.json does not have; the files are of another model, or "
-            "config.json is"
+            f"{directory} has {_listed(unexpected)} in {stored[unexpected[0]].file.name}, which the model of "
+            "its config.json does not have; the files are of another model, or config.json is"
         )
-    for name, shape in known.items():
-        tensor = stored.get(name)
-        if tensor is None:
-            continue
+    for name, shape in shapes.items():
+        tensor = stored[name]
         if tensor.shape != shape:
             raise UserError(
                 f"{name} in {tensor.file} has shape {list(tensor.shape)}, but config.json says "
@@ -328,69 +265,37 @@ def _check_headers(
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES_LISTED])
     more = len(names) - _MAX_NAMES_LISTED
+    shown = ", ".join(names[:_MAX_NAMES_LISTED]) or "nothing"
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 # Loading
 
 
-class _Reader:
-    """Reads slices of tensors. Only one file is open, and mapped into memory, at a time."""
-
-    def __init__(self, stored: Mapping[str, Stored]):
-        self._stored = stored
-        self._path: pathlib.Path | None = None
-        self._closing = contextlib.ExitStack()
-        self._file: Any = None
-
-    def slice_of(self, name: str) -> Any:
-        """The safetensors slice of a tensor; indexing it with `[begin:end, ...]` reads that part only."""
-        path = self._stored[name].file
-        if path != self._path:
-            self._closing.close()
-            self._file = self._closing.enter_context(safetensors.safe_open(path, "np"))
-            self._path = path
-        return self._file.get_slice(self._stored[name].name)
-
-    def close(self) -> None:
-        self._closing.close()
-
-
-def _check_equal(
-    reader: _Reader,
-    stored: Mapping[str, Stored],
-    name: str,
-    other: str,
-    directory: pathlib.Path,
-) -> None:
-    """Raises UserError if a tied duplicate differs from its original; compares some rows at a time."""
-    num_rows, width = stored[name].shape
-    step = max(1, 2**24 // width)
-    for begin in range(0, num_rows, step):
-        rows = slice(begin, min(begin + step, num_rows))
-        if not np.array_equal(reader.slice_of(name)[rows], reader.slice_of(other)[rows]):
-            raise UserError(
-                f"{directory}: config.json has tie_word_embeddings true, but {name} differs from "
-                f"{other} (rows {rows.start} to {rows.stop}); write false there to "
-                "use both"
-            )
-
-
 def _load_table(
-    reader: _Reader,
-    table: Iterable[WeightRule],
-    shardings: Any,
-    dtype: np.dtype,
+    stored: Mapping[str, Stored], table: Iterable[WeightRule], shardings: Any, dtype: np.dtype
 ) -> Params:
-    leaves = {
-        row.path: _load_leaf(reader, row, leaf_at(shardings, row.path), dtype) for row in table
-    }
+    with contextlib.ExitStack() as opened:
+        # Open files are mapped into memory; a slice of a tensor is read from its file when it is indexed.
+        files = {
+            path: opened.enter_context(safetensors.safe_open(path, "np"))
+            for path in {tensor.file for tensor in stored.values()}
+        }
+
+        def slice_of(name: str) -> Any:
+            return files[stored[name].file].get_slice(stored[name].name)
+
+        leaves = {
+            row.path: _load_leaf(slice_of, row, leaf_at(shardings, row.path), dtype)
+            for row in table
+        }
     return traverse_util.unflatten_dict(leaves, sep=".")
 
 
-def _load_leaf(reader: _Reader, row: WeightRule, sharding: Sharding, dtype: np.dtype) -> jax.Array:
+def _load_leaf(
+    slice_of: Callable[[str], Any], row: WeightRule, sharding: Sharding, dtype: np.dtype
+) -> jax.Array:
     shape, num_stacked = row.leaf_shape, len(row.stacked)
     # Read once for all devices that hold the same shard.
     devices_of: dict[Bounds, list[Any]] = collections.defaultdict(list)
@@ -402,7 +307,7 @@ def _load_leaf(reader: _Reader, row: WeightRule, sharding: Sharding, dtype: np.d
         shards = [jnp.zeros(size, dtype, device=device) for device in devices]
         stacked, inner = bounds[:num_stacked], dict(zip(row.ours, bounds, strict=True))
         for position in itertools.product(*(range(*pair) for pair in stacked)):
-            piece = _read_piece(reader.slice_of(row.tensor_name(position)), row, inner)
+            piece = _read_piece(slice_of(row.tensor_name(position)), row, inner)
             offset = offset_of(position, stacked)
             for i, device in enumerate(devices):
                 on_device = jax.device_put((piece, offset), device)

@@ -38,7 +38,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.experimental.pallas.ops.gpu import paged_attention as gpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as tpu
 
-from jaxrl.errors import UserError
+from jaxrl.models.attention_kind import picked
 from jaxrl.models.cache.cached_attention import PartialAttention
 from jaxrl.models.cache.kv_cache import KVCache, PagedSlots
 
@@ -82,7 +82,7 @@ class _Pages(NamedTuple):
 
 def _pages(
     q_BQH: jax.Array,
-    cache: KVCache | PagedSlots,
+    cache: PagedSlots,
     layer: jax.Array | int,
     length_B: jax.Array,
     first_head: jax.Array | int,
@@ -93,7 +93,7 @@ def _pages(
     pad_queries_to: int,
 ) -> _Pages:
     B, Q, H = q_BQH.shape
-    pool, table_BT = _pool_and_table(cache, B)
+    pool, table_BT = cache.pool, cache.table
     _, num_pages, held, tokens, _ = pool.v.shape
     K, page = num_heads or held, math.gcd(tokens, largest_page)
     G, P = Q // K, tokens // page
@@ -120,26 +120,11 @@ def _pages(
     )
 
 
-def _pool_and_table(cache: KVCache | PagedSlots, rows: int) -> tuple[KVCache, jax.Array]:
-    """The pages of a cache, and the pages of each row, int32 [B, pages of a row]."""
+def _paged(cache: KVCache | PagedSlots, rows: int) -> PagedSlots:
+    """The cache as pages; row b of a contiguous cache is the only page of its table."""
     if isinstance(cache, PagedSlots):
-        return cache.pool, cache.table
-    return cache, jnp.arange(rows)[:, None]
-
-
-def _page_and_capacity(cache: KVCache | PagedSlots, largest_page: int) -> tuple[int, int]:
-    """Tokens of a page of the kernel, and the most tokens of a row."""
-    if isinstance(cache, PagedSlots):
-        tokens = cache.pool.capacity
-        return math.gcd(tokens, largest_page), tokens * cache.table.shape[1]
-    return math.gcd(cache.capacity, largest_page), cache.capacity
-
-
-def _one_layer(cache: KVCache | PagedSlots, layer: jax.Array | int) -> KVCache | PagedSlots:
-    """A copy of the cache with one layer only."""
-    if isinstance(cache, PagedSlots):
-        return dataclasses.replace(cache, pool=_one_layer(cache.pool, layer))
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0), cache)
+        return cache
+    return PagedSlots(cache, jnp.arange(rows)[:, None], jnp.zeros(rows, jnp.int32))
 
 
 def paged_attention_tpu(
@@ -165,8 +150,9 @@ def paged_attention_tpu(
       first_head, num_heads: range of kv heads that these queries use; num_heads 0 for all heads of the cache.
       interpret: emulate the kernel in XLA, on any device; for tests.
     """
-    page, capacity = _page_and_capacity(cache, _TPU_BLOCK)
-    block = min(_TPU_BLOCK, capacity) // page
+    cache = _paged(cache, len(q_BQH))
+    page = math.gcd(cache.pool.capacity, _TPU_BLOCK)
+    block = min(_TPU_BLOCK, cache.pool.capacity * cache.table.shape[1]) // page
     pages = _pages(
         q_BQH,
         cache,
@@ -247,14 +233,15 @@ def paged_attention_gpu(
         tokens.
       cache: cache of the type of the queries or int8; H is a power of two, at least 16.
     """
-    keys = _pool_and_table(cache, len(q_BQH))[0].k
+    cache = _paged(cache, len(q_BQH))
+    keys = cache.pool.k
     if 2**31 < keys.size <= 2**32 // keys.dtype.itemsize:
         # Triton uses 64-bit offsets only for arrays above 4 GiB, but signed 32-bit offsets overflow at 2^31
         # int8 entries. In between pass a single layer.
-        cache = _one_layer(cache, layer)
-        layer = 0
-    page, capacity = _page_and_capacity(cache, _GPU_BLOCK)
-    block = _GPU_BLOCK // page
+        one = lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0)  # noqa: E731
+        cache, layer = dataclasses.replace(cache, pool=jax.tree.map(one, cache.pool)), 0
+    capacity = cache.pool.capacity * cache.table.shape[1]
+    block = _GPU_BLOCK // math.gcd(cache.pool.capacity, _GPU_BLOCK)
     splits = min(_GPU_SPLITS, -(-capacity // _GPU_BLOCK))
     pages = _pages(
         q_BQH,
@@ -351,35 +338,25 @@ def pick_decode_implementation(
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
     power_of_two = head_dim & (head_dim - 1) == 0
     runs = {
-        "paged_tpu": platform == "tpu" and kv_dtype == jnp.bfloat16 and head_dim % 128 == 0,
-        "paged_gpu": platform in ("gpu", "cuda")
+        "paged_tpu": plain
+        and platform == "tpu"
+        and kv_dtype == jnp.bfloat16
+        and head_dim % 128 == 0,
+        "paged_gpu": plain
+        and platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
         and kv_dtype in (dtype, jnp.int8)
         and head_dim >= 16
         and power_of_two,
         "xla": True,
     }
-    if requested == "auto":
-        return next(name for name, can_run in runs.items() if can_run and (plain or name == "xla"))
-    if requested not in runs:
-        raise UserError(
-            f"unknown decode attention {requested!r}; use auto or one of {', '.join(IMPLEMENTATIONS)}"
-        )
-    if platform is None:
-        return "xla"
-    if requested != "xla" and not plain:
-        raise UserError(
-            f"decode attention {requested!r} for a model with sliding windows or capped scores, which the "
-            "kernel does not have; use auto or xla"
-        )
-    if not runs[requested]:
-        rule = {
-            "paged_tpu": "TPUs, a bfloat16 cache and head sizes that are a multiple of 128",
-            "paged_gpu": "GPUs, activations in 16 bits, a cache of the same type or int8, and head sizes "
-            "that are a power of two from 16 on",
-        }[requested]
-        raise UserError(
-            f"decode attention {requested!r} on {platform} for {dtype.name} activations, a {kv_dtype.name} "
-            f"cache and head size {head_dim}: it runs on {rule} only; use auto or xla"
-        )
-    return requested
+    rules = {
+        "paged_tpu": "TPUs, a bfloat16 cache and head sizes that are a multiple of 128",
+        "paged_gpu": "GPUs, activations in 16 bits, a cache of the same type or int8, and head sizes "
+        "that are a power of two from 16 on",
+    }
+    without = (
+        "" if plain else " with sliding windows or capped scores, which the kernel does not have"
+    )
+    what = f"{dtype.name} activations, a {kv_dtype.name} cache and head size {head_dim}{without}"
+    return picked("decode attention", requested, platform, runs, rules, f"for {what}")

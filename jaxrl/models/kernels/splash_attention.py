@@ -61,10 +61,15 @@ def splash_attention(
     )
     segment_ids_BT = jnp.pad(segment_ids_BT, ((0, 0), (0, pad)))
 
+    # Separate backward kernels for queries and for keys and values. The fused kernel stores a gradient of the
+    # queries for each block of keys: memory quadratic in the length.
+    tiles = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), block)
+    tiles |= dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), block)
+
     def masked_by(mask: splash.Mask) -> Any:
         kernel = splash.make_splash_mha(
             MultiHeadMask([mask] * Q),
-            block_sizes=_square_tiles(block),
+            block_sizes=splash.BlockSizes(**tiles),
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=kind.softcap or None,
@@ -83,19 +88,6 @@ def splash_attention(
         if kind.slides is not None:
             attend = functools.partial(jax.lax.cond, kind.slides, attend, whole)
     return attend(q_BQTH, k_BKTH, v_BKTH, segment_ids_BT).swapaxes(1, 2)[:, :T]
-
-
-def _square_tiles(block: int) -> splash.BlockSizes:
-    # Separate backward kernels for queries and for keys and values. The fused kernel stores a gradient of the
-    # queries for each block of keys: memory quadratic in the length.
-    return splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
 
 
 def _round_up(number: int, multiple: int) -> int:

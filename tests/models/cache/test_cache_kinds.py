@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxrl.models.attention import attention
-from jaxrl.models.cache.contiguous_cache import ContiguousCache
-from jaxrl.models.cache.interface import cache_bytes
+from jaxrl.models.cache.cache_kind import CacheKind, cache_bytes
 from jaxrl.models.cache.kv_cache import CacheShape
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
@@ -68,7 +67,7 @@ def positions(begin, end):
 
 def kind_of(name, config, dtype=jnp.float32):
     shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    return ContiguousCache(shape, UNROLLED[name])
+    return CacheKind(shape, UNROLLED[name])
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

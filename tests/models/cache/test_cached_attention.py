@@ -37,7 +37,7 @@ def test_attention_does_not_depend_on_how_keys_lie(dtype):
 def test_axes_name_every_dimension(keys_last):
     shape = CacheShape(5, K, H, jnp.int8, keys_last)
     sizes = {"layers": 5, "batch": B, "kv_heads": K, "head_dim": H, "length": C}
-    for cache in (shape.empty(B, C), shape.empty_layer(B, C)):
+    for cache in (shape.empty((5, B), C), shape.empty((B,), C)):
         jax.tree.map(
             lambda leaf, axes: np.testing.assert_array_equal(leaf.shape, [sizes[a] for a in axes]),
             cache,

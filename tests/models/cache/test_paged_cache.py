@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.models.cache import paged_cache
-from jaxrl.models.cache.contiguous_cache import ContiguousCache
-from jaxrl.models.cache.interface import cache_bytes
+from jaxrl.models.cache.cache_kind import CacheKind, cache_bytes
 from jaxrl.models.cache.kv_cache import CacheShape, PagedSlots
 from jaxrl.models.cache.paged_cache import PagedCache
 
 PAGE, SLOTS, PER_SLOT, W = 4, 3, 5, 6
 KINDS = {
-    "stacked, keys last": ContiguousCache(CacheShape(2, 2, 3, jnp.float32, "head_dim")),
-    "stacked, int8": ContiguousCache(CacheShape(2, 2, 3, jnp.int8)),
-    "per layer": ContiguousCache(CacheShape(2, 2, 3, jnp.float32), unrolled=True),
+    "stacked, keys last": CacheKind(CacheShape(2, 2, 3, jnp.float32, "head_dim")),
+    "stacked, int8": CacheKind(CacheShape(2, 2, 3, jnp.int8)),
+    "per layer": CacheKind(CacheShape(2, 2, 3, jnp.float32), unrolled=True),
 }
 
 
@@ -106,7 +105,7 @@ def test_a_sequence_is_copied_into_the_pages_of_a_slot(kind, data):
 
 
 def test_a_pool_takes_the_memory_of_its_pages_for_any_number_of_slots():
-    paged = PagedCache(KINDS["stacked, int8"], PAGE, 10, None)
+    paged = PagedCache(CacheShape(2, 2, 3, jnp.int8), page_tokens=PAGE, num_pages=10, gather=None)
     pool = 10 * PAGE * 2 * 2 * 2 * (3 + 4)
     assert cache_bytes(paged, 3, 5 * PAGE) == pool + 4 * (3 * 5 + 3)
     assert cache_bytes(paged, 30, 5 * PAGE) == pool + 4 * (30 * 5 + 30)

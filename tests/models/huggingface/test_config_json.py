@@ -137,18 +137,6 @@ def test_the_text_model_of_a_gemma_3_with_images():
             parse_config({**GEMMA3_4B, **broken})
 
 
-def test_windows_of_qwen_are_read_and_written():
-    on = {**QWEN2, "use_sliding_window": True, "max_window_layers": 12}
-    config = parse_config(on)
-    assert config.sliding_window == 32768
-    assert config.sliding_layers == (False,) * 12 + (True,) * 12
-    written = config_json(config, dtype="bfloat16", base=on)
-    assert on.items() <= written.items()
-    assert parse_config(written) == config
-    everywhere = {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 4096}
-    assert all(parse_config(everywhere).sliding_layers)
-
-
 def test_the_architecture_of_the_source_is_written_where_it_can_say_the_same():
     config = parse_config({**MISTRAL, "sliding_window": None})
     assert config_json(config, dtype="float32")["architectures"] == ["LlamaForCausalLM"]
@@ -212,8 +200,6 @@ def test_what_early_files_leave_out_is_filled_as_transformers_does():
 
 def test_a_window_that_is_named_but_off_is_no_obstacle():
     assert parse_config({**QWEN2, "sliding_window": 4096}) == parse_config(QWEN2)
-    on_for_no_layer = {**QWEN2, "use_sliding_window": True, "max_window_layers": 24}
-    assert parse_config(on_for_no_layer) == parse_config(QWEN2)
     whole = {**QWEN2, "layer_types": ["full_attention"] * 24}
     assert parse_config(whole) == parse_config(QWEN2)
 
@@ -228,20 +214,15 @@ def test_a_window_that_is_named_but_off_is_no_obstacle():
         (QWEN3_MOE, {"num_experts": None}, "num_experts is missing"),
         (QWEN3_MOE, {"num_experts_per_tok": 129}, "experts_per_token 129 of num_experts 128"),
         (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (LLAMA, {"use_sliding_window": True}, "use_sliding_window is true, but LlamaForCausalLM"),
+        (LLAMA, {"use_sliding_window": True}, "use_sliding_window is True, but only False"),
         (
             QWEN2,
             {"layer_types": ["sliding_attention"] * 24},
-            "layer_types has sliding_attention, but use_sliding_window",
+            "layer_types has sliding_attention, but only sliding_window",
         ),
         (QWEN2, {"layer_types": ["full_attention"]}, "layer_types names 1 layers of .* 24"),
         (QWEN2, {"layer_types": ["chunked_attention"] * 24}, "layer_types has chunked_attention"),
-        (QWEN2, {"use_sliding_window": True, "max_window_layers": "all"}, "max_window_layers is"),
-        (
-            QWEN2,
-            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
-            "sliding_window is missing",
-        ),
+        (GEMMA3, {"sliding_window": None}, "sliding_window is missing"),
         (MISTRAL, {"layer_types": ["full_attention"] * 32}, "layer_types has full_attention, but"),
         (GEMMA3, {"architectures": ["Gemma3nForConditionalGeneration"]}, "architectures is"),
         (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
@@ -289,7 +270,11 @@ def test_a_window_that_is_named_but_off_is_no_obstacle():
         ),
         (QWEN2, {"hidden_size": None}, "hidden_size is missing"),
         (QWEN2, {"hidden_size": "896"}, "hidden_size is '896'; it must be a positive number"),
-        (QWEN2, {"vocab_size": 10.5}, "vocab_size is 10.5; it must be a whole number"),
+        (
+            QWEN2,
+            {"vocab_size": 10.5},
+            "vocab_size is 10.5; it must be a positive number, and whole",
+        ),
         (QWEN2, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         (QWEN2, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         (QWEN2, {"num_key_value_heads": 3}, "num_heads 14 is not a multiple of num_kv_heads 3"),

@@ -319,12 +319,12 @@ def test_export_takes_tokenizer_and_special_ids_from_the_source(tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 7
 
 
-def test_buffers_of_old_versions_and_an_equal_copy_are_ignored(tmp_path):
+def test_buffers_of_old_versions_and_the_head_of_a_tied_model_are_ignored(tmp_path):
     tensors = random_tensors(TINY)
     expected = load(write_checkpoint(tmp_path / "plain", TINY, tensors))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
 
 
@@ -332,7 +332,7 @@ def no_data_is_read(monkeypatch):
     def refuse(*_):
         raise AssertionError("data was read before all headers were checked")
 
-    monkeypatch.setattr("jaxrl.models.huggingface.weight_loading._Reader.slice_of", refuse)
+    monkeypatch.setattr("jaxrl.models.huggingface.weight_loading._load_table", refuse)
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -350,13 +350,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         ),
         (DOWN, np.ones((24, 16), np.float32), r"down_proj.*shape \[24, 16\], .* \[16, 24\]"),
         (DOWN, np.ones((16, 24), np.int8), f"{re.escape(DOWN)} in .*model.* has type I8"),
-        (
-            "lm_head.weight",
-            np.ones((8, 16), np.float32),
-            r"lm_head\.weight .* shape \[8, 16\], .* \[24, 16\]",
-        ),
     ],
-    ids=["missing", "unexpected", "shape", "dtype", "head"],
+    ids=["missing", "unexpected", "shape", "dtype"],
 )
 def test_wrong_tensors_are_named_before_data_is_read(
     tmp_path, monkeypatch, num_files, name, tensor, message
@@ -378,15 +373,6 @@ def test_many_missing_tensors_are_counted(tmp_path):
         load_params(directory, config, on_one_device(config))
 
 
-def test_a_tied_head_that_differs_is_refused(tmp_path):
-    tensors = random_tensors(TINY)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    tensors["lm_head.weight"][20, 3] += 1
-    directory = write_checkpoint(tmp_path / "hf", TINY, tensors)
-    with pytest.raises(UserError, match=r"lm_head\.weight differs .* \(rows 0 to 24\)"):
-        load(directory)
-
-
 @pytest.mark.parametrize("keep_bytes", [0, 5, 100, -1])
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_a_file_that_is_cut_short_is_named(tmp_path, monkeypatch, num_files, keep_bytes):
@@ -405,10 +391,10 @@ def test_a_directory_without_safetensors_is_described(tmp_path):
         load(directory)
     (directory / "pytorch_model.bin").write_bytes(b"\x80")
     with pytest.raises(
-        UserError, match=r"only pytorch_model\.bin: .*convert them with safetensors"
+        UserError, match=r"pytorch_model\.bin; .*pickled weights can run any program"
     ):
         load(directory)
-    with pytest.raises(UserError, match="nowhere is no directory or empty"):
+    with pytest.raises(UserError, match=r"nowhere has neither .* it has nothing"):
         load_params(tmp_path / "nowhere", TINY, on_one_device(TINY))
 
 
@@ -432,14 +418,6 @@ def test_a_wrong_index_is_named(tmp_path, damage, message):
         load(directory)
     (directory / INDEX_FILE).write_text("{")
     with pytest.raises(UserError, match=r"index\.json is no JSON"):
-        load(directory)
-
-
-def test_a_tensor_in_two_files_is_named(tmp_path):
-    directory = write_checkpoint(tmp_path / "hf", TINY, random_tensors(TINY), num_files=3)
-    file = directory / "model-00001-of-00003.safetensors"
-    save_file({**load_file(file), DOWN: np.ones((16, 24), np.float32)}, file)
-    with pytest.raises(UserError, match=f"{re.escape(DOWN)} is both in .*00001.* and in "):
         load(directory)
 
 

@@ -184,7 +184,12 @@ def test_the_platforms_kernel_is_picked_where_it_can_run(
 @pytest.mark.parametrize(
     ("requested", "platform", "kv_dtype", "message"),
     [
-        ("paged", "tpu", jnp.bfloat16, "unknown decode attention 'paged'; use auto or one of xla"),
+        (
+            "paged",
+            "tpu",
+            jnp.bfloat16,
+            "unknown decode attention 'paged'; use auto or one of paged_tpu",
+        ),
         ("paged_tpu", "cpu", jnp.bfloat16, "'paged_tpu' on cpu .* it runs on TPUs, .*; use auto"),
         (
             "paged_tpu",

@@ -54,8 +54,15 @@ def read_model(directory: pathlib.Path) -> ModelDirectory:
             f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, the model's embedding "
             f"{model.vocab_size} rows; put two files of one model there"
         )
+    context = read_config_json(directory).get("max_position_embeddings")
+    context = SHORTEST_CONTEXT if context is None else context
+    if type(context) is not int or context < 2:
+        raise UserError(
+            f"{directory / 'config.json'}: max_position_embeddings is {context!r}; it must be a whole number "
+            "of 2 or more: copy the published file again"
+        )
     model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
-    return ModelDirectory(model, tokenizer, _context_of(directory))
+    return ModelDirectory(model, tokenizer, min(context, MAX_TOKENS))
 
 
 def check_is_directory(path: pathlib.Path, *, or_else: str = "") -> None:
@@ -76,15 +83,3 @@ def generation_shardings(model: ModelConfig, mesh: Mesh) -> Any:
     """The shardings of a model's weights for generation."""
     _, shapes, axes = decoder_graph(model)
     return shardings(axes, shapes, GENERATE_RULES, mesh)
-
-
-def _context_of(directory: pathlib.Path) -> int:
-    value = read_config_json(directory).get("max_position_embeddings")
-    if value is None:
-        return SHORTEST_CONTEXT
-    if type(value) is not int or value < 2:
-        raise UserError(
-            f"{directory / 'config.json'}: max_position_embeddings is {value!r}; it must be a whole number "
-            "of 2 or more: copy the published file again"
-        )
-    return min(value, MAX_TOKENS)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
+from jaxrl.algos.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
 from jaxrl.models.compute import Compute
-from jaxrl.models.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
 from jaxrl.rollout.sampling import truncation_of
 
 B, T, D, V = 2, 11, 4, 7

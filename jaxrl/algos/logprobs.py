@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.truncation import LEAST_KEPT, Truncation, kept_tokens
+from jaxrl.algos.truncation import LEAST_KEPT, Truncation, kept_tokens
 
 Values = TypeVar("Values")
 
@@ -166,7 +166,9 @@ def from_past(
         values = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(G, -1)[:, :N], values)
 
     def placed(x_GN: jax.Array) -> jax.Array:
-        x_BT = _ungrouped(_permuted(x_GN, inverse_GN, order_GN), tokens_BT.shape, shards)
+        (B, T), (r, p) = tokens_BT.shape, shards
+        x_GN = _permuted(x_GN, inverse_GN, order_GN)
+        x_BT = x_GN.reshape(r, p, B // r, T // p).swapaxes(1, 2).reshape(B, T)  # as `_grouped`
         return jnp.where(needed_BT, x_BT, 0.0)
 
     return jax.tree.map(placed, values)
@@ -177,12 +179,6 @@ def _grouped(x: jax.Array, shards: tuple[int, ...]) -> jax.Array:
     (B, T, *others), (r, p) = x.shape, shards
     x = x.reshape(r, B // r, p, T // p, *others).swapaxes(1, 2)
     return x.reshape(r * p, -1, *others)
-
-
-def _ungrouped(x_GN: jax.Array, shape: tuple[int, ...], shards: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_grouped` for [B, T]."""
-    (B, T), (r, p) = shape, shards
-    return x_GN.reshape(r, p, B // r, T // p).swapaxes(1, 2).reshape(B, T)
 
 
 def _gathered(x: jax.Array, order_GN: jax.Array) -> jax.Array:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
+from jaxrl.algos.logprobs import squared_probabilities, token_logprobs
+from jaxrl.algos.truncation import as_rows, digit_search, kept_tokens
 from jaxrl.models.compute import Compute
-from jaxrl.models.logprobs import squared_probabilities, token_logprobs
-from jaxrl.models.truncation import as_rows, digit_search, kept_tokens
 from jaxrl.rollout.decode_state import DecodeState
 from jaxrl.rollout.generate_program import sample
 from jaxrl.rollout.sampling import sample_keys, truncation_of

@@ -1,29 +1,41 @@
-"""A cache with contiguous slots, each as long as the longest possible sequence.
+"""A way to store keys and values, and the forward passes that write and read them.
+
+    prefill              sequences -> a cache of exactly their tokens
+    extend               a cache, T new tokens -> a cache of the new tokens, which `write` adds to the first
+    decoding             a cache (read only), a buffer -> one token at a time, each put into the buffer; at
+                         the end `write` adds the buffer to the cache
+    take, copy, resize   move slots, change their capacity
+
+A cache is a pytree whose content only its `CacheKind` knows. The engine passes it on, shards it by its
+`axes`, and frees it. Slots, prefixes and buffers may be different trees. Here all of them are contiguous,
+each slot as long as the longest possible sequence; in `paged_cache.py` slots are tables of pages.
 
 [L, B, ..]        one array for all layers: for scans over layers, stages of a pipeline, and kernels that
                   index layers by number
 L times [B, ..]   an array for each layer, and a Python loop over layers: for shallow models on CPU, where
                   a scan copies the slice of the cache, and of the weights, for every layer
 
-B slots   L layers   Q query heads   K kv heads   H head size   C capacity
+B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens   L layers
+Q query heads   K kv heads   H head size
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.cache.cached_attention import (
     PartialAttention,
     cached_attention,
     extending_attention,
 )
-from jaxrl.models.cache.interface import Attention, Cache, CachePass, DecodeStep
 from jaxrl.models.cache.kv_cache import (
     CacheShape,
     KVCache,
@@ -35,8 +47,16 @@ from jaxrl.models.cache.kv_cache import (
     with_capacity,
     write_slots,
 )
-from jaxrl.models.compute import LayerFunction
-from jaxrl.models.decoder import Decoder, Params
+from jaxrl.models.compute import Compute, LayerFunction
+from jaxrl.models.decoder import Attend, Decoder, Params
+
+# A pytree of arrays: the keys and values of all layers.
+Cache: TypeAlias = Any
+
+# (q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, kind) -> out_BTQH, over whole sequences
+Attention: TypeAlias = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, AttentionKind], jax.Array
+]
 
 # (q_BQH, cache of L layers, layer, length_B) -> attention to that layer's part of the cache
 PastAttention: TypeAlias = Callable[
@@ -47,11 +67,54 @@ PastAttention: TypeAlias = Callable[
 _PAGE = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class ContiguousCache:
-    """A `KVCache` of all layers or, with `unrolled`, a list of L of them.
+class CachePass(NamedTuple):
+    """A forward pass over new tokens with a cache.
 
-    A list and not a tuple: in a tree of logical axes a tuple is a leaf, the axes of one array.
+    Attributes:
+      attend, per_layer, per_row: arguments of `Decoder.__call__`.
+      kept: (second results of `attend`, of all layers) -> the cache of the new tokens.
+      layers: function that runs the stack; None for `Compute.layers`.
+    """
+
+    attend: Attend
+    per_layer: Any
+    per_row: Any
+    kept: Callable[[Any], Cache]
+    layers: Callable[..., Any] | None = None
+
+    def run(
+        self,
+        model: Decoder,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        live_BT: jax.Array,
+        compute: Compute,
+    ) -> tuple[jax.Array, Cache]:
+        """Runs the pass; returns the last hidden states [B, T, D] of the new tokens, and their cache."""
+        if self.layers is not None:
+            compute = dataclasses.replace(compute, layers=self.layers)
+        out = model(
+            tokens_BT,
+            positions_BT,
+            self.attend,
+            compute=compute,
+            per_layer=self.per_layer,
+            per_row=self.per_row,
+            live_BT=live_BT,
+        )
+        return out.hidden_BTD, self.kept(out.layer_out)
+
+
+# (buffer, i, active_B) -> the pass for token `i` of a dispatch. Results of inactive slots are not used.
+DecodeStep: TypeAlias = Callable[[Cache, jax.Array, jax.Array], CachePass]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheKind:
+    """Slots are rows of a `KVCache` of all layers or, with `unrolled`, of a list of L of them.
+
+    It holds no arrays itself. All methods can be traced. `write`, `take` and `copy` run on every device for
+    its own slots. A list and not a tuple: in a tree of logical axes a tuple is a leaf, the axes of one array.
 
     Attributes:
       shape: sizes and types of the caches.
@@ -68,29 +131,36 @@ class ContiguousCache:
 
     @property
     def capacity_multiple(self) -> int:
-        """Tokens of a page if there is a kernel."""
+        """The longest capacity must be a multiple of this number of tokens."""
         return 1 if self.kernel is None else _PAGE
 
     @property
     def reads_own_length(self) -> bool:
-        """True with a kernel, which reads pages only up to the length of a slot."""
+        """Whether the cost of decoding depends on the lengths of slots only, not on the capacity.
+
+        If True, one capacity serves a whole run: moving slots between capacities would save nothing and need
+        memory for two caches. A kernel reads pages only up to the length of a slot.
+        """
         return self.kernel is not None
 
     def empty(self, num_slots: int, capacity: int) -> Cache:
-        if not self.unrolled:
-            return self.shape.empty(num_slots, capacity)
-        return [self.shape.empty_layer(num_slots, capacity) for _ in range(self.shape.num_layers)]
+        """An empty cache with `num_slots` slots of `capacity` tokens."""
+        return self.buffer(num_slots, capacity)
 
     def buffer(self, num_slots: int, tokens: int) -> Cache:
-        return self.empty(num_slots, tokens)
+        """An empty buffer for the tokens of a dispatch. All slots write to the same position of it."""
+        if not self.unrolled:
+            return self.shape.empty((self.shape.num_layers, num_slots), tokens)
+        return [self.shape.empty((num_slots,), tokens) for _ in range(self.shape.num_layers)]
 
     def axes(self, cache: Cache) -> Cache:
+        """The logical axes of every leaf of a cache or buffer; "batch" counts slots."""
         return jax.tree.map(cache_axes, cache, is_leaf=_is_cache)
 
     # Forward passes
 
     def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
-        """A scan over layers, which stacks the caches of the layers."""
+        """The pass for T tokens without a past: a scan over layers, which stacks the caches of the layers."""
 
         def attend(q, k, v, kind, _, segment_ids) -> tuple[jax.Array, Any]:
             return attention(q, k, v, segment_ids, kind), self.shape.holding(k, v)
@@ -104,6 +174,8 @@ class ContiguousCache:
         return CachePass(attend, None, segment_ids_BT, kept)
 
     def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
+        """The pass for T tokens after `length_B` cached ones."""
+
         def attend(q, k, v, kind, layer, length_B) -> tuple[jax.Array, KVCache]:
             out_BTQH = extending_attention(q, k, v, layer, length_B, kind=kind)
             return out_BTQH, self.shape.holding(k, v)
@@ -111,48 +183,37 @@ class ContiguousCache:
         return CachePass(attend, cache, length_B, self._kept, self._layers(model))
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
-        if self.kernel is not None:
-            return self._decoding_by_kernel(self.kernel, cache, length_B)
-        layers = self._layers(model)
+        """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
 
-        def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
-            q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
-            out_BQH = cached_attention(q, k, v, tuple(zip(caches, lengths, strict=True)), kind=kind)
-            return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
-
-        def step(buffer: Cache, i: jax.Array, _: jax.Array) -> CachePass:
-            caches = (cache, buffer)
-            if self.unrolled:
-                caches = tuple(zip(*caches, strict=True))
-            lengths = (length_B, jnp.full_like(length_B, i))
-            return CachePass(attend, caches, lengths, self._kept, layers)
-
-        return step
-
-    def _decoding_by_kernel(
-        self, kernel: PastAttention, cache: KVCache, length_B: jax.Array
-    ) -> DecodeStep:
-        past = cache
-        if self.by_number:
+        Call this outside of the loop over tokens, and its result inside. The loop does not write the cache.
+        """
+        layers, kernel, past = self._layers(model), self.kernel, cache
+        if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
             past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
 
-        def attend(q_B1QH, k_B1KH, v_B1KH, kind, layer, lengths):
+        def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
-            (past, recent), (past_length_B, recent_length_B) = layer, lengths
-            if self.by_number:
-                of_past = kernel(q, cache, past[0], past_length_B)
-            else:
-                stack = jax.tree.map(lambda leaf: leaf[None], past)
-                of_past = kernel(q, stack, jnp.int32(0), past_length_B)
-            out_BQH = cached_attention(q, k, v, [(recent, recent_length_B)], of_past, kind=kind)
+            of_past, to_read = None, tuple(zip(caches, lengths, strict=True))
+            if kernel is not None:
+                # The cache by the kernel, the buffer by XLA.
+                (past, past_length_B), to_read = to_read[0], to_read[1:]
+                if self.by_number:
+                    of_past = kernel(q, cache, past[0], past_length_B)
+                else:
+                    stack = jax.tree.map(lambda leaf: leaf[None], past)
+                    of_past = kernel(q, stack, jnp.int32(0), past_length_B)
+            out_BQH = cached_attention(q, k, v, to_read, of_past, kind=kind)
             return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
 
-        def step(buffer: KVCache, i: jax.Array, active_B: jax.Array) -> CachePass:
-            # Inactive slots get length 0: the kernel then reads nothing for them, and their results are
-            # unused.
-            lengths = (jnp.where(active_B, length_B, 0), jnp.full_like(length_B, i))
-            return CachePass(attend, (past, buffer), lengths, self._kept)
+        def step(buffer: Cache, i: jax.Array, active_B: jax.Array) -> CachePass:
+            # Inactive slots get length 0: a kernel then reads nothing for them, and their results are unused.
+            past_length_B = length_B if kernel is None else jnp.where(active_B, length_B, 0)
+            lengths = (past_length_B, jnp.full_like(length_B, i))
+            caches: Any = (past, buffer)
+            if self.unrolled:
+                caches = tuple(zip(*caches, strict=True))
+            return CachePass(attend, caches, lengths, self._kept, layers)
 
         return step
 
@@ -196,23 +257,40 @@ class ContiguousCache:
     # Tokens written, slots moved
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
+        """Writes token `i` of all slots to the buffer."""
         return jax.tree.map(lambda old, one: put_token(old, one, i), buffer, new, is_leaf=_is_cache)
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
+        """Writes all tokens of `new`, a buffer or the result of a pass, to live slots at position `start_B`.
+
+        Live slots must have room for them.
+        """
         return write_slots(cache, self.axes(cache), new, start_B, live_B)
 
     def take(self, cache: Cache, slots: jax.Array) -> Cache:
+        """Takes the slots with the given numbers, int32, from a cache, as a prefix."""
         return take_slots(cache, self.axes(cache), slots)
 
     def copy(self, cache: Cache, other: Cache, source_B: jax.Array) -> Cache:
+        """Replaces slot i by slot `source_B[i]` of `other`, unless that number is negative.
+
+        Capacities may differ, but the tokens must fit.
+        """
         return copy_slots(cache, self.axes(cache), other, source_B)
 
     def resize(self, cache: Cache, capacity: int) -> Cache:
+        """Changes the capacity of all slots."""
         return with_capacity(cache, self.axes(cache), capacity)
 
 
 def _is_cache(part: Any) -> bool:
     return isinstance(part, KVCache)
+
+
+def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:
+    """Bytes of a cache with the given slots and capacity, over all devices."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: kind.empty(num_slots, capacity)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def split_layers(params: Params) -> Params:
