@@ -87,7 +87,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES.keys(), fast=("adamw in 8 bits", "fsdp")))
+@pytest.mark.parametrize("case", mostly_slow(CASES.keys(), fast=("adamw in 8 bits",)))
 def test_moments_on_the_host_train_to_the_same_weights(case):
     model, options = CASES[case]
     actor = actor_of(model, moments_on_host=True, **options)
@@ -123,7 +123,7 @@ def test_a_run_with_moments_on_the_host_resumes_from_one_without(tmp_path):
     assert_close(jax.device_get(second.state.params), jax.device_get(first.state.params), scale=1)
 
 
-@pytest.mark.parametrize("fsdp", [1, 4])
+@pytest.mark.parametrize("fsdp", mostly_slow([1, 4], fast=(1,)))
 def test_activations_on_the_host_have_the_same_gradients(fsdp):
     """As those that are kept where they are, of which "full" and "projections" compute some again."""
     options = {} if fsdp == 1 else {"fsdp": fsdp}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -466,20 +467,23 @@ def step_of_top_entropy(layout, shape: PackedShape, *, bypass: bool, share_promp
     return params, metrics["loss"], by_hand
 
 
-@pytest.mark.parametrize("bypass", [False, True], ids=["before the update", "in the loss"])
+STAGES = {"layout": ("2-2-2", "1-2-2-2", 2), "shape": FOUR_ROWS, "share_prompts": False}
+IN_A_ROW = {"layout": ONE_DEVICE, "shape": PACKED, "share_prompts": True}
+
+
 @pytest.mark.parametrize(
-    ("layout", "shape", "share_prompts"),
+    ("where", "bypass"),
     [
-        pytest.param(ONE_DEVICE, PACKED, True, id="packed"),
-        pytest.param(("2-2-2", "1-2-2-2", 2), FOUR_ROWS, False, id="stages"),
+        pytest.param(IN_A_ROW, False, id="packed, before the update", marks=pytest.mark.slow),
+        pytest.param(IN_A_ROW, True, id="packed, in the loss"),
+        pytest.param(STAGES, False, id="stages, before the update"),
+        pytest.param(STAGES, True, id="stages, in the loss", marks=pytest.mark.slow),
     ],
 )
-def test_tokens_of_the_highest_entropy_train_alone(layout, shape, share_prompts, bypass):
+def test_tokens_of_the_highest_entropy_train_alone(where, bypass):
     """With weights of the correction, which are multiplied in; neither packing nor the mesh matter."""
     expected, _, _ = step_of_top_entropy(ONE_DEVICE, ONE_EACH, bypass=False)
-    params, loss, by_hand = step_of_top_entropy(
-        layout, shape, bypass=bypass, share_prompts=share_prompts
-    )
+    params, loss, by_hand = step_of_top_entropy(**where, bypass=bypass)
     assert loss == pytest.approx(by_hand, rel=1e-4)
     assert_close(params, expected, scale=1)
 
@@ -679,7 +683,9 @@ def test_sampling_after_an_update_uses_the_new_weights(layout):
 # Epochs
 
 
-@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=str)
+@pytest.mark.parametrize(
+    "layout", mostly_slow([ONE_DEVICE, EIGHT_DEVICES], fast=(ONE_DEVICE,)), ids=str
+)
 def test_epochs_of_one_program_are_updates_one_after_another(layout):
     actor = fresh(layout, ADAM)
     batch = actor.place(packed(sequences(), TWO_UPDATES))

@@ -126,6 +126,7 @@ def compiled(turn, tokenizer):
 """
 
 
+@pytest.mark.slow
 def test_a_long_compilation_does_not_keep_a_run_alive(tmp_path, problems, whole):  # noqa: F811
     begun = tmp_path / "begun"
     config = make_config(tmp_path, problems)

@@ -3,14 +3,15 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from slow_values import mostly_slow
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.dataflows.preparation import EntropyCoefficient
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
@@ -128,12 +129,9 @@ def curve(config: Config) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def colocated(folder, tmp_path_factory):
-    """PPO with actor, critic, reference and reward model, all on the same eight devices."""
-    mesh = {"mesh__train": "1-4-2", "mesh__generate": "1-2-2-2", "mesh__fsdp": 2}
-    config = make_config(
-        folder, tmp_path_factory.mktemp("ppo"), "ppo", **ppo_settings(folder), **mesh
-    )
-    assert program.train(config) == 0
+    """PPO with actor, critic, reference and reward model, all on one device."""
+    config = make_config(folder, tmp_path_factory.mktemp("ppo"), "ppo", **ppo_settings(folder))
+    assert program.train(config, devices=jax.devices()[:1]) == 0
     return curve(config)
 
 
@@ -181,18 +179,21 @@ VPG = {**ACTOR_CRITIC, "algorithm__loss": "policy_gradient", "algorithm__loss_op
 TRPO = {**ACTOR_CRITIC, "algorithm__loss": "trpo", "algorithm__loss_options": {"kl_coef": 0.0}}
 
 
-@pytest.mark.parametrize(("recipe", "changes"), [("vpg", VPG), ("trpo", TRPO)], ids=["vpg", "trpo"])
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        pytest.param("vpg", VPG, id="vpg", marks=pytest.mark.slow),
+        pytest.param("trpo", TRPO, id="trpo"),
+    ],
+)
 def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
     recipe, changes, folder, tmp_path
 ):
-    mesh = {"mesh__train": "1-2-2", "mesh__generate": "1-1-2-2", "mesh__fsdp": 2}
     curves = []
     for name, stops in (("whole", (3,)), ("resumed", (1, 3))):
         for steps in stops:
-            config = make_config(
-                folder, tmp_path / name, recipe, **changes, **mesh, run__num_steps=steps
-            )
-            assert program.train(config, devices=jax.devices()[:4]) == 0
+            config = make_config(folder, tmp_path / name, recipe, **changes, run__num_steps=steps)
+            assert program.train(config, devices=jax.devices()[:1]) == 0
         curves.append({row["step"]: row for row in curve(config)})
     whole, resumed = curves
     assert whole[3] == resumed[3]
@@ -204,6 +205,16 @@ def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
         assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
 
 
+def test_the_entropy_bonus_rests_above_its_target():
+    coefficient, applied = EntropyCoefficient(0.01, target=5.0), []
+    for entropy in (5.6, 5.6, 4.0, 4.0):
+        applied.append(coefficient.applied)
+        coefficient.follow(jnp.float32(entropy))
+    # The first step knows no entropy yet and has the bonus.
+    assert applied == pytest.approx([0.01, 0.0, 0.0, 0.005])
+
+
+@pytest.mark.slow
 def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
     """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
     changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
@@ -291,19 +302,20 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
             },
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "grpo",
             {
                 "algorithm__advantage": "optimal_token_baseline",
                 "algorithm__correction__weights": "token",
             },
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "grpo",
             {"algorithm__loss": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "grpo",
             {
                 "algorithm__advantage": "reinforce_plus_plus",
@@ -312,6 +324,7 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
                 "algorithm__loss_options": {"kl_coef": 1.0, "fraction": 0.1},
                 "rollout__num_samples": 1,
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=[
@@ -366,6 +379,7 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
         reward__functions={"brevity": {"path": f"{tmp_path / 'rules.py'}:brevity", "weight": 0.5}},
         reward__model=str(folder / "reward"),
         reward__model_weight=2.0,
+        reward__mask_truncated=True,
         **{f"reward__judge__{name}": value for name, value in judge.items()},
         placement={
             "policy": {"roles": ("actor", "reward"), "train": "1-1-2"},
@@ -386,6 +400,9 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     # GDPO whitens what it makes of the four.
     assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
     assert row["actor/grad_norm"] > 0
+    # Random weights seldom end an answer, and then early. Those that were cut are left out.
+    assert 0.8 < row["response_length/clip_ratio"] < 1
+    assert 0 < row["train/num_trained_tokens"] < 0.2 * response_tokens(config, row)
 
 
 def response_tokens(config: Config, row: dict) -> float:
@@ -393,22 +410,12 @@ def response_tokens(config: Config, row: dict) -> float:
     return row["response_length/mean"] * config.rollout.num_prompts * config.rollout.num_samples
 
 
-def test_truncated_answers_can_be_left_out(folder, tmp_path):
-    config = make_config(folder, tmp_path, "grpo", reward__mask_truncated=True)
-    assert program.train(config, devices=jax.devices()[:1]) == 0
-    row = curve(config)[1]
-    # Random weights seldom end an answer, and then early.
-    assert 0.8 < row["response_length/clip_ratio"] < 1
-    assert 0 < row["train/num_trained_tokens"] < 0.2 * response_tokens(config, row)
-
-
 def equal_rewards(responses):
     return [0.5] * len(responses.texts)
 
 
-@pytest.mark.parametrize(
-    "kl", mostly_slow({"nothing else": 0.0, "a KL term": 0.1}, fast=("nothing else",))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", [0.0, 0.1], ids=["nothing else", "a KL term"])
 def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
     changes = {
         "reward__functions": {"same": {"path": f"{__file__}:equal_rewards", "weight": 1.0}},
@@ -426,10 +433,8 @@ def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
     assert all(("actor/grad_norm" in row) == bool(kl) for row in rows)
 
 
-@pytest.mark.parametrize(
-    "bypass",
-    mostly_slow({"before the loss": False, "inside the loss": True}, fast=("before the loss",)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
 def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path):
     changes = {
         "algorithm__correction__reject": {"token_ratio": (1.5, 2.0)},
@@ -479,6 +484,7 @@ def test_settings_that_contradict_each_other(recipe, changes, message, folder, t
     assert not list(tmp_path.rglob("rl"))
 
 
+@pytest.mark.slow
 def test_a_run_trains_the_tokens_of_the_highest_entropy(folder, tmp_path):
     first = {}
     for share in (1.0, 0.2):
