@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from slow_values import mostly_slow
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
@@ -135,7 +134,8 @@ def first_kl(folder, output, **changes) -> float:
     return reverse_kl(config)[0]
 
 
-@pytest.mark.parametrize("share_prompts", mostly_slow([False, True], fast=(True,)))
+@pytest.mark.slow
+@pytest.mark.parametrize("share_prompts", [False, True])
 def test_a_teacher_that_reads_another_prompt(folder, tmp_path, monkeypatch, share_prompts):
     rows = {"train__share_prompts": share_prompts, "train__row_tokens": 64}
     given = {"teacher__max_extra_tokens": 16, **rows}
