@@ -47,7 +47,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # A first call compiles, which no deadline fits; without randomness a failure is everyone's failure.
-hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("jaxrl", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("jaxrl")
 
 _LONGEST = (

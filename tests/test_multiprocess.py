@@ -1,7 +1,6 @@
 """Two processes of two devices each are one program: the same run as one process of four."""
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -13,6 +12,7 @@ import time
 import jax
 import pytest
 from closeness import assert_close
+from digits import write_problems
 from processes import free_port, started
 
 from jaxrl.config.command_line import load_config
@@ -58,6 +58,7 @@ SETTINGS = {
     "rollout.tokens_per_dispatch": 4,
     "reward.overlong_buffer_tokens": 2,
     "algorithm.dataflow": "grpo",
+    "data.train.solution_field": "solution",
     # Few problems, so that they are met again by what was learned of them.
     "data.train.size": 6,
     "data.curriculum.by": "pass_rate",
@@ -72,26 +73,14 @@ SETTINGS = {
 }
 
 
-def write_problems(folder: pathlib.Path) -> dict[str, str]:
-    """Repeat a digit, after a running number that says nothing."""
-    settings = {}
-    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
-        rows = [
-            {
-                "problem": f"{n} repeat {n * 7 % 10}",
-                "answer": n * 7 % 10,
-                "solution": f"Answer: {n * 7 % 10}",
-            }
-            for n in numbers
-        ]
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings |= {f"data.{name}.path": str(path), f"data.{name}.source": "repeat"}
-    return settings | {"data.train.solution_field": "solution"}
-
-
 def write_recipe(folder: pathlib.Path, **changes) -> pathlib.Path:
-    settings = SETTINGS | write_problems(folder) | {"run.output": str(folder / "runs")} | changes
+    write_problems(folder)
+    settings = SETTINGS | {"run.output": str(folder / "runs")} | changes
+    for name in ("train", "evaluation"):
+        settings |= {
+            f"data.{name}.path": str(folder / f"{name}.jsonl"),
+            f"data.{name}.source": "repeat",
+        }
     path = folder / "recipe.py"
     path.write_text(RECIPE.format(settings=settings))
     return path

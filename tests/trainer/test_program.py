@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 from closeness import assert_close
+from digits import write_problems
 from extras import import_extra
 from slow_values import mostly_slow
 
@@ -51,18 +52,9 @@ ACCURACY = "val-core/repeat/acc/mean@4"
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Training and evaluation files: repeat the digit, after a running number that says nothing."""
+    """Training and evaluation files."""
     folder = tmp_path_factory.mktemp("problems")
-    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
-        rows = [
-            {
-                "problem": f"{n} repeat {n * 7 % 10}",
-                "answer": n * 7 % 10,
-                "solution": f"Answer: {n * 7 % 10}",
-            }
-            for n in numbers
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_problems(folder)
     return folder
 
 

@@ -1,12 +1,11 @@
 """Every recipe on a task that a two-layer model learns in seconds; the same wherever its roles live."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from digits import write_problems
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
@@ -49,19 +48,9 @@ POLICY_AND_VALUE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Problems (repeat a digit, after a running number that says nothing) and two models that judge."""
+    """Problems and two models that judge."""
     folder = tmp_path_factory.mktemp("recipes")
-    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
-        rows = [
-            {
-                "problem": f"{n} repeat {n * 7 % 10}",
-                "answer": n * 7 % 10,
-                "solution": f"Answer: {n * 7 % 10}",
-            }
-            for n in numbers
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text)
+    write_problems(folder)
     for seed, name in enumerate(("reward", "cost")):
         model = score_config(MODEL)
         params = init_params(model, jax.random.key(seed))
