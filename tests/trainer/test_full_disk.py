@@ -23,24 +23,34 @@ class Wide(Counter):
         return dataclasses.replace(state, params=state.params | {"noise": noise})
 
 
+OPTIONS = {
+    "metrics": lambda step: {f"metric/{i}": step / (i + 1) for i in range(40)},
+    "num_steps": 40,
+    "save_every": 3,
+    "keep": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[dict]:
+    """Rows of a run with room for everything."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder / "rl", counter=Wide(), **OPTIONS)
+    return rows_of(folder / "rl")
+
+
 @pytest.mark.parametrize("size", [8_000, 40_000, 100_000, 150_000, 300_000])
-def test_a_stage_tells_of_it_and_goes_on_to_the_same_rows(size, disk, capfd):
+def test_a_stage_tells_of_it_and_goes_on_to_the_same_rows(size, disk, whole, capfd):
     """At each size the disk fills up in another file: logs, a first or later checkpoint, a manifest."""
-
-    def metrics(step):
-        return {f"metric/{i}": step / (i + 1) for i in range(40)}
-
-    options = {"metrics": metrics, "num_steps": 40, "save_every": 3, "keep": 2}
-    run(disk.path.parent / "whole", counter=Wide(), **options)
     disk.resize(size)
     capfd.readouterr()
     line = r"No space left on device\)[^\n]*free space[^\n]*$"
     # As a program does: which file is the first without room depends on what TensorStore has written by then.
     with pytest.raises(UserError, match=line), disk_errors(disk.path):
-        run(disk.path / "rl", counter=Wide(), **options)
+        run(disk.path / "rl", counter=Wide(), **OPTIONS)
     # Of Orbax's threads each would tell of it with its stack.
     assert "Traceback" not in capfd.readouterr().err
     disk.resize(10**8)
-    counter = run(disk.path / "rl", counter=Wide(), **options)
+    counter = run(disk.path / "rl", counter=Wide(), **OPTIONS)
     assert int(counter.state.step) == 40
-    assert rows_of(disk.path / "rl") == rows_of(disk.path.parent / "whole")
+    assert rows_of(disk.path / "rl") == whole
