@@ -53,6 +53,7 @@ hypothesis.settings.load_profile("jaxrl")
 _LONGEST = (
     "test_recipes.py",
     "test_program.py",
+    "test_free_running.py",
     "test_multiprocess.py",
     "test_optimizer.py",
     "test_engine.py",
