@@ -14,6 +14,7 @@ import pytest
 from closeness import assert_close
 from digits import write_problems
 from processes import free_port, started
+from recipe_files import write_recipe_file
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
@@ -22,15 +23,6 @@ from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).parents[1]
-RECIPE = """
-from jaxrl.config.schema import Config
-from jaxrl.config.config_tree import to_config_dict
-
-def get_config():
-    config = to_config_dict(Config())
-    config.update_from_flattened_dict({settings!r})
-    return config
-"""
 SETTINGS = {
     "name": "tiny",
     "mesh.train": "1-2-2",
@@ -81,9 +73,7 @@ def write_recipe(folder: pathlib.Path, **changes) -> pathlib.Path:
             f"data.{name}.path": str(folder / f"{name}.jsonl"),
             f"data.{name}.source": "repeat",
         }
-    path = folder / "recipe.py"
-    path.write_text(RECIPE.format(settings=settings))
-    return path
+    return write_recipe_file(folder, settings)
 
 
 def start(recipes: list[pathlib.Path]) -> contextlib.AbstractContextManager:

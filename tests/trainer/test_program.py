@@ -16,6 +16,7 @@ import pytest
 from closeness import assert_close
 from digits import write_problems
 from extras import import_extra
+from recipe_files import write_recipe_file
 from slow_values import mostly_slow
 
 from jaxrl.commands.run_commands import write_report
@@ -819,15 +820,7 @@ def test_the_command_ends_with_status_2_and_goes_on(disk, problems, whole):
     disk.resize(10**8)
     config = make_config(disk.path, problems, num_steps=4)
     warm(config, whole)
-    recipe = disk.path.parent / "recipe.py"
-    recipe.write_text(
-        "from jaxrl.config.schema import Config\n"
-        "from jaxrl.config.config_tree import to_config_dict\n"
-        "def get_config():\n"
-        "    config = to_config_dict(Config())\n"
-        f"    config.update_from_flattened_dict({flatten_config(config)!r})\n"
-        "    return config\n"
-    )
+    recipe = write_recipe_file(disk.path.parent, flatten_config(config))
     # Room for the first checkpoint and not for the second.
     state = sum(
         p.stat().st_size
