@@ -21,8 +21,12 @@ from jaxrl.trainer import program
 MODEL = ModelConfig(
     vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
 )
-COLOCATED = {}
 APART = {
+    "policy": {"roles": ("actor",), "train": "1-2-1"},
+    "value": {"roles": ("critic",), "train": "1-1-1"},
+    "judges": {"roles": ("reference", "reward"), "train": "1-1-1"},
+}
+APART_AND_SHARDED = {
     "policy": {"roles": ("actor",), "train": "1-2-2", "generate": "1-1-2-2", "fsdp": 2},
     "value": {"roles": ("critic",), "train": "1-1-2"},
     "judges": {"roles": ("reference", "reward"), "train": "1-2-1"},
@@ -128,6 +132,7 @@ def colocated(folder, tmp_path_factory):
     "placement",
     [
         pytest.param(APART, id="apart"),
+        pytest.param(APART_AND_SHARDED, id="apart and sharded", marks=pytest.mark.slow),
         pytest.param(SPLIT_OTHERWISE, id="split otherwise", marks=pytest.mark.slow),
         pytest.param(POLICY_AND_VALUE, id="two pools", marks=pytest.mark.slow),
     ],
@@ -137,7 +142,8 @@ def test_ppo_is_the_same_wherever_its_roles_live(placement, folder, tmp_path, co
     assert program.train(config) == 0
     for ours, theirs in zip(curve(config), colocated, strict=True):
         assert ours.keys() == theirs.keys()
-        for name in theirs:
+        # How even the shards of a batch are depends on their number.
+        for name in theirs.keys() - {"perf/imbalance"}:
             assert_close(ours[name], theirs[name], rtol=2e-4, scale=0.1, err_msg=name)
 
 
@@ -168,13 +174,8 @@ VPG = {**ACTOR_CRITIC, "algorithm__loss": "policy_gradient", "algorithm__loss_op
 TRPO = {**ACTOR_CRITIC, "algorithm__loss": "trpo", "algorithm__loss_options": {"kl_coef": 0.0}}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [
-        pytest.param("vpg", VPG, id="vpg", marks=pytest.mark.slow),
-        pytest.param("trpo", TRPO, id="trpo"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "changes"), [("vpg", VPG), ("trpo", TRPO)], ids=["vpg", "trpo"])
 def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
     recipe, changes, folder, tmp_path
 ):
@@ -371,8 +372,8 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
         reward__mask_truncated=True,
         **{f"reward__judge__{name}": value for name, value in judge.items()},
         placement={
-            "policy": {"roles": ("actor", "reward"), "train": "1-1-2"},
-            "judge": {"roles": ("judge",), "train": "1-2-1"},
+            "policy": {"roles": ("actor", "reward"), "train": "1-1-1"},
+            "judge": {"roles": ("judge",), "train": "1-1-1"},
         },
         algorithm__advantage="gdpo",
         run__num_steps=1,
