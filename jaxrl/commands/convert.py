@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--push {args.push!r} is no name on the hub; write OWNER/NAME")
     check_path("--path", args.path)
     check_path("--out", args.out)
+    # A typing error in the last flag would otherwise cost the whole export.
     check_shard_bytes(args.max_shard_bytes)
     dtype = args.dtype or "bfloat16"
     step = export_run(

@@ -55,10 +55,12 @@ def main(argv: Sequence[str]) -> int:
         check_path(name, path)
     for path in args.files:
         check_path("FILE", path)
+    # A recipe has settings for each of its files, a file has those of the flags.
     if bool(args.files) == bool(args.config):
         raise UserError("name files of problems, or a recipe with --config, and not both")
     if args.config:
         _of_recipe(args, overrides)
+    # They would be ignored without a word.
     elif overrides:
         raise UserError("--config.NAME=VALUE changes a recipe; name one with --config")
     else:
@@ -161,6 +163,7 @@ def _shown(text: str, record: Record, length: str = "") -> str:
 
 def _rows_of(records: Sequence[Record]) -> list[Row]:
     """Rows with problem (prompt, if any is a conversation), answer, solution and other fields."""
+    # One column has one type.
     are_texts = all(isinstance(record.prompt, str) for record in records)
     rows = []
     for record in records:

@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", default="", help="folder of the answers and metrics")
     args = parser.parse_args(arguments)
+    # A short name for the setting that changes most.
     if args.n is not None:
         overrides["evaluation.num_samples"] = str(args.n)
     for flag, text in (
@@ -138,6 +139,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
             _take_saved(tree, RunFolder(path).config)
         else:
             context = model_directory.read_model(directory).context_tokens
+            # The context is shared by prompt and response.
             response = min(_LONGEST_RESPONSE, context // 2)
             tree.rollout.max_response_tokens = response
             tree.data.max_prompt_tokens = context - response
@@ -224,6 +226,7 @@ def evaluate(
         raise UserError(
             f"no prompt has at most data.max_prompt_tokens {config.data.max_prompt_tokens} tokens; raise it"
         )
+    # Caches are as long as the longest prompt, not as the context.
     if "data.max_prompt_tokens" in chosen:
         longest = max(map(len, prompts.tokens))
         config = dataclasses.replace(
@@ -244,6 +247,7 @@ def evaluate(
     if "rollout.dtype" in chosen:
         fast = dataclasses.replace(config.rollout, dtype=dtype_on(mesh, "auto"))
         config = dataclasses.replace(config, rollout=fast)
+    # Settings and weights name the folder of the results, so that those of other ones are not replaced.
     weights = _identity(path, model)
     # Processes differ in their index.
     settings = format_config(dataclasses.replace(config, hosts=hosts.HostsConfig()))
@@ -337,6 +341,7 @@ def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) 
     def merged(params: Params) -> Params:
         return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), lora.merge(params, trained))
 
+    # Merged where they are used, so no device holds all of them.
     return jax.jit(merged, out_shardings=where)(params)
 
 

@@ -55,6 +55,7 @@ def with_hub_files(config: Config, devices: Sequence[Any] = (), *, weights: bool
     if not wanted:
         return config
     faults = Faults()
+    # Missing devices are told with missing files, so that one start finds both.
     if devices:
         faults("devices", lambda: take_devices(pools_of(config), devices))
     for name in wanted:

@@ -104,9 +104,11 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
         file.settings, num_train_prompts=num_train_prompts, every=file.is_script
     )
     text = recipe_text(shown_path(path), file, found)
+    # Written even if it is refused: mending a line is less work than finding it.
     fault = _fault_of(text)
     if out:
         try:
+            # A recipe that somebody has changed is not overwritten.
             with pathlib.Path(out).open("x") as target:
                 target.write(text)
         except FileExistsError as error:
@@ -193,9 +195,17 @@ def _assignments(lines: Sequence[Line]) -> Iterator[str]:
         if line.setting.rpartition(".")[0] and line.setting.partition(".")[0] != group:
             group = line.setting.partition(".")[0]
             yield ""
-        yield from _assignment(
-            line.setting, _literal(line.value, type_name(kinds[line.setting])), line.why
-        )
+        code = f"    config.{line.setting} = {_literal(line.value, type_name(kinds[line.setting]))}"
+        # A value of the file may hold a line break, which would end the comment.
+        why = "".join(c if c.isprintable() else "?" for c in line.why)
+        if why and len(code) + len(why) + 4 <= _WIDTH:
+            code += f"  # {why}"
+        elif why:
+            indent = "    # "
+            yield from textwrap.wrap(
+                why, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False
+            )
+        yield code
 
 
 def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
@@ -206,8 +216,11 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
             yield line
             continue
         table = next(
-            name for name in kinds if line.setting.startswith(f"{name}.") and _is_table(kinds[name])
+            name
+            for name, kind in kinds.items()
+            if line.setting.startswith(f"{name}.") and type_name(kind).startswith("dict")
         )
+        # data.sources.train_2.path is an entry of the table data.sources.
         *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
         entry = tables.setdefault(table, {})
         for name in groups:
@@ -216,30 +229,14 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
     yield from (Line(table, entries, "") for table, entries in tables.items())
 
 
-def _is_table(kind: Any) -> bool:
-    return type_name(kind).startswith("dict")
-
-
-def _assignment(setting: str, literal: str, why: str) -> Iterator[str]:
-    line = f"    config.{setting} = {literal}"
-    why = "".join(c if c.isprintable() else "?" for c in why)
-    if not why:
-        yield line
-    elif len(line) + len(why) + 4 <= _WIDTH:
-        yield f"{line}  # {why}"
-    else:
-        yield from textwrap.wrap(
-            why, _WIDTH, initial_indent="    # ", subsequent_indent="    # ", break_long_words=False
-        )
-        yield line
-
-
 def _literal(value: Any, kind: str) -> str:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
+    # A recipe is strict about types, YAML is not.
     if is_whole and "float" in kind and "int" not in kind:
         value = float(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=not value.isprintable())
+    # As ruff would write it, so that the recipe passes a formatter unchanged.
     text = repr(value)
     text = text if '"' in text or "\\" in text else text.replace("'", '"')
     return f'float("{text}")' if text in ("inf", "-inf") else text

@@ -35,6 +35,7 @@ def write_recipe(name: str) -> pathlib.Path:
     if re.fullmatch(r"[A-Za-z]\w*", name) is None:
         raise UserError(f"{name!r} is no name of a recipe; take letters, digits and underscores")
     path = pathlib.Path(f"{name}.py")
+    # The name is also that of a folder and, in the file, of a Python string.
     text = (bundled_recipes() / "shared" / "new_recipe.py").read_text()
     try:
         with path.open("x") as file:

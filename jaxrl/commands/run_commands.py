@@ -95,6 +95,7 @@ def prepared(config: Config) -> Config:
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
+    # The demo model needs no name on a hub, only its folder.
     if config.weights == str(SMOLLM2.folder):
         SMOLLM2.fetch()
     config = with_cpu_devices(config)

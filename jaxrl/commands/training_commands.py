@@ -17,6 +17,7 @@ def train(argv: Sequence[str]) -> int:
 
     def command(config: Config, *, dry_run: bool) -> int:
         """Trains a recipe, or only checks it and prints what it would take."""
+        # Only now: settings are read without JAX, whose import takes seconds.
         module = importlib.import_module("jaxrl.commands.run_commands")
         return module.train_or_plan(config, dry_run=dry_run)
 

@@ -8,6 +8,7 @@ settings of verl is one file of settings.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -25,6 +26,7 @@ _ABSENT = "name a YAML file of verl, or a shell script that starts it"
 _ROOTS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "reward_model", "trainer")
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*)(?:=(.*))?", re.DOTALL)
+# Without braces inside: the innermost is resolved first.
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 # Of bash, left over where nobody sets a variable; and the word that stands for a program's output.
 _LEFT_OVER = re.compile(r"\$(?:\w+|\{\w+\})|\bOUTPUT_OF_\w+")
@@ -114,35 +116,36 @@ def read_verl(
     """
     text = read_text(path, absent=_ABSENT)
     shown = shown_path(path)
+    # bash would stop there in silence.
     if "\0" in text:
         raise UserError(f"{shown} is no text; {_ABSENT}")
     is_script = pathlib.Path(path).suffix.lower() not in (".yaml", ".yml")
-    unresolved: dict[str, str] = {}
-    remarks: list[str] = []
-    if is_script:
-        given = _script_settings(path, text, arguments, call, confined, unresolved, remarks)
-    else:
-        given = _yaml_settings(text, shown)
+    file = VerlFile({}, {}, [], is_script)
+    given = (
+        _script_settings(path, text, arguments, call, confined, file)
+        if is_script
+        else _yaml_settings(text, shown)
+    )
     roots = {name.split(".")[0] for name in given}
     if not roots & {*_ROOTS}:
         raise UserError(f"{shown} has no setting of verl, such as data.train_batch_size; {_ABSENT}")
+    # The groups of verl's fine-tuning, which also has data and trainer.
     if roots & {"model", "optim", "engine"} and not roots & {"actor_rollout_ref", "algorithm"}:
         raise UserError(f"{shown} has settings of {_OTHER_PROGRAMS[0][1]}")
     if given.get("distillation.enabled") in (True, "True", "true"):
         raise UserError(f"{shown} has distillation.enabled, which is {_OTHER_PROGRAMS[3][1]}")
-    settings = {}
     for name, value in given.items():
         try:
             if value == "" and is_script:
                 raise KeyError(name)  # a variable that is empty, most often
-            settings[name] = _resolved(value, name, given)
+            file.settings[name] = _resolved(value, name, given)
         except KeyError:
-            unresolved[name] = str(value) or "(empty)"
+            file.unresolved[name] = str(value) or "(empty)"
         except RecursionError as error:
             raise UserError(
                 f"{shown}: the interpolations of {name} do not end; write its value"
             ) from error
-    return VerlFile(settings, unresolved, remarks, is_script)
+    return file
 
 
 # YAML.
@@ -181,6 +184,7 @@ def _resolved(value: Any, name: str, given: Mapping[str, Any]) -> Any:
     if whole := _INTERPOLATION.fullmatch(value):
         return _looked_up(whole[1], name, given)
     text = value
+    # Several in one text, or one whose name is made by another.
     while found := _INTERPOLATION.search(text):
         inner = _looked_up(found[1], name, given)
         text = f"{text[: found.start()]}{inner}{text[found.end() :]}"
@@ -204,6 +208,7 @@ def _looked_up(reference: str, name: str, given: Mapping[str, Any]) -> Any:
     # A relative one: ".lr" is a neighbour of the setting, "..lr" of its group.
     if dots := len(reference) - len(reference.lstrip(".")):
         reference = ".".join([*name.split(".")[:-dots], reference[dots:]])
+    # A value may be an interpolation itself; a ring ends in RecursionError.
     if reference in given:
         return _resolved(given[reference], reference, given)
     if default:
@@ -232,6 +237,7 @@ class _Start(NamedTuple):
 
 def _start_of(call: Call) -> _Start | None:
     words = call.words
+    # The last one: launchers such as torchrun come before the program that they start.
     at = [
         number
         for number, word in enumerate(words)
@@ -242,6 +248,7 @@ def _start_of(call: Call) -> _Start | None:
         return None
     start = _Start(words[at[-1]], words[at[-1] + 1 :], call)
     names = [found[2] for word in start.words if (found := _OVERRIDE.fullmatch(word)) and found[3]]
+    # A program of somebody's own counts if it is given settings of verl.
     is_trainer = re.search(r"verl[./].*trainer[./]|main_ppo|main_dapo", start.module)
     has_settings = any(name.split(".")[0] in _ROOTS and "." in name for name in names)
     return start if is_trainer or has_settings else None
@@ -262,19 +269,19 @@ def _script_settings(
     arguments: Sequence[str],
     number: int,
     confined: bool,
-    unresolved: dict[str, str],
-    remarks: list[str],
+    file: VerlFile,
 ) -> dict[str, Any]:
-    shown = shown_path(path)
-    run, checks = run_script(os.fspath(path), arguments, confined=confined), False
+    """The settings of a start; adds to the remarks of `file` and to its unresolved values."""
+    shown, files_exist = shown_path(path), False
+    ran = functools.partial(run_script, os.fspath(path), confined=confined)
+    run = ran(arguments)
     starts = _starts(run.calls)
     if not starts and run.failure and confined:
         # A script that stops since its data or model is not here goes on if it seems to be.
-        with_files = run_script(os.fspath(path), arguments, confined=True, files_exist=True)
+        with_files = ran(arguments, files_exist=True)
         if starts := _starts(with_files.calls):
-            run, checks = with_files, True
-    chosen = _chosen(starts, number, shown) if starts else None
-    if chosen is None:
+            run, files_exist = with_files, True
+    if not starts:
         last = run.calls[-1] if run.calls else Call([], "", "", frozenset(os.environ))
         absent = [f"${name}" for name in sorted(_absent(text, arguments, last))]
         begun = "; ".join(_short(call.words) for call in run.calls[:5])
@@ -284,51 +291,43 @@ def _script_settings(
             + (f"; set by nobody: {', '.join(absent)}" if absent else "")
             + f"; {_ABSENT}, and give a script its variables before the command and its arguments after FILE"
         )
+    chosen = _chosen(starts, number, shown)
     if chosen.other:
         raise UserError(f"{shown} starts {chosen.module}, which is {chosen.other}")
-    given = _overrides(chosen, remarks)
+    given = _overrides(chosen, file.remarks)
     # Once more with a text in each variable that nobody sets, to see which settings it reaches.
     for call in run.calls:
-        file = pathlib.Path(call.folder, call.words[-1])
-        if call.words[0] == "source" and file.is_file():
-            text += read_text(file, absent=_ABSENT)
-    absent = _absent(text, arguments, chosen.call)
-    if absent:
+        sourced = pathlib.Path(call.folder, call.words[-1])
+        if call.words[0] == "source" and sourced.is_file():
+            text += read_text(sourced, absent=_ABSENT)
+    if absent := _absent(text, arguments, chosen.call):
         texts = {name: f"${name}" for name in absent if not name.isdecimal()}
-        extra = [
-            f"${n}"
-            for n in range(len(arguments) + 1, max([0, *map(int, absent - texts.keys())]) + 1)
-        ]
+        last = max([0, *map(int, absent - texts.keys())])
+        extra = [f"${n}" for n in range(len(arguments) + 1, last + 1)]
         try:
-            again = _starts(
-                run_script(
-                    os.fspath(path),
-                    [*arguments, *extra],
-                    texts,
-                    confined=confined,
-                    files_exist=checks,
-                ).calls
-            )
+            again = _starts(ran([*arguments, *extra], texts, files_exist=files_exist).calls)
         except UserError:
             again = []
         other = _overrides(again[starts.index(chosen)], []) if len(again) == len(starts) else {}
         changed = {name for name in given if str(other.get(name)) != str(given[name])}
-        reached = [n for n in given if n in changed and _LEFT_OVER.search(str(other.get(n)))]
-        unresolved |= {name: str(other[name]) for name in reached}
+        reached = {n for n in changed if _LEFT_OVER.search(str(other.get(n)))}
+        file.unresolved.update((name, str(other[name])) for name in given if name in reached)
         # Arguments are read by functions too, so they are named only if something changes with them.
-        if changed - {*reached} or other.keys() - given.keys() or texts:
-            names = absent if changed - {*reached} or other.keys() - given.keys() else texts.keys()
-            remarks.append(
-                f"Set by nobody, and so empty: {', '.join(f'${name}' for name in sorted(names))}. The "
+        elsewhere = changed - reached or other.keys() - given.keys()
+        if elsewhere or texts:
+            names = sorted(absent if elsewhere else texts)
+            file.remarks.append(
+                f"Set by nobody, and so empty: {', '.join(f'${name}' for name in names)}. The "
                 "script may take another way with them: give variables before the command, arguments "
                 "after FILE."
             )
         given = {name: value for name, value in given.items() if name not in reached}
-    _remark_on_run(run, starts, chosen, remarks)
+    _remark_on_run(run, starts, chosen, file.remarks)
     return given
 
 
 def _chosen(starts: Sequence[_Start], number: int, shown: str) -> _Start:
+    # A stage of fine-tuning before PPO is no choice.
     fitting = [start for start in starts if not start.other] or starts
     if number:
         if number > len(fitting):
@@ -336,6 +335,7 @@ def _chosen(starts: Sequence[_Start], number: int, shown: str) -> _Start:
         return fitting[number - 1]
     if len(fitting) == 1:
         return fitting[0]
+    # Only what differs, or the line would have a thousand words.
     common = set.intersection(*({start.module, *start.words} for start in fitting))
     which = "; ".join(
         f"{n} {_short([w for w in (s.module, *s.words) if w not in common])}"
@@ -353,6 +353,7 @@ def _short(words: Sequence[str]) -> str:
 
 def _absent(text: str, arguments: Sequence[str], call: Call) -> set[str]:
     """Variables and arguments that the script reads without a default and nobody sets."""
+    # Comments often name variables that somebody may set.
     text = re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE)
     names = {found[1] or found[2] for found in _READS.finditer(text)}
     for found in _IN_ARITHMETIC.finditer(text):
@@ -376,11 +377,13 @@ def _overrides(start: _Start, remarks: list[str]) -> dict[str, Any]:
             odd.append(word)
         elif found[1] == "~":
             removed.append(found[2])
+        # verl's group of configs, which sets the engine.
         elif found[2] == "model_engine":
             given.setdefault("actor_rollout_ref.actor.strategy", found[3])
         elif "." not in found[2] or "@" in found[2] or "/" in found[2]:
             odd.append(word)
         else:
+            # A table on the command line is as many settings: data={seed: 1}.
             value = _scalar(found[3])
             leaves = (
                 _leaves(value, f"{found[2]}.")
@@ -414,6 +417,7 @@ def _overrides(start: _Start, remarks: list[str]) -> dict[str, Any]:
 def _with_config_file(
     given: dict[str, Any], name: str, folder: str, call: Call, remarks: list[str]
 ) -> dict[str, Any]:
+    # verl has one config for each engine.
     if "megatron" in name:
         given.setdefault("actor_rollout_ref.actor.strategy", "megatron")
     if name in ("", "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer"):
@@ -439,18 +443,9 @@ _SAID = {
     "output": "Programs whose output the script uses; they were not run, so values made of it are wrong",
     "lost": "Settings after the end of the command (a comment, an empty line, or a blank after the backslash "
     "ends it), which verl does not see",
+    "trap on DEBUG": "Traps on DEBUG, which were not set, so what they do at each command is not known",
     "begun": "Started too, and not imported",
 }
-
-
-def _kind(call: Call) -> str:
-    """What a reader must know of a call that is no start of verl: a key of `_SAID`; else nothing."""
-    first = call.words[0]
-    if first in _SAID or first in ("source", "sleep"):
-        return first
-    if (found := _OVERRIDE.fullmatch(first)) and found[3]:
-        return "lost"
-    return "output" if call.output and "verl" not in " ".join(call.words) else "begun"
 
 
 def _remark_on_run(
@@ -458,12 +453,17 @@ def _remark_on_run(
 ) -> None:
     said: dict[str, list[str]] = {kind: [] for kind in _SAID}
     for call in run.calls:
-        if (start := _start_of(call)) is None:
-            kind = _kind(call)
-            words = call.words[1:] if kind == call.words[0] else call.words
-            said.setdefault(kind, []).append(" ".join(words) if kind == "lost" else _short(words))
-        elif start.other and start.module != chosen.module:
-            said["begun"].append(_short(call.words))
+        first = call.words[0]
+        if start := _start_of(call):
+            if start.other and start.module != chosen.module:
+                said["begun"].append(_short(call.words))
+        elif first in _SAID:
+            said[first].append(_short(call.words[1:]))
+        elif (found := _OVERRIDE.fullmatch(first)) and found[3]:
+            said["lost"].append(" ".join(call.words))
+        elif first not in ("source", "sleep"):
+            took = call.output and "verl" not in " ".join(call.words)
+            said["output" if took else "begun"].append(_short(call.words))
     for kind, text in _SAID.items():
         if names := list(dict.fromkeys(said[kind])):
             more = f", and {len(names) - 12} more" if len(names) > 12 else ""
@@ -484,6 +484,7 @@ def _scalar(text: Any) -> Any:
         return text
     if text.startswith("{"):
         text = _KEY_IN_BRACES.sub(r"\1: ", text)
+    # Hydra reads what has these signs as a text, YAML would not.
     elif not text.startswith(("[", "'", '"')) and re.search(r"[:#,]", text):
         return text
     try:

@@ -7,6 +7,24 @@ command_not_found_handle() { jaxrl_record "$@"; }
 bash() { JAXRL_VARIABLES=$(jaxrl_variables) command bash "$@"; }
 sh() { bash "$@"; }
 
+command() { jaxrl_command "$@"; }
+trap() { jaxrl_trap "$@"; }
+
+# -p would look for programs where the system has them, past the recorders.
+jaxrl_command() {
+    [[ ${1-} == -p ]] && shift
+    builtin command "$@"
+}
+
+# A trap of the script's own on DEBUG would take the place of the recorder's.
+jaxrl_trap() {
+    if [[ " ${*:2} " == *" DEBUG "* ]]; then
+        jaxrl_write '' "trap on DEBUG" "$@"
+    else
+        builtin trap "$@"
+    fi
+}
+
 jaxrl_variables() {
     echo "${JAXRL_VARIABLES-}"
     compgen -v
@@ -157,4 +175,4 @@ done
 }
 ulimit -f 16384 # 16 MB a file
 set -T
-trap jaxrl_before DEBUG
+builtin trap jaxrl_before DEBUG

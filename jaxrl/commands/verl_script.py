@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from jaxrl.errors import UserError
 from jaxrl.files import shown_path
-from jaxrl.rewards.sandbox import SANDBOXES, SandboxUnavailable
-from jaxrl.rewards.sandbox.native import READABLE
+from jaxrl.rewards.sandbox.native import READABLE, Bubblewrap, SandboxUnavailable
 
 SECONDS = 10
 """How long a script may run. Nothing in it waits, so most end in milliseconds."""
@@ -108,6 +107,7 @@ def run_script(
         if confined:
             command = _bubblewrap(folder, pathlib.Path(path).resolve().parent) + command
         environment = {
+            # Variables of bash itself would change how the script runs.
             **{k: v for k, v in os.environ.items() if not k.startswith("BASH")},
             **(variables or {}),
             "JAXRL_FOLDER": name,
@@ -116,14 +116,17 @@ def run_script(
             "JAXRL_RECORDED": " ".join(_RECORDED),
             "JAXRL_PYTHON": sys.executable,
             "BASH_ENV": f"{name}/recorder",
+            # The recorder counts nested shells by it.
             "SHLVL": "0",
         }
         status, output = _finished(command, environment)
         calls = list(_recorded(folder / "calls"))
+    # A script may wait for workers after it has started verl.
     if status is None and not calls:
         raise UserError(
             f"{shown} did not end within {SECONDS} seconds; name a YAML file of verl instead"
         )
+    # Lines with "+" are those of set -x.
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("+")]
     last = "".join(c for c in lines[-1] if c.isprintable())[-300:] if lines else ""
     if status is None:
@@ -137,7 +140,7 @@ def run_script(
 def _fault_of_bubblewrap() -> str:
     """Why bubblewrap does not work here; "" if it does."""
     try:
-        SANDBOXES["bubblewrap"]().check()
+        Bubblewrap().check()
     except SandboxUnavailable as reason:
         return str(reason)
     return ""
@@ -152,6 +155,7 @@ def _prepare(folder: pathlib.Path, bash: str, *, confined: bool) -> None:
         if program := shutil.which(name):
             (folder / "bin" / name).symlink_to(os.path.realpath(program))
     for name in _RECORDED:
+        # A file, since scripts look for it with `command -v` and call it by exec or xargs.
         (folder / "bin" / name).write_text(f'#!{bash}\njaxrl_record "${{0##*/}}" "$@"\n')
         (folder / "bin" / name).chmod(0o755)
 
@@ -166,6 +170,7 @@ def _bubblewrap(folder: pathlib.Path, script_folder: pathlib.Path) -> list[str]:
         "--cap-drop",
         "ALL",
     ]
+    # Writes go to memory, and vanish.
     arguments += ["--size", str(1 << 26), "--tmpfs", "/", "--proc", "/proc", "--dev", "/dev"]
     here = pathlib.Path.cwd()
     for number, source in enumerate(sorted({here, script_folder})):
@@ -189,6 +194,7 @@ def _copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
         except OSError:
             continue
         for entry in entries[:left]:
+            # Links to folders may lead around in a ring, hidden ones hold histories and caches.
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 (copy / entry.name).mkdir()
                 folders.append(folder / entry.name)
@@ -216,6 +222,7 @@ def _finished(command: Sequence[str], environment: Mapping[str, str]) -> tuple[i
             status = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             status = None
+        # What the script left in the background ends with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -226,6 +233,7 @@ def _finished(command: Sequence[str], environment: Mapping[str, str]) -> tuple[i
 def _recorded(folder: pathlib.Path) -> Iterator[Call]:
     """The calls in a folder that the script may have written to itself."""
     for file in sorted(os.scandir(folder), key=lambda file: file.name)[:_MAX_CALLS]:
+        # A link or a pipe is none of the recorder's, and could lead out of the sandbox.
         if not file.is_file(follow_symlinks=False) or file.stat().st_size > _MAX_BYTES:
             continue
         content = pathlib.Path(file.path).read_bytes().decode(errors="replace")

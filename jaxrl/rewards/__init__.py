@@ -1,43 +1,29 @@
-from jaxrl.rewards.answer import (
-    Grade,
-    extract_answer,
-    grade_answer,
-    grade_gsm8k,
-    gsm8k_answer,
-    normalize_answer,
-)
 from jaxrl.rewards.graders import GRADERS, Graders, check_grader
 from jaxrl.rewards.grading import (
     FunctionGrader,
+    Grade,
     Grader,
     GradingTask,
     Response,
-    TextGrader,
     Verdict,
 )
 from jaxrl.rewards.judge import (
     JudgeTemplate,
-    judge_prompts,
     judge_scores,
-    parse_verdicts,
     score_parser,
 )
 from jaxrl.rewards.score import (
-    AskedVerdicts,
     Term,
     grader_term,
-    rows_of,
-    samples_of,
     score_completions,
     verdicts_of,
     weighted_sum,
 )
-from jaxrl.rewards.user import Responses, RewardFunction, UserRewards, user_reward
+from jaxrl.rewards.user import Responses, user_reward
 from jaxrl.types import GraderFailure
 
 __all__ = [
     "GRADERS",
-    "AskedVerdicts",
     "FunctionGrader",
     "Grade",
     "Grader",
@@ -47,23 +33,11 @@ __all__ = [
     "JudgeTemplate",
     "Response",
     "Responses",
-    "RewardFunction",
     "Term",
-    "TextGrader",
-    "UserRewards",
     "Verdict",
     "check_grader",
-    "extract_answer",
-    "grade_answer",
-    "grade_gsm8k",
     "grader_term",
-    "gsm8k_answer",
-    "judge_prompts",
     "judge_scores",
-    "normalize_answer",
-    "parse_verdicts",
-    "rows_of",
-    "samples_of",
     "score_completions",
     "score_parser",
     "user_reward",

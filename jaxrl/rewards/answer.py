@@ -17,7 +17,6 @@ Covered: numbers, and text or LaTeX that differs in notation only. Not covered: 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from fractions import Fraction
 
@@ -29,6 +28,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     closing_brace,
     without_spacing,
 )
+from jaxrl.rewards.grading import Grade
 
 # This also bounds the digits of a number.
 _WINDOW_CHARS = 300
@@ -59,12 +59,16 @@ _REWRITES = tuple(
         ("\u2212", "-"),
         (r"\{,\}|,\\!\s*", ","),  # 1{,}234 and 10,\!080
         (r"(?<=[0-9])\\[,;:]\s*(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234
+        # Space of TeX, and the signs that begin and end a formula.
         (r"(?<!\\)\\[,;:! ()\[\]]|\\q?quad(?![A-Za-z])|\\hspace\s*\{[^{}]*\}|\\?\$", " "),
         (r"\\(?:left|right|displaystyle)(?![A-Za-z])", " "),
         (r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        # Fractions of other sizes.
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(frac|sqrt)\s*([0-9]|[A-Za-z](?![A-Za-z]))", r"\\\1{\2}"),  # \frac12, \sqrt2
+        # \frac{1}2, in two steps, since TeX takes one digit for each argument.
         (r"(\\frac\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
+        # x_{1} is x_1.
         (r"([_^])\s*\{([0-9A-Za-z])\}", r"\1\2"),
     )
 )
@@ -100,19 +104,6 @@ _SAME_UNITS = {"km/h": "kph", "%": "percent", "\u00b0": "degree", "degrees": "de
 _FRACTION = re.compile(r"([+-]?)\s*\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
 _NUMERAL = rf"(?:{SCIENTIFIC}|(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"([+-]?)\s*({_NUMERAL})(?:\s*/\s*({_NUMERAL}))?")
-
-
-@dataclasses.dataclass(frozen=True)
-class Grade:
-    """The verdict on one response.
-
-    Attributes:
-      correct: whether the response gives the ground truth.
-      prediction: the answer of the response, spelled by `normalize_answer`; None if there is none.
-    """
-
-    correct: bool
-    prediction: str | None
 
 
 def extract_answer(response: str) -> str | None:
@@ -172,6 +163,7 @@ def normalize_answer(text: str) -> str:
     if len(text) > _WINDOW_CHARS:
         return ""
     text, _ = _undressed(text)
+    # Numbers have one spelling by their value.
     if number := _number(text):
         return number
     # Keep single spaces, and only between two words or numbers and after commas.

@@ -5,8 +5,9 @@
       .submit(samples)  ->  the same on a thread
       .validate(row)    ->  why the ground truth of a row cannot be used
 
-Graders that need processes share one pool, which starts with its first call. The first failure of each kind
-is logged in full; the verdicts hold all failures.
+A grader's module is imported only if a run names it, so a run that reads numbers imports neither sandboxes
+nor the parser of mathematics. Graders that need processes share one pool, which starts with its first call.
+The first failure of each kind is logged in full; the verdicts hold all failures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import inspect
 import itertools
@@ -23,37 +23,23 @@ import json
 import logging
 import os
 import typing
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.checks import check_value
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
-from jaxrl.rewards.answer import grade_answer, grade_gsm8k
-from jaxrl.rewards.answer_reader.answer_equality import equal
-from jaxrl.rewards.code_tests import run_tests
 from jaxrl.rewards.grading import (
     UNGRADED,
     FunctionGrader,
     Grader,
     GradingTask,
-    PendingVerdict,
+    PathGrader,
     Response,
-    TextGrader,
     Verdict,
     empty_fault,
 )
-from jaxrl.rewards.math_grader import MathGrader
 from jaxrl.rewards.reward_config import SandboxChoice
-from jaxrl.rewards.sandbox import choose_sandbox
-from jaxrl.rewards.sandboxed_graders import (
-    CODE,
-    TASK,
-    CodeGrader,
-    ReasoningGymGrader,
-    load_scorer,
-)
-from jaxrl.rewards.simple_graders import ChoiceGrader, ExactGrader, RegexGrader, search
 from jaxrl.user_code import load_function
 
 logger = logging.getLogger(__name__)
@@ -73,35 +59,43 @@ class GraderKind:
     """A built-in grader.
 
     Attributes:
-      build: constructor. It takes the pool if the grader needs one, the name of the sandbox if it runs code,
-        and options.
+      path: where in this package its class is, or its function of response and ground truth.
       reads: the form in which a response must give its answer, for the hint to users.
-      works: its function in the processes of the pool, by its own name; None needs no pool.
+      in_pool: whether processes of the pool work for it (`Grader.worker`).
       package: package that it needs; "" needs none.
     """
 
-    build: Callable[..., Grader]
+    path: str
     reads: str
-    works: Callable[[Any], Any] | None = None
+    in_pool: bool = False
     package: str = ""
+
+    def load(self) -> Any:
+        """Imports the grader."""
+        return load_function(f"jaxrl.rewards.{self.path}", "grader")
 
 
 _FINAL_ANSWER = r'a last line such as "Answer: 42" or "#### 42", or \boxed{42}'
 
 GRADERS: dict[str, GraderKind] = {
-    "answer": GraderKind(lambda: FunctionGrader(grade_answer), _FINAL_ANSWER),
-    "gsm8k": GraderKind(lambda: FunctionGrader(grade_gsm8k), _FINAL_ANSWER),
-    "math": GraderKind(MathGrader, _FINAL_ANSWER, lambda pair: equal(*pair)),
-    "choice": GraderKind(ChoiceGrader, 'a last line such as "Answer: C"'),
-    "exact": GraderKind(ExactGrader, _FINAL_ANSWER),
-    "regex": GraderKind(RegexGrader, "what reward.grader_options.pattern finds", search),
-    "code": GraderKind(CodeGrader, "a fenced block of Python code", run_tests),
+    "answer": GraderKind("answer:grade_answer", _FINAL_ANSWER),
+    "gsm8k": GraderKind("answer:grade_gsm8k", _FINAL_ANSWER),
+    "math": GraderKind("math_grader:MathGrader", _FINAL_ANSWER, in_pool=True),
+    "choice": GraderKind("simple_graders:ChoiceGrader", 'a last line such as "Answer: C"'),
+    "exact": GraderKind("simple_graders:ExactGrader", _FINAL_ANSWER),
+    "regex": GraderKind(
+        "simple_graders:RegexGrader",
+        "what reward.grader_options.pattern finds",
+        in_pool=True,
+    ),
+    "code": GraderKind(
+        "sandboxed_graders:CodeGrader", "a fenced block of Python code", in_pool=True
+    ),
     "reasoning_gym": GraderKind(
-        ReasoningGymGrader,
+        "sandboxed_graders:ReasoningGymGrader",
         f"<answer>42</answer>, or {_FINAL_ANSWER}",
-        # Loaded in the worker, since reasoning-gym takes seconds to import.
-        lambda argument: load_scorer()(argument),
-        "reasoning_gym",
+        in_pool=True,
+        package="reasoning_gym",
     ),
 }
 
@@ -111,16 +105,14 @@ def load_pool_function(name: str) -> Callable[[Any], Any]:
     if ":" in name:
         function = load_function(name, "grader", takes=("response", "answer"), own_process=True)
         return lambda texts: function(*texts)
-    if name == TASK:
-        load_scorer()
-    works = GRADERS[name].works
-    assert works is not None, f"the grader {name} has no function in the pool"
-    return works
+    return GRADERS[name].load().worker()
 
 
 def check_grader(name: str, options: Mapping[str, Any]) -> None:
     """Raises UserError if the grader does not exist, lacks a package, or refuses its options."""
-    _built(name, options, None)
+    # A pool without functions starts no process.
+    pool = ProcessPool((), load_pool_function, what="grader", patience_s=_PATIENCE)
+    _built(name, options, pool, None)
 
 
 class Graders:
@@ -154,23 +146,28 @@ class Graders:
         self._needs_truths = needs_truths
         choices = {"": default, **(by_source or {})}
         names = {name for name, _ in choices.values()}
-        asked = {n for n in names if ":" in n or (n in GRADERS and GRADERS[n].works)}
-        self._pool = _pool_of(asked, workers, cpu_seconds)
-        self._sandbox = ""
-        if CODE in asked and code_sandbox is not None:
-            self._sandbox = _chosen_sandbox(code_sandbox)
+        self._pool = ProcessPool(
+            sorted(n for n in names if ":" in n or (n in GRADERS and GRADERS[n].in_pool)),
+            load_pool_function,
+            what="grader",
+            patience_s=cpu_seconds * _PATIENCE,
+            workers=workers or min(8, len(os.sched_getaffinity(0))),
+            cpu_seconds=cpu_seconds,
+            memory_bytes=_MEMORY_BYTES,
+        )
         made: dict[str, Grader] = {}
-        self._graders: dict[str, Grader] = {}
-        self._names: dict[str, str] = {}
+        # By source: the grader's name and itself.
+        self._graders: dict[str, tuple[str, Grader]] = {}
         for source, (name, options) in choices.items():
+            # Sources with equal graders share one, so that their samples are graded together.
             key = json.dumps([name, dict(options)], sort_keys=True, default=str)
             if key not in made:
                 try:
-                    made[key] = _built(name, options, self._pool, self._sandbox)
+                    made[key] = _built(name, options, self._pool, code_sandbox)
                 except UserError as error:
                     of = f"data set {source!r}: " if source else ""
                     raise UserError(f"{of}{error}") from error
-            self._graders[source], self._names[source] = made[key], name
+            self._graders[source] = name, made[key]
         self._shown: set[str] = set()
         # Of each grader: the responses it has looked at, up to `_LOOKED_AT`, and those without an answer.
         self._looked_at: collections.Counter[str] = collections.Counter()
@@ -183,8 +180,8 @@ class Graders:
     @staticmethod
     def of(grader: Grader) -> Graders:
         """One grader for all sources."""
-        graders = Graders(("exact", {}))
-        graders._graders[""], graders._names[""] = grader, type(grader).__name__
+        graders = Graders(("answer", {}))
+        graders._graders[""] = type(grader).__name__, grader
         return graders
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
@@ -198,14 +195,14 @@ class Graders:
         groups: dict[int, list[int]] = {}
         for n, sample in enumerate(samples):
             if self._needs_truths or sample.row.answer:
-                groups.setdefault(id(self._grader_of(sample.row)), []).append(n)
+                groups.setdefault(id(self._of_row(sample.row)[1]), []).append(n)
         for indices in groups.values():
-            row = samples[indices[0]].row
-            found = self._grader_of(row).grade([samples[n] for n in indices])
-            self._look_for_answers(row, found)
+            name, grader = self._of_row(samples[indices[0]].row)
+            found = grader.grade([samples[n] for n in indices])
+            self._look_for_answers(name, found)
             for n, verdict in zip(indices, found, strict=True):
                 verdicts[n] = verdict
-        self._show_new_failures(samples, verdicts)
+                self._show_failure(name, samples[n], verdict)
         return verdicts
 
     def submit(
@@ -241,7 +238,7 @@ class Graders:
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the ground truth of a row cannot be used; None if it can."""
-        return empty_fault(row) or self._grader_of(row).validate(row)
+        return empty_fault(row) or self._of_row(row)[1].validate(row)
 
     def close(self) -> None:
         # The pool first: then the thread, which may wait for the pool, gets an answer.
@@ -249,15 +246,11 @@ class Graders:
         if self._aside is not None:
             self._aside.shutdown()
 
-    def _grader_of(self, row: GradingTask) -> Grader:
+    def _of_row(self, row: GradingTask) -> tuple[str, Grader]:
         return self._graders.get(row.source, self._graders[""])
 
-    def _name_of(self, row: GradingTask) -> str:
-        return self._names.get(row.source, self._names[""])
-
-    def _look_for_answers(self, row: GradingTask, verdicts: Sequence[Verdict]) -> None:
+    def _look_for_answers(self, name: str, verdicts: Sequence[Verdict]) -> None:
         """Warns once if a built-in grader finds no answer in most of the first responses."""
-        name = self._name_of(row)
         # A grader of the user's need not tell what it has read.
         if name not in GRADERS or self._looked_at[name] >= _LOOKED_AT:
             return
@@ -277,85 +270,35 @@ class Graders:
                 GRADERS[name].reads,
             )
 
-    def _show_new_failures(self, samples: Sequence[Response], verdicts: Sequence[Verdict]) -> None:
-        for sample, verdict in zip(samples, verdicts, strict=True):
-            failure = verdict.failure
-            if failure is None or failure.kind in self._shown:
-                continue
-            self._shown.add(failure.kind)
-            logger.warning(
-                "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
-                "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
-                self._name_of(sample.row),
-                failure.kind,
-                failure.message,
-                sample.row.answer[:80],
-                sample.text[-160:],
-                failure.kind,
-            )
-
-
-class _PathGrader:
-    """Calls a user's function of two texts in a worker, which can be ended if it hangs."""
-
-    def __init__(self, path: str, pool: ProcessPool):
-        self._path = path
-        self._pool = pool
-        # Loaded here as well, so that a wrong path is reported before a process starts.
-        self._function: TextGrader = load_function(
-            path, "grader", takes=("response", "answer"), own_process=True
+    def _show_failure(self, name: str, sample: Response, verdict: Verdict) -> None:
+        """Logs the first failure of each kind."""
+        failure = verdict.failure
+        if failure is None or failure.kind in self._shown:
+            return
+        self._shown.add(failure.kind)
+        logger.warning(
+            "the grader %r failed (%s) and the response counts as wrong: %s; ground truth %r, response "
+            "ending in %r. Further failures of this kind are counted in reward/grader/failed_%s",
+            name,
+            failure.kind,
+            failure.message,
+            sample.row.answer[:80],
+            sample.text[-160:],
+            failure.kind,
         )
-
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
-        return [PendingVerdict(future, self._verdict).wait() for future in asked]
-
-    def validate(self, row: GradingTask) -> str | None:
-        return FunctionGrader(self._function).validate(row)
-
-    def _verdict(self, grade: Any) -> Verdict:
-        try:
-            return Verdict.of(bool(grade.correct), grade.prediction)
-        except AttributeError as error:
-            return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
-
-
-def _pool_of(names: Set[str], workers: int, cpu_seconds: float) -> ProcessPool:
-    return ProcessPool(
-        sorted(names),
-        load_pool_function,
-        what="grader",
-        patience_s=cpu_seconds * _PATIENCE,
-        workers=workers or min(8, len(os.sched_getaffinity(0))),
-        cpu_seconds=cpu_seconds,
-        memory_bytes=_MEMORY_BYTES,
-    )
-
-
-@functools.cache
-def _chosen_sandbox(choice: SandboxChoice) -> str:
-    """Returns the name of a sandbox that works on this machine; logs its gaps once."""
-    sandbox = choose_sandbox(choice)
-    logger.warning(
-        "the grader 'code' runs programs in the sandbox %r, which has these limits: %s",
-        sandbox.name,
-        "; ".join(sandbox.gaps),
-    )
-    return sandbox.name
 
 
 def _built(
-    name: str, options: Mapping[str, Any], pool: ProcessPool | None, sandbox: str = ""
+    name: str, options: Mapping[str, Any], pool: ProcessPool, code_sandbox: SandboxChoice | None
 ) -> Grader:
-    """Builds a grader; without a pool it can only validate ground truths."""
-    pool = pool or _pool_of(set(), workers=1, cpu_seconds=1.0)
+    """Builds a grader, after a check of its options against its constructor."""
     if ":" in name:
         if options:
             raise UserError(
                 f"grader {name!r} is a function of your own and takes no options, but has {dict(options)}; "
                 "write them into the function"
             )
-        return _PathGrader(name, pool)
+        return PathGrader(name, pool)
     if name not in GRADERS:
         near = difflib.get_close_matches(name, GRADERS, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -369,21 +312,19 @@ def _built(
             f"the grader {name!r} needs the package {kind.package}, which is not installed; run "
             f"pip install {kind.package.replace('_', '-')}, or use the grader 'answer'"
         )
-    _check_options(name, kind, options)
-    needs = [pool, sandbox] if name == CODE else [pool] if kind.works else []
-    return kind.build(*needs, **options)
-
-
-def _check_options(name: str, kind: GraderKind, options: Mapping[str, Any]) -> None:
-    known = {
-        parameter.name: parameter
-        for parameter in inspect.signature(kind.build).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    hints = typing.get_type_hints(kind.build.__init__) if inspect.isclass(kind.build) else {}
+    # Imported now: options are checked by the constructor, before anything is compiled.
+    build = kind.load()
+    is_class = not inspect.isfunction(build)
+    parameters = inspect.signature(build).parameters.values() if is_class else ()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    hints = typing.get_type_hints(build.__init__) if is_class else {}
     for option, value in options.items():
         if option not in known:
             raise UserError(
                 f"grader {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
             )
         check_value(f"grader_options.{option}", value, hints[option])
+    if not is_class:
+        return FunctionGrader(build)
+    needs = [pool, code_sandbox] if name == "code" else [pool] if kind.in_pool else []
+    return build(*needs, **options)

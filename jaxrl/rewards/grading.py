@@ -11,14 +11,14 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.process_pool import WorkerFault
-from jaxrl.rewards.answer import Grade
+from jaxrl.process_pool import ProcessPool, WorkerFault
 from jaxrl.types import GraderFailure
+from jaxrl.user_code import load_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,22 @@ class Response:
     row: GradingTask
 
 
+@dataclasses.dataclass(frozen=True)
+class Grade:
+    """What a function of response and ground truth finds.
+
+    Attributes:
+      correct: whether the response gives the ground truth.
+      prediction: the answer of the response; None if it has none.
+    """
+
+    correct: bool
+    prediction: str | None
+
+
+TextGrader = Callable[[str, str], Grade]
+"""(response, ground truth) -> Grade. It raises UserError only for a malformed ground truth."""
+
 RIGHT, WRONG = 1.0, -1.0
 """DAPO eq. 7."""
 UNGRADED = 0.0
@@ -86,65 +102,56 @@ class Verdict:
         return Verdict(WRONG, False, prediction, GraderFailure(kind, message))
 
 
-class Grader(Protocol):
-    """Grades responses, in this process or in those of a pool."""
+def in_worker(
+    future: concurrent.futures.Future[Any],
+    verdict: Callable[[Any], Verdict],
+    prediction: str | None = None,
+) -> Callable[[], Verdict]:
+    """Returns a function that waits for a worker process and makes a verdict of its result.
 
-    def grade(self, samples: Sequence[Response]) -> Sequence[Verdict]:
-        """Returns a verdict on each response; raises UserError only for a malformed ground truth."""
-        ...
-
-    def validate(self, row: GradingTask) -> str | None:
-        """Returns why the row's ground truth cannot be used; None if it can."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class PendingVerdict:
-    """A verdict for which a worker process computes.
-
-    Attributes:
+    Args:
       future: result of the worker.
       verdict: makes the verdict from that result.
       prediction: answer of the response, for the verdict if the worker fails.
     """
 
-    future: concurrent.futures.Future[Any]
-    verdict: Callable[[Any], Verdict]
-    prediction: str | None = None
-
-    def wait(self) -> Verdict:
+    def wait() -> Verdict:
         try:
-            return self.verdict(self.future.result())
+            return verdict(future.result())
         except WorkerFault as fault:
-            return Verdict.failed(fault.kind, str(fault), self.prediction)
+            return Verdict.failed(fault.kind, str(fault), prediction)
+
+    return wait
 
 
-class SampleGrader:
-    """A grader that looks at one response at a time; it validates each ground truth first."""
+class Grader:
+    """Grades responses, in this process or in those of a pool; by default one at a time, by `begin`.
 
-    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
-        """Returns a verdict on each response; raises UserError for a malformed ground truth."""
+    The constructor of a built-in grader takes its options by keyword, after the pool if it has a `worker`.
+    """
+
+    worker: Callable[[], Callable[[Any], Any]] | None = None
+    """Makes, in a process of the pool, the function that answers there under the grader's name."""
+
+    def grade(self, samples: Sequence[Response]) -> Sequence[Verdict]:
+        """Returns a verdict on each response; raises UserError only for a malformed ground truth."""
         begun = []
         for sample in samples:
             if fault := self.validate(sample.row):
                 raise UserError(fault)
             begun.append(self.begin(sample))
-        return [x.wait() if isinstance(x, PendingVerdict) else x for x in begun]
+        return [x if isinstance(x, Verdict) else x() for x in begun]
 
     def validate(self, row: GradingTask) -> str | None:
-        """Returns why the row's ground truth cannot be used: by default only if it is empty."""
+        """Returns why the row's ground truth cannot be used; None if it can. An empty one cannot."""
         return empty_fault(row)
 
-    def begin(self, sample: Response) -> Verdict | PendingVerdict:
-        """Grades one response, or asks a worker to."""
+    def begin(self, sample: Response) -> Verdict | Callable[[], Verdict]:
+        """Grades one response, or asks a worker to and returns what waits for it."""
         raise NotImplementedError
 
 
-TextGrader = Callable[[str, str], Grade]
-"""(response, ground truth) -> Grade. It raises UserError only for a malformed ground truth."""
-
-
-class FunctionGrader:
+class FunctionGrader(Grader):
     """Grades by a function of two texts in this process, which no time limit can end."""
 
     def __init__(self, function: TextGrader):
@@ -152,20 +159,43 @@ class FunctionGrader:
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """Returns the function's verdicts; any exception but UserError is a failure of the grader."""
-        return [self._verdict(sample) for sample in samples]
+        verdicts = []
+        for sample in samples:
+            try:
+                grade = self._function(sample.text, sample.row.answer)
+                verdicts.append(Verdict.of(bool(grade.correct), grade.prediction))
+            except UserError:
+                raise
+            except Exception as error:  # a user's function may raise anything
+                verdicts.append(Verdict.failed("raised", f"{type(error).__name__}: {error}"))
+        return verdicts
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the function refuses the ground truth, tried with an empty response."""
         return empty_fault(row) or refusal(lambda: self._function("", row.answer))
 
-    def _verdict(self, sample: Response) -> Verdict:
+
+class PathGrader(FunctionGrader):
+    """Calls a user's function of two texts in a worker, which can be ended if it hangs."""
+
+    def __init__(self, path: str, pool: ProcessPool):
+        # Loaded here as well, so that a wrong path is reported before a process starts.
+        super().__init__(
+            load_function(path, "grader", takes=("response", "answer"), own_process=True)
+        )
+        self._path = path
+        self._pool = pool
+
+    def grade(self, samples: Sequence[Response]) -> list[Verdict]:
+        """Returns the function's verdicts; whatever it does costs its own verdict alone."""
+        asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
+        return [in_worker(future, self._verdict)() for future in asked]
+
+    def _verdict(self, grade: Any) -> Verdict:
         try:
-            grade = self._function(sample.text, sample.row.answer)
-        except UserError:
-            raise
-        except Exception as error:  # a user's function may raise anything
-            return Verdict.failed("raised", f"{type(error).__name__}: {error}")
-        return Verdict.of(bool(grade.correct), grade.prediction)
+            return Verdict.of(bool(grade.correct), grade.prediction)
+        except AttributeError as error:
+            return Verdict.failed("raised", f"grader {self._path!r} returned no Grade: {error}")
 
 
 def refusal(reads: Callable[[], Any]) -> str | None:

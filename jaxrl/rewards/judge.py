@@ -103,6 +103,7 @@ def judge_prompts(completions: Completions, template: JudgeTemplate) -> tuple[st
     limit = template.max_response_chars
 
     def prompt(text: str, n: int) -> str:
+        # The end, because it has the answer.
         response = text if len(text) <= limit else _CUT + text[-limit:]
         fields = {
             "question": prompts.texts[n],
@@ -139,6 +140,7 @@ def score_parser(*, low: float, high: float, pattern: str = SCORE_PATTERN) -> Pa
         raise UserError(f"judge scores from {low} to {high} are no range; low must be below high")
 
     def parse(text: str) -> float | None:
+        # The last match: a judge may quote scores while it reasons.
         found = compiled.findall(text[-_WINDOW_CHARS:])
         try:
             value = float(found[-1]) if found else None

@@ -13,12 +13,14 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import answer_span, normalize_answer
+from jaxrl.rewards.answer_reader.answer_equality import equal
 from jaxrl.rewards.answer_reader.answer_tokens import (
     BOX,
     MAX_CHARS,
@@ -26,10 +28,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     spelled,
     undressed,
 )
-from jaxrl.rewards.grading import GradingTask, PendingVerdict, Response, Verdict, empty_fault
-
-EQUAL = "math"
-"""Name of the comparison in a process pool."""
+from jaxrl.rewards.grading import Grader, GradingTask, Response, Verdict, empty_fault, in_worker
 
 # The text between two boxes of one answer: "\boxed{1}, \boxed{2}", "\boxed{1} and \boxed{2}". After a full
 # stop, or after nothing but space, the later box replaces the earlier one.
@@ -72,8 +71,10 @@ def _last_boxes(text: str) -> tuple[int, int, str] | None:
     """Returns start, end and content of the last box, joined with the boxes right before it; None without."""
     starts = [match for match in BOX.finditer(text)]
     found: tuple[int, int, str] | None = None
+    # An answer in more than eight boxes is a page of them.
     for match in reversed(starts[-8:]):
         end = closing_brace(text, match.end())
+        # A box that is not closed was cut off, and what came before it was not the last word.
         if end < 0 or end - match.end() > 4 * MAX_CHARS:
             if found is None:
                 return None
@@ -96,6 +97,7 @@ def math_truth(answer: str) -> str:
     _, hashes, after = answer.rpartition(_HASHES)
     if hashes:
         return after.strip()
+    # A short truth with a box in it may be "\boxed{1} or 2", which is read whole.
     if len(answer) > 100 or answer.count(" ") > 20:
         box = _last_boxes(answer)
         if box is not None:
@@ -103,29 +105,34 @@ def math_truth(answer: str) -> str:
     return answer.strip()
 
 
-class MathGrader:
+class MathGrader(Grader):
     """Grades mathematics; see the header.
 
     Args:
-      pool: processes that know `answer_equality.equal` as `EQUAL`.
+      pool: processes that have the function of `worker`.
     """
+
+    @staticmethod
+    def worker() -> Callable[[tuple[str, str]], bool]:
+        """Returns the comparison of a pair of truth and answer."""
+        return lambda pair: equal(*pair)
 
     def __init__(self, pool: ProcessPool):
         self._pool = pool
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """Returns a verdict on each response; compares equal pairs of truth and answer once."""
-        answers = [math_answer(sample.text) for sample in samples]
-        pairs = [
-            (self._truth(sample.row), answer)
-            for sample, answer in zip(samples, answers, strict=True)
-        ]
-        asked: dict[tuple[str, str], concurrent.futures.Future[bool] | bool] = {}
-        for truth, answer in pairs:
+        asked: dict[tuple[str, str], Any] = {}
+        pairs = []
+        for sample in samples:
+            if fault := self.validate(sample.row):
+                raise UserError(fault)
+            truth, answer = math_truth(sample.row.answer), math_answer(sample.text)
+            pairs.append((truth, answer))
             if answer is not None and (truth, answer) not in asked:
                 decided = _decided(truth, answer)
                 asked[truth, answer] = (
-                    self._pool.submit(EQUAL, (truth, answer)) if decided is None else decided
+                    self._pool.submit("math", (truth, answer)) if decided is None else decided
                 )
         return [
             Verdict.of(False, None) if answer is None else _verdict(asked[truth, answer], answer)
@@ -146,14 +153,10 @@ class MathGrader:
             )
         return None
 
-    def _truth(self, row: GradingTask) -> str:
-        if fault := self.validate(row):
-            raise UserError(fault)
-        return math_truth(row.answer)
-
 
 def _decided(truth: str, answer: str) -> bool | None:
     """Returns a verdict that needs no mathematics; None if one does."""
+    # The parser would refuse it, in a worker.
     if len(answer) > MAX_CHARS:
         return False
     first, second = undressed(truth), undressed(answer)
@@ -168,4 +171,4 @@ def _verdict(asked: concurrent.futures.Future[bool] | bool, answer: str) -> Verd
     shown = normalize_answer(answer) or answer[:MAX_CHARS]
     if isinstance(asked, bool):
         return Verdict.of(asked, shown)
-    return PendingVerdict(asked, functools.partial(Verdict.of, prediction=shown), shown).wait()
+    return in_worker(asked, functools.partial(Verdict.of, prediction=shown), shown)()

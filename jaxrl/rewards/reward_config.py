@@ -105,6 +105,7 @@ class RewardConfig:
 
     def __post_init__(self):
         for name, function in self.functions.items():
+            # The terms of the sum, which have names of their own.
             if name in ("grader", "model", "judge"):
                 raise ValueError(
                     f"functions.{name} has the name of another reward, under which metrics are kept; "

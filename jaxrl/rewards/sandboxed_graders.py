@@ -13,22 +13,21 @@ from typing import Any
 
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import extract_answer
-from jaxrl.rewards.code_tests import read_tests
+from jaxrl.rewards.code_tests import read_tests, run_tests
 from jaxrl.rewards.grading import (
     RIGHT,
     WRONG,
+    Grader,
     GradingTask,
-    PendingVerdict,
     Response,
-    SampleGrader,
     Verdict,
     empty_fault,
+    in_worker,
     refusal,
 )
-from jaxrl.rewards.sandbox import SandboxLimits, run_forked
-
-CODE, TASK = "code", "reasoning_gym"
-"""Names of their functions in a process pool."""
+from jaxrl.rewards.reward_config import SandboxChoice
+from jaxrl.rewards.sandbox.choose import logged_choice
+from jaxrl.rewards.sandbox.native import SandboxLimits, run_forked
 
 _BLOCK = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 # No answer to a puzzle needs these. Some scorers evaluate the answer, and these would let it do anything.
@@ -44,28 +43,37 @@ _MAX_ANSWER = 20_000
 _WHOLE_MARK = 0.999
 
 
-class CodeGrader(SampleGrader):
+class CodeGrader(Grader):
     """Runs the last fenced block of a response against the unit tests in the ground truth (`code_tests`).
 
     Args:
-      pool: processes that know `code_tests.run_tests` as `CODE`.
-      sandbox: name of the sandbox of programs (`sandbox.SANDBOXES`).
+      pool: processes that have the function of `worker`.
+      code_sandbox: sandbox of the programs. It is tested now, and a warning lists its gaps. None is enough to
+        validate ground truths.
       part_marks: whether the score is the share of passed tests; a program is correct only if it passes all.
     """
 
-    def __init__(self, pool: ProcessPool, sandbox: str, *, part_marks: bool = False):
+    @staticmethod
+    def worker() -> Callable[[Any], Any]:
+        """Returns `code_tests.run_tests`."""
+        return run_tests
+
+    def __init__(
+        self, pool: ProcessPool, code_sandbox: SandboxChoice | None, *, part_marks: bool = False
+    ):
         self._pool = pool
-        self._sandbox = sandbox
+        self._sandbox = "" if code_sandbox is None else logged_choice(code_sandbox)
         self._part_marks = part_marks
 
-    def begin(self, sample: Response) -> Verdict | PendingVerdict:
+    def begin(self, sample: Response) -> Verdict | Callable[[], Verdict]:
         program = program_of(sample.text)
         if program is None:
             return Verdict.of(False, None)
+        # The sandbox has the limit of time; that of the worker is for a worker that hangs.
         asked = (program, sample.row.answer, self._pool.cpu_seconds, self._sandbox)
-        future = self._pool.submit(CODE, asked, patience_s=_PATIENCE_S)
+        future = self._pool.submit("code", asked, patience_s=_PATIENCE_S)
         shown = program[:_MAX_PREDICTION]
-        return PendingVerdict(future, functools.partial(self._verdict, shown), shown)
+        return in_worker(future, functools.partial(self._verdict, shown), shown)
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the ground truth holds no unit tests; None if it does."""
@@ -84,25 +92,60 @@ def program_of(response: str) -> str | None:
     return blocks[-1] if blocks and blocks[-1].strip() else None
 
 
-class ReasoningGymGrader(SampleGrader):
+class ReasoningGymGrader(Grader):
     """Grades by the scorer of a reasoning-gym task; a mark below 1 is wrong.
 
     The scorer reads `extra["metadata"]` of the row. Its `source_dataset` names the task, else the row's
     source does. The answer is the content of <answer>, else that of `answer.extract_answer`.
 
     Args:
-      pool: processes that know the scorers as `TASK`.
+      pool: processes that have the function of `worker`.
       task: task of all rows; "" takes it from each row.
       part_marks: whether the score follows the mark.
     """
+
+    @staticmethod
+    def worker() -> Callable[[tuple[str, str, dict, float]], float | str]:
+        """Returns a function to the mark of an answer, or why there is none."""
+        # Imported in the worker, since it takes seconds.
+        import reasoning_gym
+        from reasoning_gym import factory
+
+        scorer_of: Any = factory.get_score_answer_fn
+        # It reads word lists from its own folder.
+        readable = list(reasoning_gym.__path__)
+
+        def score(argument: tuple[str, str, dict, float]) -> float | str:
+            task, answer, entry, seconds = argument
+            if task not in factory.DATASETS:
+                return f"raised: reasoning-gym has no task {task!r}"
+            # A wrong answer, and no failure of the grader, which would be counted and shown.
+            if _CODE.search(answer):
+                return 0.0
+            scorer = scorer_of(task)
+
+            def marked() -> bytes:
+                # An exception may be due to the answer or to the scorer; the child then returns no mark.
+                return json.dumps(float(scorer(answer, entry))).encode()
+
+            mark = run_forked(marked, SandboxLimits(seconds=seconds), readable)
+            if mark is None:
+                return f"timeout: the scorer of {task} has taken more than {seconds:g} s"
+            try:
+                return float(json.loads(mark))
+            except ValueError:
+                return f"raised: the scorer of {task} gave no mark"
+
+        return score
 
     def __init__(self, pool: ProcessPool, *, task: str = "", part_marks: bool = False):
         self._pool = pool
         self._task = task
         self._part_marks = part_marks
 
-    def begin(self, sample: Response) -> Verdict | PendingVerdict:
-        answer, row = tagged_answer(sample.text), sample.row
+    def begin(self, sample: Response) -> Verdict | Callable[[], Verdict]:
+        row, tagged = sample.row, _TAG.findall(sample.text[-_MAX_ANSWER:])
+        answer = tagged[-1].strip() if tagged else extract_answer(sample.text)
         if not answer:
             return Verdict.of(False, None)
         metadata = row.extra["metadata"]
@@ -113,9 +156,9 @@ class ReasoningGymGrader(SampleGrader):
             "metadata": metadata,
         }
         asked = (task, answer, entry, self._pool.cpu_seconds)
-        future = self._pool.submit(TASK, asked, patience_s=_PATIENCE_S)
+        future = self._pool.submit("reasoning_gym", asked, patience_s=_PATIENCE_S)
         shown = answer[:_MAX_PREDICTION]
-        return PendingVerdict(future, functools.partial(self._verdict, shown), shown)
+        return in_worker(future, functools.partial(self._verdict, shown), shown)
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the scorer cannot use the row: an empty ground truth or no metadata; None if it can."""
@@ -135,47 +178,8 @@ class ReasoningGymGrader(SampleGrader):
         return _marked(mark, self._part_marks, shown)
 
 
-def tagged_answer(response: str) -> str | None:
-    """Returns the content of the last <answer>, else the result of `answer.extract_answer`."""
-    tagged = _TAG.findall(response[-_MAX_ANSWER:])
-    return tagged[-1].strip() if tagged else extract_answer(response)
-
-
 def _marked(mark: float, part_marks: bool, shown: str) -> Verdict:
     correct = mark >= _WHOLE_MARK
     if not part_marks:
         return Verdict.of(correct, shown)
     return Verdict(WRONG + (RIGHT - WRONG) * min(1.0, max(0.0, mark)), correct, shown)
-
-
-@functools.cache
-def load_scorer() -> Callable[[tuple[str, str, dict, float]], float | str]:
-    """Returns the function of `TASK` in a worker: the mark of an answer, or why there is none."""
-    import reasoning_gym
-    from reasoning_gym import factory
-
-    scorer_of: Any = factory.get_score_answer_fn
-    # It reads word lists from its own folder.
-    readable = list(reasoning_gym.__path__)
-
-    def score(argument: tuple[str, str, dict, float]) -> float | str:
-        task, answer, entry, seconds = argument
-        if task not in factory.DATASETS:
-            return f"raised: reasoning-gym has no task {task!r}"
-        if _CODE.search(answer):
-            return 0.0
-        scorer = scorer_of(task)
-
-        def marked() -> bytes:
-            # An exception may be due to the answer or to the scorer; the child then returns no mark.
-            return json.dumps(float(scorer(answer, entry))).encode()
-
-        mark = run_forked(marked, SandboxLimits(seconds=seconds), readable)
-        if mark is None:
-            return f"timeout: the scorer of {task} has taken more than {seconds:g} s"
-        try:
-            return float(json.loads(mark))
-        except ValueError:
-            return f"raised: the scorer of {task} gave no mark"
-
-    return score

@@ -153,6 +153,7 @@ def weighted_sum(scored: Scored, terms: Sequence[Term]) -> tuple[Scored, dict[st
     columns = []
     for term in terms:
         score_B = checked_scores(term.score_B, len(scored), f"reward {term.name!r}")
+        # In float32 and in this order on every host, so that sums are equal to the bit.
         total_B += np.float32(term.weight) * score_B
         columns.append(score_B)
         metrics[f"reward/{term.name}/mean"] = float(score_B.mean())

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import ProcessPool
 from jaxrl.rewards.answer import extract_answer
 from jaxrl.rewards.grading import (
+    Grader,
     GradingTask,
-    PendingVerdict,
     Response,
-    SampleGrader,
     Verdict,
     empty_fault,
+    in_worker,
 )
-
-SEARCH = "regex"
-"""Name of `search` in a process pool."""
 
 _LABEL = re.compile(r"\(?([A-Z])\)?[.:]?")
 # One letter, alone or before the text of its choice: "C", "(C)", "**C.**", "(C) 42", "C: 42", "option C".
@@ -37,7 +35,7 @@ _MAX_REST = 200
 _MAX_TRUTH = 300
 
 
-class ChoiceGrader(SampleGrader):
+class ChoiceGrader(Grader):
     """Grades multiple choice: "(C)", "C.", "\\boxed{\\text{C}}", "Answer: (C) 42".
 
     An answer with a second letter, "or" or "not" is wrong.
@@ -60,6 +58,7 @@ class ChoiceGrader(SampleGrader):
 def choice_of(answer: str) -> str | None:
     """Returns the letter that an answer chooses; None if it chooses none or several."""
     text = _undressed(answer)
+    # A small letter alone is a choice; in a sentence it is the word "a".
     if len(text) == 1 and text.isalpha():
         text = text.upper()
     match = _CHOICE.fullmatch(text)
@@ -77,7 +76,7 @@ def _undressed(text: str) -> str:
     return text.strip(" \t\n$*`.").strip()
 
 
-class ExactGrader(SampleGrader):
+class ExactGrader(Grader):
     """Compares the answer character by character, except for space.
 
     Args:
@@ -99,18 +98,31 @@ class ExactGrader(SampleGrader):
         return text.casefold() if self._ignore_case else text
 
 
-class RegexGrader(SampleGrader):
+class RegexGrader(Grader):
     """Compares the last match of a pattern with the ground truth, space around them aside.
 
     Workers search, because some texts make a pattern run for ever.
 
     Args:
-      pool: processes that know `search` as `SEARCH`.
+      pool: processes that have the function of `worker`.
       pattern: regular expression. Its group is the answer, or the whole match if it has none. "" uses the
         ground truth as the pattern, which must match the end of the response.
       ignore_case: whether to ignore case.
       max_chars: number of characters searched, from the end of the response.
     """
+
+    @staticmethod
+    def worker() -> Callable[[tuple[str, int, str]], str | None]:
+        """Returns the search for the last match of a pattern in a text, or for its group if it has one."""
+
+        def search(argument: tuple[str, int, str]) -> str | None:
+            pattern, flags, text = argument
+            found = None
+            for match in re.finditer(pattern, text, flags):
+                found = match[match.re.groups]
+            return found
+
+        return search
 
     def __init__(
         self,
@@ -127,11 +139,12 @@ class RegexGrader(SampleGrader):
         if fault := _pattern_fault(pattern, self._flags):
             raise UserError(f"grader_options.pattern {fault}")
 
-    def begin(self, sample: Response) -> PendingVerdict:
+    def begin(self, sample: Response) -> Callable[[], Verdict]:
+        # At the end, or a response that lists all answers would be right.
         pattern = self._pattern or rf"(?:{sample.row.answer})\W*\Z"
         text = sample.text[-self._max_chars :]
-        future = self._pool.submit(SEARCH, (pattern, self._flags, text))
-        return PendingVerdict(future, functools.partial(self._verdict, sample.row))
+        future = self._pool.submit("regex", (pattern, self._flags, text))
+        return in_worker(future, functools.partial(self._verdict, sample.row))
 
     def validate(self, row: GradingTask) -> str | None:
         """Returns why the ground truth is empty or a malformed pattern; None if it is neither."""
@@ -156,12 +169,3 @@ def _pattern_fault(pattern: str, flags: int) -> str | None:
     if compiled.groups > 1:
         return f"{pattern!r} has {compiled.groups} groups; write one around the answer, others as (?:...)"
     return None
-
-
-def search(argument: tuple[str, int, str]) -> str | None:
-    """Returns the last match of a pattern in a text, or its group if it has one; runs in a worker."""
-    pattern, flags, text = argument
-    found = None
-    for match in re.finditer(pattern, text, flags):
-        found = match[match.re.groups]
-    return found

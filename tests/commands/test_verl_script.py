@@ -33,6 +33,12 @@ def read(text, *arguments, call=0, name="run.sh"):
 # (what it shows, script, arguments, settings)
 IDIOMS = [
     (
+        "a program past PATH",
+        f"command -p {MAIN} data.seed=4",
+        (),
+        {"data.seed": 4},
+    ),
+    (
         "the branch of a case that is taken",
         f"""
         SIZE=${{SIZE:-7b}}
@@ -493,6 +499,11 @@ NAMED = [
         f"torchrun -m verl.trainer.sft_trainer data.seed=2\n{MAIN} data.seed=1",
         "sft_trainer data.seed=2",
     ),
+    (
+        "a trap on each command",
+        f"trap 'echo $BASH_COMMAND' DEBUG\ntrap 'echo over' EXIT\n/usr/bin/{MAIN} data.seed=1",
+        r"Traps on DEBUG, which .*not known: 'echo \$BASH_COMMAND' DEBUG\.",
+    ),
     ("a failure", f"{MAIN} data.seed=1\nfalse\nexit 3", "The script ended with status 3"),
 ]
 
@@ -603,8 +614,8 @@ def test_what_a_script_writes_in_place_of_records_is_no_record(tmp_path_factory)
     secret.write_text("a\0b\0c\0python3\0-m\0verl.trainer.main_ppo\0data.seed=9\0")
     text = f"""
     cd "$JAXRL_FOLDER/calls"
-    command -p ln -s {secret} a
-    command -p mkfifo b
+    builtin command -p ln -s {secret} a
+    builtin command -p mkfifo b
     echo x > c
     {MAIN} data.seed=1
     """

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.rewards.answer import Grade
+from jaxrl.rewards.grading import Grade
 from jaxrl.rollout.samples import Rollout
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.testing.arithmetic_backend import ArithmeticBackend

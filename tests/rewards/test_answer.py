@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import (
-    Grade,
+from jaxrl.rewards import Grade
+from jaxrl.rewards.answer import (
     extract_answer,
     grade_answer,
     grade_gsm8k,

@@ -1,6 +1,8 @@
 """Graders by name and source: verdicts, failures that touch nobody else, and faults of ground truths."""
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,8 +11,10 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import (
+    GRADERS,
     FunctionGrader,
     Grade,
+    Grader,
     Graders,
     GradingTask,
     Response,
@@ -172,6 +176,28 @@ def test_a_function_that_raises_is_a_failure_here_as_well():
     assert first.failure.kind == "raised" and second == Verdict(1.0, True, "7")
 
 
+@pytest.mark.parametrize(
+    ("name", "imported"),
+    [
+        ("answer", {"answer"}),
+        ("regex", {"answer", "simple_graders"}),
+        ("math", {"answer", "math_grader"}),
+    ],
+)
+def test_a_run_imports_the_graders_that_it_names_and_no_other(name, imported):
+    program = (
+        "import sys, jaxrl.rewards\n"
+        f"jaxrl.rewards.Graders(({name!r}, {{}}))\n"
+        "print(*(m.removeprefix('jaxrl.rewards.') for m in sys.modules if m.startswith('jaxrl.rewards.')))"
+    )
+    command = [sys.executable, "-c", program]
+    loaded = set(subprocess.run(command, capture_output=True, check=True, text=True).stdout.split())
+    every = {kind.path.partition(":")[0] for kind in GRADERS.values()}
+    assert loaded & every == imported
+    assert any("sandbox" in module for module in loaded) is False
+    assert ("answer_reader.answer_equality" in loaded) is (name == "math")
+
+
 class Waiting:
     """Grades once it is let; notes how many samples came together."""
 
@@ -191,9 +217,7 @@ def test_graders_answer_beside_what_comes_next_and_take_up_at_once_what_has_wait
     function = Waiting()
     inner = FunctionGrader(function)
 
-    class Batches:
-        validate = inner.validate
-
+    class Batches(Grader):
         def grade(self, samples):
             function.batches.append(0)
             return inner.grade(samples)

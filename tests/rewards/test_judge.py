@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import (
+from jaxrl.rewards.judge import (
     JudgeTemplate,
     judge_prompts,
     judge_scores,

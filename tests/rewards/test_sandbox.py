@@ -18,16 +18,11 @@ import pytest
 from processes import started
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Graders, graders
-from jaxrl.rewards.sandbox import (
-    SANDBOXES,
-    SandboxLimits,
-    SandboxUnavailable,
-    choose_sandbox,
-    lockdown,
-    run_forked,
-)
+from jaxrl.rewards import Graders
 from jaxrl.rewards.sandbox import choose as choosing
+from jaxrl.rewards.sandbox import lockdown
+from jaxrl.rewards.sandbox.choose import SANDBOXES, choose_sandbox, logged_choice
+from jaxrl.rewards.sandbox.native import SandboxLimits, SandboxUnavailable, run_forked
 
 LIMITS = SandboxLimits(seconds=2.0)
 REAL = [name for name in SANDBOXES if name != "none"]
@@ -594,7 +589,8 @@ def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
     if sandbox.name == "webassembly":
         pytest.skip("its process follows the worker's lifeline; tests/rewards/test_worker.py")
     waiter = (
-        "from jaxrl.rewards.sandbox import SANDBOXES, SandboxLimits\n"
+        "from jaxrl.rewards.sandbox.choose import SANDBOXES\n"
+        "from jaxrl.rewards.sandbox.native import SandboxLimits\n"
         f"SANDBOXES[{sandbox.name!r}]().run('import time\\n"
         "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"
     )
@@ -658,7 +654,7 @@ def test_the_first_that_works_is_chosen(monkeypatch):
 
 
 def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
-    graders._chosen_sandbox.cache_clear()
+    logged_choice.cache_clear()
     fakes = {name: Fake(name, f"lacks {name[0]}") for name in REAL}
     monkeypatch.setattr(choosing, "SANDBOXES", {**fakes, "none": SANDBOXES["none"]})
     with pytest.raises(UserError) as error:
@@ -674,7 +670,7 @@ def test_code_is_refused_in_one_line_where_no_sandbox_works(monkeypatch):
 
 
 def test_the_log_says_which_and_what_it_does_not_protect(caplog):
-    graders._chosen_sandbox.cache_clear()
+    logged_choice.cache_clear()
     Graders(("code", {}), code_sandbox="none").close()
     Graders(("code", {}), code_sandbox="none").close()
     (record,) = caplog.records

@@ -80,7 +80,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_wrong_program_costs_its_time_and_passes_nothing(graders, name):
-    if name == "forks" and graders._sandbox == "none":
+    if name == "forks" and graders._graders[""][1]._sandbox == "none":
         pytest.skip("nothing would stop it here")
     right = block("def add(a, b):\n    return a + b")
     texts = [(block(CHEATS[name]), SUM), (block(CHEATS[name]), ADD), (right, ADD)]

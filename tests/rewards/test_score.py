@@ -8,15 +8,14 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import (
-    AskedVerdicts,
     FunctionGrader,
     Grade,
     Graders,
-    grade_answer,
-    samples_of,
     score_completions,
     verdicts_of,
 )
+from jaxrl.rewards.answer import grade_answer
+from jaxrl.rewards.score import AskedVerdicts, samples_of
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
 from jaxrl.types import Completions, Prompts

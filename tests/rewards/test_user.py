@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Responses, UserRewards, check_grader, user_reward
+from jaxrl.rewards import Responses, check_grader, user_reward
+from jaxrl.rewards.user import UserRewards
 from jaxrl.types import TurnText
 from jaxrl.user_code import load_function
 

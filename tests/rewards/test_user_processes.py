@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.errors import UserError
 from jaxrl.process_pool import Interrupted
-from jaxrl.rewards import UserRewards
+from jaxrl.rewards.user import UserRewards
 
 FUNCTIONS = """
     import os, time

@@ -15,8 +15,8 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards import graders
-from jaxrl.rewards.sandbox import SandboxUnavailable, choose
+from jaxrl.rewards.sandbox import choose
+from jaxrl.rewards.sandbox.native import SandboxUnavailable
 from jaxrl.trainer import program
 
 MODEL = ModelConfig(
@@ -184,7 +184,7 @@ def test_code_without_a_sandbox_is_refused_first(run, setting, monkeypatch):
 
     Absent.name = "bubblewrap"
     monkeypatch.setattr(choose, "SANDBOXES", {"bubblewrap": Absent})
-    graders._chosen_sandbox.cache_clear()
+    choose.logged_choice.cache_clear()
     line = run(**{setting: "code"})
     assert "no sandbox for them works on this machine" in line
     assert "bubblewrap: is not installed; install bubblewrap, or set reward.code_sandbox" in line

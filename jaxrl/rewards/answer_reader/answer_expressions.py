@@ -1,4 +1,6 @@
-r"""Parses expressions of school and contest mathematics by recursive descent.
+r"""Kinds of answers, and a parser of expressions by recursive descent.
+
+Expressions are those of school and contest mathematics.
 
     2\sin^2 x + 1\frac{1}{2}  ->  Node("add", (Node("mul", (2, Node("pow", ...))), 3/2))
 
@@ -15,6 +17,7 @@ from fractions import Fraction
 
 from jaxrl.rewards.answer_reader.answer_tokens import FUNCTIONS, Token, Unreadable, number_of
 
+# Below the limit of Python, which would end the worker.
 _MAX_DEPTH = 60
 _CONSTANTS = {"pi": "pi", "infty": "inf"}
 
@@ -39,6 +42,133 @@ class Node:
         for part in self.parts:
             if isinstance(part, Node):
                 yield from part.nodes()
+
+
+# The kinds of answers:
+#
+#     "x = 3"                      Relation(("=",), (label x, 3))
+#     "1 \pm \sqrt{19}"            Several(two quantities)
+#     "(-\infty, 2) \cup [3, 5)"   Union(two Brackets)
+#     "20\text{ miles}"            Quantity(20, unit (("mile", 1),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """An expression with its unit.
+
+    Attributes:
+      node: expression without the unit.
+      unit: names of units with their powers, sorted; empty without one.
+      known_unit: whether all words of the unit are known units.
+      degrees: whether a degree sign follows.
+      percent: whether a percent sign follows.
+    """
+
+    node: Node
+    unit: tuple[tuple[str, int], ...] = ()
+    known_unit: bool = True
+    degrees: bool = False
+    percent: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Words in lower case; a single letter is the label of a choice.
+
+    Attributes:
+      text: words in lower case.
+      capitals: whether they were written in capitals only, as the names of points are.
+    """
+
+    text: str
+    capitals: bool = dataclasses.field(default=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """Several answers in any order; `braces` marks a set in braces."""
+
+    items: tuple[Answer, ...]
+    braces: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Brackets:
+    """A point, a tuple, a vector or an interval."""
+
+    opening: str
+    items: tuple[Answer, ...]
+    closing: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Union:
+    """The union of sets of real numbers, minus the sets of `without`."""
+
+    items: tuple[Answer, ...]
+    without: tuple[Answer, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reals:
+    """All real numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty:
+    """The empty set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Rows of equal length."""
+
+    rows: tuple[tuple[Node, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """A chain of equations or inequalities, such as 0 < x < 1.
+
+    Attributes:
+      operators: operators between the sides: = < > le ge ne in approx.
+      sides: parsed sides, one more than operators; None if a side is missing or only a name.
+      labels: text of each side that is a name, else None.
+    """
+
+    operators: tuple[str, ...]
+    sides: tuple[Answer | None, ...]
+    labels: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Based:
+    """Digits in a base, such as 4210_5."""
+
+    digits: str
+    base: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A ratio a : b : c."""
+
+    items: tuple[Node, ...]
+
+
+Answer = (
+    Quantity
+    | Words
+    | Several
+    | Brackets
+    | Union
+    | Reals
+    | Empty
+    | Matrix
+    | Relation
+    | Based
+    | Ratio
+)
 
 
 def num(value: Fraction | int) -> Node:
@@ -106,6 +236,7 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Node("add", tuple(parts))
 
     def _signed(self) -> Node:
+        # "--42" and "+-42" are slips more often than answers.
         negative = self._is("-")
         if self._taken("+", "-") and self._is("+", "-"):
             raise Unreadable("two signs side by side")
@@ -115,6 +246,7 @@ class _Parser:
     def _product(self) -> Node:
         node, plain = self._power(), self._place
         first = self._tokens[plain - 1]
+        # Only a whole number that is typed as one can begin a mixed number: not (2)1/2.
         mixed = node.kind == "num" and first.kind == "num" and node.parts[0].denominator == 1
         while True:
             if self._is("*", "/"):
@@ -170,6 +302,7 @@ class _Parser:
         node = self._postfix(self._atom())
         if self._taken("^"):
             node = self._postfix(Node("pow", (node, self._exponent())))
+            # 2^3^4 has two readings, and TeX refuses it.
             if self._is("^"):
                 raise Unreadable("a power of a power without brackets")
         return node
@@ -299,6 +432,7 @@ class _Parser:
 
     def _root(self) -> Node:
         index = self._group("[", "]") if self._is("[") else num(2)
+        # \sqrt(2) and \sqrt 12 are slips with one meaning.
         if self._is("("):
             node = self._group("(", ")")
         elif self.here is not None and self.here.kind == "num":
@@ -322,6 +456,7 @@ class _Parser:
         if last is None:
             self._expect("^")
             last = self._argument()
+        # Each sum multiplies the terms by 20, so three would take long.
         if len(self._counted) > 1:
             raise Unreadable("sums in sums in sums")
         self._counted.append(variable.text)
@@ -340,6 +475,7 @@ class _Parser:
                 power = self._exponent()
             elif base is None and name == "log" and self._taken("_"):
                 base = self._group("{", "}") if self._is("{") else self._argument()
+        # \sin^{-1} is the inverse, not 1/\sin.
         if power == Node("neg", (num(1),)) and name in ("sin", "cos", "tan"):
             name, power = "arc" + name, None
         if self._is("("):
@@ -349,6 +485,7 @@ class _Parser:
         else:
             argument = self._power()
             while self._starts_atom() and self.here is not None:
+                # \sin 2x is the sine of the product, \sin x \cos x a product of two.
                 if self.here.kind == "num" or self.here.text in FUNCTIONS or self._is("("):
                     break
                 argument = Node("mul", (argument, self._power()))

@@ -1,4 +1,4 @@
-"""Parses a text into a kind of answer (`answer_kinds`) by its outermost structure.
+"""Parses a text into a kind of answer (`answer_expressions`) by its outermost structure.
 
 The first form that matches wins:
 
@@ -23,13 +23,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import Node, expression, num
-from jaxrl.rewards.answer_reader.answer_kinds import (
+from jaxrl.rewards.answer_reader.answer_expressions import (
     Answer,
     Based,
     Brackets,
     Empty,
     Matrix,
+    Node,
     Quantity,
     Ratio,
     Reals,
@@ -37,6 +37,8 @@ from jaxrl.rewards.answer_reader.answer_kinds import (
     Several,
     Union,
     Words,
+    expression,
+    num,
 )
 from jaxrl.rewards.answer_reader.answer_tokens import (
     MAX_CHARS,
@@ -54,7 +56,9 @@ MAX_ITEMS = 200
 _MAX_DEPTH = 20
 
 
+# Longer words of letters alone are recognised by their length.
 _SHORT_WORDS = {"yes", "no", "true", "odd", "even", "none", "both"}
+# Commands in the names of points, angles and vectors.
 _NAMING_COMMANDS = {"angle", "triangle", "overline", "vec", "hat", "bar", "measuredangle"}
 _RELATIONS = {"=", "<", ">", "le", "ge", "ne", "in", "approx", "equiv", "sim"}
 _ENVIRONMENT = re.compile(
@@ -94,6 +98,7 @@ def read_answer(text: str, *, thousands: bool = True) -> Answer:
     if len(text) > MAX_CHARS:
         raise Unreadable("too long")
     text = undressed(text)
+    # What follows "the answer is" may be dressed again: in dollars, in a box.
     text = undressed(_PREAMBLE.sub("", text, count=1))
     plain = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).replace("$", "").split())
     if _ALL_REALS.match(plain):
@@ -111,6 +116,7 @@ def read_answer(text: str, *, thousands: bool = True) -> Answer:
             and all(int(c, 36) < int(base[:3]) for c in digits)
         ):
             return Based(sign + (digits.lstrip("0") or "0"), base)
+    # A matrix is cut out as a text, since its rows end in "\\" and its cells in "&".
     environment = _ENVIRONMENT.search(text)
     if environment:
         return _matrix(text, environment)
@@ -124,6 +130,7 @@ def _matrix(text: str, environment: re.Match[str]) -> Matrix:
     if (
         after.strip("$. ")
         or "begin" in environment["body"]
+        # A determinant is a number, which is not computed.
         or environment["name"] in ("vmatrix", "Vmatrix")
     ):
         raise Unreadable("something stands around a matrix")
@@ -156,6 +163,7 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
         text = "".join((" " if t.spaced else "") + t.text for t in tokens if t.kind != "op")
         text = " ".join(text.split())
         return Words(text.lower(), capitals=text.isupper())
+    # Before relations: "x = 1, y = 2" is two equations, not x = (1, y) = 2.
     several = _split(
         tokens,
         lambda t: is_op(t, ",", ";") or (t.kind == "word" and t.text.lower() in ("or", "and")),
@@ -165,6 +173,7 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
     relation = _relation(tokens, depth)
     if relation is not None:
         return relation
+    # Before brackets: "(0, 1) \cup (2, 3)" begins and ends with one, too.
     pieces = _split(tokens, lambda t: t.kind == "cmd" and t.text == "cup")
     if len(pieces) > 1:
         return Union(tuple(_answer(piece, depth + 1) for piece in pieces))
@@ -190,6 +199,7 @@ def _answer(tokens: Sequence[Token], depth: int) -> Answer:
         if branches[0] == branches[1]:
             raise Unreadable("a sign without effect")
         return Several(tuple(branches))
+    # Last, since sets in braces have colons as well.
     ratio = _split(tokens, lambda t: is_op(t, ":"))
     if len(ratio) > 1:
         return Ratio(tuple(expression(part) for part in ratio))
@@ -202,6 +212,7 @@ def _all_words(tokens: Sequence[Token]) -> bool:
         return any(t.kind == "word" for t in tokens) and not any(
             t.text.lower() in ("or", "and", "not") and t.kind == "word" for t in tokens
         )
+    # Letters with a capital are a name; small ones are a product, unless they are many.
     if not all(t.kind == "sym" and len(t.text) == 1 for t in tokens) or len(tokens) < 2:
         return False
     letters = "".join(t.text for t in tokens)
@@ -214,6 +225,7 @@ def _split(tokens: Sequence[Token], at: Callable[[Token], bool]) -> list[list[To
     depth = 0
     for token in tokens:
         depth += _opens(token)
+        # Half-open intervals may close with what opens elsewhere: ]0, 1[.
         if depth < 0 and token.text not in ("]", "[", ")", "("):
             raise Unreadable("brackets do not match")
         if depth == 0 and at(token):
@@ -272,6 +284,7 @@ def _relation(tokens: list[Token], depth: int) -> Answer | None:
             level == 0
             and token.text in _RELATIONS
             and (token.kind in ("op", "cmd") or is_word_in)
+            # "<1, 2>" is a vector.
             and not (is_op(token, "<") and n == 0 and is_op(tokens[-1], ">"))
         ):
             operators.append({"equiv": "=", "sim": "approx"}.get(token.text, token.text))
@@ -292,6 +305,7 @@ def _relation(tokens: list[Token], depth: int) -> Answer | None:
     for n, side in enumerate(sides):
         try:
             read.append(_answer(side, depth + 1) if side else None)
+        # "f(x)" or "Area" need not be an expression, because they name one.
         except Unreadable:
             if labels[n] is None:
                 raise
@@ -350,6 +364,7 @@ def _bracketed(tokens: list[Token], depth: int) -> Answer | None:
         parts = _split(inner, lambda t: is_op(t, ",", ";"))
         if len(parts) > MAX_ITEMS:
             raise Unreadable("too many parts")
+        # Vectors in angles are compared as points.
         if len(parts) > 1:
             opening, closing = ("(", ")") if angles or signs else pair
             return Brackets(opening, tuple(_answer(p, depth + 1) for p in parts), closing)

@@ -7,12 +7,12 @@ units after a number, "or" and "and". Outside brackets a comma between groups of
 number, if `thousands` is set.
 """
 
-# ruff: noqa: RUF001
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 import re
+import tomllib
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -41,22 +41,18 @@ class Token:
     spaced: bool = False
 
 
-_UNICODE = {
-    "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u221e": r"\infty ", "\u2264": r"\le ",
-    "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u00b0": r"^{\circ}", "\u222a": r"\cup ",
-    "\u2229": r"\cap ", "\u2208": r"\in ", "\u03b8": r"\theta ",
-    "\u03b1": r"\alpha ", "\u03b2": r"\beta ", "\u211d": r"\reals ", "\u2248": r"\approx ",
-    "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\uff0c": ",",
-    "\u3001": ",", "\uff1b": ";", "\uff08": "(", "\uff09": ")", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
-    "\u2019": "'", "\u2220": r"\angle ", "\u2205": r"\emptyset ", "\u20ac": r"\euro ", "\u00a3": r"\pounds ",
-    "\uff0b": "+", "\uff0d": "-", "\uff1d": "=", "\uff1a": ":", "\uff05": "%", "\uff0f": "/",
-    "\u2032": "'", "\u2033": "''", "\u221b": r"\sqrt[3]", "\u221c": r"\sqrt[4]", "\u2211": r"\sum ",
-    "\u2103": r"^{\circ}\text{C}", "\u2044": "/", "\u2219": r"\cdot ", "\u00ba": r"^{\circ}",
-    "\u33a1": r"\text{m}^{2}", "\u20bd": r"\text{руб}", "\u339d": r"\text{cm}", "\u338f": r"\text{kg}",
-    "\u339e": r"\text{km}", "\u2215": "/", "\u22c3": r"\cup ",
-}  # fmt: skip
+_FOLDER = pathlib.Path(__file__).parent
+_NOTATION = tomllib.loads((_FOLDER / "notation.toml").read_text("utf-8"))
+_UNICODE: dict[str, str] = _NOTATION["characters"]
+_SYNONYMS: dict[str, str] = _NOTATION["commands"]
+_FOREIGN_WORDS: dict[str, str] = _NOTATION["foreign_words"]
+SYMBOLS: dict[str, str] = _NOTATION["unit_symbols"]
+UNIT_WORDS, FUNCTIONS, _GREEK = (
+    frozenset(_NOTATION[name].split()) for name in ("unit_words", "functions", "greek")
+)
+_ASCII: dict[str, str] = {**{name: name for name in FUNCTIONS}, **_NOTATION["letters"]}
 
+# Fonts say nothing about the value, so their content is read as the words of \text.
 _TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathcal|mbox|hbox"
     "|operatorname|emph|bold|boldsymbol|mathop|rm|bf"
@@ -66,31 +62,17 @@ _TEXT_COMMAND = re.compile(rf"\\(?:{_TEXT_COMMANDS})\*?\s*\{{((?:[^{{}}]|[\^_]\{
 # Marks around the content of \text{...}.
 _OPEN, _CLOSE = "\x01", "\x02"
 
+# Sizes and spacing of brackets, with no meaning.
 _DRESS = (
     "left|right|mathopen|mathclose|middle|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|displaystyle|textstyle|limits"
     "|hfill|strut"
 )
-# Commands of one meaning.
-_SYNONYMS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
-    **dict.fromkeys(("leq", "leqslant"), r"\le "),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge "),
-    **dict.fromkeys(("backslash", "smallsetminus", "setminus"), r"\setminus "),
-    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
-    **dict.fromkeys(("ast", "cdot", "times"), "*"),
-    **dict.fromkeys(("ldots", "cdots"), r"\dots "),
-    **dict.fromkeys(("R", "Reals"), r"\reals "),
-    "neq": r"\ne ", "lt": "<", "gt": ">", "varnothing": r"\emptyset ", "lbrace": r"\{", "rbrace": r"\}",
-    "lbrack": "[", "rbrack": "]", "degrees": r"\degree ", "div": "/", "infin": r"\infty ", "mp": r"\pm ",
-}  # fmt: skip
-
-
 # 10\u207b\u00b3 is 10^{-3}.
 _RAISED = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
 )
 _RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+# The index of a root: "³√8". After a digit or a letter it would be a power.
 _RAISED_INDEX = re.compile("(?<![0-9A-Za-z)}\\]])([\u00b3\u2074-\u2079])\u221a")
 
 
@@ -98,15 +80,22 @@ _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\{,\}(?=\s*[0-9])|,\\!\s*(?=[0-9])", "\x03"),  # always a separator of thousands
+        # 1\,234 in three digits, since "1\, 2" may be two numbers.
         (r"(?<=[0-9])\\[,;:!]\s*(?=[0-9]{3}(?![0-9]))", "\x03"),
+        # "\left." is a bracket that is not seen, so its full stop goes too.
         (rf"\\(?:{_DRESS})(?![A-Za-z])\.?", " "),
         (r"\\(?:q?quad|enspace|thinspace|hspace\s*\{[^{}]*\})(?![A-Za-z])", " "),
+        # "~" is a space of TeX after a word, and "about" before a number.
         (r"\\[,;:! ]|\\~|(?<=[A-Za-z0-9}.,])~|\\/", " "),
         (r"\\[()\[\]]", " "),
+        # Without the command the braces of a box are a group.
         (r"\\(?:boxed|fbox)(?![A-Za-z])", " "),
         (r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals "),
+        # Before the degree sign, which has several commands of its own.
         (r"\\([A-Za-z]+)(?![A-Za-z])", lambda command: _SYNONYMS.get(command[1]) or command[0]),
+        # 30\degree, 30^\circ and 30^{\circ}
         (r"\\degree(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"\\degree "),
+        # Signs as they are typed in programs.
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"!=|\\not\s*=", r"\\ne "),
@@ -115,10 +104,13 @@ _REWRITES = tuple(
             r"(?<=[0-9])\s*(?:[xX\u0445\u0425]|\\(?:text|mathrm)\s*\{\s*[xX]\s*\})\s*(?=10\s*\^)",
             "*",
         ),  # 3 x 10^5
+        # These move the index of a root by some points.
         (r"\\(?:leftroot|uproot)\s*\{[^{}]*\}", ""),
+        # \root 3 \of 8, plain TeX
         (r"\\root\s*\{?([0-9a-z]+)\}?\s*\\of(?![A-Za-z])", r"\\sqrt[\1]"),
         (r"(?<![A-Za-z\\])cbrt(?![A-Za-z])", r"\\sqrt[3]"),
         (
+            # f^{\prime\prime} is f''
             r"\^\s*\{\s*((?:\\prime\s*)+)\}|\^\s*(\\prime(?![A-Za-z]))",
             lambda primes: "'" * primes[0].count("prime"),
         ),
@@ -128,52 +120,16 @@ _REWRITES = tuple(
     )
 )
 
-FUNCTIONS = frozenset({
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
-    "ln", "log", "exp",
-})  # fmt: skip
-_ASCII = {
-    **{name: name for name in FUNCTIONS},
-    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "sqrt": "sqrt", "pi": "pi", "infinity": "infty",
-    "infty": "infty", "inf": "infty", "oo": "infty", "theta": "theta", "alpha": "alpha", "beta": "beta",
-    "frac": "frac", "lg": "log", "union": "cup", "U": "cup", "cup": "cup", "degrees": "degree",
-    "degree": "degree",
-    "percent": "%", "deg": "degree",
-}  # fmt: skip
-_GREEK = frozenset({
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta",
-    "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
-    "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Sigma", "Phi", "Psi", "Omega",
-    "ell", "hbar",
-})  # fmt: skip
 WORDS = frozenset(("or", "and", "in", "not"))
 
 # Units and counted things, a group of names in each line. The first name of a group stands for all. They are
 # whole words after a number only.
 UNITS: dict[str, str] = {
     name: names.split()[0]
-    for names in pathlib.Path(__file__).with_name("units.txt").read_text("utf-8").splitlines()
+    for names in (_FOLDER / "units.txt").read_text("utf-8").splitlines()
     for name in names.split()
 }
-# Words allowed before or between units.
-UNIT_WORDS = frozenset((
-    "square", "sq", "cubic", "per", "total", "distinct", "different", "of", "right", "possible", "ordered",
-    "squared", "cubed",
-))  # fmt: skip
-# Symbols of units; some differ in case only.
-SYMBOLS = {
-    "m": "meter", "s": "second", "h": "hour", "g": "gram", "L": "liter", "l": "liter", "mL": "ml", "t": "ton",
-    "N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "K": "kelvin", "C": "coulomb",
-    "Hz": "hertz", "Pa": "pascal", "mol": "mole", "kJ": "kilojoule", "kW": "kilowatt", "MW": "megawatt",
-    "mW": "milliwatt", "kN": "kilonewton", "kPa": "kilopascal", "kHz": "kilohertz", "MHz": "megahertz",
-    "dm": "decimeter", "nm": "nanometer", "ms": "millisecond", "mA": "milliampere", "dL": "deciliter",
-    "\u0434\u043c": "decimeter",
-}  # fmt: skip
-_FOREIGN_WORDS = {
-    "平方": "square", "立方": "cubic", "每": "per", "кв": "square", "куб": "cubic", "в": "per",
-    "或": "or", "或者": "or", "または": "or", "или": "or", "和": "and", "与": "and", "и": "and",
-    "度": "degree", "градус": "degree", "градуса": "degree", "градусов": "degree",
-}  # fmt: skip
+# Chinese writes "square metre" and "per second" without a space.
 _FOREIGN_PART = re.compile("(平方|立方|每)")
 # A quotient of units outside \\text: "60 km/h", "9.8 m/s^2", "5 \\frac{m}{s}".
 _LETTERS = r"[A-Za-z]{1,7}\.?(?:\^\{?-?[1-4]\}?)?"
@@ -181,7 +137,9 @@ _PLAIN_UNIT = re.compile(
     rf"(?<=[0-9}}])(?P<gap>\s*)(?P<unit>\\frac\s*\{{{_LETTERS}\}}\s*\{{{_LETTERS}\}}"
     rf"|{_LETTERS}(?:\s*[/*]\s*{_LETTERS})+)(?![A-Za-z0-9(^])"
 )
+# After a degree sign a letter is a scale of temperature.
 _SCALES = {"c": "celsius", "celsius": "celsius", "f": "fahrenheit", "fahrenheit": "fahrenheit"}
+# Of plain TeX, where the operator stands between its operands.
 _INFIX = {"over": "frac", "choose": "binom"}
 
 SCIENTIFIC = (
@@ -198,6 +156,7 @@ _TOKEN = re.compile(
     r"|(?P<op>[-+*/^_!=<>()\[\]{},;:|&%'?.])"
     r"|(?P<space>[\s$\x01\x02]+)"
 )
+# Not in an index or an exponent, and no more digits after it: "1,2345" is two numbers.
 _THOUSANDS = re.compile(r"(?<![0-9A-Za-z,.\\_^])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
 _SPACED = re.compile(r"(?<![0-9A-Za-z,.\\_^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])(?! [0-9])")
 _DEPTH = re.compile(r"\\\{|\\\}|[()\[\]]")
@@ -322,11 +281,13 @@ def _with_half_open(tokens: list[Token]) -> list[Token]:
 
 
 def _clean(text: str, *, thousands: bool) -> str:
+    # The index of a root first: as a power it would belong to what is before it.
     text = _RAISED_INDEX.sub(lambda m: rf"\sqrt[{m[1].translate(_RAISED)}]", text)
     text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = text.translate(str.maketrans(_UNICODE))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    # Commands may stand in each other; each round takes off the innermost.
     while True:
         unwrapped = _TEXT_COMMAND.sub(rf"{_OPEN}\1{_CLOSE}", text)
         if unwrapped == text:
@@ -362,6 +323,7 @@ def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) ->
     lower = letters.lower()
     if before and before[-1].text == "degree" and lower in _SCALES:
         return [Token("word", _SCALES[lower], spaced)]
+    # "5 m" is a unit, "x m" two variables, and "5 * m" a product.
     after_number = bool(before) and before[-1].text not in ("*", "/", "+", "-", "=", "^", "_")
     if words:
         if lower in ("degree", "degrees"):

@@ -17,8 +17,11 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.rewards.answer_reader.answer_expressions import Node, num
-from jaxrl.rewards.answer_reader.answer_kinds import Quantity
+from jaxrl.rewards.answer_reader.answer_expressions import (
+    Node,
+    Quantity,
+    num,
+)
 
 # Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000
@@ -78,8 +81,10 @@ def _exact_binomial(top: Fraction, bottom: Fraction) -> Fraction | None:
 
 
 def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
+    # An even root of a negative number is complex, an odd one real: the cube root of -8 is -2.
     if index.denominator != 1 or not 2 <= index <= 64 or (radicand < 0 and index % 2 == 0):
         return None
+    # Beyond this the digits below would not be enough.
     if _bits(radicand) > 4096:
         return None
     n = int(index)
@@ -192,6 +197,7 @@ def value(node: Node, at: Mapping[str, Any], *, real: bool = False) -> Any:
 
 
 def _value(node: Node, at: Mapping[str, Any], real: bool) -> Any:
+    # Exactly first: the difference of two large numbers would lose its digits.
     known = exact(node)
     if known is not None:
         return mpmath.mpf(known.numerator) / known.denominator
@@ -224,11 +230,13 @@ def _operation(kind: str, parts: list[Any]) -> Any:
             return mpmath.fsum(parts) if real else sum(parts)
         case "pow":
             base, exponent = parts
+            # Before mpmath tries, which would take minutes.
             if base != 0 and abs(exponent * mpmath.log(abs(base) + 1)) > 200_000:
                 raise Undecided("too large")
             return mpmath.power(base, exponent)
         case "root":
             radicand, index = parts
+            # mpmath takes the complex root.
             if index in (3, 5, 7, 9, 11) and isinstance(radicand, mpmath.mpf) and radicand < 0:
                 return -mpmath.power(-radicand, 1 / index)
             return mpmath.power(radicand, 1 / index)
@@ -316,6 +324,7 @@ def proportional(one: Node, other: Node) -> bool:
             a, b = value(one, at), value(other, at)
         except Undecided:
             continue
+        # A ratio of numbers near 0 is noise, but both must be 0 at the same points.
         if close(a, 0) or close(b, 0):
             if close(a, 0) != close(b, 0):
                 return False

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import expression, num
-from jaxrl.rewards.answer_reader.answer_kinds import Quantity
+from jaxrl.rewards.answer_reader.answer_expressions import (
+    Quantity,
+    expression,
+    num,
+)
 from jaxrl.rewards.answer_reader.answer_tokens import (
     FUNCTIONS,
     SYMBOLS,
@@ -22,6 +25,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
 )
 
 _CURRENCIES = {"$": "dollar", "euro": "euro", "pounds": "gbp"}
+# One word for a quotient of units.
 _ALIASES = {
     "mph": {"mile": 1, "hour": -1},
     "kph": {"km": 1, "hour": -1},
@@ -38,6 +42,7 @@ def quantity(tokens: list[Token]) -> Quantity:
     """
     sign = tokens[:1] if len(tokens) > 1 and is_op(tokens[0], "-", "+") else []
     tokens = tokens[len(sign) :]
+    # First, since its primes would be derivatives and its "m" a unit.
     angle = _degrees_and_minutes(tokens, negative=bool(sign) and sign[0].text == "-")
     if angle is not None:
         return angle
@@ -48,12 +53,14 @@ def quantity(tokens: list[Token]) -> Quantity:
     known, degrees, percent = True, False, False
     tokens, suffix = _without_unit(tokens, after_currency=bool(unit))
     if suffix is not None:
+        # "\$5 dollars" says it twice, "\$5 cents" two things.
         if suffix.powers.keys() & unit.keys() and suffix.powers != unit:
             raise Unreadable("a currency twice")
         unit |= suffix.powers
         known = suffix.known
         if is_op(tokens[-1], "."):
             tokens = tokens[:-1]
+    # In \sin 30^\circ the degrees belong to the argument.
     trigonometric = any(t.kind == "cmd" and t.text in FUNCTIONS for t in tokens)
     last = tokens[-1] if len(tokens) > 1 else None
     if last is not None and last.text == "degree" and last.kind == "cmd" and not trigonometric:
@@ -83,6 +90,7 @@ def _degrees_and_minutes(tokens: Sequence[Token], *, negative: bool) -> Quantity
             return None
     if kinds or len(parts) < 2:
         return None
+    # Only the last part may have decimals.
     if any(part >= 60 for part in parts[1:]) or any(p.denominator > 1 for p in parts[:-1]):
         raise Unreadable("60 minutes or more")
     value = sum((part / 60**n for n, part in enumerate(parts)), parts[0] * 0)
@@ -93,6 +101,7 @@ def _without_unit(tokens: list[Token], *, after_currency: bool) -> tuple[list[To
     """Splits tokens into an expression and the unit behind it."""
     for start in range(1, len(tokens)):
         first = tokens[start]
+        # A unit begins with a word, a currency, or a bracket or fraction around one.
         if not (
             first.kind == "word"
             or (first.kind == "cmd" and (first.text in _CURRENCIES or first.text == "frac"))
@@ -109,6 +118,7 @@ def _without_unit(tokens: list[Token], *, after_currency: bool) -> tuple[list[To
         except _NoUnit:
             continue
         return tokens[:start], unit
+    # Otherwise "42 if x > 0" would be read up to its number.
     if tokens and tokens[-1].kind == "word":
         raise Unreadable("words after a number")
     return tokens, None
@@ -149,6 +159,7 @@ class _Unit:
         while self._tokens and not self._is(")", "}"):
             token = self._tokens[0]
             word = token.text.lower() if token.kind == "word" else ""
+            # "N*m", "N-m", "sq. cm", and words such as "total" that say nothing.
             if self._is("*", ".", "-", "_") or word in UNIT_WORDS - _POWERS.keys() - {"per"}:
                 self._tokens.pop(0)
                 joined = joined or token.text == "*"
@@ -174,6 +185,7 @@ class _Unit:
                 if not self._is("{"):
                     raise _NoUnit
                 self._tokens.pop(0)
+                # \frac{1}{s}
                 if sign == 1 and [t.text for t in self._tokens[:2]] == ["1", "}"]:
                     self._tokens.pop(0)
                 else:

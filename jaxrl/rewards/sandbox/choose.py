@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 from jaxrl.errors import UserError
-from jaxrl.rewards.sandbox.native import Bubblewrap, Landlock, Unconfined
-from jaxrl.rewards.sandbox.sandbox_interface import Sandbox, SandboxUnavailable
+from jaxrl.rewards.sandbox.native import (
+    Bubblewrap,
+    Landlock,
+    Sandbox,
+    SandboxUnavailable,
+    Unconfined,
+)
 from jaxrl.rewards.sandbox.webassembly import WebAssembly
+
+logger = logging.getLogger(__name__)
 
 SANDBOXES: dict[str, type[Sandbox]] = {
     kind.name: kind for kind in (Bubblewrap, WebAssembly, Landlock, Unconfined)
@@ -39,6 +47,18 @@ def choose_sandbox(choice: str) -> Sandbox:
         f"reward.code_sandbox={choice!r} has tried {'; '.join(reasons)}; install bubblewrap, or set "
         "reward.code_sandbox='none' to run them with the rights of this user"
     )
+
+
+@functools.cache
+def logged_choice(choice: str) -> str:
+    """Returns the name of the chosen sandbox; logs its gaps once."""
+    sandbox = choose_sandbox(choice)
+    logger.warning(
+        "the grader 'code' runs programs in the sandbox %r, which has these limits: %s",
+        sandbox.name,
+        "; ".join(sandbox.gaps),
+    )
+    return sandbox.name
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Locks down the current process by resource limits, Landlock and a seccomp filter.
 
 It is used in two ways. The native sandboxes pass the text of this file to a new Python; its `main` locks
-itself down and then runs the program. So the file imports only the standard library. `forked` imports it for
+itself down and then runs the program. So the file imports only the standard library. `run_forked` uses it for
 processes that already have their functions in memory.
 
 Landlock decides about files, seccomp about system calls; see "Landlock: unprivileged access control" in
@@ -42,6 +42,7 @@ def limit_resources(seconds: int, memory_bytes: int) -> None:
     """Limits this process: processor time, address space, no file output, no core, 64 descriptors."""
     # Python ignores these two; ended by them, a program cannot go on by catching an exception.
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    # A soft limit could be raised again, so both are set; a hard one that is lower stays.
     for kind, limit in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory_bytes),
@@ -66,9 +67,19 @@ def restrict(readable: list[str], syscall_filter: bytes, *, landlock: bool) -> N
     Raises:
       OSError: the kernel refuses.
     """
+    # Without this the kernel refuses filters of a user who is not root.
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     if landlock:
-        _restrict_files(readable)
+        files, network, scopes = _known_rights()
+        rules = _ruleset(files, network, scopes)
+        _checked(rules)
+        try:
+            for path in readable:
+                _allow(rules, path, files & (_READ_FILE | _READ_DIR))
+            _allow(rules, "/dev/null", files & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
+            _checked(_libc.syscall(_RESTRICT_SELF, rules, 0))
+        finally:
+            os.close(rules)
     if syscall_filter:
         # struct sock_fprog: the number of instructions of 8 bytes, and where they are.
         content = ctypes.create_string_buffer(syscall_filter, len(syscall_filter))
@@ -76,24 +87,12 @@ def restrict(readable: list[str], syscall_filter: bytes, *, landlock: bool) -> N
         _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0))
 
 
-def _restrict_files(readable: list[str]) -> None:
-    files, network, scopes = _known_rights()
-    rules = _ruleset(files, network, scopes)
-    _checked(rules)
-    try:
-        for path in readable:
-            _allow(rules, path, files & (_READ_FILE | _READ_DIR))
-        _allow(rules, "/dev/null", files & (_READ_FILE | _WRITE_FILE | _TRUNCATE))
-        _checked(_libc.syscall(_RESTRICT_SELF, rules, 0))
-    finally:
-        os.close(rules)
-
-
 def _known_rights() -> tuple[int, int, int]:
     """Every right of files, of the network, and every scope that the kernel knows, newer ones included."""
 
     def known(position: int) -> int:
         found = 0
+        # Asking is the only way: the kernel names its version, not its rights.
         for bit in range(63):
             handled = [0, 0, 0]
             handled[position] = 1 << bit
@@ -142,6 +141,7 @@ def main() -> None:
             os._exit(1)
     with open(options["source"], encoding="utf-8") as file:
         program = file.read()
+    # What the parent had open is not the program's.
     os.closerange(3, 4096)
     limit_resources(options["seconds"], options["memory_bytes"])
     restrict(

