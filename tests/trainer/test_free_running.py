@@ -83,19 +83,23 @@ def sleeping(number: int):
         yield
 
 
-RECIPES = {"dapo": {"data__curriculum__by": "pass_rate"}, "grpo": {}}
+# A recipe, changes, and the steps at which the recorded run ended; all but the last go on.
+RECORDED = {
+    "grpo, resumed": ("grpo", {}, (2, 4)),
+    "dapo with a curriculum": ("dapo", {"data__curriculum__by": "pass_rate"}, (4,)),
+}
 
 
-@pytest.fixture(scope="module", params=mostly_slow(RECIPES, fast=("dapo",)))
+@pytest.fixture(scope="module", params=mostly_slow(RECORDED, fast=("grpo, resumed",)))
 def recorded(request, folder, tmp_path_factory):  # noqa: F811
-    """Makes the config of a run: a folder's name, changes. The run "first" is there, resumed at step 2."""
-    output, changes = tmp_path_factory.mktemp("free"), request.param
-    recipe = "dapo" if changes else "grpo"
+    """Makes the config of a run of this name with further changes. The run "first" is there."""
+    recipe, changes, ends = request.param
+    output = tmp_path_factory.mktemp("free")
 
     def config(name: str, **further) -> Config:
         return free(folder, output / name, recipe, **changes, **further)
 
-    for number, num_steps in ((1, 2), (2, 4)):
+    for number, num_steps in enumerate(ends):
         with sleeping(number):
             assert program.train(config("first", run__num_steps=num_steps)) == 0
     return config
@@ -105,7 +109,8 @@ def test_the_schedule_has_every_dispatch_and_every_prompt(recorded):
     config = recorded("first")
     rows = rows_of(config.run_folder.rl.schedule)
     assert [row["version"] for row in rows] == [0, 1, 2, 3]
-    assert [row["restarted"] for row in rows] == [False, False, True, False]
+    resumed = "grpo" in config.algorithm.dataflow
+    assert [row["restarted"] for row in rows] == [False, False, resumed, False]
     drawn = [n for row in rows for _, n in row["drawn"]]
     assert drawn == list(range(len(drawn))) and len(drawn) >= 4 * 8
     for row in rows:
@@ -123,12 +128,12 @@ def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(recorded
     first = told(recorded("first"))
     # Another clock gives another run.
     other = recorded("other")
-    with sleeping(3):
+    with sleeping(4):
         assert program.train(other) == 0
     assert told(other)["schedule"] != first["schedule"]
     assert told(other)["samples"] != first["samples"]
     again = recorded("again", rollout__schedule=str(recorded("first").run_folder))
-    with sleeping(4):
+    with sleeping(5):
         assert program.train(again) == 0
     repeated = told(again)
     # The run of two steps was evaluated at its end.
