@@ -76,7 +76,7 @@ def trace_plan(
     Raises:
       UserError: settings contradict each other or the checkpoint, or something does not divide.
     """
-    if config.mesh.layout == "auto":
+    if config.mesh.searched:
         raise UserError(
             'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
             "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
@@ -157,7 +157,10 @@ def _traced_notes(
             f"{config.rollout.slots:,}, as many as fit a device of {size} by their shapes",
         )
     if config.rollout.partial:
-        yield "rollout.partial", "unfinished samples wait on the host from one step to the next"
+        yield (
+            "rollout.max_staleness",
+            "unfinished samples wait on the host from one step to the next",
+        )
     if config.sft.num_steps:
         yield "SFT", "the stage before: the same weights, batches of its own"
 
@@ -278,7 +281,7 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
         )
     if config.rollout.partial:
         yield (
-            "rollout.partial",
+            "rollout.max_staleness",
             "unfinished samples are prefilled again, which is not in the lower bound",
         )
     if config.cost.pretrain_coef and "cost" in roles.roles.others:

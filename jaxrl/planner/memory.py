@@ -33,7 +33,6 @@ from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 
 _OFFLOADED = "in host memory while sampling"
-_PASSING = "in host memory but for the end of an update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +71,13 @@ def training_memory(
     adapters = f", adapters of rank {rank} in float32 included" if rank else ""
     trained = f"{actor.frozen_dtype.name}, {train_name(layout)}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
-    if actor.moments_on_host:
-        like = _PASSING
-    elif offload:
+    if offload:
         like = _OFFLOADED
     weights = trained if here else f"{trained}, {_OFFLOADED}"
     moments = f"{_moments(state)}, {train_name(layout)}, {like}"
-    stay = here and not actor.moments_on_host
     return [
         _buffers("actor in training", weights, state.params, sampling=here),
-        _buffers("optimiser state", moments, state.opt_state, sampling=stay),
+        _buffers("optimiser state", moments, state.opt_state, sampling=here),
     ]
 
 
@@ -133,12 +129,11 @@ def role_memory(
         weights = role.abstract_params()
         here = not offload
         return [_buffers(f"{shown}, frozen", where, weights, sampling=here, learning=here)]
-    state, stay = role.abstract_state(), not role.moments_on_host
-    like = "like the weights" if stay else _PASSING
-    moments = f"{_moments(state)}, {train_name(layout)}, {like}"
+    state = role.abstract_state()
+    moments = f"{_moments(state)}, {train_name(layout)}, like the weights"
     return [
         _buffers(f"{shown} in training", where, state.params),
-        _buffers(f"{shown}, optimiser state", moments, state.opt_state, sampling=stay),
+        _buffers(f"{shown}, optimiser state", moments, state.opt_state),
     ]
 
 

@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
     responses = None
     if args.response_tokens or args.cut_off:
         responses = response_lengths(config, args.response_tokens, args.cut_off)
-    if args.search or config.mesh.layout == "auto":
+    if args.search or config.mesh.searched:
         found, proposed = propose(config, cluster, responses=responses)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)

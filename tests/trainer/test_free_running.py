@@ -18,7 +18,6 @@ from jaxrl.rollout.sample_groups import GroupLoop
 from jaxrl.trainer import program
 
 APART = {
-    "rollout__partial": True,
     "placement": {
         "learn": {"roles": ("actor",), "train": "1-1-1"},
         "sample": {"roles": ("rollout",), "train": "1-1-1"},
@@ -86,7 +85,7 @@ def sleeping(number: int):
 # A recipe, changes, and the steps at which the recorded run ended; all but the last go on.
 RECORDED = {
     "grpo, resumed": ("grpo", {}, (2, 4)),
-    "dapo with a curriculum": ("dapo", {"data__curriculum__by": "pass_rate"}, (4,)),
+    "dapo": ("dapo", {}, (4,)),
 }
 
 
@@ -153,7 +152,7 @@ def test_a_schedule_of_another_run_is_refused(recorded, tmp_path):
             {"rollout__schedule": str(tmp_path)},
             "does not exist; set rollout[.]schedule to the folder",
         ),
-        ({"rollout__partial": False}, "this run does not; leave rollout[.]schedule out"),
+        ({"rollout__max_staleness": 0}, "this run does not; leave rollout[.]schedule out"),
     ):
         settings = {"rollout__schedule": str(where), **changes}
         with pytest.raises(UserError, match=message):
