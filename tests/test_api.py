@@ -167,6 +167,7 @@ def test_pandas_itself(here):
     assert [json.loads(line) for line in lines] == ROWS
 
 
+@pytest.mark.slow
 def test_a_function_typed_into_a_program_is_a_reward_as_an_object_and_not_as_a_path(here):
     """As in a notebook: the program has no file, and the run calls the function in another process."""
     small = {**SMALL, "mesh__train": "1-1-1", "run__num_steps": 1}

@@ -24,7 +24,7 @@ def mappings() -> int:
 def test_the_programs_of_a_file_are_dropped_with_their_memory():
     if not pathlib.Path("/proc/self/maps").exists():
         pytest.skip("memory mappings are counted on Linux only")
-    drop_compiled_programs(types.ModuleType("nothing"))
+    drop_compiled_programs(types.ModuleType("nothing"), most_mappings=0)
     before = mappings()
     first, _ = kept(0)
     for n in range(30):
@@ -33,6 +33,15 @@ def test_the_programs_of_a_file_are_dropped_with_their_memory():
     assert compiled > before + 60 and first._cache_size() == 1
     module = types.ModuleType("test_file")
     module.kept = kept
-    drop_compiled_programs(module)
+    drop_compiled_programs(module, most_mappings=0)
     assert kept.cache_info().currsize == first._cache_size() == 0
     assert mappings() < before + (compiled - before) / 4
+
+
+@pytest.mark.parametrize(("most_bytes", "left"), [(2**50, 1), (0, 0)])
+def test_programs_that_many_files_share_stay_while_there_is_room(most_bytes, left):
+    shared = jax.jit(lambda x: x + 1)
+    shared(jnp.zeros(2))
+    nothing = types.ModuleType("nothing")
+    drop_compiled_programs(nothing, most_mappings=2**30, most_bytes=most_bytes)
+    assert shared._cache_size() == (left if pathlib.Path("/proc/self").exists() else 0)

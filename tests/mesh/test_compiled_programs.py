@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from processes import started
+from slow_values import mostly_slow
 
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.mesh.devices import build_mesh
@@ -135,7 +136,7 @@ def num_operations(num_layers: int, remat: str) -> int:
     return len(re.findall(r"\bstablehlo\.", text))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", mostly_slow(["none", "full"], fast=("full",)))
 def test_the_update_is_as_large_at_any_depth(remat):
     """Layers are scanned, so compiling 64 of them takes what 4 take."""
     sizes = {depth: num_operations(depth, remat) for depth in (4, 64)}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from closeness import BFLOAT16, assert_close
 from flax import nnx
+from slow_values import mostly_slow
 
 from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.errors import UserError
@@ -118,17 +119,20 @@ def expected(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "settings"),
-    [
-        (DENSE, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4}),
-        (DENSE, {"train": "4-2-1", "generate": "2-2-2-1"}, {"remat": "full"}),
-        (WINDOWED, {"train": "2-1-2", "context": 2}, {"remat": "projections"}),
-        pytest.param(MIXTURE, {"train": "2-2-2", "expert": 2}, {}, marks=pytest.mark.slow),
-        (MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
-    ],
-    ids=["p=2", "p=4", "windows", "experts", "context, one microbatch"],
+    "case",
+    mostly_slow(
+        {
+            "p=2": (DENSE, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4}),
+            "p=4": (DENSE, {"train": "4-2-1", "generate": "2-2-2-1"}, {"remat": "full"}),
+            "windows": (WINDOWED, {"train": "2-1-2", "context": 2}, {"remat": "projections"}),
+            "experts": (MIXTURE, {"train": "2-2-2", "expert": 2}, {}),
+            "context": (MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
+        },
+        fast=("p=2", "context"),
+    ),
 )
-def test_losses_gradients_and_logprobs_are_those_of_one_device(model, layout, settings):
+def test_losses_gradients_and_logprobs_are_those_of_one_device(case):
+    model, layout, settings = case
     program, arguments = compiled(model, mesh_of(**layout), **settings)
     assert_close(jax.device_get(program(*arguments)), expected(model), scale=1)
 

@@ -1,5 +1,6 @@
 """Groups without advantages have no backward pass, and the update is the same as with it."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -63,12 +64,18 @@ def test_the_update_is_the_one_with_all_groups(name):
         assert value == pytest.approx(all_metrics[key], rel=1e-5, abs=1e-7), key
 
 
+FAST = (("seq-mean-token-sum-norm", ONE_DEVICE), ("token-mean", EIGHT_DEVICES))
+
+
 @pytest.mark.parametrize(
-    "aggregation",
-    mostly_slow(sorted(AGGREGATIONS), fast=("token-mean", "seq-mean-token-sum-norm")),
+    "case",
+    mostly_slow(
+        list(itertools.product(sorted(AGGREGATIONS), (ONE_DEVICE, EIGHT_DEVICES))), fast=FAST
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=["1 device", "8 devices"])
-def test_no_aggregation_sees_a_difference(aggregation, layout):
+def test_no_aggregation_sees_a_difference(case):
+    aggregation, layout = case
     options = {"scale": 7.0} if aggregation == "seq-mean-token-sum-norm" else {}
     settings: Any = {"aggregation": aggregation, "aggregation_options": options}
     batch = batch_of(share_prompts=layout == ONE_DEVICE)

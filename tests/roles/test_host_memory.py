@@ -7,6 +7,7 @@ import jax
 import pytest
 from closeness import assert_close
 from packed import TWO_UPDATES, packed, sequences
+from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -73,7 +74,7 @@ def memories(state) -> tuple[set[str], set[str]]:
     return set(map(kind, jax.tree.leaves(state.params))), set(map(kind, moments))
 
 
-@pytest.mark.parametrize("fsdp", [1, 4])
+@pytest.mark.parametrize("fsdp", mostly_slow([1, 4], fast=(1,)))
 def test_activations_on_the_host_have_the_same_gradients(fsdp):
     """As those that are kept where they are, of which "full" and "projections" compute some again."""
     options = {} if fsdp == 1 else {"fsdp": fsdp}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -681,7 +682,9 @@ def test_sampling_after_an_update_uses_the_new_weights(layout):
 # Epochs
 
 
-@pytest.mark.parametrize("layout", [ONE_DEVICE, EIGHT_DEVICES], ids=str)
+@pytest.mark.parametrize(
+    "layout", mostly_slow([ONE_DEVICE, EIGHT_DEVICES], fast=(ONE_DEVICE,)), ids=str
+)
 def test_epochs_of_one_program_are_updates_one_after_another(layout):
     actor = fresh(layout, ADAM)
     batch = actor.place(packed(sequences(), TWO_UPDATES))

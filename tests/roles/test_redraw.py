@@ -72,13 +72,13 @@ def fraction(actor: Actor, completions: Completions, options: SamplingOptions, *
     return float(actor.same_tokens(batch, draws))
 
 
-@pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "share_prompts"),
     [
-        {},
-        {"top_k": 5, "top_p": 0.9, "min_p": 0.02},
-        {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 3},
+        ({}, False),
+        ({}, True),
+        ({"top_k": 5, "top_p": 0.9, "min_p": 0.02}, True),
+        ({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 3}, False),
     ],
 )
 def test_all_tokens_are_the_same_with_equal_weights(actor, limits, share_prompts):

@@ -80,8 +80,8 @@ def shares(state: TrainState) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "weights", "moments"),
     [
-        ("replicated", 1, 1),
-        ("ZeRO-1", 1, 1 / 8),
+        pytest.param("replicated", 1, 1, marks=pytest.mark.slow),
+        pytest.param("ZeRO-1", 1, 1 / 8, marks=pytest.mark.slow),
         ("ZeRO-2", 1, 1 / 8),
         ("ZeRO-3", 1 / 8, 1 / 8),
         ("FSDP", 1 / 2, 1 / 2),

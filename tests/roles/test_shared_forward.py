@@ -64,10 +64,11 @@ def step(shape, correction, *, shares, layout=ONE_DEVICE):
         ("none", ONE_DEVICE),
         pytest.param("weights", ONE_DEVICE, marks=pytest.mark.slow),
         pytest.param("rejections", ONE_DEVICE, marks=pytest.mark.slow),
+        ("all", ONE_DEVICE),
         # What is added up over all devices, at once.
-        ("all", EIGHT_DEVICES),
+        pytest.param("all", EIGHT_DEVICES, marks=pytest.mark.slow),
     ],
-    ids=["none", "weights", "rejections", "all on eight devices"],
+    ids=["none", "weights", "rejections", "all", "all on eight devices"],
 )
 def test_one_update_a_step_takes_no_other_pass(correction, layout, monkeypatch):
     correction = CORRECTIONS[correction]

@@ -134,8 +134,11 @@ def outside(actor: Actor, batch) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("shape", "layout"),
-    [(ONE_EACH, ONE_DEVICE), (PACKED, ONE_DEVICE), (PACKED, EIGHT_DEVICES)],
-    ids=["one each", "packed", "packed on eight devices"],
+    [
+        pytest.param(ONE_EACH, ONE_DEVICE, id="one each"),
+        pytest.param(PACKED, ONE_DEVICE, id="packed"),
+        pytest.param(PACKED, EIGHT_DEVICES, id="on eight devices", marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_outside_are_masked_and_counted(shape, layout):
     """Random tokens, of which a good part was never sampled within the limits."""

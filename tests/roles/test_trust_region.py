@@ -174,8 +174,11 @@ def test_a_step_is_the_textbooks():
 
 @pytest.mark.parametrize(
     ("layout", "shape"),
-    [(ONE_DEVICE, PACKED), (EIGHT_DEVICES, PACKED), (("1-2-2", 2), ONE_EACH)],
-    ids=["packed", "stages", "tensor and data"],
+    [
+        pytest.param(ONE_DEVICE, PACKED, id="packed"),
+        pytest.param(EIGHT_DEVICES, PACKED, id="stages", marks=pytest.mark.slow),
+        pytest.param(("1-2-2", 2), ONE_EACH, id="tensor and data"),
+    ],
 )
 def test_neither_packing_nor_the_mesh_change_a_step(layout, shape):
     before = np.asarray(ravel_pytree(first_state().params)[0])

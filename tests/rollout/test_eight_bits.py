@@ -113,9 +113,7 @@ def expected():
     return sample(actor_of(config=NARROW))
 
 
-@pytest.mark.parametrize(
-    "layout", mostly_slow(LAYOUTS, fast=("figure 8, fsdp", "stages, as in training"))
-)
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, fast=("figure 8, fsdp",)))
 def test_all_layouts_round_alike_and_sample_alike(layout, expected):
     actor = actor_of(*layout, config=NARROW)
     alone = jax.device_get(actor_of(config=NARROW).backend.params)
@@ -200,6 +198,7 @@ def test_samples_do_not_depend_on_how_the_layers_run_nor_on_pages(expected):
         assert_same(sample(actor_of(config=dataclasses.replace(NARROW, **changes))), expected)
 
 
+@pytest.mark.slow
 def test_deterministic_samples_are_alike_on_every_mesh():
     model = dataclasses.replace(MODEL, num_kv_heads=4)
     config = dataclasses.replace(NARROW, dtype="bfloat16", deterministic=True)
@@ -208,7 +207,10 @@ def test_deterministic_samples_are_alike_on_every_mesh():
     assert all(np.array_equal(a, b) for a, b in zip(alone.tokens, spread.tokens, strict=True))
 
 
-@pytest.mark.parametrize("layout", [("1-1-1",), LAYOUTS["figure 8, fsdp"]], ids=["one", "figure 8"])
+@pytest.mark.parametrize(
+    "layout",
+    mostly_slow({"one": ("1-1-1",), "figure 8": LAYOUTS["figure 8, fsdp"]}, fast=("one",)),
+)
 def test_pages_in_8_bits_give_the_samples_of_a_contiguous_cache(layout):
     config = dataclasses.replace(NARROW, kv_dtype="int8")
     contiguous = sample(actor_of(config=config))

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
-from jaxrl.models.cache.interface import cache_bytes
+from slow_values import mostly_slow
 
 from jaxrl.algos.logprobs import log_softmax_entropy
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import attention
+from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
@@ -280,15 +281,16 @@ def test_a_sample_does_not_depend_on_its_company(expected):
             assert_close(together.rollout_logprob[mine], expected.rollout_logprob[theirs], scale=1)
 
 
+SPREAD = {
+    "figure 8, fsdp": ("1-4-2", "1-2-2-2", 2),
+    "stages gathered": ("2-2-2", "1-2-2-2", 1),
+    "stages, heads gathered": ("2-2-2", "2-1-2-2", 2),
+    "stages, as in training": ("2-2-2", "2-2-1-2", 1),
+}
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ("1-4-2", "1-2-2-2", 2),
-        ("2-2-2", "1-2-2-2", 1),
-        ("2-2-2", "2-1-2-2", 2),
-        ("2-2-2", "2-2-1-2", 1),
-    ],
-    ids=["figure 8, fsdp", "stages gathered", "stages, heads gathered", "stages, as in training"],
+    "layout", mostly_slow(SPREAD, fast=("figure 8, fsdp", "stages, heads gathered"))
 )
 def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
     assert_same(sample(actor_of(*layout)), expected)
@@ -303,7 +305,11 @@ def test_a_pool_of_one_device_stays_on_it(cache, expected):
     assert_same(sample(actor), expected)
 
 
-@pytest.mark.parametrize("layout", [("1-1-1",), ("2-2-2", "2-2-1-2", 1)], ids=lambda x: x[0])
+@pytest.mark.parametrize(
+    "layout",
+    mostly_slow([("1-1-1",), ("2-2-2", "2-2-1-2", 1)], fast=(("1-1-1",),)),
+    ids=lambda x: x[0],
+)
 def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     """An engine that takes this machine for a TPU, its kernel interpreted."""
     model = dataclasses.replace(MODEL, head_dim=128)
@@ -327,11 +333,14 @@ def test_the_same_tokens_by_a_kernel_as_by_xla(layout, monkeypatch):
     assert cache_shapes == {(2, 8, 2, 128, 128) if layout == ("1-1-1",) else (1, 2, 1, 128, 128)}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [("1-1-1",), ("1-4-2", "1-4-1-2", 1), ("2-2-2", "2-2-1-2", 1)],
-    ids=["one device", "heads on four parts", "stages"],
-)
+PAGED_ON = {
+    "one device": ("1-1-1",),
+    "heads on four parts": ("1-4-2", "1-4-1-2", 1),
+    "stages": ("2-2-2", "2-2-1-2", 1),
+}
+
+
+@pytest.mark.parametrize("layout", mostly_slow(PAGED_ON, fast=("one device",)))
 def test_the_same_tokens_by_a_kernel_that_follows_a_page_table(layout, monkeypatch):
     """Stages gather their pages and use no kernel."""
     model = dataclasses.replace(MODEL, head_dim=128)
@@ -375,7 +384,7 @@ WINDOWED = dataclasses.replace(
     ("layout", "changes"),
     [
         (("1-1-1",), {"prefill_chunk_tokens": 3}),
-        (("1-1-1",), {"unroll": 2}),
+        pytest.param(("1-1-1",), {"unroll": 2}, marks=pytest.mark.slow),
         # Stages have layers of different kinds, and heads and slots are split.
         (("2-2-2", "2-2-1-2", 1), {}),
     ],
@@ -647,7 +656,8 @@ def test_the_buffer_of_new_tokens_is_not_copied_for_every_token():
     assert len(of_buffers) <= 2 * MODEL.num_layers
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_a_scan_in_bfloat16_samples_as_unrolled_layers_do(kv_dtype):
     model = dataclasses.replace(MODEL, num_layers=9)
     config = dataclasses.replace(BASE, dtype="bfloat16", kv_dtype=kv_dtype)

@@ -106,9 +106,8 @@ def prefilled(monkeypatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [(), tuple(MESH.items())], ids=["one device", "replicas and heads"]
+    ("layout", "chunk"), [((), 9), (tuple(MESH.items()), 0)], ids=["one device", "eight devices"]
 )
-@pytest.mark.parametrize("chunk", [0, 9])
 def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
     """Three turns; each prompt is the turn before, its answer, and a question."""
     loop = loop_of(engine_of(layout, prefill_chunk_tokens=chunk, **PAGED), reuse_prefixes=True)
@@ -221,13 +220,13 @@ def check_pages(loop: DecodeLoop) -> None:
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
+    # Pages are scarce on one device.
     layout=st.sampled_from([(), tuple(MESH.items())]),
-    scarce=st.booleans(),
 )
-def test_random_requests_ends_and_preemptions(data, layout, scarce):
+def test_random_requests_ends_and_preemptions(data, layout):
     """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if scarce:
+        if scarce := not layout:
             monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
         shards = engine_of(layout, **PAGED).shards
         engine = engine_of(layout, cache_tokens=160 * shards if scarce else 0, **PAGED)

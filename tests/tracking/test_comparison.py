@@ -246,6 +246,7 @@ def test_equal_runs_give_equal_bytes(tmp_path, two):
     assert report(tmp_path, *two) == report(tmp_path, *two)
 
 
+@pytest.mark.slow
 def test_many_long_runs_stay_small(tmp_path):
     runs = [write_run(tmp_path / str(i), rows(20_000, best=i / 8)) for i in range(8)]
     assert len(report(tmp_path, *runs)) < 5_000_000

@@ -1,12 +1,16 @@
 """Runs that sample while they learn: staleness, recorded schedules, checkpoints, errors on either side."""
 
+import contextlib
 import json
 import random
+import shutil
 import time
 
 import pytest
+from slow_values import mostly_slow
 from test_recipes import curve, folder, make_config  # noqa: F401, a fixture
 
+from jaxrl.config.schema import Config
 from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.errors import UserError
 from jaxrl.roles.policy import Actor
@@ -15,8 +19,8 @@ from jaxrl.trainer import program
 
 APART = {
     "placement": {
-        "learn": {"roles": ("actor",), "train": "1-1-2"},
-        "sample": {"roles": ("rollout",), "train": "1-1-2"},
+        "learn": {"roles": ("actor",), "train": "1-1-1"},
+        "sample": {"roles": ("rollout",), "train": "1-1-1"},
     },
     "algorithm__correction__weights": "token",
     "rollout__max_staleness": 2,
@@ -61,140 +65,120 @@ class Results:
         return self._left < 0
 
 
-@pytest.fixture
-def sleeps(monkeypatch):
-    """A function that makes sampler and learner slow, at random times."""
+@contextlib.contextmanager
+def sleeping(number: int):
+    """Sampler and learner are slow, at random times."""
     meanwhile, finish = FreeRunning.meanwhile, GroupLoop.finish
+    draw = random.Random(number)
 
-    def seed(number: int) -> None:
-        draw = random.Random(number)
+    def slow_finish(self):
+        time.sleep(draw.random() * 5e-3)
+        return finish(self)
 
-        def slow_finish(self):
-            time.sleep(draw.random() * 5e-3)
-            return finish(self)
-
-        slow_meanwhile = lambda self, results: meanwhile(self, Results(draw))  # noqa: E731
-        monkeypatch.setattr(GroupLoop, "finish", slow_finish)
-        monkeypatch.setattr(FreeRunning, "meanwhile", slow_meanwhile)
-
-    return seed
+    slow_meanwhile = lambda self, results: meanwhile(self, Results(draw))  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupLoop, "finish", slow_finish)
+        patch.setattr(FreeRunning, "meanwhile", slow_meanwhile)
+        yield
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes"),
-    [
-        ("dapo", {}),
-        pytest.param("grpo", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(
-    recipe,
-    changes,
-    folder,  # noqa: F811
-    tmp_path,
-    sleeps,
-):
-    first = free(folder, tmp_path / "first", recipe, **changes)
-    sleeps(1)
-    assert program.train(first) == 0
-    recorded = told(first)
-    # Another clock gives another run.
-    other = free(folder, tmp_path / "other", recipe, **changes)
-    sleeps(2)
-    assert program.train(other) == 0
-    assert told(other)["schedule"] != recorded["schedule"]
-    assert told(other)["samples"] != recorded["samples"]
-    changes = changes | {"rollout__schedule": str(first.run_folder)}
-    again = free(folder, tmp_path / "again", recipe, **changes)
-    sleeps(3)
-    assert program.train(again) == 0
-    repeated = told(again)
-    assert repeated["schedule"] == recorded["schedule"]
-    assert repeated["metrics"] == recorded["metrics"]
-    assert repeated["samples"] == recorded["samples"]
+# A recipe, changes, and the steps at which the recorded run ended; all but the last go on.
+RECORDED = {
+    "grpo, resumed": ("grpo", {}, (2, 4)),
+    "dapo": ("dapo", {}, (4,)),
+}
 
 
-def test_the_schedule_has_every_dispatch_and_every_prompt(folder, tmp_path, sleeps):  # noqa: F811
-    config = free(folder, tmp_path)
-    sleeps(4)
-    assert program.train(config) == 0
+@pytest.fixture(scope="module", params=mostly_slow(RECORDED, fast=("grpo, resumed",)))
+def recorded(request, folder, tmp_path_factory):  # noqa: F811
+    """Makes the config of a run of this name with further changes. The run "first" is there."""
+    recipe, changes, ends = request.param
+    output = tmp_path_factory.mktemp("free")
+
+    def config(name: str, **further) -> Config:
+        return free(folder, output / name, recipe, **changes, **further)
+
+    for number, num_steps in enumerate(ends):
+        with sleeping(number):
+            assert program.train(config("first", run__num_steps=num_steps)) == 0
+    return config
+
+
+def test_the_schedule_has_every_dispatch_and_every_prompt(recorded):
+    config = recorded("first")
     rows = rows_of(config.run_folder.rl.schedule)
     assert [row["version"] for row in rows] == [0, 1, 2, 3]
+    resumed = "grpo" in config.algorithm.dataflow
+    assert [row["restarted"] for row in rows] == [False, False, resumed, False]
     drawn = [n for row in rows for _, n in row["drawn"]]
     assert drawn == list(range(len(drawn))) and len(drawn) >= 4 * 8
     for row in rows:
         dispatches = [dispatch for dispatch, _ in row["drawn"]]
-        assert dispatches == sorted(dispatches) and not row["restarted"]
+        assert dispatches == sorted(dispatches)
         assert all(0 <= dispatch <= row["dispatches"] for dispatch in dispatches)
+    trained = [sample["prompt_id"] for step in told(config)["samples"] for sample in step]
+    assert len(trained) == 4 * 8 * 4 and len(set(trained)) == 4 * 8
     # What is learned from is sampled by weights that are a step old, or older.
     gap = [row["training/rollout_probs_diff_max"] for row in curve(config)[1:]]
     assert gap[0] < 1e-4 < max(gap[1:])
 
 
-def test_a_resumed_run_goes_on_with_its_groups_and_is_repeated_too(folder, tmp_path, sleeps):  # noqa: F811
-    config = free(folder, tmp_path / "first", run__num_steps=2)
-    sleeps(5)
-    assert program.train(config) == 0
-    longer = free(folder, tmp_path / "first")
-    sleeps(6)
-    assert program.train(longer) == 0
-    recorded = told(longer)
-    assert [row["restarted"] for row in recorded["schedule"]] == [False, False, True, False]
-    drawn = [n for row in recorded["schedule"] for _, n in row["drawn"]]
-    assert drawn == list(range(len(drawn)))
-    trained = [sample["prompt_id"] for step in recorded["samples"] for sample in step]
-    assert len(trained) == 4 * 8 * 4 and len(set(trained)) == 4 * 8
-    again = free(folder, tmp_path / "again", rollout__schedule=str(longer.run_folder))
-    sleeps(7)
-    assert program.train(again) == 0
+def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(recorded):
+    first = told(recorded("first"))
+    # Another clock gives another run.
+    other = recorded("other")
+    with sleeping(4):
+        assert program.train(other) == 0
+    assert told(other)["schedule"] != first["schedule"]
+    assert told(other)["samples"] != first["samples"]
+    again = recorded("again", rollout__schedule=str(recorded("first").run_folder))
+    with sleeping(5):
+        assert program.train(again) == 0
     repeated = told(again)
     # The run of two steps was evaluated at its end.
-    metrics = [row.pop("metrics") for row in (repeated, recorded)]
+    metrics = [run.pop("metrics") for run in (repeated, first)]
     for rows in metrics:
         rows[2] = {name: value for name, value in rows[2].items() if not name.startswith("val-")}
-    assert metrics[0] == metrics[1] and repeated == recorded
+    assert metrics[0] == metrics[1] and repeated == first
 
 
-def test_a_schedule_of_another_run_is_refused(folder, tmp_path):  # noqa: F811
-    config = free(folder, tmp_path / "first", run__num_steps=1)
-    assert program.train(config) == 0
-    where = str(config.run_folder)
+def test_a_schedule_of_another_run_is_refused(recorded, tmp_path):
+    where = tmp_path / "recorded"
+    shutil.copytree(recorded("first").run_folder.path, where)
     for changes, message in (
         ({"rollout__max_staleness": 3}, r"other settings \(rollout.max_staleness: 2 -> 3\)"),
         ({"seed": 5}, r"other settings \(seed: 0 -> 5\)"),
-        ({"run__num_steps": 2}, "has 1 steps, and this is step 2: set run[.]num_steps to 1"),
         (
             {"rollout__schedule": str(tmp_path)},
             "does not exist; set rollout[.]schedule to the folder",
         ),
         ({"rollout__max_staleness": 0}, "this run does not; leave rollout[.]schedule out"),
     ):
-        settings = {"run__num_steps": 1, "rollout__schedule": where, **changes}
+        settings = {"rollout__schedule": str(where), **changes}
         with pytest.raises(UserError, match=message):
-            program.train(free(folder, tmp_path / "again", **settings))
-    damaged = config.run_folder.rl.schedule
+            program.train(recorded("refused", **settings))
+    damaged = where / "rl" / "schedule.jsonl"
     damaged.write_text(damaged.read_text().replace('"version"', '"vision"'))
     with pytest.raises(UserError, match=r"schedule\.jsonl:1: not a row of a schedule"):
-        program.train(free(folder, tmp_path / "again", run__num_steps=1, rollout__schedule=where))
+        program.train(recorded("refused", rollout__schedule=str(where)))
 
 
-def test_prompts_that_differ_from_the_recorded_ones_end_the_run(folder, tmp_path):  # noqa: F811
-    config = free(folder, tmp_path / "first", run__num_steps=1)
-    assert program.train(config) == 0
-    path = config.run_folder.rl.schedule
-    (row,) = rows_of(path)
+def test_prompts_that_differ_from_the_recorded_ones_end_the_run(recorded, tmp_path):
+    shutil.copytree(recorded("first").run_folder.path, tmp_path / "recorded")
+    path = tmp_path / "recorded" / "rl" / "schedule.jsonl"
+    row, *_ = rows_of(path)
+    where = {"rollout__schedule": str(tmp_path / "recorded")}
     path.write_text(json.dumps(row | {"drawn": row["drawn"][:-1]}) + "\n")
-    again = free(
-        folder,
-        tmp_path / "again",
-        run__num_steps=1,
-        rollout__schedule=str(config.run_folder),
-    )
     with pytest.raises(UserError, match="step 1 does not repeat the recorded schedule"):
-        program.train(again)
+        program.train(recorded("differs", **where))
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        UserError, match=r"has 1 steps, and this is step 2: set run[.]num_steps to 1"
+    ):
+        program.train(recorded("longer", **where))
 
 
-@pytest.mark.parametrize("side", ["sampler", "learner"])
+@pytest.mark.parametrize("side", mostly_slow(["sampler", "learner"], fast=("sampler",)))
 def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
     side,
     folder,  # noqa: F811

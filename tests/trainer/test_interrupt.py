@@ -10,6 +10,7 @@ import time
 
 import pytest
 from processes import started
+from recipe_files import write_recipe_file
 from test_program import make_config, problems, warm, whole  # noqa: F401
 
 from jaxrl.config.config_tree import flatten_config
@@ -126,6 +127,7 @@ def compiled(turn, tokenizer):
 """
 
 
+@pytest.mark.slow
 def test_a_long_compilation_does_not_keep_a_run_alive(tmp_path, problems, whole):  # noqa: F811
     begun = tmp_path / "begun"
     config = make_config(tmp_path, problems)
@@ -136,17 +138,8 @@ def test_a_long_compilation_does_not_keep_a_run_alive(tmp_path, problems, whole)
     )
     run = dataclasses.replace(config.run, stop_within_s=20)
     train = TrainConfig(rows=4, row_tokens=64)
-    warm(dataclasses.replace(config, rollout=rollout, run=run, train=train), whole)
-    recipe = tmp_path / "recipe.py"
-    config = dataclasses.replace(config, rollout=rollout, run=run, train=train)
-    recipe.write_text(
-        "from jaxrl.config.schema import Config\n"
-        "from jaxrl.config.config_tree import to_config_dict\n"
-        "def get_config():\n"
-        "    config = to_config_dict(Config())\n"
-        f"    config.update_from_flattened_dict({flatten_config(config)!r})\n"
-        "    return config\n"
-    )
+    config = warm(dataclasses.replace(config, rollout=rollout, run=run, train=train), whole)
+    recipe = write_recipe_file(tmp_path, flatten_config(config))
     command = [sys.executable, ROOT / "launch/train.py", "--config", recipe]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with started([command], env=environment) as (process,):

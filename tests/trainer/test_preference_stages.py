@@ -6,6 +6,7 @@ import shutil
 
 import jax
 import pytest
+from slow_values import mostly_slow
 
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config
@@ -81,7 +82,7 @@ def one_device():
     return jax.devices()[:1]
 
 
-@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("made", mostly_slow([False, True], fast=(True,)))
 def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
     config = make_config(files, tmp_path, num_steps=2, evaluation_path="")
     if made:

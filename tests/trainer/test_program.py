@@ -4,17 +4,23 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import pytest
 from closeness import assert_close
+from digits import write_problems
 from extras import import_extra
+from recipe_files import write_recipe_file
 from slow_values import mostly_slow
 
 from jaxrl.commands.run_commands import write_report
+from jaxrl.config.config_tree import flatten_config, format_config
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, SftConfig
 from jaxrl.data.data_config import (
@@ -24,7 +30,7 @@ from jaxrl.data.data_config import (
 )
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.learning import ActorPhase
-from jaxrl.errors import EXIT_TRY_AGAIN, UserError
+from jaxrl.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
@@ -40,21 +46,15 @@ from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
 from jaxrl.trainer.algorithm import algorithm_of
 
+ROOT = pathlib.Path(__file__).parents[2]
+ACCURACY = "val-core/repeat/acc/mean@4"
+
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Training and evaluation files: repeat the digit, after a running number that says nothing."""
+    """Training and evaluation files."""
     folder = tmp_path_factory.mktemp("problems")
-    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
-        rows = [
-            {
-                "problem": f"{n} repeat {n * 7 % 10}",
-                "answer": n * 7 % 10,
-                "solution": f"Answer: {n * 7 % 10}",
-            }
-            for n in numbers
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_problems(folder)
     return folder
 
 
@@ -145,7 +145,7 @@ def whole(tmp_path_factory, problems):
 def test_a_run_leaves_its_record(whole):
     rows = curve(whole)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    evaluated = [row["step"] for row in rows if "val-core/repeat/acc/mean@4" in row]
+    evaluated = [row["step"] for row in rows if ACCURACY in row]
     assert evaluated == [0, 2, 4]
     last = rows[-1]
     for name in (
@@ -193,26 +193,14 @@ def test_the_report_says_which_step_was_evaluated():
     assert both[0] == ("evaluation accuracy on sums before training", "25.0%") and len(both) == 2
 
 
-def test_the_last_step_is_evaluated_once_whatever_the_interval(tmp_path, problems, whole):
-    settings = dataclasses.replace(whole.evaluation, every=2)
-    config = make_config(tmp_path, problems, num_steps=3, evaluation=settings)
-    program.train(warm(config, whole), devices=one_device(), report=write_report)
-    key = "val-core/repeat/acc/mean@4"
-    assert [row["step"] for row in curve(config) if key in row] == [0, 2, 3]
-    assert (
-        "evaluation accuracy after step 3 (± standard error)<"
-        in config.run_folder.report.read_text()
-    )
-
-
 def test_a_run_without_evaluation_problems_says_so(tmp_path, problems, whole, capsys):
     data = dataclasses.replace(whole.data, evaluation=EvaluationSourceConfig())
-    config = make_config(tmp_path, problems, num_steps=2, data=data)
+    config = make_config(tmp_path, problems, num_steps=1, data=data)
     assert program.train(warm(config, whole), devices=one_device(), report=write_report) == 0
     said = "data.evaluation names no problems, so there is no accuracy"
     assert f"evaluation: none: {said}" in capsys.readouterr().out
     rows = curve(config)
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows] == [1]
     assert not any(name.startswith("val-") for row in rows for name in row)
     assert said in config.run_folder.report.read_text()
 
@@ -243,10 +231,12 @@ def test_prompts_need_no_truth_where_only_functions_score(
     config = make_config(tmp_path, problems, num_steps=1, **settings)
     assert program.train(config, devices=one_device(), report=write_report) == 0
     assert "39 prompts without a truth" in capsys.readouterr().out
+    # Nor has a run without an SFT stage a folder of it.
+    assert not (config.run_folder.path / "sft").exists()
     step = curve(config)[-1]
     assert step["reward/odd/mean"] > 0 and step["reward/grader/failed"] == 0
     # What is evaluated with has truths.
-    assert "val-core/repeat/acc/mean@4" in step
+    assert ACCURACY in step
     # Where a grader's verdict counts, there have to be some.
     (tmp_path / "asks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[4:]))
     settings["reward"] = dataclasses.replace(settings["reward"], grader_weight=1.0)
@@ -255,29 +245,33 @@ def test_prompts_need_no_truth_where_only_functions_score(
         program.train(config, devices=one_device(), report=write_report)
 
 
-def test_resumed_run_has_the_same_curve(tmp_path, problems, whole):
-    program.train(
-        warm(make_config(tmp_path, problems, num_steps=2), whole),
-        devices=one_device(),
-        report=write_report,
-    )
+def test_a_longer_run_goes_on_to_the_same_curve_and_evaluates_each_last_step_once(
+    tmp_path, problems, whole
+):
+    config = warm(make_config(tmp_path, problems, num_steps=3), whole)
+    program.train(config, devices=one_device(), report=write_report)
+    evaluated = [row["step"] for row in curve(config) if ACCURACY in row]
+    assert evaluated == [0, 2, 3]
+    last = "evaluation accuracy after step 3 (± standard error)<"
+    assert last in config.run_folder.report.read_text()
     config = make_config(tmp_path, problems, num_steps=4)
     program.train(config, devices=one_device(), report=write_report)
-    assert curve(config) == curve(whole)
+    rows = curve(config)
+    rows[3] = {name: value for name, value in rows[3].items() if not name.startswith("val-")}
+    assert rows == curve(whole)
     assert rollouts(config) == rollouts(whole)
 
 
 def test_damaged_newest_checkpoint_is_skipped(tmp_path, problems, whole, caplog):
-    config = warm(make_config(tmp_path, problems, num_steps=2), whole)
-    program.train(config, devices=one_device(), report=write_report)
-    newest = config.run_folder.path / "rl" / "checkpoints" / "2"
+    config = make_config(tmp_path, problems, num_steps=4)
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    newest = config.run_folder.path / "rl" / "checkpoints" / "4"
     largest = max(newest.rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    config = make_config(tmp_path, problems, num_steps=4)
     program.train(config, devices=one_device(), report=write_report)
-    assert "checkpoint of step 2 skipped" in caplog.text
+    assert "checkpoint of step 4 skipped" in caplog.text
     assert curve(config) == curve(whole)
     assert rollouts(config) == rollouts(whole)
 
@@ -358,12 +352,17 @@ def test_eight_devices_sample_the_same_tokens(tmp_path, problems, whole):
     )
     program.train(warm(config, whole))
     one, eight = curve(whole), curve(config)
-    for name in ("val-core/repeat/acc/mean@4", "val-aux/repeat/response_length/mean"):
+    for name in (ACCURACY, "val-aux/repeat/response_length/mean"):
         assert eight[0][name] == one[0][name]
     for name in ("train/accuracy", "response_length/mean", "critic/rewards/mean"):
         assert eight[1][name] == one[1][name]
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         assert_close(eight[1][name], one[1][name], rtol=2e-3, scale=0.005, err_msg=name)
+
+
+def test_a_first_sft_stage_without_steps_is_refused():
+    with pytest.raises(ValueError, match="names an SFT stage to begin with, and num_steps 0"):
+        SftConfig(run="other", num_steps=0)
 
 
 def test_batch_that_does_not_divide(tmp_path, problems):
@@ -496,16 +495,6 @@ def test_a_shared_sft_stage_is_trained_by_one_and_read_by_all(tmp_path, problems
     assert curve(config) == curve(whole)[:3]
 
 
-def test_no_sft_stage_leaves_no_folder(tmp_path, problems):
-    sft = SftConfig(num_steps=0)
-    algorithm = AlgorithmConfig(dataflow="grpo")
-    config = make_config(tmp_path, problems, num_steps=1, sft=sft, algorithm=algorithm)
-    assert program.train(config, devices=one_device(), report=write_report) == 0
-    assert not (config.run_folder.path / "sft").exists()
-    with pytest.raises(ValueError, match="names an SFT stage to begin with, and num_steps 0"):
-        SftConfig(run="other", num_steps=0)
-
-
 REWARDS = """
 import os, pathlib, signal, time
 
@@ -536,6 +525,7 @@ def rewarded(folder, problems, whole, function, **changes) -> Config:
     return warm(config, whole)
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_loses_no_step(tmp_path, problems, whole, capfd):
     config = rewarded(tmp_path, problems, whole, "fails_in_step_3")
     with pytest.raises(UserError, match=r"fails_in_step_3' raised KeyError: 'lost'"):
@@ -557,6 +547,7 @@ def make(index, rng):
 """
 
 
+@pytest.mark.slow
 def test_generated_problems_resume_to_the_same_curve(tmp_path, problems):
     (tmp_path / "made.py").write_text(MADE)
     few = SourceConfig(source="repeat", path=str(problems / "train.jsonl"), size=6)
@@ -631,10 +622,8 @@ MANY_STEPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    mostly_slow({"few slots": {"slots": 16}, "many steps": MANY_STEPS}, fast=("few slots",)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"slots": 16}, MANY_STEPS], ids=["few slots", "many steps"])
 def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
     tmp_path, problems, whole, changes
 ):
@@ -655,6 +644,7 @@ def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
     assert curve(again) == curve(config) and rollouts(again) == rollouts(config)
 
 
+@pytest.mark.slow
 def test_jetstream_samples_what_the_offline_driver_does(tmp_path, problems, whole):
     import_extra("dev", "jetstream")
     rollout = dataclasses.replace(whole.rollout, driver="jetstream")
@@ -665,6 +655,7 @@ def test_jetstream_samples_what_the_offline_driver_does(tmp_path, problems, whol
         assert [one.get(name) for name in sampled] == [other.get(name) for name in sampled]
 
 
+@pytest.mark.slow
 def test_an_environment_by_its_path(tmp_path, problems, whole):
     asks = tmp_path / "tools.py"
     asks.write_text(
@@ -719,15 +710,21 @@ def test_partial_rollouts_want_a_buffer(tmp_path, problems, whole):
         program.train(config, devices=one_device(), report=write_report)
 
 
-def test_a_run_with_top_p_trains_the_policy_that_sampled(tmp_path, problems, whole):
-    config = make_config(tmp_path, problems, num_steps=2)
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory, problems, whole):
+    """A run that samples with top_p."""
+    config = make_config(tmp_path_factory.mktemp("limited"), problems, num_steps=2)
     rollout = dataclasses.replace(
         config.rollout, top_p=0.9, temperature=1.5, max_generation_batches=2, on_shortage="fill"
     )
     config = dataclasses.replace(config, rollout=rollout)
     assert config.truncates_logprobs
     assert program.train(warm(config, whole), devices=one_device(), report=write_report) == 0
-    for row in curve(config)[1:]:
+    return config
+
+
+def test_a_run_with_top_p_trains_the_policy_that_sampled(limited):
+    for row in curve(limited)[1:]:
         assert 0 <= row["rollout_corr/truncation_masked_fraction"] < 1e-3
         assert row["training/rollout_probs_diff_max"] < 1e-4
         assert abs(row["rollout_corr/kl"]) < 1e-5
@@ -772,3 +769,60 @@ def test_a_run_keeps_samples_to_look_at(whole):
         # In float32 the sampler and the trainer agree.
         for ours, theirs in zip(pieces["rollout_logprob"], pieces["old_logprob"], strict=True):
             assert ours == pytest.approx(theirs, abs=2e-3)
+
+
+# A full disk
+
+# TensorStore, which still has requests when Orbax has given up, says so to an event loop that is gone.
+full_disk = pytest.mark.filterwarnings("ignore:Exception ignored in. None")
+
+
+@full_disk
+def test_files_of_the_run_and_its_report(disk, problems, whole):
+    """A finished run writes its report again, and then its settings."""
+    disk.resize(10**8)
+    config = make_config(disk.path, problems, num_steps=4)
+    shutil.copytree(whole.run_folder.path, config.run_folder.path)
+    report = config.run_folder.report.read_bytes()
+    (config.run_folder.path / "lock").unlink()
+    disk.leave(0)
+    with pytest.raises(UserError, match=r"(lock|seed0).* \(No space left on device\)"):
+        program.train(config, devices=one_device(), report=write_report)
+    disk.leave(8192)
+    with pytest.raises(UserError, match=r"report\.html could not .* \(No space left on device\)"):
+        program.train(config, devices=one_device(), report=write_report)
+    assert config.run_folder.report.read_bytes() == report
+    # Where a run is new its settings come first.
+    fresh = dataclasses.replace(config, name="fresh")
+    with pytest.raises(UserError, match=r"No space left on device"):
+        program.train(fresh, devices=one_device(), report=write_report)
+    disk.resize(10**8)
+    assert program.train(config, devices=one_device(), report=write_report) == 0
+    assert config.run_folder.config.read_text() == format_config(config)
+    assert curve(config) == curve(whole)
+
+
+@full_disk
+@pytest.mark.slow
+def test_the_command_ends_with_status_2_and_goes_on(disk, problems, whole):
+    disk.resize(10**8)
+    config = make_config(disk.path, problems, num_steps=4)
+    warm(config, whole)
+    recipe = write_recipe_file(disk.path.parent, flatten_config(config))
+    # Room for the first checkpoint and not for the second.
+    state = sum(
+        p.stat().st_size
+        for p in (whole.run_folder.path / "rl/checkpoints/4").rglob("*")
+        if p.is_file()
+    )
+    disk.leave(int(1.5 * state) + 100_000)
+    command = [sys.executable, ROOT / "launch/train.py", "--config", str(recipe)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == EXIT_USER_ERROR, ended.stderr
+    *before, last = ended.stderr.splitlines()
+    assert last.startswith("error: ") and "(No space left on device)" in last
+    assert not any(line.startswith(("error: ", "ERROR")) for line in before), ended.stderr
+    disk.resize(10**8)
+    assert program.train(config, devices=one_device(), report=write_report) == 0
+    assert curve(config) == curve(whole)

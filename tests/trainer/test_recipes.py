@@ -1,12 +1,10 @@
 """Every recipe on a task that a two-layer model learns in seconds; the same wherever its roles live."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from slow_values import mostly_slow
+from digits import write_problems
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
@@ -21,8 +19,12 @@ from jaxrl.trainer import program
 MODEL = ModelConfig(
     vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
 )
-COLOCATED = {}
 APART = {
+    "policy": {"roles": ("actor",), "train": "1-2-1"},
+    "value": {"roles": ("critic",), "train": "1-1-1"},
+    "judges": {"roles": ("reference", "reward"), "train": "1-1-1"},
+}
+APART_AND_SHARDED = {
     "policy": {"roles": ("actor",), "train": "1-2-2", "generate": "1-1-2-2", "fsdp": 2},
     "value": {"roles": ("critic",), "train": "1-1-2"},
     "judges": {"roles": ("reference", "reward"), "train": "1-2-1"},
@@ -48,19 +50,9 @@ POLICY_AND_VALUE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Problems (repeat a digit, after a running number that says nothing) and two models that judge."""
+    """Problems and two models that judge."""
     folder = tmp_path_factory.mktemp("recipes")
-    for name, numbers in (("train", range(100, 400)), ("evaluation", range(400, 424))):
-        rows = [
-            {
-                "problem": f"{n} repeat {n * 7 % 10}",
-                "answer": n * 7 % 10,
-                "solution": f"Answer: {n * 7 % 10}",
-            }
-            for n in numbers
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text)
+    write_problems(folder)
     for seed, name in enumerate(("reward", "cost")):
         model = score_config(MODEL)
         params = init_params(model, jax.random.key(seed))
@@ -126,12 +118,9 @@ def curve(config: Config) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def colocated(folder, tmp_path_factory):
-    """PPO with actor, critic, reference and reward model, all on the same eight devices."""
-    mesh = {"mesh__train": "1-4-2", "mesh__generate": "1-2-2-2", "mesh__fsdp": 2}
-    config = make_config(
-        folder, tmp_path_factory.mktemp("ppo"), "ppo", **ppo_settings(folder), **mesh
-    )
-    assert program.train(config) == 0
+    """PPO with actor, critic, reference and reward model, all on one device."""
+    config = make_config(folder, tmp_path_factory.mktemp("ppo"), "ppo", **ppo_settings(folder))
+    assert program.train(config, devices=jax.devices()[:1]) == 0
     return curve(config)
 
 
@@ -139,6 +128,7 @@ def colocated(folder, tmp_path_factory):
     "placement",
     [
         pytest.param(APART, id="apart"),
+        pytest.param(APART_AND_SHARDED, id="apart and sharded", marks=pytest.mark.slow),
         pytest.param(SPLIT_OTHERWISE, id="split otherwise", marks=pytest.mark.slow),
         pytest.param(POLICY_AND_VALUE, id="two pools", marks=pytest.mark.slow),
     ],
@@ -148,7 +138,8 @@ def test_ppo_is_the_same_wherever_its_roles_live(placement, folder, tmp_path, co
     assert program.train(config) == 0
     for ours, theirs in zip(curve(config), colocated, strict=True):
         assert ours.keys() == theirs.keys()
-        for name in theirs:
+        # How even the shards of a batch are depends on their number.
+        for name in theirs.keys() - {"perf/imbalance"}:
             assert_close(ours[name], theirs[name], rtol=2e-4, scale=0.1, err_msg=name)
 
 
@@ -179,18 +170,16 @@ VPG = {**ACTOR_CRITIC, "algorithm__loss": "policy_gradient", "algorithm__loss_op
 TRPO = {**ACTOR_CRITIC, "algorithm__loss": "trpo", "algorithm__loss_options": {"kl_coef": 0.0}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "changes"), [("vpg", VPG), ("trpo", TRPO)], ids=["vpg", "trpo"])
 def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
     recipe, changes, folder, tmp_path
 ):
-    mesh = {"mesh__train": "1-2-2", "mesh__generate": "1-1-2-2", "mesh__fsdp": 2}
     curves = []
     for name, stops in (("whole", (3,)), ("resumed", (1, 3))):
         for steps in stops:
-            config = make_config(
-                folder, tmp_path / name, recipe, **changes, **mesh, run__num_steps=steps
-            )
-            assert program.train(config, devices=jax.devices()[:4]) == 0
+            config = make_config(folder, tmp_path / name, recipe, **changes, run__num_steps=steps)
+            assert program.train(config, devices=jax.devices()[:1]) == 0
         curves.append({row["step"]: row for row in curve(config)})
     whole, resumed = curves
     assert whole[3] == resumed[3]
@@ -289,19 +278,20 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
             },
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "grpo",
             {
                 "algorithm__advantage": "optimal_token_baseline",
                 "algorithm__correction__weights": "token",
             },
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "grpo",
             {"algorithm__loss": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "grpo",
             {
                 "algorithm__advantage": "reinforce_plus_plus",
@@ -310,6 +300,7 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
                 "algorithm__loss_options": {"kl_coef": 1.0, "fraction": 0.1},
                 "rollout__num_samples": 1,
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=[
@@ -362,10 +353,11 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
         "grpo",
         reward__functions={"brevity": {"path": f"{tmp_path / 'rules.py'}:brevity", "weight": 0.5}},
         reward__model=str(folder / "reward"),
+        reward__mask_truncated=True,
         **{f"reward__judge__{name}": value for name, value in judge.items()},
         placement={
-            "policy": {"roles": ("actor", "reward"), "train": "1-1-2"},
-            "judge": {"roles": ("judge",), "train": "1-2-1"},
+            "policy": {"roles": ("actor", "reward"), "train": "1-1-1"},
+            "judge": {"roles": ("judge",), "train": "1-1-1"},
         },
         algorithm__advantage="gdpo",
         run__num_steps=1,
@@ -382,6 +374,9 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     # GDPO whitens what it makes of the four.
     assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
     assert row["actor/grad_norm"] > 0
+    # Random weights seldom end an answer, and then early. Those that were cut are left out.
+    assert 0.8 < row["response_length/clip_ratio"] < 1
+    assert 0 < row["train/num_trained_tokens"] < 0.2 * response_tokens(config, row)
 
 
 def response_tokens(config: Config, row: dict) -> float:
@@ -389,22 +384,12 @@ def response_tokens(config: Config, row: dict) -> float:
     return row["response_length/mean"] * config.rollout.num_prompts * config.rollout.num_samples
 
 
-def test_truncated_answers_can_be_left_out(folder, tmp_path):
-    config = make_config(folder, tmp_path, "grpo", reward__mask_truncated=True)
-    assert program.train(config, devices=jax.devices()[:1]) == 0
-    row = curve(config)[1]
-    # Random weights seldom end an answer, and then early.
-    assert 0.8 < row["response_length/clip_ratio"] < 1
-    assert 0 < row["train/num_trained_tokens"] < 0.2 * response_tokens(config, row)
-
-
 def equal_rewards(responses):
     return [0.5] * len(responses.texts)
 
 
-@pytest.mark.parametrize(
-    "kl", mostly_slow({"nothing else": 0.0, "a KL term": 0.1}, fast=("nothing else",))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", [0.0, 0.1], ids=["nothing else", "a KL term"])
 def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
     changes = {
         "reward__functions": {"same": {"path": f"{__file__}:equal_rewards", "weight": 1.0}},
@@ -422,10 +407,8 @@ def test_a_step_without_signal_is_skipped_and_counted(kl, folder, tmp_path):
     assert all(("actor/grad_norm" in row) == bool(kl) for row in rows)
 
 
-@pytest.mark.parametrize(
-    "bypass",
-    mostly_slow({"before the loss": False, "inside the loss": True}, fast=("before the loss",)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("bypass", [False, True], ids=["before the loss", "inside the loss"])
 def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path):
     changes = {
         "algorithm__correction__reject": {"token_ratio": (1.5, 2.0)},
