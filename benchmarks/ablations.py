@@ -48,9 +48,8 @@ TECHNIQUES: dict[str, dict[str, object]] = {
 CORRECTED: dict[str, object] = {"algorithm.correction.weights": "token"}
 SAMPLING: dict[str, dict[str, object]] = {
     "batches to their end": {},
-    "slots kept full": {"rollout.partial": True},
+    "slots kept full": {"rollout.max_staleness": 8},
     "free running": {
-        "rollout.partial": True,
         "rollout.max_staleness": 2,
         "mesh.simulated_devices": 2,
         "placement": {"learn": {"roles": ("actor",)}, "sample": {"roles": ("rollout",)}},

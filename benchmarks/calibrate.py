@@ -1,5 +1,5 @@
 """Measures this machine for the planner, and writes it as a kind of device: a JSON file for `--topology
-here.json:1x8` or `mesh.hardware = "here.json"` (docs/planner.md).
+here.json:1x8` or `mesh.layout = "here.json"` (docs/planner.md).
 
     python benchmarks/calibrate.py --out here.json
 

@@ -90,8 +90,8 @@ def write_problems(folder: pathlib.Path) -> dict[str, object]:
         ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings |= {f"data.{name}.path": path, f"data.{name}.source": "repeat"}
-        settings |= {f"data.{name}.task": "", f"data.{name}.size": 0}
-    return settings | {"data.train.solution_field": "solution"}
+        settings |= {f"data.{name}.size": 0}
+    return settings
 
 
 class Run:

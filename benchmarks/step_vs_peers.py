@@ -63,7 +63,6 @@ SETTINGS = {
     "algorithm.updates_per_step": 1,
     # So small that the lengths of answers stay as they are.
     "optim.lr": 1e-6,
-    "tokenizer.vocab_size": 512,
     "data.max_prompt_tokens": 64,
     "rollout.num_prompts": 16,
     "rollout.num_samples": 8,

@@ -26,7 +26,7 @@ DeepSeek-R1-Zero-Qwen-32B, which has 47; verl reports 52. WE HAVE NOT RUN THIS; 
 Settings of verl's script without an equal in jaxrl:
 
     gpu_memory_utilization .8     rollout.memory_fraction .9; rollout.slots "auto" takes as many as fit
-    chunked prefill               rollout.prefill_chunk_tokens, not set: prompts are short
+    chunked prefill               only jaxrl serve has it: prompts are short here
     parameter, optimizer offload  mesh.offload_training_state, not set: both are split, 3 GB per device
     ulysses sequence parallel 8   mesh.context is the counterpart; rows fit without it
     dynamic batch sizes           rows of a fixed length are packed instead, so nothing compiles twice
@@ -123,8 +123,7 @@ def get_config(layout: str = "v5p-128"):
     config.optim.lr = 1e-6
     config.optim.lr_warmup_steps = 10
     config.optim.lr_decay_steps = 0
-    config.optim.beta1 = 0.9
-    config.optim.beta2 = 0.999
+    config.optim.betas = (0.9, 0.999)
     config.optim.weight_decay = 0.1
     config.optim.grad_clip = 1.0
 

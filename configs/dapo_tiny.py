@@ -64,7 +64,7 @@ def get_config():
 
     config.optim.lr = 3e-4
     config.optim.lr_warmup_steps = 5
-    config.optim.beta2 = 0.98
+    config.optim.betas = (0.9, 0.98)
     config.optim.weight_decay = 0.01
 
     config.evaluation.every = 10

@@ -16,7 +16,7 @@ from jaxrl.roles.optim_config import OptimConfig
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "dpo_tiny"
-    config.preference.pair_generator = "shared/worked_sums.py:worked_or_guessed"
+    config.preference.path = "shared/worked_sums.py:worked_or_guessed"
     config.preference.loss = "dpo"
     config.preference.options = {"beta": 0.1}
     config.optim = OptimConfig(lr=1e-4)

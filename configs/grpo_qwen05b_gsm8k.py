@@ -51,7 +51,7 @@ def get_config():
     config.train.dtype = "bfloat16"
     config.train.remat = "full"
     config.optim.lr = 1e-6
-    config.optim.beta2 = 0.95
+    config.optim.betas = (0.9, 0.95)
     config.optim.weight_decay = 0.01
 
     config.evaluation.every = 20

@@ -36,7 +36,6 @@ def get_config():
     config.rollout.stop_strings = (".",)
     config.reward.grader = "regex"
     config.reward.grader_options = {"pattern": r"-?\d+"}
-    config.reward.grader_workers = 1
     # A punishment for length outweighed correctness while few answers were right: both fell.
     config.reward.overlong_buffer_tokens = 0
 

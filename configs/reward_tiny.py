@@ -15,7 +15,7 @@ from jaxrl.config.command_line import load_recipe
 def get_config():
     config = load_recipe(pathlib.Path(__file__).parent / "shared/tiny.py")
     config.name = "reward_tiny"
-    config.preference.pair_generator = "shared/worked_sums.py:right_or_wrong"
+    config.preference.path = "shared/worked_sums.py:right_or_wrong"
     config.preference.loss = "bradley_terry"
     # As in SFT, but for the rate and the length.
     config.optim.update(config.sft.optim.copy_and_resolve_references())

@@ -19,7 +19,6 @@ def get_config():
     config.cost.model = "runs/cost_tiny/seed0/trained_model"
     # Mostly worked answers: the cost model puts these below 0.
     config.cost.limit = 0.0
-    config.cost.multiplier = 1.0
     config.cost.pretrain_coef = 0.0
     config.rollout.num_prompts = 192
     config.rollout.num_samples = 1

@@ -373,8 +373,8 @@ class TrainBatch(PackedBatch):
       old_logprob: float32 [U, M, R, T], log-probabilities of the trainer at the start of the step.
       ref_logprob: float32 [U, M, R, T], log-probabilities of the reference policy; 0 without a reference.
       advantage: float32 [U, M, R, T].
-      weight: float32 [U, M, R, T], which multiplies the policy's loss of each token: its importance weight, 0
-        if its entropy is too low (`algorithm.top_entropy_quantile`), else 1.
+      weight: float32 [U, M, R, T], which multiplies the policy's loss of each token: its importance weight,
+        else 1.
     """
 
     rollout_logprob: jax.Array

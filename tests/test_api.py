@@ -108,7 +108,7 @@ def test_what_becomes_of_objects(here):
         model="Qwen/Qwen2.5-0.5B",
         data=({"problem": p, "answer": "1"} for p in "abc"),
         reward=lambda responses: [2.0],
-        data__curriculum__by="off",
+        algorithm__entropy_coef=0.0,
         rollout__environment=endless_rows,
         optim__lr=1e-4,
         num_steps=3,

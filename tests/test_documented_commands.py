@@ -31,7 +31,9 @@ OWN = re.compile(r"(^|/)(my|mine|make_data|recipe\.py|RECIPE)")
 def commands_of(page: pathlib.Path) -> set[tuple[str, ...]]:
     """Words of each command in an indented block, or between backquotes, of a page."""
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
-    lines = [line.strip().removeprefix("$ ") for line in re.findall(r"^(?: {4}|\$ ).*$", text, re.M)]
+    lines = [
+        line.strip().removeprefix("$ ") for line in re.findall(r"^(?: {4}|\$ ).*$", text, re.M)
+    ]
     found = set()
     for line in [*lines, *NAMED.findall(text)]:
         match = COMMAND.fullmatch(line)

@@ -40,7 +40,6 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server(exclusi
         "dtype": "float32",
         "weights_dtype": "int8",
         "kv_dtype": "int8",
-        "decode_attention": "xla",
         "cache": "paged",
         "cache_tokens": 4096,
         **exclusive,

@@ -22,14 +22,10 @@ ODD = {
 # Settings of text that name no file. A new one is added here, or gets the rule.
 NO_PATHS = {
     *("hosts.coordinator", "mesh.train", "mesh.generate"),
-    *("data.template", "data.system_prompt", "data.answer_prefix"),
-    *("reward.judge.template", "teacher.template", "algorithm.aggregation"),
+    *("data.template", "data.system_prompt"),
+    *("reward.judge.template", "algorithm.aggregation"),
     "preference.loss",
-    *(
-        f"data.{name}.{field}"
-        for name in ("train", "evaluation")
-        for field in ("source", "prompt_field", "answer_field", "task", "template")
-    ),
+    *(f"data.{name}.{field}" for name in ("train", "evaluation") for field in ("source",)),
 }
 
 

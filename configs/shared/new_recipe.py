@@ -24,7 +24,7 @@ def get_config():
 
     # The problems: JSONL, Parquet or Arrow, a data set on the hub ("openai/gsm8k:main"), or a function that
     # makes them, such as these sums in words. Of a file, fields named question, problem or prompt, and answer
-    # or solution, are recognised; prompt_field and answer_field name others.
+    # or solution, are recognised; data.train.fields names others.
     config.data.train.path = "shared/word_problems.py:make"
     config.data.train.source = "word_problems"
     config.data.train.seed = 1

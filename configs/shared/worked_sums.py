@@ -11,7 +11,7 @@ answers at once, and is then mostly wrong. Reinforcement learning has to discove
 order and the layout of the steps are random too. So there are several good ways to answer, and a policy can
 keep some entropy.
 
-    preference.pair_generator = "shared/worked_sums.py:right_or_wrong"
+    preference.path = "shared/worked_sums.py:right_or_wrong"
 
 The pairs of reward models, cost models and DPO are made of the solutions.
 """

@@ -24,20 +24,6 @@ def adaptive(
     return coef * (1.0 + error * (num_sequences / horizon))
 
 
-def entropy_coef(coef: jax.Array, entropy: jax.Array, *, target: float) -> jax.Array:
-    """Raises the entropy bonus's coefficient by .005 while the entropy is at most the target, else lowers it.
-
-    Skywork-OR1, arXiv 2505.22312, section 4: it stays between 0 and 1. The bonus itself counts only in steps
-    whose last entropy was at most the target.
-
-    Args:
-      coef: current coefficient, float.
-      entropy: mean entropy of the step's tokens, in nats.
-      target: desired entropy, above 0.
-    """
-    return jnp.clip(coef + jnp.where(entropy <= target, 0.005, -0.005), 0.0, 1.0)
-
-
 def raised_multiplier(
     multiplier: jax.Array, excess_cost: jax.Array, *, learning_rate: float
 ) -> jax.Array:

@@ -76,10 +76,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--to", default="", help="file to write: out.jsonl or out.parquet")
     of_files = parser.add_argument_group("of files; a recipe has settings for these")
     of_files.add_argument("--tokenizer", default="", help="Hugging Face tokenizer directory")
-    add_flags(of_files, SourceConfig, only=("prompt_field", "answer_field", "grader"))
+    for field in ("prompt", "answer"):
+        of_files.add_argument(
+            f"--{field}_field", default="", help=f"field with the {field}; recognised if left out"
+        )
+    add_flags(of_files, SourceConfig, only=("grader",))
     add_flags(of_files, DataConfig, only=("template", "chat", "system_prompt"))
     of_files.add_argument("--max_prompt_tokens", type=int, default=_ANY_LENGTH)
-    of_files.add_argument("--keep_duplicates", action="store_true")
     return parser
 
 
@@ -90,17 +93,17 @@ def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     if directory := tokenizer_directory(config):
         tokenizer = load_tokenizer(directory)
     else:
-        size = config.tokenizer.vocab_size
+        size = config.model.vocab_size
         tokenizer = tokenizer_from(problems, (), config.data, vocab_size=size)
     _report(problems, config.data, tokenizer, args)
 
 
 def _of_files(args: argparse.Namespace) -> None:
+    fields = {"prompt": args.prompt_field, "answer": args.answer_field}
     sources = {
         f"{pathlib.Path(path).name}{f'_{i}' if i else ''}": SourceConfig(
             path=local_rows(path, TRAINING),
-            prompt_field=args.prompt_field,
-            answer_field=args.answer_field,
+            fields={name: field for name, field in fields.items() if field},
         )
         for i, path in enumerate(args.files)
     }
@@ -110,7 +113,6 @@ def _of_files(args: argparse.Namespace) -> None:
         chat=args.chat,
         system_prompt=args.system_prompt,
         max_prompt_tokens=args.max_prompt_tokens,
-        duplicates="keep" if args.keep_duplicates else "drop",
     )
     truths = functools.partial(truth_faults, (args.grader, {})) if args.grader else None
     problems = ProblemReader(data).read(truths)
@@ -133,7 +135,7 @@ def _report(
     for source, prompts in zip(sources, encoded, strict=True):
         if args.show > 0:
             print(f"{_RULE}\n{source.name}, as {'the model sees it' if prompts else 'text'}")
-        template = data.format_of(source.settings, source.own_template)
+        template = data.format_of(source.own_template)
         for row in range(min(args.show, len(source.records))):
             if prompts is None or tokenizer is None:
                 record = source.records[row]

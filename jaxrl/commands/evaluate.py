@@ -153,12 +153,12 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
     tree.reward.model = tree.reward.judge.model = tree.cost.model = tree.critic.weights = ""
     if tree.rollout.slots == "auto":
         tree.rollout.slots = Config().rollout.slots
-    if tree.mesh.layout == "auto":
+    if tree.mesh.layout != "as_given":
         tree.mesh.layout = "as_given"
     if sets:
         first = tree.data.evaluation
         # Grader, template and chat stay those of the settings.
-        first.update(task="", options={}, size=0, prompt_field="", answer_field="")
+        first.update(options={}, size=0, fields={})
         named = [dict(first) | {"path": text, "source": _name_of(text)} for text in sets]
         first.update(named[0])
         tree.data.evaluations = {}
@@ -299,11 +299,7 @@ def _problems(config: Config) -> Problems:
     readers = ProblemReader(config.data).readers
     read = Problems((), tuple(readers[name]() for name in sources))
     validate = truth_faults((config.reward.grader, config.reward.grader_options), read.settings)
-    refuse = config.data.bad_rows == "error"
-    return Problems(
-        (),
-        tuple(source.with_readable_truths(validate, refuse=refuse) for source in read.evaluation),
-    )
+    return Problems((), tuple(source.with_readable_truths(validate) for source in read.evaluation))
 
 
 def _identity(path: pathlib.Path, model: ModelConfig) -> str:

@@ -117,9 +117,7 @@ def check_for_plan(config: Config) -> None:
         faults(setting, functools.partial(_check_there, path))
     graders = {"reward.grader": (config.reward.grader, config.reward.grader_options)}
     for name, source in sources.items():
-        graders |= (
-            {f"{name}.grader": (source.grader, source.grader_options)} if source.grader else {}
-        )
+        graders |= {f"{name}.grader": (source.grader, {})} if source.grader else {}
     for setting, grader in graders.items():
         faults(setting, functools.partial(check_grader, *grader))
     for name, function in config.reward.functions.items():
@@ -132,7 +130,12 @@ def check_for_plan(config: Config) -> None:
 def _check_there(path: str) -> None:
     if names_function(path):
         load_function(path, "data function")
-    elif path and hub_name(path) is None and not os.path.exists(path):
+    elif (
+        path
+        and not path.startswith("reasoning-gym:")
+        and hub_name(path) is None
+        and not os.path.exists(path)
+    ):
         raise UserError(f"{path} does not exist")
 
 

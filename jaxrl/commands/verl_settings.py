@@ -420,8 +420,9 @@ def _data(verl: _Verl) -> None:
             group = first if number == 1 else f"{others}.{first.split('.')[-1]}_{number}"
             verl.put(f"{group}.path", _path(path), why=files)
             if prompt_key != "prompt":
-                verl.put(f"{group}.prompt_field", prompt_key, why=f"data.prompt_key {prompt_key!r}")
-                verl.put(f"{group}.answer_field", "reward_model.ground_truth", why="verl's layout")
+                why = f"data.prompt_key {prompt_key!r}"
+                verl.put(f"{group}.fields.prompt", prompt_key, why=why)
+                verl.put(f"{group}.fields.answer", "reward_model.ground_truth", why="verl's layout")
     verl.put("data.chat", True, why="verl renders every prompt with the chat template")
     names = ("data.filter_overlong_prompts", "data.truncation")
     # Read both, so that neither is named as unread.
@@ -551,6 +552,8 @@ def _loss(verl: _Verl) -> None:
     scale = verl.get(names[0], verl.get(names[1], 512, int), float)
     if aggregation == "seq-mean-token-sum-norm":
         verl.put("algorithm.aggregation_options", {"scale": scale}, *names)
+    if verl.get("rollout.val_kwargs.top_k", -1, float) > 0:
+        verl.say("val_kwargs.top_k: evaluations have top_p alone.")
     if verl.get("rollout.top_k", -1, float) > 0 or verl.get("rollout.top_p", 1.0, float) < 1:
         verl.say(
             "top_k and top_p: verl trains on log-probabilities of the whole vocabulary; set "
@@ -604,8 +607,7 @@ def _correction(verl: _Verl) -> None:
         # A single number cuts weights from above alone.
         low, high = _bounds(threshold) if "_" in str(threshold) else (0.0, _bound(threshold))
         verl.put(f"{ours}.weights", str(weights), f"{_CORRECTION}.rollout_is")
-        verl.put(f"{ours}.highest", high, f"{_CORRECTION}.rollout_is_threshold")
-        verl.put(f"{ours}.lowest", low, why="IcePop sets weights outside of both bounds to 0")
+        verl.put(f"{ours}.bounds", (low, high), f"{_CORRECTION}.rollout_is_threshold")
         verl.put(f"{ours}.normalize", bool(normalize), why="rollout_is_batch_normalize")
     names = [rule.strip() for rule in str(rules).split(",")] if rules else []
     each = [bound.strip() for bound in str(bounds).split(",")]
@@ -720,12 +722,12 @@ def _learning_rate(verl: _Verl, steps: int | None) -> None:
         )
     betas = verl.get(f"{prefix}.betas", [0.9, 0.999])
     try:
-        for name, beta in zip(("optim.beta1", "optim.beta2"), betas, strict=True):
-            verl.put(name, float(beta), f"{prefix}.betas")
+        beta1, beta2 = map(float, betas)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{prefix}.betas = {betas!r} of verl: expected two numbers; correct them"
         ) from error
+    verl.put("optim.betas", (beta1, beta2), f"{prefix}.betas")
     schedule = verl.get(name := f"{prefix}.lr_scheduler_type", "constant")
     if schedule == "cosine":
         if steps is None:

@@ -77,7 +77,6 @@ def engine_config(
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
         stop_ids=stop_ids,
-        attention=config.train.attention,
     )
 
 

@@ -144,8 +144,10 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
         raise UserError(f'"{name}" is a group of settings; set one of {", ".join(inside)}')
     node: Any = tree
     *groups, leaf = name.split(".")
+    in_table = False
     for group in groups:
-        if kind is not None and isinstance(node, config_tree.Table) and group not in node:
+        in_table = in_table or isinstance(node, config_tree.Table)
+        if kind is not None and in_table and group not in node:
             node[group] = {}
         node = node.get(group) if isinstance(node, ml_config_dict.ConfigDict) else None
     if kind is not None and node is None:

@@ -98,7 +98,7 @@ class Config:
     @property
     def truncates_logprobs(self) -> bool:
         """Whether log-probabilities of training data are those among the tokens that its sampling keeps."""
-        return self.algorithm.truncated_logprobs and self.rollout.keeps_some
+        return self.rollout.keeps_some
 
     @property
     def row_tokens(self) -> int:

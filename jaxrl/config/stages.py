@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from jaxrl.checks import FOLDER_NAME, NAME, PATH, count, settings, steps
 from jaxrl.roles.optim_config import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_K, TOP_P, truncation_of
+from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_P, truncation_of
+from jaxrl.user_code import names_function
 
 
 @settings
@@ -52,17 +53,12 @@ class PreferenceConfig:
     """
 
     path: Annotated[str, PATH] = ""
-    """JSONL file of pairs, in the format of `data.preferences.read_preferences`; "" generates
-    pairs from the problems of `data`, for training and for evaluation.
+    """JSONL file of pairs, in the format of `data.preferences.read_preferences`; or a function
+    that makes pairs of the problems of `data`, for training and for evaluation,
+    "path/to/file.py:function": it takes `data.Record`s and returns `data.Preference`s.
     """
     evaluation_path: Annotated[str, PATH] = ""
-    """JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is set."""
-    pair_generator: Annotated[str, PATH] = ""
-    """Function that makes pairs of problems, file.py:name: it takes `data.Record`s and returns
-    `data.Preference`s.
-    """
-    harm_fields: tuple[Annotated[str, NAME], ...] = ()
-    """Names of the two fields that tell whether each answer is harmful; () for none."""
+    """JSONL file of evaluation pairs. With "" nothing is evaluated if `path` is a file."""
     loss: Annotated[str, NAME] = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of `algos.preference_losses.PREFERENCE_LOSSES`, and its keyword arguments.
@@ -76,12 +72,13 @@ class PreferenceConfig:
         if self.evaluation_path and not self.path:
             raise ValueError(
                 f"evaluation_path {self.evaluation_path!r} is a file of pairs, and path names none to train "
-                "on; set path, or leave evaluation_path empty to make pairs of problems"
+                "on; set path"
             )
-        if len(self.harm_fields) not in (0, 2):
-            raise ValueError(
-                f"harm_fields {self.harm_fields}: name the fields of the chosen and of the rejected answer"
-            )
+
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether `path` names a function."""
+        return not self.path or names_function(self.path)
 
 
 @settings
@@ -96,9 +93,8 @@ class EvaluationConfig:
     """Number of answers per problem; accuracy is their mean (avg@n)."""
     temperature: Annotated[float, GREEDY_OR_TEMPERATURE] = 1.0
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    """Limits on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
+    """Limit on the tokens that can be drawn, as in `rollout.sampling.Truncation`."""
 
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
@@ -110,5 +106,5 @@ class EvaluationConfig:
             num_samples=self.num_samples,
             step=step,
             temperature=self.temperature,
-            truncation=truncation_of(top_k=self.top_k, top_p=self.top_p, min_p=0.0),
+            truncation=truncation_of(top_k=0, top_p=self.top_p, min_p=0.0),
         )

@@ -11,19 +11,25 @@ from jaxrl.checks import (
     PROSE,
     at_least,
     between,
+    check_value,
     positive,
     settings,
     token_count,
 )
 from jaxrl.data.chat import RESERVED_VARIABLES
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
-from jaxrl.errors import UserError
 from jaxrl.user_code import names_function
+
+ROW_FIELDS = ("prompt", "answer", "solution")
+"""What a row of a file has."""
 
 # Distance between the seeds of a procedural task. Some tasks seed NumPy, which accepts 32 bits, so there are
 # 4,294 seeds.
 MAX_TASK_SIZE = 1_000_000
 MAX_TASK_SEED = 2**32 // MAX_TASK_SIZE - 1
+
+TASK = "reasoning-gym:"
+"""What a path to a data set of reasoning-gym begins with."""
 
 MAX_ROWS = 10**9
 """Limit for the rows of a file. The largest published data sets of problems have some millions."""
@@ -39,17 +45,14 @@ class EvaluationSourceConfig:
     """
     path: Annotated[str, PATH] = ""
     """JSONL, JSON, Parquet or Arrow file, or a folder of these; or a function that generates
-    rows, "package.module:function" or "path/to/file.py:function"; "" takes the task instead.
+    rows, "package.module:function" or "path/to/file.py:function"; or a data set of reasoning-gym,
+    "reasoning-gym:NAME".
     """
-    prompt_field: Annotated[str, NAME] = ""
-    answer_field: Annotated[str, NAME] = ""
-    """Fields of the problem and of its ground truth, with dots for a field inside another; ""
-    recognises them.
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Fields of the rows, with dots for a field inside another: {"prompt": the problem, "answer":
+    its ground truth, "solution": a worked solution, for supervised training}. Those left out are
+    recognised by their names.
     """
-    solution_field: Annotated[str, NAME] | None = None
-    """Field with worked solutions, for supervised training; None recognises one, if there is."""
-    task: Annotated[str, NAME] = ""
-    """Name of a reasoning-gym data set."""
     size: Annotated[int, at_least(0, at_most=MAX_ROWS)] = 0
     """Number of problems, from the first on. 0 uses all problems of a file. A task or a
     function then generates problems without end, when they are drawn; evaluation needs a size.
@@ -58,26 +61,24 @@ class EvaluationSourceConfig:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Seed of a task or a function, and its own settings."""
     grader: Annotated[str, PATH] = ""
-    grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Grader of its answers, as reward.grader; "" takes that one."""
-    template: Annotated[str, PROSE] = ""
-    """Text around its problems; "" takes data.template."""
-    chat: bool | None = None
-    """Whether the chat template renders its problems; None takes data.chat."""
+    """Grader of its answers, as reward.grader, without options; "" takes that one with its options.
+    """
 
     def __post_init__(self):
-        if self.grader_options and not self.grader:
-            raise ValueError(
-                "grader_options are those of a grader of its own, and grader is empty; set grader, or set "
-                "reward.grader_options"
-            )
-        if self.template:
-            check_template(self.template)
+        for name, field in self.fields.items():
+            if name not in ROW_FIELDS:
+                raise ValueError(f"fields.{name} is not one of {', '.join(ROW_FIELDS)}")
+            check_value(f"fields.{name}", field, Annotated[str, NAME])
 
     @property
     def is_named(self) -> bool:
         """Whether the source names a file, a function or a task."""
-        return bool(self.path or self.task)
+        return bool(self.path)
+
+    @property
+    def task(self) -> str:
+        """Name of the reasoning-gym data set; "" for a file or a function."""
+        return self.path.removeprefix(TASK) if self.path.startswith(TASK) else ""
 
     @property
     def has_function(self) -> bool:
@@ -96,25 +97,6 @@ class SourceConfig(EvaluationSourceConfig):
 
     weight: Annotated[float, positive(at_most=MAX_ROWS)] = 1.0
     """Share of its prompts among the training sources, relative to theirs."""
-
-
-@settings
-class CurriculumConfig:
-    """How often problems are drawn that the policy always or never solves."""
-
-    by: Literal["off", "pass_rate"] = "off"
-    """"off" draws every problem once per epoch. "pass_rate" mostly skips problems whose next
-    group of answers is likely to be all right or all wrong, judged by the groups graded in the
-    run.
-    """
-
-    def check_rewards(self, grader_weight: float) -> None:
-        """Raises UserError if problems are drawn by their pass rates, and no grader decides what passes."""
-        if self.by == "pass_rate" and not grader_weight:
-            raise UserError(
-                "data.curriculum.by 'pass_rate' goes by which answers are right, and reward.grader_weight 0 "
-                "says that this run rewards something else; set it above 0, or data.curriculum.by to off"
-            )
 
 
 @settings
@@ -141,22 +123,10 @@ class DataConfig:
     """System message of every conversation; without chat, a line before the prompt."""
     chat_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further variables of the chat template, such as {"enable_thinking": False}."""
-    answer_prefix: Annotated[str, PROSE] = ""
-    """Text at the end of the prompt that every response continues, such as "<think>\n"."""
     max_prompt_tokens: Annotated[int, token_count(1)] = 64
     """Largest number of tokens of a prompt, template included."""
     overlong: Literal["drop", "left", "right", "middle", "error"] = "drop"
     """Treatment of longer prompts: leave out, cut (left, right, middle), or refuse."""
-    bad_rows: Literal["drop", "error"] = "drop"
-    """Treatment of rows that cannot be used, and of ground truths that their grader cannot
-    read: leave out and count, or refuse.
-    """
-    duplicates: Literal["drop", "keep"] = "drop"
-    """Treatment of a problem that a file repeats: leave out and count, or keep. Generated
-    problems are always kept.
-    """
-    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
-    """Training problems that are drawn rarely."""
 
     def __post_init__(self):
         check_template(self.template)
@@ -180,21 +150,18 @@ class DataConfig:
         sources = first | _further("evaluations", self.evaluations)
         return {name: SourceConfig(**vars(source)) for name, source in sources.items()}
 
-    def format_of(self, source: SourceConfig, own_template: str = "") -> PromptFormat:
+    def format_of(self, own_template: str = "") -> PromptFormat:
         """Returns the prompt format of a source.
 
         Args:
-          source: Settings of the source.
           own_template: Words that its file has around every problem; kept unless a template is set.
         """
         is_set = self.template != PLAIN_FORMAT.template
-        template = self.template if is_set or not own_template else own_template
         return PromptFormat(
-            template=source.template or template,
-            chat=self.chat if source.chat is None else source.chat,
+            template=self.template if is_set or not own_template else own_template,
+            chat=self.chat,
             system_prompt=self.system_prompt,
             chat_options=self.chat_options,
-            answer_prefix=self.answer_prefix,
         )
 
 
@@ -210,6 +177,6 @@ class TokenizerConfig:
     """The tokenizer."""
 
     path: Annotated[str, PATH] = ""
-    """Hugging Face tokenizer directory; "" trains a small tokenizer on the problems."""
-    vocab_size: Annotated[int, between(258, 2**20)] = 320
-    """Largest vocabulary of the small tokenizer, at least 258."""
+    """Hugging Face tokenizer directory; "" trains a small one on the problems, of at
+    most `model.vocab_size` tokens.
+    """

@@ -146,7 +146,7 @@ def solutions_of(records: Sequence[Record]) -> tuple[Demonstration, ...]:
         if record.solution is None:
             raise UserError(
                 f"row {row} of {record.source} has no solution to learn from; name the field that holds it "
-                "(solution_field), or leave SFT out: sft.num_steps=0 and an empty sft.run"
+                "(fields.solution), or leave SFT out: sft.num_steps=0 and an empty sft.run"
             )
         demonstrations.append(Demonstration(record.prompt, record.solution, record.source))
     return tuple(demonstrations)
@@ -161,8 +161,6 @@ def _parts(
     if demonstration.all_turns and not isinstance(context, str):
         said = [i for i, message in enumerate(context) if message["role"] == ASSISTANT]
         steps = [(context[:i], context[i]["content"]) for i in said] + steps
-        # The prefix is already part of each given answer.
-        prompt_format = dataclasses.replace(prompt_format, answer_prefix="")
     parts: list[str] = []
     for before, answer in steps:
         text = render_context(before, tokenizer, prompt_format)

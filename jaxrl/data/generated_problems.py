@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl.data.data_config import MAX_TASK_SEED, MAX_TASK_SIZE
 from jaxrl.data.row_layouts import Record
-from jaxrl.data.rows import BadRow, Row
+from jaxrl.data.rows import Row
 from jaxrl.errors import UserError
 from jaxrl.user_code import load_function
 
@@ -44,26 +44,19 @@ class GeneratedProblems:
     Attributes:
       make: Generates the problem of a number; raises BadRow if it cannot be used.
       checks: Further checks that a problem must pass.
-      refuse: Whether a problem that cannot be used is an error.
     """
 
     make: Callable[[int], Record]
     checks: tuple[Check, ...] = ()
-    refuse: bool = False
 
     def problem(self, number: int) -> Record:
         """Generates and checks a problem.
 
         Raises:
           BadRow: The problem is left out.
-          UserError: The function failed, or the problem is refused.
+          UserError: The function failed.
         """
-        try:
-            record = self.make(number)
-        except BadRow as error:
-            if self.refuse:
-                raise UserError(str(error)) from error
-            raise
+        record = self.make(number)
         for check in self.checks:
             check(record)
         return record

@@ -78,7 +78,6 @@ class PromptFormat:
         template        "Solve it.\n{prompt}"        around the question
         system_prompt   "You are terse."             a system message; without chat, the first line
         chat            True                         the tokenizer's chat template renders the whole
-        answer_prefix   "Let me think. "             the first words of the answer, given in the prompt
 
     Attributes:
       template: Text around a question, with "{prompt}" in its place. Conversations have no template.
@@ -86,14 +85,12 @@ class PromptFormat:
         conversations.
       system_prompt: System message of a conversation that does not begin with one; "" for none.
       chat_options: Further variables of the chat template, such as enable_thinking.
-      answer_prefix: Text at the end of the prompt that every response continues; "" for none.
     """
 
     template: str = "{prompt}"
     chat: bool = False
     system_prompt: str = ""
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    answer_prefix: str = ""
 
     def __post_init__(self):
         check_template(self.template)
@@ -110,13 +107,11 @@ def render_context(context: Context, tokenizer: Tokenizer, prompt_format: Prompt
     if isinstance(context, str):
         text = prompt_format.fill(context)
         if not prompt_format.chat:
-            return (f"{system}\n" if system else "") + text + prompt_format.answer_prefix
+            return (f"{system}\n" if system else "") + text
         context = ({"role": USER, "content": text},)
     if system and context[0]["role"] != SYSTEM:
         context = ({"role": SYSTEM, "content": system}, *context)
-    return (
-        tokenizer.render_chat(context, **prompt_format.chat_options) + prompt_format.answer_prefix
-    )
+    return tokenizer.render_chat(context, **prompt_format.chat_options)
 
 
 def check_template(template: str) -> None:

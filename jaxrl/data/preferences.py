@@ -137,13 +137,18 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
         )
 
 
+HARM_FIELDS = ("chosen_harms", "rejected_harms")
+
+
 def read_preferences(
     path: str | pathlib.Path,
     *,
     source: str,
-    harm_fields: tuple[str, str] | None = None,
 ) -> tuple[Preference, ...]:
     """Reads a file of pairs, with the fields prompt, chosen and rejected.
+
+    Optional fields are margin (how much better), and chosen_harms and rejected_harms: whether each answer is
+    harmful; true, false, or null for unknown.
 
     The two answers are texts, or lists of messages that end with the assistant's answer. A list that does not
     begin with the assistant is a whole conversation. Then the prompt is ignored, and only the last messages
@@ -152,8 +157,6 @@ def read_preferences(
     Args:
       path: The file, in any format of `data.rows`.
       source: Name of the data set.
-      harm_fields: Fields that say whether the chosen and the rejected answer are harmful (true, false, or
-        null for unknown); None ignores harm.
 
     Raises:
       UserError: The file is missing or empty, or a row is broken ("file:line: ...").
@@ -167,7 +170,7 @@ def read_preferences(
                 f"field 'margin' is {shown(margin)}; a margin must be a number of 0 or more (swap "
                 "the answers if the rejected one is better)"
             )
-        harms = [_harm(row, name) for name in harm_fields or ()] or [0, 0]
+        harms = [_harm(row, name) if name in row else 0 for name in HARM_FIELDS]
         return Preference(context, chosen, rejected, source, float(margin), *harms)
 
     return parse_rows(path, parse, example='{"prompt": ..., "chosen": ..., "rejected": ...}')

@@ -3,8 +3,8 @@
     file                      rows -> layout -> records, without repeated problems
     function, task            records by number, all at once with a size, or else while prompts are drawn
 
-A row that cannot be used is dropped and counted, and the first few are named; or, by setting, refused. A
-source without a usable row is always an error. Two prompts are the same problem if they are equal except for
+A row that cannot be used is dropped and counted, and the first few are named. A source without a usable row
+is an error. Two prompts are the same problem if they are equal except for
 surrounding space, line ends and Unicode composition; the first row of a problem is kept.
 """
 
@@ -94,21 +94,15 @@ class Source:
         """Names of the data sets in it; metrics are kept under them."""
         return tuple(dict.fromkeys(record.source for record in self.records))
 
-    def with_readable_truths(self, validate: Validate, *, refuse: bool) -> Self:
+    def with_readable_truths(self, validate: Validate) -> Self:
         """Returns the source without rows whose ground truth the grader cannot read.
 
-        Args:
-          validate: The grader's check.
-          refuse: Whether a single such row is an error.
-
         Raises:
-          UserError: A row is refused, or no row is left.
+          UserError: No row is left.
         """
 
         def check(record: Record) -> None:
             fault = validate(record.answer, record.extra, record.source)
-            if fault is not None and refuse:
-                raise UserError(f"{self.name}: {record.place}: {fault}")
             if fault is not None:
                 raise BadRow(f"{record.place}: {fault}", UNREADABLE)
 
@@ -152,8 +146,6 @@ def read_source(
     settings: SourceConfig,
     name: str,
     *,
-    refuse_bad_rows: bool = False,
-    keep_duplicates: bool = False,
     may_be_endless: bool = False,
     needs_truth: bool = True,
 ) -> Source:
@@ -162,20 +154,16 @@ def read_source(
     Args:
       settings: Settings of the source.
       name: Name of the setting, for messages.
-      refuse_bad_rows: Whether an unusable row is an error; otherwise it is dropped and counted.
-      keep_duplicates: Whether a file may repeat a problem. Generated problems always may.
       may_be_endless: Whether a source without a size is allowed.
       needs_truth: Whether a row without a ground truth is unusable; otherwise its answer is "".
 
     Raises:
-      UserError: The file or task does not exist, its layout is unknown, a bad row is refused, or no row is
-        left.
+      UserError: The file or task does not exist, its layout is unknown, or no row is left.
     """
-    what = settings.path or settings.task
-    if bool(settings.path) == bool(settings.task):
+    what = settings.path
+    if not what:
         raise UserError(
-            f"{name} names {'both a file and a task' if what else 'neither a file nor a task'}; "
-            f"set {name}.path to a file of problems or {name}.task to a reasoning-gym data set"
+            f"{name} names no problems; set {name}.path to a file, a function or reasoning-gym:NAME"
         )
     generated = None
     if settings.task or settings.has_function:
@@ -189,7 +177,7 @@ def read_source(
             )
         if settings.is_endless:
             origin += f", without end; of the first {NUM_FIRST}:"
-            generated = GeneratedProblems(make, refuse=refuse_bad_rows)
+            generated = GeneratedProblems(make)
     else:
         made, origin, template = _rows_of(settings, needs_truth=needs_truth)
     dropped: dict[str, Dropped] = {}
@@ -201,11 +189,10 @@ def read_source(
         try:
             record = make_record()
         except BadRow as error:
-            if refuse_bad_rows:
-                raise UserError(str(error)) from error
             _count(dropped, error)
             continue
-        if not (keep_duplicates or settings.task or settings.has_function):
+        # Generated problems may repeat: a task may have few.
+        if not (settings.task or settings.has_function):
             identity = _identity(record.prompt)
             if identity in seen:
                 dropped.setdefault(DUPLICATES, Dropped()).count += 1
@@ -272,9 +259,7 @@ def _layout(settings: SourceConfig, rows: Sequence[Row], *, needs_truth: bool) -
     return recognise(
         rows,
         what=settings.path,
-        prompt_field=settings.prompt_field,
-        answer_field=settings.answer_field,
-        solution_field=settings.solution_field,
+        fields=settings.fields,
         needs_truth=needs_truth,
     )
 
@@ -337,7 +322,7 @@ class Problems:
             for name in source.source_names:
                 other = found.setdefault(name, source)
                 ours, theirs = source.settings, other.settings
-                if (ours.grader, ours.grader_options) != (theirs.grader, theirs.grader_options):
+                if ours.grader != theirs.grader:
                     raise UserError(
                         f"{other.name} and {source.name} both call their problems {name!r} and have "
                         f"different graders; set {source.name}.source to a name of its own, or give both "
@@ -348,7 +333,7 @@ class Problems:
     def formats(self, data: DataConfig) -> dict[str, PromptFormat]:
         """The prompt format of each training data set, by its name."""
         return {
-            name: data.format_of(source.settings, source.own_template)
+            name: data.format_of(source.own_template)
             for source in self.train
             for name in source.source_names
         }
@@ -389,7 +374,7 @@ class ProblemReader:
           truths: Creates the check of ground truths; None, for a run without a grader, checks none.
 
         Raises:
-          UserError: A source cannot be used, no row of it is left, or a bad row is refused.
+          UserError: A source cannot be used, or no row of it is left.
         """
         evaluation = tuple(map(self._read, self._data.evaluation_sources))
         held_out = _records(evaluation)
@@ -400,15 +385,15 @@ class ProblemReader:
         settings = problems.settings  # raises if a data set would have two graders
         if truths is None:
             return problems
-        refuse, validate = self._data.bad_rows == "error", truths(settings)
+        validate = truths(settings)
 
         def of_training(answer: str, extra: Mapping[str, Any], source: str) -> str | None:
             known = answer or self._needs_truths
             return validate(answer, extra, source) if known else None
 
         return Problems(
-            tuple(s.with_readable_truths(of_training, refuse=refuse) for s in train),
-            tuple(s.with_readable_truths(validate, refuse=refuse) for s in evaluation),
+            tuple(s.with_readable_truths(of_training) for s in train),
+            tuple(s.with_readable_truths(validate) for s in evaluation),
         )
 
     def _read_once(self, name: str) -> Source:
@@ -416,8 +401,6 @@ class ProblemReader:
         return read_source(
             self._sources[name],
             name,
-            refuse_bad_rows=self._data.bad_rows == "error",
-            keep_duplicates=self._data.duplicates == "keep",
             may_be_endless=is_training,
             needs_truth=self._needs_truths or not is_training,
         )

@@ -153,7 +153,7 @@ def _encoder(
         encode_prompts,
         tokenizer=tokenizer,
         max_prompt_tokens=data.max_prompt_tokens,
-        prompt_format=data.format_of(source.settings, source.own_template),
+        prompt_format=data.format_of(source.own_template),
         overlong=data.overlong,
     )
 
@@ -192,7 +192,7 @@ def tokenizer_from(
       vocab_size: largest number of tokens.
     """
     texts = [
-        data.format_of(source.settings, source.own_template).fill(text_of_context(record.prompt))
+        data.format_of(source.own_template).fill(text_of_context(record.prompt))
         + (record.solution or record.answer)
         for source in problems.train
         for record in source.records[:_TOKENIZER_RECORDS]

@@ -148,9 +148,7 @@ def recognise(
     rows: Sequence[Row],
     *,
     what: str,
-    prompt_field: str = "",
-    answer_field: str = "",
-    solution_field: str | None = None,
+    fields: Mapping[str, str] | None = None,
     needs_truth: bool = True,
 ) -> RowLayout:
     """Recognises the layout of a file by its first rows.
@@ -158,18 +156,20 @@ def recognise(
     Args:
       rows: Some rows of the file, at least one.
       what: Name of the file, for messages.
-      prompt_field, answer_field: Dotted names, used as they are; "" recognises the field.
-      solution_field: Dotted name; None takes a field with a known name, "" takes none.
+      fields: Dotted names of the fields "prompt", "answer" and "solution", used as they are; those left out
+        are recognised. The solution "" takes none.
       needs_truth: Whether the rows must have a field with the answer.
 
     Raises:
       UserError: A field does not exist, or none is recognised.
     """
-    fields = _fields(rows)
-    for name in filter(None, (prompt_field, answer_field, solution_field)):
-        if name not in fields:
-            raise UserError(f"{what} has no field {name!r}; it has {_field_list(fields)}")
-    known = _known_layout(rows, fields)
+    found, named = _fields(rows), fields or {}
+    for name in filter(None, named.values()):
+        if name not in found:
+            raise UserError(f"{what} has no field {name!r}; it has {_field_list(found)}")
+    prompt_field, answer_field = named.get("prompt", ""), named.get("answer", "")
+    solution_field = named.get("solution")
+    known = _known_layout(rows, found)
     layout = dataclasses.replace(
         known,
         prompt=prompt_field or known.prompt,
@@ -190,11 +190,11 @@ def recognise(
     if prompt is None or (answer is None and needs_truth) or prompt == answer:
         lacking = " and ".join(
             setting
-            for setting, name in (("prompt_field", prompt), ("answer_field", answer))
+            for setting, name in (("fields.prompt", prompt), ("fields.answer", answer))
             if name is None or prompt == answer
         )
         raise UserError(
-            f"{what} has a layout that is not known; its fields are {_field_list(fields)}. Set {lacking} to "
+            f"{what} has a layout that is not known; its fields are {_field_list(found)}. Set {lacking} to "
             "the fields with the problem and its true answer, dotted where one lies in another "
             "(reward_model.ground_truth). Prompts to train on need no answer where rewards other than the "
             "grader's score them: reward.grader_weight=0"

@@ -6,9 +6,7 @@
 The batches mix the sources by weight. Prompts in memory are tokenised once, before training, so a step takes
 rows that are ready. A generated prompt is tokenised when it is drawn.
 
-The position in a source is its turn, a number that only grows and that alone identifies the prompt. A
-curriculum skips most turns of problems that the policy always or never solves. Whether it skips a turn
-depends on the seed, the turn, and the pass rate of its problem at that time.
+The position in a source is its turn, a number that only grows and that alone identifies the prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.generated_problems import GeneratedProblems
-from jaxrl.data.pass_rates import Curriculum, PassRates, is_drawn
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import BadRow
 from jaxrl.data.shuffling import check_order, check_same_data, checksum, shuffled
@@ -37,25 +34,11 @@ _MOST_LEFT_OUT = 1000
 
 
 class ShuffledPrompts:
-    """Prompts in memory, in a new order each epoch; a curriculum skips some of them.
+    """Prompts in memory, at least one, in a new order each epoch."""
 
-    Args:
-      prompts: Prompts of the source, at least one.
-      seed: Seed of the order and of the skipped turns.
-      curriculum: Draws problems by their pass rates; None draws every problem.
-
-    Attributes:
-      pass_rates: The pass rate of each prompt; None without a curriculum.
-    """
-
-    def __init__(self, prompts: Prompts, seed: int, curriculum: Curriculum | None):
+    def __init__(self, prompts: Prompts, seed: int):
         self._prompts = prompts
-        self._seed = seed
         self._rows = shuffled(len(prompts), seed)
-        self.pass_rates = None if curriculum is None else PassRates(len(prompts), curriculum)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     @property
     def identity(self) -> list[Any]:
@@ -64,31 +47,13 @@ class ShuffledPrompts:
 
     def prompt(self, turn: int) -> Prompts:
         """The prompt of a turn."""
-        return self._prompts.take([self._row(turn)])
-
-    def draw(self, turn: int) -> tuple[int, Prompts]:
-        """Returns the first prompt from a turn on that is not skipped, with its turn."""
-        # After a whole epoch of skipped turns the next prompt is drawn in any case.
-        end, row = turn + len(self), self._row(turn)
-        while turn < end and not self._is_drawn(row, turn):
-            turn += 1
-            row = self._row(turn)
-        return turn, self._prompts.take([row])
-
-    def learn(self, turn: int, num_right: int, num_graded: int) -> None:
-        """Updates the pass rate of the prompt of a turn with its graded answers."""
-        if self.pass_rates is not None:
-            self.pass_rates.learn(self._row(turn), num_right, num_graded)
-
-    def _row(self, turn: int) -> int:
         row = self._rows[turn]
         assert row is not None, "an order has a row at every turn"
-        return row
+        return self._prompts.take([row])
 
-    def _is_drawn(self, row: int, turn: int) -> bool:
-        if self.pass_rates is None:
-            return True
-        return is_drawn(self.pass_rates.chance(row), self._seed, turn)
+    def draw(self, turn: int) -> tuple[int, Prompts]:
+        """Returns the prompt of a turn, with the turn."""
+        return turn, self.prompt(turn)
 
 
 class GeneratedPrompts:
@@ -162,7 +127,7 @@ class GeneratedPrompts:
 class PromptStream:
     """Endless batches of `Prompts`, every prompt in memory once an epoch, in a new order each epoch.
 
-    `Prompts.ids_N` are unique in the whole stream; with one source and no curriculum they are 0, 1, 2, ...
+    `Prompts.ids_N` are unique in the whole stream; with one source in memory they are 0, 1, 2, ...
     A batch may cross the end of an epoch, and may be larger than the data set.
 
     Args:
@@ -171,7 +136,6 @@ class PromptStream:
         sources end independently.
       prompts_per_batch: N, the number of prompts of a batch.
       seed: Seed of the order, below 2**32.
-      curriculum: Draws problems by their pass rates; None draws every problem.
 
     Raises:
       UserError: The batch is empty or the seed out of range.
@@ -184,7 +148,6 @@ class PromptStream:
         prompts_per_batch: int,
         seed: int,
         weights: Sequence[float] = (1.0,),
-        curriculum: Curriculum | None = None,
     ):
         assert len(sources) == len(weights), "every source has a weight"
         check_order(prompts_per_batch, seed)
@@ -198,14 +161,14 @@ class PromptStream:
             ]
         )
         self._sources = [
-            ShuffledPrompts(source, own, curriculum) if isinstance(source, Prompts) else source
+            ShuffledPrompts(source, own) if isinstance(source, Prompts) else source
             for source, own in zip(sources, seeds, strict=True)
         ]
         self._prompts_per_batch = prompts_per_batch
         self._weights = tuple(weights)
         identities = [source.identity for source in self._sources]
         self._identity = {"seed": seed, "sources": identities, "weights": list(weights)}
-        # For each source its next turn, and the number of drawn prompts; smaller if turns were skipped.
+        # For each source its next turn, and the number of drawn prompts; smaller if problems were left out.
         self._turns = [0] * len(sources)
         self._num_drawn = [0] * len(sources)
         # Ids of prompts to draw again before any other.
@@ -218,7 +181,7 @@ class PromptStream:
         return Prompts.concatenate([self._draw() for _ in range(self._prompts_per_batch)])
 
     def state(self, *, again: Sequence[int] | np.ndarray = ()) -> dict[str, Any]:
-        """The position in the stream, and the pass rates of its problems, for `restore`; plain JSON.
+        """The position in the stream, for `restore`; plain JSON.
 
         Args:
           again: Ids of drawn prompts that `restore` draws again before any other.
@@ -228,11 +191,10 @@ class PromptStream:
             "turns": list(self._turns),
             "num_drawn": list(self._num_drawn),
             "again": [*map(int, again), *self._again],
-            "pass_rates": [rates.state() for rates in self._pass_rates],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state`. `prompts_per_batch` and the curriculum may differ.
+        """Continues from a `state`. `prompts_per_batch` may differ.
 
         Raises:
           UserError: The state belongs to other prompts, other weights or another seed.
@@ -240,52 +202,22 @@ class PromptStream:
         check_same_data({name: state.get(name) for name in self._identity}, self._identity)
         self._turns, self._num_drawn = list(state["turns"]), list(state["num_drawn"])
         self._again = list(state["again"])
-        # The state of a run without a curriculum has no pass rates.
-        for rates, stored in zip(self._pass_rates, state["pass_rates"], strict=False):
-            rates.restore(stored)
-
-    def learn(self, ids_N: np.ndarray, correct_NG: np.ndarray) -> None:
-        """Updates the pass rates with graded answers.
-
-        Args:
-          ids_N: Ids of prompts of this stream.
-          correct_NG: Whether each answer is right.
-        """
-        for prompt_id, correct_G in zip(ids_N.tolist(), correct_NG, strict=True):
-            source, turn = self._source_and_turn(prompt_id)
-            if isinstance(source, ShuffledPrompts):
-                source.learn(turn, int(correct_G.sum()), len(correct_G))
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the pass rates; empty without a curriculum."""
-        return PassRates.metrics(self._pass_rates) if self._pass_rates else {}
 
     def counts(self) -> dict[str, int]:
-        """Numbers of skipped turns since the stream began, as metrics."""
-        found = {"curriculum/skipped": 0} if self._pass_rates else {}
+        """Numbers of generated problems left out since the stream began, as metrics."""
+        found = {}
         for source, turn, drawn in zip(self._sources, self._turns, self._num_drawn, strict=True):
             if isinstance(source, GeneratedPrompts):
                 name = "data/made_problems_left_out"
                 found[name] = found.get(name, 0) + turn - drawn
-            elif self._pass_rates:
-                found["curriculum/skipped"] += turn - drawn
         return found
-
-    @property
-    def _pass_rates(self) -> list[PassRates]:
-        shuffled = [source for source in self._sources if isinstance(source, ShuffledPrompts)]
-        return [source.pass_rates for source in shuffled if source.pass_rates is not None]
-
-    def _source_and_turn(self, prompt_id: int) -> tuple[ShuffledPrompts | GeneratedPrompts, int]:
-        turn, number = divmod(prompt_id, len(self._sources))
-        return self._sources[number], turn
 
     def _draw(self) -> Prompts:
         """The next prompt."""
         if self._again:
             prompt_id = self._again.pop(0)
-            source, turn = self._source_and_turn(prompt_id)
-            prompt = source.prompt(turn)
+            turn, number = divmod(prompt_id, len(self._sources))
+            prompt = self._sources[number].prompt(turn)
             assert prompt is not None, "a prompt that was drawn before can be drawn again"
         else:
             # The source that is furthest behind its share; the first one of several.

@@ -153,25 +153,12 @@ class AlgorithmConfig:
     """Name of `algos.aggregation.AGGREGATIONS`, and its keyword arguments."""
     entropy_coef: Annotated[float, coefficient()] = 0.0
     """Coefficient of the entropy bonus."""
-    entropy_target: Annotated[float, coefficient()] = 0.0
-    """Entropy in nats that `entropy_coef` is adapted to keep, after each step; 0 keeps the
-    coefficient constant.
-    """
-    top_entropy_quantile: Annotated[float, between(0, 1, has_low=False)] = 1.0
-    """Share of a step's trained tokens that give a gradient: those at which the sampler had the
-    highest entropy (arXiv 2506.01939 uses .2). The others stay in the divisor of the loss.
-    """
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
     """KL penalty to the reference policy."""
     trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
     """Step of dataflow `trpo`, which has no optimiser."""
     correction: CorrectionConfig = dataclasses.field(default_factory=CorrectionConfig)
     """Correction for a sampler whose probabilities differ from the trainer's."""
-    truncated_logprobs: bool = True
-    """With `rollout.top_k`, `top_p` or `min_p`, log-probabilities are those among the tokens
-    that these keep, in the sampler and in training. So the policy that is trained is the one
-    that sampled. Without such a limit it has no effect.
-    """
     updates_per_step: Annotated[int, count(1)] = 4
     """Number of minibatches in a step, one optimiser update each."""
     epochs: Annotated[int, between(1, 1000)] = 1
@@ -200,9 +187,8 @@ class AlgorithmConfig:
                 )
         if truncates:
             raise UserError(
-                f"dataflow {self.dataflow!r} bounds the KL over the whole vocabulary, and with "
-                "algorithm.truncated_logprobs True its loss would be one of the tokens that the limits of "
-                "rollout keep; set it to False, or rollout.top_k to 0, top_p to 1 and min_p to 0"
+                f"dataflow {self.dataflow!r} bounds the KL over the whole vocabulary, and its loss would be "
+                "one of the tokens that the limits of rollout keep; set rollout.top_k to 0 and top_p to 1"
             )
         if pretrain_coef:
             raise UserError(
@@ -216,8 +202,8 @@ class AlgorithmConfig:
         # With bypass, a loss with a ratio compares with the sampler's policy, which corrects it.
         if not (correction.weighs or (correction.bypass and self.loss not in RATIO_FREE)):
             raise UserError(
-                "rollout.partial with a pool of its own for the role rollout samples with weights of earlier "
-                'steps, and nothing corrects for it; set algorithm.correction.weights to "token" or '
+                "rollout.max_staleness with a pool of its own for the role rollout samples with weights of "
+                'earlier steps, and nothing corrects for it; set algorithm.correction.weights to "token" or '
                 '"sequence", or algorithm.correction.bypass to True for a loss with a ratio'
             )
 
@@ -252,9 +238,7 @@ class CostConfig:
     """Hugging Face directory of a cost model (...ForSequenceClassification)."""
     limit: Annotated[float, score()] = 0.0
     """Largest acceptable mean cost."""
-    multiplier: Annotated[float, positive_coefficient()] = 1.0
-    """Initial Lagrange multiplier."""
     pretrain_coef: Annotated[float, coefficient()] = 0.0
     """Coefficient of the auxiliary (ptx) loss in the actor's updates, on written solutions
-    (`data.train.solution_field`); 0 disables it.
+    (the rows' solutions); 0 disables it.
     """

@@ -35,7 +35,7 @@ def shares_forward(algorithm: AlgorithmConfig, load_balancing_coef: float) -> bo
     arrays = estimator.inputs | set(options_of(estimator.function))
     seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())
     corrects = correction.weighs or bool(correction.rejections)
-    adds_terms = bool(algorithm.entropy_coef or algorithm.entropy_target or algorithm.kl.loss_coef)
+    adds_terms = bool(algorithm.entropy_coef or algorithm.kl.loss_coef)
     early = (
         correction.bypass,  # takes the sampler's
         algorithm.kl.reward_coef > 0,  # penalises rewards by them
@@ -76,7 +76,6 @@ def policy_objective(
         aggregation=algorithm.aggregation,
         aggregation_options=algorithm.aggregation_options,
         entropy_coef=algorithm.entropy_coef,
-        adapts_entropy=algorithm.entropy_target > 0,
         kl_coef=algorithm.kl.loss_coef,
         kl_estimate=algorithm.kl.loss_estimate,
         correction=correction if inside else None,

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 from jaxrl.data.demonstrations import DemonstrationStream
 from jaxrl.dataflows.experience import Experience, Metrics
-from jaxrl.dataflows.preparation import EntropyCoefficient
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.models.decoder import Params
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
-from jaxrl.roles.losses import CorrectionConfig, EntropyBatch, Objective, corrected
+from jaxrl.roles.losses import CorrectionConfig, Objective, corrected
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.redraw import draws_of
@@ -83,7 +82,6 @@ class ActorPhase:
     pretraining: Pretraining | None = None
     frozen_steps: int = 0
     needs_signal: bool = False
-    entropy: EntropyCoefficient | None = None
     sampling: SamplingOptions | None = None
     look: Callable[[Experience], None] | None = None
     meanwhile: Callable[[Any], None] = lambda results: None
@@ -144,13 +142,9 @@ class ActorPhase:
             if self.needs_signal and not self._has_signal(experience):
                 self.actor.skip_update()
                 return {"actor/skipped_updates": 1.0} | self._metrics(experience)
-            coef = None if self.entropy is None else self.entropy.applied
-            metrics, experience = self._updated(experience, coef)
+            metrics, experience = self._updated(experience)
             metrics = self.timer.when_done(prefixed("actor", metrics))
             self.meanwhile(metrics)
-        if self.entropy is not None:
-            self.entropy.follow(metrics["actor/entropy"])
-            metrics = metrics | {"actor/entropy_coef": coef}
         # Reading metrics waits for the device, so the updates are dispatched first.
         return metrics | self._metrics(experience)
 
@@ -159,13 +153,9 @@ class ActorPhase:
         self.meanwhile(has_signal)
         return bool(has_signal)
 
-    def _updated(
-        self, experience: Experience, entropy_coef: float | None
-    ) -> tuple[Metrics, Experience]:
+    def _updated(self, experience: Experience) -> tuple[Metrics, Experience]:
         """Runs the updates; returns their metrics, and the experience with all old log-probabilities."""
         batch, objective = experience.batch, self.objective
-        if entropy_coef is not None:
-            batch = batch.extended_as(EntropyBatch, entropy_coef=jnp.float32(entropy_coef))
         beside: Any = {
             "also": () if self.pretraining is None else (self.pretraining.next(self.actor),),
             "reference": self._reference_weights(),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.algos.controllers import adaptive, constrained_advantage, entropy_coef
+from jaxrl.algos.controllers import adaptive, constrained_advantage
 from jaxrl.dataflows.experience import Experience, Metrics, Sampled
 from jaxrl.dataflows.rewarding import Costs, Multiplier
 from jaxrl.dataflows.step_metrics import batch_metrics, value_metrics, work_metrics
@@ -33,7 +33,7 @@ class Packer:
       max_prompt_tokens: limit of a prompt, for metrics.
       mask_truncated: whether truncated responses are left out of the loss (overlong filtering); they still
         count in the baseline of their group.
-      fill_minibatches, share_prompts, top_entropy: see `roles.batches.pack_completions`.
+      fill_minibatches, share_prompts: see `roles.batches.pack_completions`.
       equal_last: whether groups with equal rewards are packed into the last rows of their minibatch, where
         the update needs no backward pass for them (`Objective.needs_advantage`).
       epochs: number of passes of the actor, for metrics.
@@ -46,7 +46,6 @@ class Packer:
     fill_minibatches: bool = False
     share_prompts: ShareOption = False
     equal_last: bool = False
-    top_entropy: float = 1.0
     epochs: int = 1
 
     def __call__(self, sampled: Sampled) -> Experience:
@@ -60,7 +59,6 @@ class Packer:
             share_prompts=self.share_prompts,
             last_B=_in_equal_group(sampled.scored) if self.equal_last else None,
             trained_B=~completions.truncated_B if self.mask_truncated else None,
-            top_entropy=self.top_entropy,
         )
         metrics = batch_metrics(sampled.scored, max_prompt_tokens=self.max_prompt_tokens)
         metrics = {**metrics, **work_metrics(self.actor, batch, epochs=self.epochs)}
@@ -138,32 +136,6 @@ class KlCoefficient:
                     horizon=self.horizon,
                 )
             )
-
-
-@dataclasses.dataclass(eq=False)
-class EntropyCoefficient:
-    """The coefficient of the entropy bonus, adapted to keep an entropy.
-
-    Attributes:
-      value: coefficient of a step whose entropy is at most the target.
-      target: entropy to keep, in nats.
-      entropy: mean entropy of the last step; 0 before the first.
-    """
-
-    value: float
-    target: float
-    entropy: float = 0.0
-
-    @property
-    def applied(self) -> float:
-        """The coefficient of the next step."""
-        return self.value if self.entropy <= self.target else 0.0
-
-    def follow(self, entropy: jax.Array) -> None:
-        """Adapts the coefficient after a step."""
-        self.entropy = float(hosts.fetch(entropy))
-        value = entropy_coef(jnp.float32(self.value), jnp.float32(self.entropy), target=self.target)
-        self.value = float(value)
 
 
 @dataclasses.dataclass(eq=False)

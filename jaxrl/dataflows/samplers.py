@@ -4,7 +4,7 @@
     PartialSampling     draws prompts as slots fall free and ends once there are enough groups; the next step
                         continues unfinished ones
     FreeRunning         goes on while the step learns, on devices of its own (`free_running`)
-    CurriculumSampling  wraps one of these and updates the pass rates of problems (`curriculum_sampling`)
+    CountedSampling     wraps one of these and counts the problems that the stream left out
     DynamicSampling     wraps one of these and samples until enough groups are mixed (`dynamic_sampling`)
 
 Each finished group is graded once, while others are still sampled.
@@ -340,12 +340,8 @@ def _checksum(tokens: np.ndarray) -> int:
     return zlib.crc32(tokens.tobytes())
 
 
-class CurriculumSampling:
-    """Updates the pass rates of the prompt stream with every graded group, and counts skipped problems.
-
-    Dynamic sampling wraps it, so groups that are dropped later count too. Prompts drawn already stay.
-    All processes have the same verdicts (`rewarding.Rewards` checks this), so they draw the same prompts.
-    """
+class CountedSampling:
+    """Counts the generated problems that the prompt stream left out since the last sample."""
 
     def __init__(self, inner: Sampler, stream: PromptStream):
         """Args: the wrapped sampler, and the stream of its prompts."""
@@ -356,19 +352,13 @@ class CurriculumSampling:
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """Groups of the wrapped sampler."""
         sampled = self._inner.sample(prompts, enough=enough)
-        self._stream.learn(sampled.completions.prompts.ids_N, sampled.scored.correct_NG)
-        counts = Counter(sampled.counts)
-        counts.update(self._new_counts())
-        return dataclasses.replace(
-            sampled, metrics={**sampled.metrics, **self._stream.metrics()}, counts=counts
-        )
-
-    def _new_counts(self) -> dict[str, int]:
         before, self._counted = self._counted, self._stream.counts()
-        return {name: count - before[name] for name, count in self._counted.items()}
+        counts = Counter(sampled.counts)
+        counts.update({name: count - before[name] for name, count in self._counted.items()})
+        return dataclasses.replace(sampled, counts=counts)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """The record of the wrapped sampler; the stream saves the pass rates."""
+        """The record of the wrapped sampler."""
         return self._inner.record(prompts)
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:

@@ -237,8 +237,8 @@ class JetStreamBackend(EngineBackend):
     ) -> Rollout:
         """Raises UserError: JetStream cannot leave samples unfinished."""
         raise UserError(
-            "rollout.driver=jetstream with rollout.partial: JetStream cannot leave a sample unfinished; use "
-            "the driver of our own"
+            "rollout.driver=jetstream with rollout.max_staleness: JetStream cannot leave a sample "
+            "unfinished; use the driver of our own"
         )
 
     def _sampled(

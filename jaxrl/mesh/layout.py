@@ -47,13 +47,11 @@ class LayoutConfig:
     several cores, in the layout 1-1-2, for models at least 256 wide that train from random
     weights, if no other setting describes the devices; else 0.
     """
-    layout: Literal["as_given", "auto"] = "as_given"
+    layout: Annotated[str, PATH] = "as_given"
     """"auto" searches for the fastest mapping of roles to devices before the run begins, by
-    simulation (docs/planner.md), and sets layouts, pools and slots.
-    """
-    hardware: Annotated[str, PATH] = ""
-    """Description of the devices for that search: a name of `mesh.hardware.ACCELERATORS`, or
-    the path of a JSON file (docs/planner.md); "" looks up the kind of the devices.
+    simulation (docs/planner.md), and sets layouts, pools and slots. So does the name of an
+    accelerator or the path of a JSON file that describes one; "auto" looks up the kind of the
+    devices. "as_given" takes the layouts of the recipe.
     """
     train: Annotated[str, NAME] = "1-1-1"
     """"p-t-d", pipeline, tensor and data parallel size of training."""
@@ -75,6 +73,11 @@ class LayoutConfig:
     """Keep moments in pinned host memory during generation, and master weights too if
     generation has its own copy.
     """
+
+    @property
+    def searched(self) -> bool:
+        """Whether the mapping search decides the layouts."""
+        return self.layout != "as_given"
 
 
 @dataclasses.dataclass(frozen=True)

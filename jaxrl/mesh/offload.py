@@ -1,4 +1,4 @@
-"""Moves arrays to pinned host memory and back, between programs or inside of one."""
+"""Moves arrays to pinned host memory and back, between programs."""
 
 from __future__ import annotations
 
@@ -52,21 +52,6 @@ def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> 
 
 def _memories(device: Any) -> list[str]:
     return sorted(memory.kind for memory in device.addressable_memories())
-
-
-def at_host(shardings: Any) -> Any:
-    """The same shardings, in pinned host memory."""
-    return jax.tree.map(lambda sharding: sharding.with_memory_kind(_HOST), shardings)
-
-
-def from_host(tree: Any) -> Any:
-    """Copies arrays to device memory, inside a compiled program."""
-    return jax.device_put(tree, jax.memory.Space.Device)
-
-
-def to_host(tree: Any) -> Any:
-    """Copies arrays to pinned host memory, inside a compiled program."""
-    return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def onload(tree: Any, shardings: Any) -> Any:

@@ -76,7 +76,7 @@ def trace_plan(
       UserError: settings contradict each other or the checkpoint, or something does not divide.
     """
     # Without devices there is nothing to search for.
-    if config.mesh.layout == "auto":
+    if config.mesh.searched:
         raise UserError(
             'mesh.layout "auto" searches when it sees the devices, and --dry_run has none; run '
             "`jaxrl plan --search --topology h100:16x8` (or what you have), or set mesh.layout to as_given"
@@ -124,7 +124,7 @@ def trace_plan(
         notes.append(("rollout.slots", slots))
     if config.rollout.partial:
         waits = "unfinished samples wait on the host from one step to the next"
-        notes.append(("rollout.partial", waits))
+        notes.append(("rollout.max_staleness", waits))
     if config.sft.num_steps:
         notes.append(("SFT", "the stage before: the same weights, batches of its own"))
     left_out = ()
@@ -267,7 +267,7 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
         )
     if config.rollout.partial:
         yield (
-            "rollout.partial",
+            "rollout.max_staleness",
             "unfinished samples are prefilled again, which is not in the lower bound",
         )
     if config.cost.pretrain_coef and "cost" in roles.roles.others:

@@ -32,7 +32,6 @@ from jaxrl.roles.packing import PackedShape
 from jaxrl.types import PackedBatch
 
 _OFFLOADED = "in host memory while sampling"
-_PASSING = "in host memory but for the end of an update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +77,16 @@ def learner_memory(
     adapters = f", adapters of rank {rank} in float32 included" if rank and name == "actor" else ""
     trained = f"{role.frozen_dtype.name}, {where}{adapters}"
     like = f"like the {'adapters' if adapters else 'weights'}"
-    if role.moments_on_host:
-        like = _PASSING
-    elif offload:
+    if offload:
         like = _OFFLOADED
     # The actor's moments have a name without its own.
     shown, of_role = name.replace("_", " "), "" if name == "actor" else f"{name}, "
     moments = f"{_moments(state)}, {where}, {like}"
-    weights = f"{trained}, {_OFFLOADED}" if offload else trained
-    stay = not (offload or role.moments_on_host)
+    weights, here = f"{trained}, {_OFFLOADED}" if offload else trained, not offload
+    what = f"{of_role.replace('_', ' ')}optimiser state"
     return [
-        _buffers(f"{shown} in training", weights, state.params, sampling=not offload),
-        _buffers(
-            f"{of_role.replace('_', ' ')}optimiser state", moments, state.opt_state, sampling=stay
-        ),
+        _buffers(f"{shown} in training", weights, state.params, sampling=here),
+        _buffers(what, moments, state.opt_state, sampling=here),
     ]
 
 

@@ -81,7 +81,7 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
     responses = None
     if args.response_tokens is not None:
         responses = response_lengths(config, args.response_tokens)
-    if args.search or config.mesh.layout == "auto":
+    if args.search or config.mesh.searched:
         found, proposed = propose(config, cluster, responses=responses)
         lines = [*found.lines(), "settings of this mapping:", *setting_lines(config, proposed)]
         print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)

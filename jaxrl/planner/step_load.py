@@ -131,16 +131,14 @@ def load_of(config: Config, responses: LengthDistribution | None = None) -> Step
         pipeline_microbatches=config.train.pipeline_microbatches,
         tokens_per_dispatch=rollout.tokens_per_dispatch,
         prefill_prompts=rollout.prefill_prompts,
-        prefill_chunk_tokens=rollout.prefill_chunk_tokens,
         shares_prompts=config.train.shares_prompts,
         fill_minibatches=config.train.fill_minibatches,
         paged=rollout.cache == "paged",
         always_full=rollout.partial,
-        max_staleness=rollout.max_staleness,
+        max_staleness=max(1, rollout.max_staleness),
     )
     # Each of these takes the long branch of the sampling program.
-    truncated = bool(rollout.top_k or rollout.min_p or rollout.top_p < 1)
-    truncated = truncated or rollout.repetition_penalty != 1
+    truncated = bool(rollout.top_k or rollout.top_p < 1)
     source = "as given" if responses else "assumed"
     return StepLoad(work, source, dataflow.greedy_baseline, truncated)
 
@@ -160,7 +158,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
     attention = pick_implementation(
         kind.platform,
         train.dtype,
-        train.attention,
+        "auto",
         softcap=model.attention_softcap,
         tree=train.share_prompts is True,
     )
@@ -169,7 +167,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         rollout.dtype,
         kv_dtype,
         model.head_dim,
-        rollout.decode_attention,
+        "auto",
         plain=not any(model.sliding_layers) and not model.attention_softcap,
     )
     # Critics and other roles are simulated with the same types.

@@ -123,7 +123,6 @@ class Graders:
         default: GraderChoice,
         by_source: Mapping[str, GraderChoice] | None = None,
         *,
-        workers: int = 0,
         cpu_seconds: float = 4.0,
         code_sandbox: SandboxChoice | None = None,
         needs_truths: bool = True,
@@ -133,7 +132,6 @@ class Graders:
         Args:
           default: grader of the sources that are not in `by_source`.
           by_source: graders of other sources, by the name of a data set.
-          workers: processes of the pool; 0 starts one per core, at most 8.
           cpu_seconds: processor time of one response in such a process.
           code_sandbox: sandbox of the grader `code`. It is tested now, and a warning lists its gaps. None is
             enough to validate ground truths.
@@ -151,7 +149,7 @@ class Graders:
             load_pool_function,
             what="grader",
             patience_s=cpu_seconds * _PATIENCE,
-            workers=workers or min(8, len(os.sched_getaffinity(0))),
+            workers=min(8, len(os.sched_getaffinity(0))),
             cpu_seconds=cpu_seconds,
             memory_bytes=_MEMORY_BYTES,
         )

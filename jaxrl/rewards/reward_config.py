@@ -22,9 +22,6 @@ from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplat
 SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
 """Values of `reward.code_sandbox`."""
 
-MAX_GRADER_WORKERS = 1024
-"""Processes on a host; the largest machines have a few hundred cores."""
-
 
 @settings
 class JudgeConfig:
@@ -36,8 +33,6 @@ class JudgeConfig:
     """Weight of the judge's score in the reward."""
     template: Annotated[str, PROSE] = SCORE_TEMPLATE
     """Prompt of the judge, with {response} and optionally {question} and {answer}."""
-    failed_score: Annotated[float, score()] = 0.0
-    """Score of a response whose verdict has none."""
     max_prompt_tokens: Annotated[int, token_count(1)] = 4096
     """Longest prompt. Of a response the last two characters per token are in it."""
     max_verdict_tokens: Annotated[int, token_count(1)] = 256
@@ -64,10 +59,6 @@ class RewardConfig:
     """
     grader_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the grader, by name."""
-    grader_workers: Annotated[int, between(0, MAX_GRADER_WORKERS)] = 0
-    """Worker processes per host, for graders that need them (math, regex, code, reasoning_gym,
-    your own); 0 starts one per core, at most 8.
-    """
     grader_timeout_s: Annotated[float, between(0.01, 3600)] = 4.0
     """Processor time for grading one response in a worker process."""
     grader_weight: Annotated[float, score()] = 1.0
@@ -79,14 +70,10 @@ class RewardConfig:
     """Further reward functions, name -> {"path": path, "weight": w}; the path is
     "package.module:function" or "path/to/file.py:function" (`rewards.user`).
     """
-    functions_timeout_s: Annotated[float, between(0.01, 7 * 86_400)] = 600.0
-    """Seconds that each function may take for the responses of a step."""
     model: Annotated[str, PATH] = ""
     """Hugging Face directory of a reward model (...ForSequenceClassification) with the policy's
-    tokenizer; "" for none.
+    tokenizer, whose score has weight 1 in the reward; "" for none.
     """
-    model_weight: Annotated[float, score()] = 1.0
-    """Weight of the reward model's score in the reward."""
     code_sandbox: SandboxChoice = "auto"
     """Sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly",
     "landlock", or "none" for no sandbox; "auto" takes the first that works on this machine, and
@@ -123,7 +110,7 @@ class RewardConfig:
         """Weights of the terms of the reward, by name."""
         weights = {"grader": self.grader_weight}
         weights |= {name: function["weight"] for name, function in self.functions.items()}
-        weights |= {"model": self.model_weight} if self.model else {}
+        weights |= {"model": 1.0} if self.model else {}
         return weights | ({"judge": self.judge.weight} if self.judge.model else {})
 
     def check_several_terms(self, advantage: str) -> None:

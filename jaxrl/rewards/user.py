@@ -130,7 +130,7 @@ class UserRewards:
         self,
         paths: Sequence[str],
         *,
-        timeout_s: float,
+        timeout_s: float = 600.0,
         interrupted: Callable[[], bool] = lambda: False,
     ):
         """Imports the functions.
@@ -168,5 +168,5 @@ class UserRewards:
         try:
             return self._pool.call(path, Responses.of(completions), interrupted=self._interrupted)
         except WorkerFault as fault:
-            remedy = "; bound its work, or raise reward.functions_timeout_s"
+            remedy = "; bound its work"
             raise UserError(f"{fault}{remedy if fault.kind == 'timeout' else ''}") from fault

@@ -28,7 +28,6 @@ def pack_completions(
     share_prompts: ShareOption = False,
     last_B: np.ndarray | None = None,
     trained_B: np.ndarray | None = None,
-    top_entropy: float = 1.0,
 ) -> TrainBatch:
     """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
@@ -40,8 +39,6 @@ def pack_completions(
         answer's segment begins with that last token, because its hidden state predicts the first token of
         the answer. "auto" does so if it saves enough tokens.
       trained_B: bool, the sequences that the loss trains on; None for all.
-      top_entropy: share of the trained tokens, those of the highest entropy, that have weight 1; the others
-        have weight 0.
     """
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
     sequences = _sequences(prompts, completions.tokens)
@@ -60,19 +57,7 @@ def pack_completions(
     mask = completions.mask
     if trained_B is not None:
         mask = [of_one * trained for of_one, trained in zip(mask, trained_B, strict=True)]
-    batch = _packed(packing, sequences, completions.rollout_logprob, mask)
-    if top_entropy < 1:
-        weight = _of_top_entropy(completions.entropy, mask, top_entropy)
-        batch = batch.replace(weight=packing.pack_ends(weight, np.float32))
-    return batch
-
-
-def _of_top_entropy(entropy, mask, share: float) -> list[np.ndarray]:
-    """1 where an entropy reaches the (1 - share) quantile of the trained tokens, which need not be one."""
-    trained = [of_one[m > 0] for of_one, m in zip(entropy, mask, strict=True)]
-    trained = np.concatenate(trained).astype(np.float64)
-    bound = np.quantile(trained, 1.0 - share) if len(trained) else 0.0
-    return [of_one >= bound for of_one in entropy]
+    return _packed(packing, sequences, completions.rollout_logprob, mask)
 
 
 def pack_examples(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.offload import at_host, check_host_memory, from_host, offload, onload, to_host
+from jaxrl.mesh.offload import offload, onload
 from jaxrl.mesh.protocols import METRICS, protocol
 from jaxrl.mesh.rules import TRAIN_RULES, replicated, shardings, shards_of, with_shardings
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
@@ -79,9 +79,6 @@ class Learner(PackedModel, abc.ABC):
           offload: keep the state in pinned host memory while the role is idle.
         """
         super().__init__(model, mesh, train=train, state_rules=state_rules)
-        if optim.moments_on_host:
-            check_host_memory(mesh, "optim.moments_on_host True", "False")
-        self.moments_on_host = optim.moments_on_host
         self._optimizer = build_optimizer(optim, self.trained(self.axes))
         self.schedule = Schedule.of(optim)
         self._gradient_shardings, self._moment_shardings = (
@@ -170,15 +167,7 @@ class Learner(PackedModel, abc.ABC):
         opt_state = optimizer_shardings(
             self._optimizer, opt_shapes, self.trained(self._moment_shardings), others=everywhere
         )
-        opt_state = self._each_moment(at_host, opt_state, opt_shapes)
         return TrainState(self.train_shardings, opt_state, everywhere)
-
-    def _each_moment(self, move: Callable[[Any], Any], tree: Any, shapes: Any) -> Any:
-        """Applies `move` to the moments of an optimiser state if they are kept on the host."""
-        if not self.moments_on_host:
-            return tree
-        # Counts stay on the device: they are scalars, and every update reads them.
-        return jax.tree.map(lambda x, shape: move(x) if shape.ndim else x, tree, shapes)
 
     def abstract_state(self) -> TrainState:
         """Shapes and shardings of the training state, nothing allocated."""
@@ -377,7 +366,6 @@ class Learner(PackedModel, abc.ABC):
     ) -> tuple[tuple[Params, Any], Stats]:
         """((new weights, new optimiser state), stats); both stay as they are if the update is skipped."""
         grad_norm = optax.tree.norm(grads)
-        opt_state = self._each_moment(from_host, opt_state, opt_state)
         # Adam's bias correction raises a float to an int: optax relies on promotion.
         with jax.numpy_dtype_promotion("standard"):
             direction, new_opt_state = self._optimizer.update(grads, opt_state, params)
@@ -390,7 +378,6 @@ class Learner(PackedModel, abc.ABC):
             (new_params, new_opt_state),
             (params, opt_state),
         )
-        opt_state = self._each_moment(to_host, opt_state, opt_state)
         stats = {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
         return (params, opt_state), stats
 

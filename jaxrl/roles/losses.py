@@ -218,10 +218,13 @@ class CorrectionConfig:
     """
     weights: Literal["none", "token", "sequence"] = "none"
     """Importance weights of the loss, per token, per sequence, or none."""
-    highest: Annotated[float, positive_coefficient(or_inf=True)] = 2.0
-    """Upper bound of weights (TIS, truncated importance sampling); inf for none."""
-    lowest: Annotated[float, coefficient()] = 0.0
-    """If above 0, weights outside lowest..highest become 0 (IcePop)."""
+    bounds: tuple[
+        Annotated[float, coefficient()], Annotated[float, positive_coefficient(or_inf=True)]
+    ] = (0.0, 2.0)
+    """Lower and upper bound of weights. Weights above the upper one are cut to it (TIS, truncated
+    importance sampling), inf for none; with a lower one above 0, weights outside both become 0
+    (IcePop).
+    """
     normalize: bool = False
     """Scale weights to mean 1 over the step, or in bypass over each minibatch."""
     # A dict has no hash. Compiled functions take this class as a static argument.
@@ -269,10 +272,8 @@ class CorrectionConfig:
 
     def __post_init__(self):
         _check_rejections(self.reject)
-        if not 0 <= self.lowest < self.highest:
-            raise ValueError(
-                f"lowest {self.lowest} and highest {self.highest} bound a ratio: 0 <= lowest < highest"
-            )
+        if not self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"bounds {self.bounds} of a ratio: write the lower one first")
 
 
 class Corrected(NamedTuple):
@@ -317,9 +318,9 @@ def correct(
     if config.weighs:
         ratio_BT = WEIGHTINGS[config.weights].of_ratio(rho_BT, *where)
         weight_BT = _bounded(config, ratio_BT)
-        bounds = {"lowest": config.lowest or 1.0 / config.highest, "highest": config.highest}
+        lowest, highest = config.bounds
         moments["weights"] = rollout_correction.weight_moments(
-            ratio_BT, weight_BT, *where, **bounds
+            ratio_BT, weight_BT, *where, lowest=lowest or 1.0 / highest, highest=highest
         )
     kept_BT = jnp.ones_like(mask_BT)
     for rejection in config.rejections:
@@ -353,7 +354,7 @@ def correction_metrics(config: CorrectionConfig, moments_U: RunningMoments) -> d
     metrics = rollout_correction.mismatch_metrics(moments["mismatch"])
     if config.weighs:
         metrics |= WEIGHTINGS[config.weights].metrics(moments["weights"])
-        if config.lowest:
+        if config.bounds[0]:
             metrics |= rollout_correction.outside_band(moments["weights"])
         if config.normalize:
             factor_U = jnp.asarray(norm_factor(config, moments_U))
@@ -399,9 +400,10 @@ def _corrected(config: CorrectionConfig, batch: TrainBatch):
 
 
 def _bounded(config: CorrectionConfig, ratio_BT: jax.Array) -> jax.Array:
-    if config.lowest > 0:
-        return rollout_correction.band(ratio_BT, lowest=config.lowest, highest=config.highest)
-    return rollout_correction.truncate(ratio_BT, highest=config.highest)
+    lowest, highest = config.bounds
+    if lowest > 0:
+        return rollout_correction.band(ratio_BT, lowest=lowest, highest=highest)
+    return rollout_correction.truncate(ratio_BT, highest=highest)
 
 
 # Policies.
@@ -417,18 +419,6 @@ class SelectedBatch(TrainBatch):
     """
 
     selected: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class EntropyBatch(TrainBatch):
-    """A batch for an entropy bonus whose coefficient changes from step to step.
-
-    Attributes:
-      entropy_coef: float32, the coefficient of this step.
-    """
-
-    entropy_coef: jax.Array
 
 
 def likelihood(*, coef: float = 1.0) -> Objective:
@@ -451,7 +441,6 @@ def policy(
     aggregation: str = "token-mean",
     aggregation_options: Mapping[str, Any] | None = None,
     entropy_coef: float = 0.0,
-    adapts_entropy: bool = False,
     kl_coef: float = 0.0,
     kl_estimate: str = "k3",
     correction: CorrectionConfig | None = None,
@@ -465,7 +454,6 @@ def policy(
       name, options: one of `POLICY_LOSSES` or the path of a function of the same form, and its keywords.
       aggregation, aggregation_options: one of `AGGREGATIONS`, and its keywords.
       entropy_coef: coefficient of the entropy bonus; 0 for none.
-      adapts_entropy: take the coefficient from the batch instead, an `EntropyBatch`.
       kl_coef, kl_estimate: coefficient of the KL penalty, and one of `KL_ESTIMATES` or "full".
       correction: importance weights and rejections inside the loss, from the policy being trained and the
         sampler's. None if the correction is done before the update, or not at all.
@@ -487,21 +475,12 @@ def policy(
     # The exact KL ("full") has no estimate here. It needs the logits of both models, so the role computes it.
     estimate = lookup({**KL_ESTIMATES, FULL: None}, kl_estimate, "KL estimate")
 
-    has_bonus = bool(entropy_coef) or adapts_entropy
-    if adapts_entropy and select is not None:
-        raise UserError(
-            f"algorithm.entropy_target and policy loss {name!r} are two ways to keep the entropy; set the "
-            "target to 0, or take another loss"
-        )
-
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
         given = {"selected": micro.selected} if isinstance(micro, SelectedBatch) else {}
         loss_RT, stats = on_packed_rows(function, _loss_inputs(outputs, micro), **options, **given)
         loss_RT = loss_RT * micro.weight
-        if has_bonus:
-            # A plan traces the update with a batch that has no coefficient.
-            coef = micro.entropy_coef if isinstance(micro, EntropyBatch) else entropy_coef
-            loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=coef)
+        if entropy_coef:
+            loss_RT = loss_RT + entropy_bonus(outputs.entropy, coef=entropy_coef)
         if kl_coef:
             if estimate is None:
                 kl_RT = outputs.kl
@@ -515,7 +494,7 @@ def policy(
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
     further: dict[str, Any] = {} if select is None else {"prepare": select}
     if correction is not None and correction.bypass:
-        _check_correction(correction, name, adds_terms=has_bonus or bool(kl_coef))
+        _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
     if correction is not None or truncated:
         further["correction"] = _inside_the_loss(correction, truncated=truncated)
     if shares_forward:
@@ -527,7 +506,7 @@ def policy(
         needs_advantage=skips_groups
         and name in POLICY_LOSSES
         and name not in HAVE_OTHER_TERMS
-        and not (has_bonus or kl_coef),
+        and not (entropy_coef or kl_coef),
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )

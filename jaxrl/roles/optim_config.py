@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from jaxrl.checks import (
     at_least,
@@ -14,6 +14,8 @@ from jaxrl.checks import (
     settings,
     steps,
 )
+
+_Beta: TypeAlias = Annotated[float, between(0, 1, has_high=False)]
 
 
 @settings
@@ -46,12 +48,7 @@ class OptimConfig(StageOptimConfig):
     """Data type of the moments, "float32", "bfloat16" or "int8". With AdamW they take 8, 4 or
     about 2.1 bytes per trained weight. Weights stay float32.
     """
-    moments_on_host: bool = False
-    """Keep the moments in pinned host memory between updates. The device has more room for
-    activations, and each update waits for the copies to the device and back.
-    """
-    beta1: Annotated[float, between(0, 1, has_high=False)] = 0.9
-    beta2: Annotated[float, between(0, 1, has_high=False)] = 0.999
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     epsilon: Annotated[float, positive_coefficient()] = 1e-8
     """Settings of AdamW. Muon has a momentum of 0.95."""
     grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0

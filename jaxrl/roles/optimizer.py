@@ -30,7 +30,7 @@ def build_optimizer(config: OptimConfig, axes: Any = None) -> optax.GradientTran
       axes: tuple of logical axes of each trained weight, in nested dicts. Muon finds the matrices by them;
         AdamW takes None.
     """
-    scaled = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    scaled = optax.scale_by_adam(*config.betas, config.epsilon)
     if config.kind == "muon":
         scaled = _muon(axes, others=scaled)
     return optax.chain(

@@ -67,7 +67,13 @@ def layers_per_iteration(num_layers: int, d_model: int, platform: str | None) ->
 
 
 class PackedModel:
-    """A model and its sharding: pure functions of weights and microbatches. It holds no weights."""
+    """A model and its sharding: pure functions of weights and microbatches. It holds no weights.
+
+    Attributes:
+      attention_kernel: "auto" or one of `models.attention.IMPLEMENTATIONS`.
+    """
+
+    attention_kernel = "auto"
 
     def __init__(
         self,
@@ -129,7 +135,7 @@ class PackedModel:
         implementation = pick_implementation(
             platform,
             self.train.dtype,
-            self.train.attention,
+            self.attention_kernel,
             softcap=self.model.attention_softcap,
             tree=tree,
         )

@@ -50,8 +50,6 @@ class TrainConfig:
     layouts with p > 1; a multiple of p, and 0 for p. With more parts the stages idle less, and
     each part is less work.
     """
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
-    """Implementation, "auto" or one of `models.attention.IMPLEMENTATIONS`."""
     load_balancing_coef: Annotated[float, coefficient()] = 0.0
     """Weight of `models.mixture.load_balancing_loss` in the loss of a mixture of experts,
     computed per microbatch.

@@ -11,7 +11,6 @@ The KL is exact, a sum over the vocabulary, and its mean is over trained tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +56,9 @@ def kl_to_itself(logprobs: jax.Array) -> jax.Array:
 class TrustRegionActor(Actor):
     """An `Actor` that takes one step of TRPO per batch instead of optimiser updates."""
 
+    # The kernels have no second derivative.
+    attention_kernel = "xla"
+
     def __init__(
         self,
         model: ModelConfig,
@@ -76,10 +78,7 @@ class TrustRegionActor(Actor):
         Raises:
           UserError: settings whose programs cannot be differentiated twice.
         """
-        if train.attention == "auto":
-            train = dataclasses.replace(train, attention="xla")
         once = {
-            f"train.attention {train.attention!r}; set it to 'xla'": train.attention != "xla",
             f"train.matmuls {train.matmuls!r}; set it to 'full'": train.matmuls != "full",
             f"a mixture of {model.num_experts} experts; take a dense model": model.num_experts > 0,
         }

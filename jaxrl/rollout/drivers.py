@@ -39,7 +39,7 @@ class Driver:
     package: str = ""
 
 
-PARTIAL, ENVIRONMENT = "rollout.partial", "rollout.environment"
+PARTIAL, ENVIRONMENT = "rollout.max_staleness", "rollout.environment"
 PAGED = "rollout.cache='paged'"
 SPECULATE = "rollout.speculate"
 SEVERAL_PROCESSES = "hosts.num_processes above 1"

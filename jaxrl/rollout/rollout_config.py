@@ -19,8 +19,6 @@ from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.environment import TokenizerLike, environment_of
 from jaxrl.rollout.sampling import (
-    MIN_P,
-    REPETITION_PENALTY,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -63,11 +61,10 @@ class RolloutConfig(EngineSettings):
     """Divisor of the logits, in sampling and in training."""
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    min_p: Annotated[float, MIN_P] = 0.0
     min_response_tokens: Annotated[int, token_count(0)] = 0
-    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
-    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`.
-    `algorithm.truncated_logprobs` says what training makes of the first three.
+    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`. With the
+    first two, log-probabilities are those among the tokens that these keep, in the sampler and in
+    training. So the policy that is trained is the one that sampled.
     """
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...] = ()
     """Token ids that end a response, in addition to the tokenizer's own."""
@@ -78,19 +75,16 @@ class RolloutConfig(EngineSettings):
     "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and
     returns token ids to append, or None to end the sample. "" means no environment.
     """
-    partial: bool = False
-    """Keep all slots busy. Prompts are drawn as slots fall free, a step ends as soon as its
-    buffer of groups is full, and unfinished samples continue in the next step. At most as many
-    samples as a generation batch has are decoded at the same time. If the role "rollout" has a
-    pool of its own, sampling goes on while the step learns.
-    """
-    max_staleness: Annotated[int, between(1, 1000)] = 8
-    """With `partial`, maximum number of steps between the weights that sampled a token and the
-    step that trains on it. An unfinished group with older tokens is dropped. For 0 turn
-    `partial` off.
+    max_staleness: Annotated[int, between(0, 1000)] = 0
+    """Maximum number of steps between the weights that sampled a token and the step that trains
+    on it. With 0 every step samples its groups to their end. Above 0 all slots are kept busy
+    (partial rollout): prompts are drawn as slots fall free, a step ends as soon as its buffer of
+    groups is full, and unfinished samples continue in the next step; a group with older tokens
+    is dropped. At most as many samples as a generation batch has are decoded at the same time.
+    If the role "rollout" has a pool of its own, sampling goes on while the step learns.
     """
     schedule: Annotated[str, PATH] = ""
-    """Folder of a run with `partial` and a pool of its own for sampling; this run repeats its
+    """Folder of a run with `max_staleness` and a pool of its own for sampling; this run repeats its
     recorded schedule. It must have the same settings, and gets the same samples and metrics. ""
     goes by the clock.
     """
@@ -123,8 +117,13 @@ class RolloutConfig(EngineSettings):
         return self.generation_prompts if dynamic_sampling else self.num_prompts
 
     @property
+    def partial(self) -> bool:
+        """Whether samples may stay unfinished at the end of a step."""
+        return self.max_staleness > 0
+
+    @property
     def keeps_some(self) -> bool:
-        """Whether top-k, top-p or min-p drops tokens."""
+        """Whether top-k or top-p drops tokens."""
         return bool(self.truncation().keeps_some)
 
     def truncation(self, *, renormalized: bool = False) -> Truncation:
@@ -132,9 +131,8 @@ class RolloutConfig(EngineSettings):
         return truncation_of(
             top_k=self.top_k,
             top_p=self.top_p,
-            min_p=self.min_p,
+            min_p=0.0,
             min_tokens=self.min_response_tokens,
-            repetition_penalty=self.repetition_penalty,
             renormalized=renormalized,
         )
 
@@ -171,28 +169,28 @@ class RolloutConfig(EngineSettings):
         """
         if self.partial and not dynamic_sampling and not runs_free:
             raise UserError(
-                f"rollout.partial ends a step when it has enough groups, and dataflow {dataflow!r} takes "
-                "what it gets; use dataflow dapo, give the role rollout a pool of its own in `placement`, or "
-                "set rollout.partial=False"
+                f"rollout.max_staleness ends a step when it has enough groups, and dataflow {dataflow!r} "
+                "takes what it gets; use dataflow dapo, give the role rollout a pool of its own in "
+                "`placement`, or set rollout.max_staleness=0"
             )
         if self.schedule and not runs_free:
             raise UserError(
                 f"rollout.schedule {self.schedule!r} repeats a run that samples while it learns, and this "
-                "run does not; leave rollout.schedule out, or set rollout.partial and give the role rollout "
-                "a pool of its own in `placement`"
+                "run does not; leave rollout.schedule out, or set rollout.max_staleness and give the role "
+                "rollout a pool of its own in `placement`"
             )
 
     def check_runs_free(self, num_processes: int) -> None:
         """Raises UserError if sampling cannot go on while a step learns."""
         if num_processes > 1:
             raise UserError(
-                "rollout.partial with a pool of its own for the role rollout goes by the clock of one "
+                "rollout.max_staleness with a pool of its own for the role rollout goes by the clock of one "
                 f"process, and this run has {num_processes}; use hosts.num_processes=1, or put rollout into "
                 "the pool of the actor"
             )
         if self.driver != "offline":
             raise UserError(
-                "rollout.partial with a pool of its own for the role rollout keeps samples in their slots "
-                f"while the weights change, which rollout.driver {self.driver!r} cannot; use "
+                "rollout.max_staleness with a pool of its own for the role rollout keeps samples in their "
+                f"slots while the weights change, which rollout.driver {self.driver!r} cannot; use "
                 "rollout.driver='offline'"
             )

@@ -31,10 +31,6 @@ class EngineSettings:
     """Maximum number of samples decoded at the same time."""
     prefill_prompts: Annotated[int, count(1)] = 32
     """Number of prompts per prefill."""
-    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
-    """Maximum number of prompt tokens per prefill program; longer prompts are prefilled in
-    chunks. 0 prefills each prompt at once.
-    """
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 16
     """Number of tokens decoded before the host checks the slots again."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -45,10 +41,6 @@ class EngineSettings:
     """
     kv_dtype: Literal["", "float32", "bfloat16", "int8"] = ""
     """Data type of the KV cache; "" means `dtype`. int8 has a scale per token and head."""
-    decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
-    """Kernel for attention to the cache, "auto" or one of
-    `models.kernels.paged_attention.IMPLEMENTATIONS`.
-    """
     cache: Literal["contiguous", "paged"] = "contiguous"
     """"contiguous" gives every slot room for the longest sequence. "paged" gives it pages as
     its sequence grows, so that more samples fit into the same memory.
@@ -115,6 +107,14 @@ class EngineConfig(EngineSettings):
     """Maximum number of tokens of a prompt and its response together; 0 means T + R."""
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
     """Attention of prefill, "auto" or one of `models.attention.IMPLEMENTATIONS`."""
+    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
+    """Maximum number of prompt tokens per prefill program; longer prompts are prefilled in
+    chunks. 0 prefills each prompt at once.
+    """
+    decode_attention: Literal["auto", "xla", "paged_tpu", "paged_gpu"] = "auto"
+    """Kernel for attention to the cache, "auto" or one of
+    `models.kernels.paged_attention.IMPLEMENTATIONS`.
+    """
     smallest_bucket: Annotated[int, count(1)] | Literal["auto"] = "auto"
     """Smallest number of slots that a decode program is compiled for. A larger value compiles
     fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if

@@ -28,6 +28,9 @@ from jaxrl.types import PackedBatch, Scored
 
 logger = logging.getLogger(__name__)
 
+# Prompts of a step whose samples are kept. A person reads no more, and each has all of its samples.
+_MOST_PROMPTS = 8
+
 
 class KeptRollouts:
     """Keeps the samples of the steps that the config selects; the first process writes them."""
@@ -56,7 +59,6 @@ class KeptRollouts:
         """
         self._timer = timer
         self._terms = tuple(terms)
-        self._most_prompts = config.rollouts_prompts or None
         self._has_old_logprob = has_old_logprob
         self._stop_ids = frozenset(stop_ids)
         self._token_strings = TokenStrings(tokenizer)
@@ -88,7 +90,7 @@ class KeptRollouts:
         """Writes the samples of a step that found too few groups; returns the path."""
         step = self._timer.step + 1
         if hosts.is_first():
-            kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
+            kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
             settings: Any = {"stop_ids": self._stop_ids, "terms": self._terms, "step": step}
             self._files.write(step, lambda: sample_rows(kept, self._token_strings, **settings))
         return self._folder.step(step)
@@ -97,7 +99,7 @@ class KeptRollouts:
         self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None
     ) -> Iterator[dict[str, Any]]:
         # Rows of the first prompts. Runs in the background while training continues.
-        kept = scored.take(range(len(scored.completions.prompts))[: self._most_prompts])
+        kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
         of_response = None
         if old_logprob is not None:
             lengths = kept.completions.lengths_B.tolist()

@@ -56,15 +56,13 @@ class RunConfig:
     the recipe's name by default.
     """
     rollouts_every: Annotated[int, steps(0)] = 10
-    """Number of steps between saved samples (`jaxrl browse` shows them). Samples of the first
-    step are saved too. 0 saves none.
+    """Number of steps between saved samples (`jaxrl browse` shows them): those of 8 prompts.
+    Samples of the first step are saved too. 0 saves none.
     """
     stop_within_s: Annotated[float, at_least(0.1, at_most=86_400)] = 20.0
     """Seconds between SIGTERM or Ctrl-C and the end of the run; a step that takes longer is
     abandoned. A checkpoint that is being saved at that time is completed first.
     """
-    rollouts_prompts: Annotated[int, count(0)] = 8
-    """Number of prompts per saved step, each with all of its samples; 0 saves all."""
 
     def __post_init__(self):
         names = [split_logger(entry)[0] for entry in self.loggers]

@@ -55,7 +55,6 @@ def algorithm_of(config: Config) -> Algorithm:
     flow, roles = find_dataflow(settings.dataflow), roles_of(config)
     _check_pools(config, roles)
     _check_sampling(config, flow)
-    config.data.curriculum.check_rewards(config.reward.grader_weight)
     pairs = config.preference
     if pairs.loss:
         pair_loss = lookup(PREFERENCE_LOSSES, pairs.loss, "preference.loss")

@@ -122,7 +122,7 @@ def build_context(
     problems = found.problems.read(truths) if named else Problems()
     tokenizer = found.tokenizer
     if tokenizer is None:
-        size = config.tokenizer.vocab_size
+        size = config.model.vocab_size
         tokenizer = tokenizer_from(problems, found.demonstrations, config.data, vocab_size=size)
     models = role_models(config, algorithm.roles if kind.rewards else ("actor",))
     _check_tokens(config, tokenizer, models)
@@ -171,7 +171,7 @@ def supervised_stream(
         examples_per_batch=examples_per_batch,
         seed=config.seed,
         max_tokens=max_tokens,
-        prompt_format=config.data.format_of(config.data.train),
+        prompt_format=config.data.format_of(),
         formats=run.problems.formats(config.data),
     )
 
@@ -182,20 +182,20 @@ def preference_stream(
     """An endless stream of preference pairs."""
     config = run.config
     options = config.preference
-    path = options.evaluation_path if evaluation else options.path
-    if path:
-        preferences = run.pairs[path]
+    file = options.evaluation_path if evaluation else options.path
+    if file in run.pairs:
+        preferences = run.pairs[file]
     else:
         problems = run.problems
         records = problems.evaluation_records if evaluation else problems.train_records
-        preferences = load_function(options.pair_generator, "preference.pair_generator")(records)
+        preferences = load_function(options.path, "preference.path")(records)
     return PreferenceStream(
         preferences,
         run.tokenizer,
         pairs_per_batch=pairs_per_batch,
         seed=config.seed,
         max_tokens=config.row_tokens // 2,
-        prompt_format=config.data.format_of(config.data.train),
+        prompt_format=config.data.format_of(),
         formats=run.problems.formats(config.data),
     )
 

@@ -184,18 +184,13 @@ def _demonstrations(config: Config) -> tuple[Demonstration, ...]:
 
 def _pairs(config: Config, faults: Faults) -> dict[str, Any]:
     options, found = config.preference, {}
-    if not options.path:
-        name, function = "preference.pair_generator", options.pair_generator
-        faults(name, lambda: load_function(function, name, takes=["records"]))
     files = {"path": options.path, "evaluation_path": options.evaluation_path}
+    if options.makes_pairs:
+        function, name = files.pop("path"), "preference.path"
+        faults(name, lambda: load_function(function, name, takes=["records"]))
     for name, path in files.items():
         if path:
-            read = functools.partial(
-                read_preferences,
-                path,
-                source=path,
-                harm_fields=options.harm_fields or None,  # pyright: ignore[reportArgumentType]
-            )
+            read = functools.partial(read_preferences, path, source=path)
             found[path] = faults(f"preference.{name}", read)
     return found
 

@@ -235,7 +235,7 @@ def _open_loop(run: RunContext, stop: StopSignal):
 def _evaluates(run: RunContext) -> bool:
     """Whether there are pairs to measure the accuracy on."""
     options = run.config.preference
-    return bool(options.evaluation_path if options.path else run.problems.evaluation)
+    return bool(options.evaluation_path or (options.makes_pairs and run.problems.evaluation))
 
 
 def _save(learner: RewardModelLearner, run: RunContext) -> None:

@@ -109,7 +109,7 @@ def train_dpo(
 
 def is_settled(config: Config) -> bool:
     """Whether no setting is open ("auto"); only such a config can run."""
-    return config.mesh.layout != "auto" and config.rollout.slots != "auto"
+    return not config.mesh.searched and config.rollout.slots != "auto"
 
 
 @contextlib.contextmanager

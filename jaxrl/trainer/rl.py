@@ -11,8 +11,9 @@ One step on one pool of devices. Each line begins when the line that it waits fo
     update         U updates                                    waits for adv; metrics wait for update
       saving         checkpoint, rollouts, logs                 beside the next step
 
-With `rollout.partial` and a pool of its own for the role "rollout" the sampler goes on while a step learns,
-with the newest weights that arrived; `gen` is then the wait for enough groups (`dataflows.free_running`).
+With `rollout.max_staleness` and a pool of its own for the role "rollout" the sampler goes on while a step
+learns, with the newest weights that arrived; `gen` is then the wait for enough groups
+(`dataflows.free_running`).
 
 `begin` gives the roles their weights; `record` returns the state of a resumable run. `run_rewards` builds the
 rewards, `run_step` the sampler and the step.

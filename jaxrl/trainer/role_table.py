@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.batch_shapes import (
@@ -25,7 +24,7 @@ from jaxrl.config.batch_shapes import (
 )
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl.dataflows.distill import OwnRows, TeacherPhase
+from jaxrl.dataflows.distill import TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase
 from jaxrl.dataflows.preparation import ReferencePhase
 from jaxrl.dataflows.rewarding import (
@@ -48,7 +47,6 @@ from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic, RewardModel
-from jaxrl.roles.teacher import TeacherPrompts
 from jaxrl.rollout.drivers import build_backend
 
 
@@ -77,13 +75,11 @@ class PhaseParts:
       config: config of the run.
       actor: actor of the run.
       timer: timer of the step.
-      encode: function that turns a text into token ids, by the policy's tokenizer.
     """
 
     config: Config
     actor: Actor
     timer: StepTimer
-    encode: Callable[[str], np.ndarray]
 
 
 class RoleKind:
@@ -248,7 +244,7 @@ class RewardKind(ScoreKind):
 
     def reward(self, role: RewardModel, config: Config) -> RewardTerm:
         """Its score."""
-        return ModelReward("model", config.reward.model_weight, self.scores(config, role))
+        return ModelReward("model", 1.0, self.scores(config, role))
 
 
 class CostKind(ScoreKind):
@@ -327,7 +323,7 @@ class JudgeKind(RoleKind):
             role,
             JudgeTemplate(options.template, options.max_response_chars, role.special_texts),
             score_parser(low=0.0, high=10.0),
-            options.failed_score,
+            0.0,  # the lowest score: nothing is gained by a verdict without one
         )
 
 
@@ -346,21 +342,7 @@ class TeacherKind(RoleKind):
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
         """Log-probabilities of the student's tokens."""
         del name
-        if role is None:
-            return None
-        config, own = parts.config, None
-        if config.teacher.changes_prompts:
-            if config.algorithm.kl.is_full:
-                raise UserError(
-                    f"teacher.template {config.teacher.template!r} gives the teacher rows of its own, and "
-                    "algorithm.kl.loss_estimate 'full' compares both models row by row; set "
-                    "algorithm.kl.loss_coef to 0, or teacher.template to '{prompt}'"
-                )
-            longest = config.longest_sequence + config.teacher.max_extra_tokens
-            sequences = config.rollout.num_prompts * config.rollout.num_samples
-            shape = row_limits(config, longest=longest).shape(sequences, minibatches=1)
-            own = OwnRows(TeacherPrompts(config.teacher, parts.encode), shape)
-        return TeacherPhase(role, parts.actor, parts.timer, own)
+        return role and TeacherPhase(role, parts.actor, parts.timer)
 
 
 ROLES: Mapping[str, RoleKind] = {

@@ -37,7 +37,6 @@ def graders_of(config: Config, sources: Mapping[str, SourceConfig] | None = None
     return Graders(
         (reward.grader, reward.grader_options),
         _choices_of(sources or {}),
-        workers=reward.grader_workers,
         cpu_seconds=reward.grader_timeout_s,
         code_sandbox=reward.code_sandbox,
         needs_truths=needs_truths(config),
@@ -70,11 +69,7 @@ def truth_faults(default: GraderChoice, settings: Mapping[str, SourceConfig]) ->
 
 def _choices_of(sources: Mapping[str, SourceConfig]) -> dict[str, GraderChoice]:
     """The graders of the data sets that set their own."""
-    return {
-        name: (source.grader, source.grader_options)
-        for name, source in sources.items()
-        if source.grader
-    }
+    return {name: (source.grader, {}) for name, source in sources.items() if source.grader}
 
 
 def reward_functions(config: Config, timer: StepTimer) -> UserRewards:
@@ -82,7 +77,6 @@ def reward_functions(config: Config, timer: StepTimer) -> UserRewards:
     paths = [function["path"] for function in config.reward.functions.values()]
     return UserRewards(
         paths if hosts.is_first() else [],
-        timeout_s=config.reward.functions_timeout_s,
         interrupted=lambda: timer.stop_pending,
     )
 

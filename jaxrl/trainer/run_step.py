@@ -11,7 +11,6 @@ from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import solutions_of
-from jaxrl.data.pass_rates import Curriculum
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import (
     DynamicSampling,
@@ -21,10 +20,10 @@ from jaxrl.dataflows.dynamic_sampling import (
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
-from jaxrl.dataflows.preparation import Advantages, EntropyCoefficient, KlCoefficient, Packer
+from jaxrl.dataflows.preparation import Advantages, KlCoefficient, Packer
 from jaxrl.dataflows.rewarding import MULTIPLIER_LR, Multiplier, Rewards
 from jaxrl.dataflows.samplers import (
-    CurriculumSampling,
+    CountedSampling,
     Generation,
     GreedySampling,
     PartialSampling,
@@ -47,7 +46,7 @@ from jaxrl.trainer.roles import Roles
 class RunSampling:
     """The sampler of a run's steps, with the prompts that it draws.
 
-        PromptStream --> Sampling, or partial, or free running --> CurriculumSampling --> DynamicSampling
+        PromptStream --> Sampling, or partial, or free running --> CountedSampling --> DynamicSampling
 
     Attributes:
       prompts: training prompts in an endless order.
@@ -68,14 +67,12 @@ class RunSampling:
         """Args: the run, its actor, timer and rewards, and the schedule to repeat (`recorded_schedule`)."""
         config, options, flow = run.config, run.config.rollout, run.algorithm.dataflow
         per_batch = options.prompts_per_batch(dynamic_sampling=flow.dynamic_sampling)
-        by_rates = config.data.curriculum.by != "off"
         self.prompts = PromptStream(
             run.train_prompts,
             weights=[source.settings.weight for source in run.problems.train],
             # Partial rollout draws prompts one at a time, as slots fall free.
             prompts_per_batch=1 if options.partial else per_batch,
             seed=config.seed,
-            curriculum=Curriculum(options.num_samples) if by_rates else None,
         )
         self.generation = Generation(actor, run.sampling, timer)
         self._schedule_file = ScheduleFile(config.run_folder.rl.schedule)
@@ -92,7 +89,7 @@ class RunSampling:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
             groups = Sampling(self.generation, rewards)
-        self.sampler: Sampler = CurriculumSampling(groups, self.prompts)
+        self.sampler: Sampler = CountedSampling(groups, self.prompts)
         if flow.dynamic_sampling:
             by_correctness = options.keep_groups == "correctness"
             self.sampler = DynamicSampling(
@@ -126,34 +123,26 @@ class StepState:
     Attributes:
       kl: coefficient of the KL penalty in the reward.
       multiplier: Lagrange multiplier of costs.
-      entropy: coefficient of the entropy bonus; None for a constant one.
       pretraining: supervised examples of the auxiliary (ptx) loss; None without `cost.pretrain_coef`.
     """
 
     kl: KlCoefficient
     multiplier: Multiplier
-    entropy: EntropyCoefficient | None
     pretraining: Pretraining | None
 
     @staticmethod
     def of(run: RunContext) -> StepState:
         """The state before the first step."""
-        algorithm, cost = run.config.algorithm, run.config.cost
-        kl, entropy = algorithm.kl, None
-        if algorithm.entropy_target:
-            entropy = EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
+        kl, cost = run.config.algorithm.kl, run.config.cost
         return StepState(
             KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon),
-            Multiplier(cost.multiplier, limit=cost.limit, learning_rate=MULTIPLIER_LR),
-            entropy,
+            Multiplier(1.0, limit=cost.limit, learning_rate=MULTIPLIER_LR),
             _pretraining(run) if cost.pretrain_coef else None,
         )
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
         record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
-        if self.entropy is not None:
-            record["entropy"] = (self.entropy.value, self.entropy.entropy)
         if self.pretraining is None:
             return record
         return record | {"pretraining": self.pretraining.stream.state()}
@@ -161,8 +150,6 @@ class StepState:
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continues from the result of `record`."""
         self.kl.value, self.multiplier.value = record["kl_coef"], record["multiplier"]
-        if self.entropy is not None:
-            self.entropy.value, self.entropy.entropy = record["entropy"]
         if self.pretraining is not None:
             self.pretraining.stream.restore(record["pretraining"])
 
@@ -185,7 +172,7 @@ def build_step(
       look: called with the experience of every step.
     """
     config, algorithm = run.config, run.algorithm
-    parts = PhaseParts(config, roles.actor, timer, run.tokenizer.encode)
+    parts = PhaseParts(config, roles.actor, timer)
     phases = {
         name: kind.phase(name, roles.others.get(name), parts)
         for name, kind in ROLES.items()
@@ -200,7 +187,6 @@ def build_step(
         fill_minibatches=config.train.fill_minibatches,
         share_prompts=config.train.share_prompts,
         equal_last=algorithm.objective.needs_advantage,
-        top_entropy=config.algorithm.top_entropy_quantile,
         epochs=config.algorithm.epochs,
     )
     balances = run.model.num_experts and config.train.load_balancing_coef
@@ -218,7 +204,6 @@ def build_step(
         # Without advantages no other term of the loss has a gradient.
         needs_signal=algorithm.objective.needs_advantage
         and not (balances or state.pretraining is not None),
-        entropy=state.entropy,
         sampling=run.sampling,
         look=look,
         meanwhile=sampling.meanwhile,

@@ -151,16 +151,6 @@ def test_the_adaptive_controller_moves_by_a_fifth_of_the_share_of_the_horizon_at
     np.testing.assert_allclose(after(-9.0), 0.5 * 0.98, rtol=1e-6)
 
 
-def test_the_entropy_bonus_rises_to_the_target_and_stays_between_0_and_1():
-    def after(coef, entropy):
-        found = controllers.entropy_coef(jnp.float32(coef), jnp.float32(entropy), target=0.2)
-        return float(found)
-
-    assert after(0.01, 0.1) == after(0.01, 0.2) == pytest.approx(0.015)
-    assert after(0.01, 0.21) == pytest.approx(0.005)
-    assert after(0.002, 0.9) == 0 and after(0.999, 0.0) == 1
-
-
 def test_the_multiplier_rises_over_the_limit_and_stays_positive():
     def after(excess):
         return controllers.raised_multiplier(

@@ -15,11 +15,11 @@ from jaxrl.config.schema import Config
 
 def get_config():
     config = to_config_dict(Config())
-    config.data.sources.sums = {"path": "sums.jsonl", "weight": 1.0, "template": "Sum: {prompt}"}
+    config.data.sources.sums = {"path": "sums.jsonl", "weight": 1.0}
     config.data.sources.products = {"path": "products.jsonl", "weight": 3.0}
     config.data.evaluation.path = "test.jsonl"
     config.data.max_prompt_tokens = 16
-    config.data.answer_prefix = " So"
+    config.data.template = "Sum: {prompt}"
     return config
 """
 
@@ -70,17 +70,14 @@ def test_a_recipe_is_shown_without_training(capsys):
     assert "1 longer than data.max_prompt_tokens, left out" in card
     assert "products.jsonl (JSONL, layout GSM8K)\n  3 rows, 3 prompts, 75.0% of" in card
     assert "data.evaluation: test.jsonl" in card
-    assert "Sum: 0 + 0 So\n[" in shown and "answer '0'  extra {\"level\": 0}" in shown
-    assert "\n0 * 1 So\n[" in shown and "\n4 + 4 So\n[" in shown
+    assert "Sum: 0 + 0\n[" in shown and "answer '0'  extra {\"level\": 0}" in shown
+    assert "\nSum: 0 * 1\n[" in shown and "\nSum: 4 + 4\n[" in shown
     assert not pathlib.Path("runs").exists()
 
 
 def test_overrides_change_a_recipe(capsys):
     assert data("--config=recipe.py", "--config.data.sources.sums.size", "2") == 0
     assert "2 rows, 2 prompts" in capsys.readouterr().out
-    assert data("--config=recipe.py", "--config.data.bad_rows=error") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: sums.jsonl:7: field 'answer'") and error.count("\n") == 1
 
 
 def test_files_are_shown_as_text_or_as_the_model_reads_them(capsys, folder):
@@ -124,12 +121,13 @@ def test_what_is_converted_is_read_without_a_setting(capsys, suffix):
     assert f"10 problems written to out.{suffix}" in capsys.readouterr().out
     (given, more), again = (
         [read_source(SourceConfig(path=f"{n}.jsonl"), "x") for n in ("sums", "products")],
-        read_source(SourceConfig(path=f"out.{suffix}"), "x", refuse_bad_rows=True),
+        read_source(SourceConfig(path=f"out.{suffix}"), "x"),
     )
 
     def told(records):
         return [(r.prompt, r.answer, r.solution, r.source) for r in records]
 
+    assert not again.dropped
     assert told(again.records) == told([*given.records, *more.records])
     assert again.records[1].extra["level"] == 1
     assert data("sums.jsonl", "--to", f"out.{suffix}") == 2

@@ -130,7 +130,7 @@ def test_grpo_on_gsm8k(tmp_path, monkeypatch):
         "algorithm.kl.loss_coef": 0.001,
         "algorithm.kl.loss_estimate": "k3",
         "algorithm.correction.weights": "token",
-        "algorithm.correction.highest": 2.0,
+        "algorithm.correction.bounds": (0.0, 2.0),
         "algorithm.correction.reject.token_ratio": (0.25, 2.0),
         "optim.lr": 3e-6,
         "optim.weight_decay": 0.01,
@@ -267,12 +267,8 @@ def test_what_is_read_and_not_imported_is_named(setting, value, remark):
 def test_a_recipe_with_limits_of_sampling_says_what_verl_trains(tmp_path, setting, limits):
     source = tmp_path / "run.yaml"
     source.write_text(f"actor_rollout_ref: {{rollout: {{{setting}}}}}\n")
-    settings, text = imported(tmp_path, source)
-    text = text.replace("\n# ", " ")
-    told = "verl trains on log-probabilities of the whole vocabulary; set "
-    assert (f"{told}algorithm.truncated_logprobs = False for that." in text) == limits
-    # Our default stays: the policy that sampled is trained.
-    assert settings["algorithm.truncated_logprobs"]
+    text = imported(tmp_path, source)[1].replace("\n# ", " ")
+    assert ("jaxrl on those of the tokens that these keep." in text) == limits
 
 
 def test_megatron_settings_are_a_megatron_layout():
@@ -408,8 +404,7 @@ def test_rules_of_the_correction_are_converted():
     settings = {line.setting: line.value for line in found.lines}
     expected = {
         "algorithm.correction.weights": "sequence",
-        "algorithm.correction.lowest": 0.5,
-        "algorithm.correction.highest": 5.0,
+        "algorithm.correction.bounds": (0.5, 5.0),
         "algorithm.correction.reject.token_ratio": (0.5, 2.0),
         "algorithm.correction.reject.seq_mean_k3": 0.01,
     }

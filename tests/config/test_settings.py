@@ -93,16 +93,13 @@ RELATIVE = "weights are relative to each other"
 # What is accepted of the numbers above, and why. Nothing accepts NaN, 10^12 or what float32 cannot hold.
 MEANT = {
     "inf": {"algorithm.loss_options.dual_clip": NO_LIMIT, "critic.clip": NO_LIMIT}
-    | {"algorithm.correction.highest": NO_LIMIT}
     | {"optim.grad_clip": NO_LIMIT},
     "-1": dict.fromkeys(
         (
             "cost.limit",
             "reward.functions.brevity.weight",
             "reward.grader_weight",
-            "reward.judge.failed_score",
             "reward.judge.weight",
-            "reward.model_weight",
         ),
         SIGNED,
     ),
@@ -122,12 +119,8 @@ MEANT = {
     )
     | dict.fromkeys(
         (
-            "evaluation.top_k",
-            "rollout.prefill_chunk_tokens",
             "rollout.top_k",
             "run.keep_checkpoints",
-            "run.rollouts_prompts",
-            "teacher.max_extra_tokens",
             "train.logprob_chunk_tokens",
         ),
         ALL,
@@ -150,7 +143,6 @@ MEANT = {
             "reward.judge.max_verdict_tokens",
             "reward.judge.slots",  # where a judge is loaded, its memory is counted from its own shape
             "seed",
-            "tokenizer.vocab_size",
         ),
         LARGE,
     )
@@ -178,9 +170,7 @@ MEANT = {
     "2^31": dict.fromkeys(("model.rope_local_theta", "model.rope_theta"), LARGE),
     "0": dict.fromkeys(
         (
-            "algorithm.correction.lowest",
             "algorithm.entropy_coef",
-            "algorithm.entropy_target",
             "algorithm.kl.loss_coef",
             "algorithm.kl.reward_coef",
             "algorithm.kl.target",
@@ -193,7 +183,6 @@ MEANT = {
             "data.evaluation.seed",
             "data.train.seed",
             "evaluation.temperature",
-            "evaluation.top_k",
             "hosts.process_id",
             "mesh.simulated_devices",
             "model.attention_softcap",
@@ -209,21 +198,15 @@ MEANT = {
             "preference.options.center_coef",
             "reward.functions.brevity.weight",
             "reward.grader_weight",
-            "reward.grader_workers",
-            "reward.judge.failed_score",
             "reward.judge.weight",
-            "reward.model_weight",
             "reward.overlong_buffer_tokens",
             "reward.overlong_penalty",
             "rollout.cache_tokens",
             "rollout.max_generation_batches",
-            "rollout.min_p",
             "rollout.min_response_tokens",
-            "rollout.prefill_chunk_tokens",
             "rollout.speculate",
             "rollout.top_k",
             "run.rollouts_every",
-            "run.rollouts_prompts",
             "seed",
             "train.load_balancing_coef",
             "train.pipeline_microbatches",
@@ -238,8 +221,6 @@ MEANT = {
         f"{stage}optim.{name}": OFF
         for stage in STAGES
         for name in (
-            "beta1",
-            "beta2",
             "lr",
             "lr_decay_steps",
             "lr_final",
@@ -255,11 +236,10 @@ PATHS = {
     "data.evaluation.path",
     "data.train.path",
     "preference.path",
-    "preference.pair_generator",
     "data.evaluation.grader",
     "data.train.grader",
     "reward.grader",
-    "mesh.hardware",
+    "mesh.layout",
     "reward.functions.brevity.path",
     "reward.judge.model",
     "reward.model",
@@ -271,17 +251,13 @@ PATHS = {
     "weights",
 }
 # What a model reads.
-PROSE = {"data.system_prompt", "data.answer_prefix"}
+PROSE = {"data.system_prompt"}
 # Names of the user's own. What they name is looked up before training.
 NAMES = {
     "name",
     "sft.run",
     "preference.path",
-} | {
-    f"data.{split}.{name}"
-    for split in ("train", "evaluation")
-    for name in ("source", "task", "prompt_field", "answer_field", "solution_field")
-}
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("source",)}
 # "" is none, or the program's choice.
 NONE_BY_EMPTY = {
     "adapter",
@@ -292,11 +268,7 @@ NONE_BY_EMPTY = {
     "rollout.kv_dtype",
     "rollout.schedule",
     "rollout.weights_dtype",
-} | {
-    f"data.{split}.{name}"
-    for split in ("train", "evaluation")
-    for name in ("task", "grader", "template")
-}
+} | {f"data.{split}.{name}" for split in ("train", "evaluation") for name in ("grader",)}
 
 
 def recipe() -> ml_config_dict.ConfigDict:
@@ -412,7 +384,7 @@ OPEN_TABLES = (
     "data.train.options",
     "data.evaluation.options",
 )
-EMPTY_TUPLES = ("preference.harm_fields", "rollout.stop_ids", "rollout.stop_strings", "run.loggers")
+EMPTY_TUPLES = ("rollout.stop_ids", "rollout.stop_strings", "run.loggers")
 # Numbers that are 1 or more, or need another setting before they can be more than 0.
 NOT_HALF = {
     "algorithm.kl.horizon",
@@ -552,7 +524,7 @@ def _only(function, name: str):
     ("setting", "value", "message"),
     [
         ("rollout.min_response_tokens", 100_000, "leaves no room below max_response_tokens 48"),
-        ("algorithm.correction.lowest", 3.0, "0 <= lowest < highest"),
+        ("algorithm.correction.bounds", (3.0, 2.0), "write the lower one first"),
         ("model.rope_scaling.high_freq_factor", 1.0, "not above low_freq_factor"),
         ("model.lora.targets", ("q", "qq"), "model.lora.targets[1] 'qq' is not one of q, k, v"),
         ("algorithm.loss_options.clip_low", "wide", "option clip_low = 'wide': expected a n"),

@@ -47,8 +47,8 @@ def test_the_command_line_changes_and_adds_sources(recipe):
         recipe,
         sources__gsm8k__weight="2",
         sources__new__path="new.jsonl",
-        sources__new__chat="true",
-        sources__math__solution_field="none",
+        sources__new__size="9",
+        sources__math__fields__prompt="question.text",
         train__path="first.jsonl",
     )
     assert list(data.training_sources) == [
@@ -58,7 +58,8 @@ def test_the_command_line_changes_and_adds_sources(recipe):
         "data.sources.new",
     ]
     assert data.sources["gsm8k"] == SourceConfig(path="gsm8k.jsonl", weight=2.0)
-    assert data.sources["new"] == SourceConfig(path="new.jsonl", chat=True)
+    assert data.sources["new"] == SourceConfig(path="new.jsonl", size=9)
+    assert data.sources["math"].fields == {"prompt": "question.text"}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_the_command_line_changes_and_adds_sources(recipe):
         ),
         ("sources__new__weight", "x", r"data\.sources\.new\.weight = .x.: expected a number"),
         ("sources__new__weight", "0", r"data\.sources\.new\.weight 0 is not positive"),
-        ("sources__new__template", "no place", "has no {prompt}"),
+        ("sources__new__fields__truth", "a", r"fields\.truth is not one of prompt, answer"),
     ],
 )
 def test_a_slip_in_a_source_is_one_line(recipe, name, text, message):
@@ -84,11 +85,3 @@ def test_variables_that_the_program_sets_are_refused():
         DataConfig(chat_options={"messages": []})
     with pytest.raises(ValueError, match=r"chat_options\.self is set by the program"):
         DataConfig(chat_options={"self": 1})
-
-
-def test_a_source_may_have_a_format_of_its_own():
-    data = DataConfig(template="<{prompt}>", chat=True, answer_prefix="So", system_prompt="S")
-    own = SourceConfig(template="[{prompt}]", chat=False)
-    assert data.format_of(SourceConfig()).fill("1") == "<1>"
-    assert (data.format_of(own).fill("1"), data.format_of(own).chat) == ("[1]", False)
-    assert data.format_of(own).answer_prefix == "So"

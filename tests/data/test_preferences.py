@@ -58,8 +58,9 @@ def test_rows_with_texts(tmp_path):
 
 
 def test_margins_and_harms_have_fields_with_names(tmp_path):
-    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1, "a": False, "b": None}
-    pairs = read(tmp_path, row, harm_fields=("a", "b"))
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 1}
+    row |= {"chosen_harms": False, "rejected_harms": None}
+    pairs = read(tmp_path, row)
     assert pairs == (Preference("1+1=", "2", "3", "s", 1.0, -1, 0),)
 
 
@@ -138,18 +139,21 @@ MESSAGES = {
             "field 'margin' is -1; a margin must be a number of 0 or more",
         ),
         (
-            '{"prompt": "?", "chosen": "2", "rejected": "3", "h": null, "margin": NaN}',
+            '{"prompt": "?", "chosen": "2", "rejected": "3", "chosen_harms": null, "margin": NaN}',
             "field 'margin' is NaN",
         ),
         ({**MESSAGES, "margin": True}, "field 'margin' is true"),
-        ({**MESSAGES, "h": "yes"}, "field 'h' is \"yes\"; whether an answer does harm"),
+        (
+            {**MESSAGES, "chosen_harms": "yes"},
+            "field 'chosen_harms' is \"yes\"; whether an answer does harm",
+        ),
     ],
 )
 def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, message):
-    good = {"prompt": "?", "chosen": "2", "rejected": "3", "margin": 0, "h": True}
+    good = {"prompt": "?", "chosen": "2", "rejected": "3", "margin": 0, "chosen_harms": True}
     path = write(tmp_path, good, "", row)
     with pytest.raises(UserError, match=re.escape(f"{path}:3: ") + f".*{re.escape(message)}"):
-        read_preferences(path, source="s", harm_fields=("h", "h"))
+        read_preferences(path, source="s")
 
 
 def test_a_missing_file_says_what_to_put_there(tmp_path):

@@ -42,11 +42,7 @@ def data(tmp_path, monkeypatch) -> DataConfig:
     (tmp_path / "words_test.jsonl").write_text('{"problem": "words  2", "answer": "C"}')
     return DataConfig(
         train=SourceConfig(path="sums.jsonl"),
-        sources={
-            "words": SourceConfig(
-                path="words.jsonl", grader="graders.py:upper", template="<{prompt}>", weight=3.0
-            )
-        },
+        sources={"words": SourceConfig(path="words.jsonl", grader="graders.py:upper", weight=3.0)},
         evaluation=SourceConfig(path="test.jsonl"),
         evaluations={"words": SourceConfig(path="words_test.jsonl", grader="graders.py:upper")},
     )
@@ -66,16 +62,12 @@ def test_every_truth_is_put_to_the_grader_of_its_source(data):
         "test": "",
         "words_test": "graders.py:upper",
     }
-    strict = DataConfig(**{**vars(data), "bad_rows": "error"})
-    with pytest.raises(UserError, match=r"data\.train: sums\.jsonl:3: ground truth 'yyy"):
-        read(strict)
 
 
-def test_each_source_has_its_format_and_its_share(data):
+def test_each_source_has_its_share(data):
     problems = read(data)
     encoded = encode(problems.train, data, TOKENIZER)
-    assert [e.prompts.texts for e in encoded] == [("sums 0", "sums 1"), ("<words 0>",)]
-    assert problems.formats(data)["words"].template == "<{prompt}>"
+    assert [e.prompts.texts for e in encoded] == [("sums 0", "sums 1"), ("words 0",)]
     stream = PromptStream(
         [e.prompts for e in encoded],
         weights=[source.settings.weight for source in problems.train],
@@ -106,7 +98,7 @@ def make(index, rng):
 def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tmp_path):
     (tmp_path / "made.py").write_text(MADE)
     (tmp_path / "test.jsonl").write_text('{"problem": "Made  1", "answer": "1"}')
-    sources = {"made": SourceConfig(path="made.py:make", template="[{prompt}]")}
+    sources = {"made": SourceConfig(path="made.py:make")}
     made = DataConfig(**{**vars(data), "sources": sources})
     problems = read(made)
     encoded = encode(problems.train, made, TOKENIZER)
@@ -130,7 +122,7 @@ def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tm
         seed=0,
     )
     texts = [text for _ in range(4) for text in next(stream).texts if "made" in text]
-    assert texts == [f"[made {n}]" for n in (2, 4, 5, 7, 8, 10, 11, 13)]
+    assert texts == [f"made {n}" for n in (2, 4, 5, 7, 8, 10, 11, 13)]
     with pytest.raises(
         UserError, match=r"data\.sources\.made is made without end while.*\.made\.size"
     ):
@@ -140,11 +132,6 @@ def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tm
         UserError, match=r"only problems to train on may be; set data\.evaluations\.made"
     ):
         read(evaluated)
-    strict = DataConfig(**{**vars(made), "train": SourceConfig(), "bad_rows": "error"})
-    with pytest.raises(
-        UserError, match=r"data\.sources\.made: made\.py:make index 0: ground truth"
-    ):
-        read(strict)
 
 
 def test_one_name_with_two_graders_is_refused(data):

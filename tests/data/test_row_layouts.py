@@ -24,7 +24,7 @@ def verl(content, truth="7", **fields):
 def read(tmp_path, *rows, **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return read_source(SourceConfig(path=str(path), **settings), "data.train", refuse_bad_rows=True)
+    return read_source(SourceConfig(path=str(path), **settings), "data.train")
 
 
 KNOWN = [
@@ -69,13 +69,12 @@ def test_worked_solutions_come_along(tmp_path):
 
 def test_fields_that_are_named_win(tmp_path):
     row = {"problem": "?", "answer": "#### 7", "q": {"text": "3 + 4?"}, "truth": 8}
-    settings = {"prompt_field": "q.text", "answer_field": "truth"}
-    source = read(tmp_path, row, **settings)
+    source = read(tmp_path, row, fields={"prompt": "q.text", "answer": "truth"})
     assert (source.records[0].prompt, source.records[0].answer) == ("3 + 4?", "8")
     assert "layout q.text/truth" in source.origin
     # What is named is taken as it is; the other is still recognised.
-    assert read(tmp_path, row, answer_field="answer").records[0].answer == "#### 7"
-    assert read(tmp_path, row, prompt_field="q.text").records[0].answer == "7"
+    assert read(tmp_path, row, fields={"answer": "answer"}).records[0].answer == "#### 7"
+    assert read(tmp_path, row, fields={"prompt": "q.text"}).records[0].answer == "7"
 
 
 def test_a_conversation_stays_one(tmp_path):
@@ -90,19 +89,19 @@ def test_a_conversation_stays_one(tmp_path):
 def test_a_row_of_another_layout_is_a_bad_row(tmp_path):
     gsm8k = {"question": "?", "answer": "#### 7"}
     rows = [gsm8k] * 64 + [{"question": "x?", "answer": "7"}]
-    with pytest.raises(UserError, match=r"rows.jsonl:65: the answer has no '####'"):
-        read(tmp_path, *rows)
+    *_, reason = read(tmp_path, *rows).dropped.values()
+    assert "rows.jsonl:65: the answer has no '####'" in reason.named[0]
     dapo = verl(f"{DAPO_BEFORE}3 + 4?{DAPO_AFTER}")
-    with pytest.raises(UserError, match=r"rows.jsonl:65: the prompt has not DAPO's words"):
-        read(tmp_path, *[dapo] * 64, verl("bare"))
+    *_, reason = read(tmp_path, *[dapo] * 64, verl("bare")).dropped.values()
+    assert "rows.jsonl:65: the prompt has not DAPO's words" in reason.named[0]
 
 
 @pytest.mark.parametrize(
     ("row", "lacking"),
     [
-        ({"text": "?", "meta": {"n": 1, "parts": []}}, "Set prompt_field and answer_field to"),
-        ({"problem": "?", "chosen": "a", "rejected": "b"}, "Set answer_field to"),
-        ({"answer": "7", "text": "?"}, "Set prompt_field to"),
+        ({"text": "?", "meta": {"n": 1, "parts": []}}, r"Set fields\.prompt and fields\.answer to"),
+        ({"problem": "?", "chosen": "a", "rejected": "b"}, r"Set fields\.answer to"),
+        ({"answer": "7", "text": "?"}, r"Set fields\.prompt to"),
     ],
 )
 def test_a_layout_that_is_not_known_lists_the_fields(row, lacking, tmp_path):
@@ -113,7 +112,7 @@ def test_a_layout_that_is_not_known_lists_the_fields(row, lacking, tmp_path):
 
 def test_dotted_fields_are_listed_and_a_wrong_name_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no field 'info.n'; it has .*'info.index' \(number\)"):
-        recognise([{"info": {"index": 1}}], prompt_field="info.n", what="x.jsonl")
+        recognise([{"info": {"index": 1}}], fields={"prompt": "info.n"}, what="x.jsonl")
 
 
 def test_a_dotted_name_may_be_a_field_itself():

@@ -191,13 +191,13 @@ TALK = tuple({"role": role, "content": role} for role in ("user", "assistant", "
     ("context", "settings", "text"),
     [
         ("1?", {}, "1?"),
-        ("1?", {"template": "Q: {prompt}\n", "answer_prefix": "So"}, "Q: 1?\nSo"),
+        ("1?", {"template": "Q: {prompt}\n"}, "Q: 1?\n"),
         ("1?", {"system_prompt": "Be terse."}, "Be terse.\n1?"),
         ("1?", {"chat": True, "template": "<{prompt}>"}, "user: <1?>|assistant:"),
         (
             "1?",
-            {"chat": True, "system_prompt": "Be terse.", "answer_prefix": " So"},
-            "system: Be terse.|user: 1?|assistant: So",
+            {"chat": True, "system_prompt": "Be terse."},
+            "system: Be terse.|user: 1?|assistant:",
         ),
         (
             "1?",

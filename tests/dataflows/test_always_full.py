@@ -306,5 +306,5 @@ def test_all_slots_are_busy_while_the_learner_works():
 
 
 def test_a_staleness_of_0_is_refused():
-    with pytest.raises(UserError, match=r"max_staleness.* 0 is below 1; use 1 to 1,000"):
-        RolloutConfig(partial=True, max_staleness=0)
+    with pytest.raises(UserError, match=r"max_staleness.* -1 is below 0; use 0 to 1,000"):
+        RolloutConfig(max_staleness=-1)

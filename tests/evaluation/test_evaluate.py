@@ -161,7 +161,7 @@ def test_grader_failures_are_counted(directory, problems, says, tmp_path, capfd)
     )
     says("7", "1")
     out, asked = tmp_path / "out", ["--model", directory, "--set", problems[0], "--n", 2]
-    graded = {"reward.grader": f"{own}:grade", "reward.grader_workers": 1}
+    graded = {"reward.grader": f"{own}:grade"}
     assert run_command(*asked, "--out", out, **graded) == 0
     table = {
         line.rsplit(None, 1)[0]: line.split()[-1] for line in capfd.readouterr()[0].splitlines()
@@ -195,12 +195,10 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
 
 def test_a_run_is_evaluated_as_it_was_trained(tmp_path, tokenizer, problems):
     default = Config()
-    evaluation = dataclasses.replace(
-        default.data.evaluation, path=problems[0], template="Q: {prompt}"
-    )
+    evaluation = dataclasses.replace(default.data.evaluation, path=problems[0])
     reward = {"grader": "regex", "grader_options": {"pattern": "[0-9]", "ignore_case": True}}
     trained = {
-        "data": dataclasses.replace(default.data, evaluation=evaluation, answer_prefix="So "),
+        "data": dataclasses.replace(default.data, evaluation=evaluation, template="Q: {prompt}"),
         "rollout": dataclasses.replace(
             default.rollout, stop_strings=("x", "y"), stop_ids=(5,), max_response_tokens=30
         ),
@@ -211,12 +209,12 @@ def test_a_run_is_evaluated_as_it_was_trained(tmp_path, tokenizer, problems):
     }
     steps = {1: random_params(MODEL)}
     run = run_folder(tmp_path / "run", tokenizer, MODEL, steps, **trained)
-    config = load_config(Config, command.settings_of(run, None), {"evaluation.top_k": "3"})
+    config = load_config(Config, command.settings_of(run, None), {"evaluation.top_p": "0.5"})
     assert config.data == dataclasses.replace(trained["data"], train=default.data.train)
     assert {name: getattr(config, name) for name in ("rollout", "reward", "algorithm", "seed")} == {
         name: trained[name] for name in ("rollout", "reward", "algorithm", "seed")
     }
-    assert (config.evaluation.temperature, config.evaluation.top_k) == (0.5, 3)
+    assert (config.evaluation.temperature, config.evaluation.top_p) == (0.5, 0.5)
     # Other problems, in the words and with the grader of the run's own.
     config = load_config(Config, command.settings_of(run, None, problems[1:] * 2), {})
     first, second = config.data.evaluation_sources.values()
@@ -323,7 +321,7 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         "is a file": ["--model", problems[0], *sets],
         "config.txt does not exist": ["--model", tmp_path / "run", *sets],
         "missing does not exist": [*model, "--set", tmp_path / "missing"],
-        "no field 'question'": [*model, *sets, "--config.data.evaluation.prompt_field=question"],
+        "no field 'question'": [*model, *sets, "--config.data.evaluation.fields.prompt=question"],
         "empty_answer": [*model, "--set", tmp_path / "empty_answer.jsonl"],
         "no grader is called 'anwser'": [*model, *sets, "--config.reward.grader=anwser"],
         "nothing to answer; name at least one --set FILE": model,

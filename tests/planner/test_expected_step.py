@@ -78,7 +78,7 @@ def test_pages_and_full_slots_shorten_a_generation_batch(cache, minutes):
         cache = cache | {"rollout.slots": str(slots), "rollout.cache_tokens": str(128 * pages)}
     cluster = Cluster.parse("h100:16x8")
     for kind, expected in minutes.items():
-        partial = {"rollout.partial": str(kind == "full")}
+        partial = {"rollout.max_staleness": "8" if kind == "full" else "0"}
         config = recipe("dapo_qwen32b.py:h100-128", **cache, **partial)
         step = expected_step(planned_of(config), cluster, load_of(config))
         assert step.stage_s("generation") / 60 == pytest.approx(expected, rel=0.02), kind

@@ -127,7 +127,7 @@ def random_plan(seed: int):
         rollout__prefill_chunk_tokens=int(pick(0, 0, 128)),
         rollout__max_response_tokens=longest,
         rollout__tokens_per_dispatch=int(pick(1, 4, 64)),
-        rollout__partial=bool(pick(False, False, True)),
+        rollout__max_staleness=pick(0, 0, 8),
     )
     return config, cluster, responses
 

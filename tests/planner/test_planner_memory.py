@@ -118,12 +118,6 @@ def test_remat_shows_in_what_is_kept():
     assert kept["full"] < kept["projections"] < kept["none"]
 
 
-def test_moments_on_the_host_are_on_the_device_for_updates_alone():
-    moments = buffers_named(plan_tiny(optim=OptimConfig(moments_on_host=True)), "optimiser state")
-    assert (moments.sampling, moments.learning) == (False, True)
-    assert moments.layout.endswith("in host memory but for the end of an update")
-
-
 def test_a_pipeline_is_counted_by_its_stages():
     plan = plan_tiny(mesh=LayoutConfig(train="2-2-2", generate="2-2-1-2", fsdp=2))
     # Two stages of two layers; 4 rows over 2 shards in 2 microbatches, so in 3 ticks a stage keeps what goes

@@ -1,12 +1,10 @@
 """Packed responses: every token in its place, and no memory for microbatches that nothing uses."""
 
-import dataclasses
 import os
 from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,47 +112,6 @@ def test_logprobs_of_responses_are_found_in_packed_rows(batch):
 
 
 # Trained are .1 .2 .3 .4 .5 .6 .7 .9: the quantile .75 is .6 + .25 (.7 - .6), the quantile .5 is .45.
-ENTROPIES = ((0.1, 0.9, 0.3, 0.5), (0.2, 0.8, 0.4), (0.7, 0.6), (1.0, 0.05, 0.15))
-TRAINED = ((1, 1, 1, 1), (1, 0, 1), (1, 1), (0, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [
-        (0.25, [[0, 1, 0, 0], [0, 0, 0], [1, 0], [0, 0, 0]]),
-        (0.5, [[0, 1, 0, 1], [0, 0, 0], [1, 1], [0, 0, 0]]),
-        (1e-6, [[0, 1, 0, 0], [0, 0, 0], [0, 0], [0, 0, 0]]),
-        (1.0, TRAINED),
-    ],
-)
-@pytest.mark.parametrize("share_prompts", [False, True])
-def test_the_share_of_tokens_with_the_highest_entropy(share, expected, share_prompts):
-    completions = dataclasses.replace(
-        completions_of([2, 3], [[4, 3], [2, 3]], seed=0),
-        entropy=tuple(np.float32(x) for x in ENTROPIES),
-        mask=tuple(np.float32(x) for x in ((1, 1, 1, 1), (1, 0, 1), (1, 1), (1, 1, 1))),
-    )
-    shape = PackedShape.for_sequences(4, longest=12, minibatches=2, rows=1, tokens=24)
-    packed = pack_completions(
-        completions,
-        shape,
-        share_prompts=share_prompts,
-        trained_B=np.array([True, True, True, False]),
-        top_entropy=share,
-    )
-    weight = packed.weight * packed.loss_mask
-    found = logprobs_by_response(packed, weight, completions.lengths_B.tolist())
-    assert [found[b].tolist() for b in range(4)] == [list(x) for x in expected]
-    assert packed.loss_mask.sum() == 8, "the others stay in the divisor"
-
-
-def test_equal_entropies_are_all_trained_and_none_is_no_error():
-    completions = completions_of([2], [[4, 3]], seed=0)
-    shape = PackedShape.for_sequences(2, longest=12, minibatches=1, rows=1, tokens=24)
-    packed = pack_completions(completions, shape, top_entropy=0.1)
-    np.testing.assert_array_equal(packed.weight * packed.loss_mask, packed.loss_mask)
-    nothing = pack_completions(completions, shape, top_entropy=0.1, trained_B=np.zeros(2, bool))
-    assert not nothing.loss_mask.any()
 
 
 def test_microbatches_that_nothing_uses_take_no_memory():

@@ -55,7 +55,7 @@ def test_without_settings_the_gap_is_measured_and_nothing_changes():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_token_weights_are_cut_from_above(shape):
-    weight, _, metrics = run(shape, weights="token", highest=1.5)
+    weight, _, metrics = run(shape, weights="token", bounds=(0.0, 1.5))
     for ours, ratio in zip(weight, ratios(), strict=True):
         np.testing.assert_allclose(ours, np.minimum(ratio, 1.5), rtol=1e-5)
     # Statistics are of the weights that are used, shares beyond the bound of those before.
@@ -77,7 +77,7 @@ def test_token_weights_are_cut_from_above(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sequence_weights_outside_the_band_are_0(shape):
-    weight, mask, _ = run(shape, weights="sequence", lowest=0.5, highest=2.0)
+    weight, mask, _ = run(shape, weights="sequence", bounds=(0.5, 2.0))
     for ours, ratio in zip(weight, ratios(), strict=True):
         whole = ratio.prod()
         np.testing.assert_allclose(ours, whole if 0.5 <= whole <= 2 else 0, rtol=1e-4)
@@ -86,8 +86,8 @@ def test_sequence_weights_outside_the_band_are_0(shape):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_factor_that_is_told_is_the_one_that_divides(level):
-    plain, _, _ = run(weights=level, highest=1.5)
-    weight, _, metrics = run(weights=level, highest=1.5, normalize=True)
+    plain, _, _ = run(weights=level, bounds=(0.0, 1.5))
+    weight, _, metrics = run(weights=level, bounds=(0.0, 1.5), normalize=True)
     # By hand: the mean over tokens, or over sequences, of the weights that are used.
     by_level = np.concatenate(plain) if level == "token" else np.array([w[0] for w in plain])
     factor = float(metrics["rollout_corr/rollout_is_batch_norm_factor"])
@@ -101,14 +101,14 @@ def test_a_huge_ratio_that_is_cut_does_not_show_in_the_factor():
     where = jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int32)
     rollout = jnp.full((1, 4), -17.0)
     train = rollout + jnp.log(jnp.array([[0.9, 0.5, 0.5, 0.0]])).at[0, 3].set(16.9)
-    config = CorrectionConfig(weights="token", highest=2.0, normalize=True)
+    config = CorrectionConfig(weights="token", bounds=(0.0, 2.0), normalize=True)
     weight, _, moments = correct(config, train, rollout, *where)
     np.testing.assert_allclose(weight, [[0.9, 0.5, 0.5, 2.0]], rtol=1e-5)
     assert float(norm_factor(config, moments)) == pytest.approx(3.9 / 4, rel=1e-5)
 
 
 def test_a_band_tells_its_share():
-    _, _, metrics = run(weights="token", lowest=0.5, highest=2.0)
+    _, _, metrics = run(weights="token", bounds=(0.5, 2.0))
     whole = np.concatenate(ratios())
     outside = ((whole < 0.5) | (whole > 2)).mean()
     assert float(metrics["rollout_corr/rollout_is_oob_ratio"]) == pytest.approx(outside)
@@ -166,7 +166,7 @@ def test_one_impossible_token_vetoes_its_sequence():
 def test_statistics_of_parts_are_those_of_the_whole():
     """As microbatches take them inside the loss."""
     config = CorrectionConfig(
-        weights="token", lowest=0.5, highest=2.0, reject=dict(seq_max_k2=0.5, veto=0.1)
+        weights="token", bounds=(0.5, 2.0), reject=dict(seq_max_k2=0.5, veto=0.1)
     )
     _, rows = packed(ROWS, SHAPES["one each"])
     arrays = [
@@ -192,7 +192,7 @@ def test_statistics_of_parts_are_those_of_the_whole():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lowest": 3.0}, "0 <= lowest < highest"),
+        ({"bounds": (3.0, 2.0)}, "write the lower one first"),
         ({"reject": {"veto": 1.0}}, "veto 1.0 is not below 1"),
         ({"reject": {"token_ratio": (0.0, 2.0)}}, "token_ratio.* 0.0 is not positive"),
         ({"reject": {"token_ratio": 0.5}}, "token_ratio = 0.5: expected a tuple"),

@@ -60,15 +60,16 @@ def adamw(gradients: np.ndarray, weight: np.ndarray, config: OptimConfig) -> np.
     """The slow twin, in float64: the direction after all `gradients` [T, ...]."""
     mu = nu = np.zeros(weight.shape)
     direction = weight
+    beta1, beta2 = config.betas
     for t, g in enumerate(gradients.astype(np.float64), start=1):
-        mu = config.beta1 * mu + (1 - config.beta1) * g
-        nu = config.beta2 * nu + (1 - config.beta2) * g * g
-        mu_hat, nu_hat = mu / (1 - config.beta1**t), nu / (1 - config.beta2**t)
+        mu = beta1 * mu + (1 - beta1) * g
+        nu = beta2 * nu + (1 - beta2) * g * g
+        mu_hat, nu_hat = mu / (1 - beta1**t), nu / (1 - beta2**t)
         direction = mu_hat / (np.sqrt(nu_hat) + config.epsilon) + config.weight_decay * weight
     return direction
 
 
-ADAMW = OptimConfig(beta1=0.8, beta2=0.95, epsilon=1e-6, weight_decay=0.1, grad_clip=np.inf)
+ADAMW = OptimConfig(betas=(0.8, 0.95), epsilon=1e-6, weight_decay=0.1, grad_clip=np.inf)
 
 
 @pytest.mark.parametrize(

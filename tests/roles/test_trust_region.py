@@ -224,7 +224,6 @@ def test_adapters_take_the_step_alone():
 @pytest.mark.parametrize(
     ("model", "train", "message"),
     [
-        ({}, {"attention": "splash"}, "train.attention 'splash'"),
         ({"num_experts": 4, "experts_per_token": 2}, {}, "a mixture of 4 experts"),
     ],
 )

@@ -166,7 +166,9 @@ def test_drivers_that_are_not_there_are_refused():
 def test_a_driver_says_what_it_cannot_do():
     wanted = frozenset({drivers.PARTIAL})
     drivers.check_driver("offline", wanted)
-    with pytest.raises(UserError, match=r"'jetstream' cannot do rollout\.partial; use .*'offline'"):
+    with pytest.raises(
+        UserError, match=r"'jetstream' cannot do rollout\.max_staleness; use .*'offline'"
+    ):
         drivers.check_driver("jetstream", wanted)
     with pytest.raises(UserError, match=r"'jetstream' cannot do rollout\.cache='paged'"):
         drivers.check_driver("jetstream", frozenset({drivers.PAGED}))

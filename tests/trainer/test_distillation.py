@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from slow_values import mostly_slow
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
@@ -14,10 +13,8 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.teacher import TeacherConfig, TeacherPrompts
 from jaxrl.tracking.metrics import read_metrics
 from jaxrl.trainer import program
-from jaxrl.types import Prompts
 
 STUDENT = ModelConfig(
     vocab_size=288, num_layers=1, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
@@ -122,45 +119,6 @@ def test_over_the_whole_vocabulary_it_approaches_faster(folder, tmp_path):
     np.testing.assert_allclose(kl.mean(), exact.mean(), rtol=0.1)
 
 
-def first_kl(folder, output, **changes) -> float:
-    config = make_config(
-        folder,
-        output,
-        run__num_steps=1,
-        data__train__path=str(folder / "answers.jsonl"),
-        data__train__source="say",
-        **changes,
-    )
-    assert program.train(config, devices=jax.devices()[:1]) == 0
-    return reverse_kl(config)[0]
-
-
-@pytest.mark.parametrize("share_prompts", mostly_slow([False, True], fast=(True,)))
-def test_a_teacher_that_reads_another_prompt(folder, tmp_path, monkeypatch, share_prompts):
-    rows = {"train__share_prompts": share_prompts, "train__row_tokens": 64}
-    given = {"teacher__max_extra_tokens": 16, **rows}
-    as_it_is = first_kl(folder, tmp_path / "plain", **rows)
-    hinted = first_kl(
-        folder, tmp_path / "hint", teacher__template="{prompt}Hint: {answer}", **given
-    )
-    assert abs(hinted - as_it_is) > 1e-3
-    # A text of no tokens: rows of its own with nothing added give the same numbers.
-    monkeypatch.setattr(TeacherPrompts, "of", lambda self, prompts: (prompts, 0))
-    same = first_kl(folder, tmp_path / "same", teacher__template="{prompt}{answer}", **given)
-    assert same == pytest.approx(as_it_is, rel=1e-5)
-
-
-def test_prompts_of_a_teacher():
-    encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32)  # noqa: E731
-    prompts = Prompts(np.arange(2), (encode("ab"), encode("c")), ("", ""), ("7", "89"), ("", ""))
-    config = TeacherConfig(template="<{answer}>{prompt}!", max_extra_tokens=4)
-    read, num_cut = TeacherPrompts(config, encode).of(prompts)
-    assert [bytes(t.astype(np.uint8)) for t in read.tokens] == [b"<7>ab!", b"<89>c"]
-    assert num_cut == 1
-    with pytest.raises(ValueError, match=r"has \{prompt\} 0 times"):
-        TeacherConfig(template="Hint: {answer}")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -172,18 +130,6 @@ def test_prompts_of_a_teacher():
         (
             {"algorithm__kl__loss_coef": 0.1},
             "the KL to its teacher over the whole vocabulary alone",
-        ),
-        (
-            {
-                "teacher__template": "{prompt}{answer}",
-                "algorithm__kl__loss_coef": 1.0,
-                "algorithm__kl__loss_estimate": "full",
-            },
-            "gives the teacher rows of its own",
-        ),
-        (
-            {"teacher__template": "{prompt}{answer}"},
-            "rows of 48 tokens cannot hold a sequence of 88",
         ),
         ({"algorithm__dataflow": "grpo", "teacher__weights": ""}, "needs teacher_logprob_BT"),
     ],

@@ -90,7 +90,6 @@ def make_config(output, **changes) -> Config:
         **{f"model.{name}": getattr(MODEL, name) for name in ("d_ff", "num_heads", "num_kv_heads")},
         "model.head_dim": MODEL.head_dim,
         "data.train.path": "train.jsonl",
-        "data.train.solution_field": "solution",
         "data.evaluation.path": "evaluation.jsonl",
         "sft.num_steps": 1000,
         "run.output": str(output),

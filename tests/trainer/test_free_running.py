@@ -14,7 +14,6 @@ from jaxrl.rollout.sample_groups import GroupLoop
 from jaxrl.trainer import program
 
 APART = {
-    "rollout__partial": True,
     "placement": {
         "learn": {"roles": ("actor",), "train": "1-1-2"},
         "sample": {"roles": ("rollout",), "train": "1-1-2"},
@@ -84,7 +83,7 @@ def sleeps(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [
-        ("dapo", {"data__curriculum__by": "pass_rate"}),
+        ("dapo", {}),
         pytest.param("grpo", {}, marks=pytest.mark.slow),
     ],
 )
@@ -168,7 +167,7 @@ def test_a_schedule_of_another_run_is_refused(folder, tmp_path):  # noqa: F811
             {"rollout__schedule": str(tmp_path)},
             "does not exist; set rollout[.]schedule to the folder",
         ),
-        ({"rollout__partial": False}, "this run does not; leave rollout[.]schedule out"),
+        ({"rollout__max_staleness": 0}, "this run does not; leave rollout[.]schedule out"),
     ):
         settings = {"run__num_steps": 1, "rollout__schedule": where, **changes}
         with pytest.raises(UserError, match=message):

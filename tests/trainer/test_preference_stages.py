@@ -10,7 +10,7 @@ import pytest
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig
-from jaxrl.data.data_config import DataConfig, SourceConfig, TokenizerConfig
+from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
@@ -89,14 +89,12 @@ def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
             config,
             preference=dataclasses.replace(
                 config.preference,
-                path="",
-                pair_generator="shared/worked_sums.py:right_or_wrong",
+                path="shared/worked_sums.py:right_or_wrong",
             ),
             data=DataConfig(
                 train=SourceConfig(path="shared/worked_sums.py:make", size=40),
                 max_prompt_tokens=16,
             ),
-            tokenizer=TokenizerConfig(vocab_size=288),
             train=TrainConfig(rows=4, row_tokens=512),
         )
     assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0
@@ -120,7 +118,7 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
-    cost = {"loss": "cost_preference", "harm_fields": ("chosen_harms", "rejected_harms")}
+    cost = {"loss": "cost_preference"}
     whole = make_config(files, tmp_path / "whole", **cost)
     program.train_reward_model(whole, devices=one_device(), report=write_report)
     assert rows_of(whole)[-1]["val-core/pairs/accuracy"] == 1.0
@@ -152,8 +150,8 @@ def test_dpo_on_eight_devices(files, tmp_path):
     [
         ({"loss": "dpo", "options": {"beta": 0.1}}, "preference loss 'dpo' takes chosen_logprob"),
         (
-            {"path": "", "evaluation_path": "", "pair_generator": ""},
-            "preference.pair_generator '' has no function's name",
+            {"path": "", "evaluation_path": ""},
+            "preference.path '' has no function's name",
         ),
         ({"path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],

@@ -83,7 +83,6 @@ def make_config(folder, output, recipe: str, **changes) -> Config:
         "data.max_prompt_tokens": 16,
         "data.train.source": "repeat",
         "data.train.path": str(folder / "train.jsonl"),
-        "data.train.solution_field": "solution",
         "data.evaluation.source": "repeat",
         "data.evaluation.path": str(folder / "evaluation.jsonl"),
         "rollout.num_prompts": 8,
@@ -202,29 +201,6 @@ def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
     if recipe == "trpo":
         assert 0 < whole[2]["actor/trust_region_kl"] <= 0.01
         assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
-
-
-def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
-    """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
-    changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
-    curves = []
-    for name, stops in (("whole", (3,)), ("resumed", (2, 3))):
-        for steps in stops:
-            config = make_config(folder, tmp_path / name, "grpo", **changes, run__num_steps=steps)
-            assert program.train(config, devices=jax.devices()[:1]) == 0
-        curves.append({row["step"]: row for row in curve(config)})
-    whole, resumed = curves
-    # An untrained policy over 288 tokens has an entropy of at most log 288 = 5.66: it is above the target.
-    assert all(5.0 < row["actor/entropy"] < 5.67 for step, row in whole.items() if step)
-    # The first step knows no entropy yet and has the bonus; then it rests while its coefficient falls.
-    assert [whole[step]["actor/entropy_coef"] for step in (1, 2, 3)] == [pytest.approx(0.01), 0, 0]
-    assert resumed[3] == whole[3]
-    config = make_config(
-        folder, tmp_path / "below", "grpo", algorithm__entropy_target=6.0, run__num_steps=3
-    )
-    assert program.train(config, devices=jax.devices()[:1]) == 0
-    found = [row["actor/entropy_coef"] for row in curve(config) if row["step"]]
-    assert found == pytest.approx([0.0, 0.005, 0.01])
 
 
 def safe_settings(folder) -> dict:
@@ -354,7 +330,6 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     judge = {
         "model": str(directory),
         "template": "How good is {response}?",
-        "failed_score": -2.0,
         "max_prompt_tokens": 32,
         "max_verdict_tokens": 4,
         "slots": 16,
@@ -365,7 +340,6 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
         "grpo",
         reward__functions={"brevity": {"path": f"{tmp_path / 'rules.py'}:brevity", "weight": 0.5}},
         reward__model=str(folder / "reward"),
-        reward__model_weight=2.0,
         **{f"reward__judge__{name}": value for name, value in judge.items()},
         placement={
             "policy": {"roles": ("actor", "reward"), "train": "1-1-2"},
@@ -378,8 +352,8 @@ def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     (row,) = curve(config)[1:]
     # Random weights write no score, and nobody is paid for that.
     assert row["reward/judge/parse_failures"] == 1.0
-    assert row["reward/judge/mean"] == -2.0
-    parts = {"grader": 1.0, "brevity": 0.5, "model": 2.0, "judge": 1.0}
+    assert row["reward/judge/mean"] == 0.0
+    parts = {"grader": 1.0, "brevity": 0.5, "model": 1.0, "judge": 1.0}
     expected = sum(weight * row[f"reward/{name}/mean"] for name, weight in parts.items())
     assert row["critic/score/mean"] == pytest.approx(expected, rel=1e-5)
     assert row["reward/brevity/mean"] == pytest.approx(-row["response_length/mean"] / 8, rel=1e-5)
@@ -457,17 +431,12 @@ def test_a_batch_with_nothing_left_is_a_skipped_update(bypass, folder, tmp_path)
         ("grpo", {"algorithm__aggregation": "mean"}, "aggregation 'mean' is not known; use one of"),
         ("grpo", {"algorithm__aggregation": "seq-mean-token-sum-norm"}, "needs scale"),
         ("safe_rlhf", {"algorithm__advantage": "gae"}, "needs a cost model; set cost.model"),
-        (
-            "grpo",
-            {"data__curriculum__by": "pass_rate", "reward__grader_weight": 0.0},
-            "goes by which answers are right, and reward.grader_weight 0 says",
-        ),
         ("trpo", TRPO | {"algorithm__updates_per_step": 2}, "updates_per_step 2; set it to 1"),
         ("trpo", TRPO | {"algorithm__correction__bypass": True}, "bypass True; set it to False"),
         (
             "trpo",
             TRPO | {"rollout__top_p": 0.9},
-            "truncated_logprobs True its loss would be one of",
+            "its loss would be one of the tokens that the limits",
         ),
         ("grpo", {"placement": {"a": {"roles": ("actor", "critic")}}}, "no role of this run"),
     ],
@@ -477,19 +446,6 @@ def test_settings_that_contradict_each_other(recipe, changes, message, folder, t
         program.train(make_config(folder, tmp_path, recipe, **changes))
     assert message in str(error.value)
     assert not list(tmp_path.rglob("rl"))
-
-
-def test_a_run_trains_the_tokens_of_the_highest_entropy(folder, tmp_path):
-    first = {}
-    for share in (1.0, 0.2):
-        changes = {"algorithm__top_entropy_quantile": share, "name": f"share-{share}"}
-        config = make_config(folder, tmp_path, "grpo", **changes, run__num_steps=1)
-        assert program.train(config, devices=jax.devices()[:1]) == 0
-        (first[share],) = (row for row in curve(config) if row["step"] == 1)
-    # The same samples, and advantages; another gradient of them.
-    name = "actor/grad_norm"
-    assert first[1.0]["critic/advantages/max"] == first[0.2]["critic/advantages/max"] > 0
-    assert first[0.2][name] > 0 and abs(first[0.2][name] / first[1.0][name] - 1) > 0.05
 
 
 def test_a_language_model_is_no_judge(folder, tmp_path):

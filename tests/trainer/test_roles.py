@@ -58,7 +58,7 @@ DYNAMIC = {"algorithm__dataflow": "dapo", "algorithm__kl__loss_coef": "0"}
         ({"rollout__num_prompts": "2", "rollout__deterministic": "True", **EIGHT}, 16),
         # A generation batch of dynamic sampling has 24 prompts, also if they are drawn one by one.
         (DYNAMIC, 96),
-        ({"rollout__partial": "True", **DYNAMIC}, 96),
+        ({"rollout__max_staleness": "8", **DYNAMIC}, 96),
     ],
 )
 def test_the_engine_has_no_more_slots_than_samples_can_be_alive(changes, slots):

@@ -175,7 +175,7 @@ def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
     Raises:
       UserError: as `search_for`; or the kind of the devices is unknown.
     """
-    if config.mesh.layout != "auto":
+    if not config.mesh.searched:
         return config
 
     def search() -> dict[str, Any]:
@@ -196,18 +196,19 @@ def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:
 
 
 def cluster_of(config: Config, devices: Sequence[Any]) -> Cluster:
-    """The devices of a run as a cluster, from `mesh.hardware` or from the hardware table.
+    """The devices of a run as a cluster, as `mesh.layout` describes them or from the hardware table.
 
     Raises:
       UserError: the kind of the devices is unknown, or their number has no known shape.
     """
     kind = devices[0].device_kind
-    known = accelerator(config.mesh.hardware) if config.mesh.hardware else accelerator_of(kind)
+    described = config.mesh.layout
+    known = accelerator_of(kind) if described == "auto" else accelerator(described)
     if known is None:
         raise UserError(
             f'mesh.layout "auto" does not know what a device of kind {kind!r} is able to do; describe it in '
             "a file (docs/planner.md), or measure it with `python benchmarks/calibrate.py --out here.json`, "
-            "and set mesh.hardware=here.json; or set mesh.layout to as_given"
+            "and set mesh.layout=here.json; or set mesh.layout to as_given"
         )
     num_hosts = len({device.process_index for device in devices})
     if known.arrangement == "hosts":

@@ -218,7 +218,7 @@ def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
     kind = dataclasses.replace(accelerator("h100"), name="here")
     here.write_text(json.dumps(dataclasses.asdict(kind)))
     config = recipe()
-    config = dataclasses.replace(config, mesh=LayoutConfig(layout="auto", hardware=str(here)))
+    config = dataclasses.replace(config, mesh=LayoutConfig(layout=str(here)))
     chosen = with_searched_layout(config, jax.devices()[:8])
     assert sum(pool.layout.num_devices for pool in pools_of(chosen)) <= 8
     shards = pools_of(chosen)[0].layout_of("actor").d
