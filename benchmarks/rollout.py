@@ -36,7 +36,7 @@ from rich.table import Table
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.cache.interface import cache_bytes
+from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions

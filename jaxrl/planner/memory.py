@@ -82,15 +82,11 @@ def learner_memory(
     # The actor's moments have a name without its own.
     shown, of_role = name.replace("_", " "), "" if name == "actor" else f"{name}, "
     moments = f"{_moments(state)}, {where}, {like}"
-    weights = f"{trained}, {_OFFLOADED}" if offload else trained
+    weights, here = f"{trained}, {_OFFLOADED}" if offload else trained, not offload
+    what = f"{of_role.replace('_', ' ')}optimiser state"
     return [
-        _buffers(f"{shown} in training", weights, state.params, sampling=not offload),
-        _buffers(
-            f"{of_role.replace('_', ' ')}optimiser state",
-            moments,
-            state.opt_state,
-            sampling=not offload,
-        ),
+        _buffers(f"{shown} in training", weights, state.params, sampling=here),
+        _buffers(what, moments, state.opt_state, sampling=here),
     ]
 
 
