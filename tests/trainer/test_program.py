@@ -731,17 +731,18 @@ def test_a_run_with_top_p_trains_the_policy_that_sampled(limited):
         assert row["actor/first_ratio_max_deviation"] == 0
         assert row.get("training/same_token_fraction", 1) == 1
         assert math.isfinite(row["actor/grad_norm"])
-    # Of the same tokens, those of the whole vocabulary are lower.
-    untold = dataclasses.replace(
-        config,
-        name="untold",
-        algorithm=dataclasses.replace(config.algorithm, truncated_logprobs=False),
-    )
+
+
+@pytest.mark.slow
+def test_without_truncated_logprobs_the_whole_vocabulary_is_trained(limited, whole):
+    """Of the same tokens, probabilities of the whole vocabulary are lower."""
+    algorithm = dataclasses.replace(limited.algorithm, truncated_logprobs=False)
+    untold = dataclasses.replace(limited, name="untold", algorithm=algorithm)
     assert program.train(warm(untold, whole), devices=one_device(), report=write_report) == 0
     assert all("rollout_corr/truncation_masked_fraction" not in row for row in curve(untold))
     ppl = "rollout_corr/rollout_ppl"
-    assert curve(config)[1][ppl] < curve(untold)[1][ppl] - 0.01
-    assert curve(config)[1]["critic/score/mean"] == curve(untold)[1]["critic/score/mean"]
+    assert curve(limited)[1][ppl] < curve(untold)[1][ppl] - 0.01
+    assert curve(limited)[1]["critic/score/mean"] == curve(untold)[1]["critic/score/mean"]
 
 
 def test_limits_of_evaluation_change_no_training(whole):
