@@ -556,8 +556,8 @@ def _loss(verl: _Verl) -> None:
         verl.say("val_kwargs.top_k: evaluations have top_p alone.")
     if verl.get("rollout.top_k", -1, float) > 0 or verl.get("rollout.top_p", 1.0, float) < 1:
         verl.say(
-            "top_k and top_p: verl trains on log-probabilities of the whole vocabulary; set "
-            "algorithm.truncated_logprobs = False for that."
+            "top_k and top_p: verl trains on log-probabilities of the whole vocabulary, jaxrl on those of "
+            "the tokens that these keep."
         )
 
 

@@ -102,7 +102,7 @@ class Config:
     @property
     def truncates_logprobs(self) -> bool:
         """Whether log-probabilities of training data are those among the tokens that its sampling keeps."""
-        return self.algorithm.truncated_logprobs and bool(self.rollout.truncation().keeps_some)
+        return bool(self.rollout.truncation().keeps_some)
 
     @property
     def row_tokens(self) -> int:

@@ -19,7 +19,6 @@ from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.environment import TokenizerLike, environment_of
 from jaxrl.rollout.sampling import (
-    MIN_P,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -62,10 +61,10 @@ class RolloutConfig(EngineSettings):
     """Divisor of the logits, in sampling and in training."""
     top_k: Annotated[int, TOP_K] = 0
     top_p: Annotated[float, TOP_P] = 1.0
-    min_p: Annotated[float, MIN_P] = 0.0
     min_response_tokens: Annotated[int, token_count(0)] = 0
-    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`.
-    `algorithm.truncated_logprobs` says what training makes of the first three.
+    """Limits on the tokens that can be drawn, as in `models.truncation.Truncation`. With the
+    first two, log-probabilities are those among the tokens that these keep, in the sampler and in
+    training. So the policy that is trained is the one that sampled.
     """
     stop_ids: tuple[Annotated[int, at_least(0, at_most=MAX_VOCABULARY)], ...] = ()
     """Token ids that end a response, in addition to the tokenizer's own."""
@@ -127,7 +126,6 @@ class RolloutConfig(EngineSettings):
         return truncation_of(
             top_k=self.top_k,
             top_p=self.top_p,
-            min_p=self.min_p,
             min_tokens=self.min_response_tokens,
             renormalized=renormalized,
         )
