@@ -274,7 +274,7 @@ def _by_name(reward: Rewards) -> dict[str, Reward]:
 
 def _source(group: str, path: str) -> dict[str, Any]:
     """Settings of a source that reads a path."""
-    empty = {"task": "", "options": {}, "size": 0, "source": ""}
+    empty = {"fields": {}, "options": {}, "size": 0, "source": ""}
     return {f"{group}.{leaf}": value for leaf, value in ({"path": path} | empty).items()}
 
 

@@ -35,7 +35,6 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server(exclusi
     given = {
         "slots": 3,
         "prefill_prompts": 1,
-        "prefill_chunk_tokens": 64,
         "tokens_per_dispatch": 4,
         "dtype": "float32",
         "weights_dtype": "int8",

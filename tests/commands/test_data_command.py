@@ -19,6 +19,7 @@ def get_config():
     config.data.sources.products = {"path": "products.jsonl", "weight": 3.0}
     config.data.evaluation.path = "test.jsonl"
     config.data.max_prompt_tokens = 16
+    config.model.vocab_size = 320
     config.data.template = "Sum: {prompt}"
     return config
 """

@@ -218,7 +218,7 @@ def test_a_run_is_evaluated_as_it_was_trained(tmp_path, tokenizer, problems):
     # Other problems, in the words and with the grader of the run's own.
     config = load_config(Config, command.settings_of(run, None, problems[1:] * 2), {})
     first, second = config.data.evaluation_sources.values()
-    assert first == second and first.template == "Q: {prompt}"
+    assert first == second and config.data.template == "Q: {prompt}"
     assert (first.path, first.source) == (problems[1], "wrong")
 
 
