@@ -159,7 +159,7 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({"data__train__grader": "no such"}, "no grader is called 'no such'"),
         ({"reward__grader_options": {"part": 1}}, "has no option 'part'"),
         (
-            {"data__evaluation__path": "", "data__evaluation__task": "chain_some"},
+            {"data__evaluation__path": "reasoning-gym:chain_some"},
             "did you mean chain_sum",
         ),
         ({"sft__path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
