@@ -206,6 +206,7 @@ MEANT = {
             "rollout.cache_tokens",
             "rollout.max_generation_batches",
             "rollout.max_staleness",
+            "rollout.min_p",
             "rollout.min_response_tokens",
             "rollout.speculate",
             "rollout.top_k",
