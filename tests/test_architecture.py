@@ -216,7 +216,7 @@ BUDGETS = {
     "files": 321,
     "lines of code that trainer/ imports, itself included": 26_150,
     "files that trainer/ imports, itself included": 221,
-    "settings": 177,
+    "settings": 180,
     "functions per 1,000 lines of code": 91,
     "lines of code of tests per 100 of the package": 96,
 }
