@@ -218,7 +218,7 @@ BUDGETS = {
     "files that trainer/ imports, itself included": 221,
     "settings": 180,
     "functions per 1,000 lines of code": 91,
-    "lines of code of tests per 100 of the package": 96,
+    "lines of code of tests per 100 of the package": 98,
 }
 MIN_COMMENT_PERCENT = 1.9
 
