@@ -210,17 +210,17 @@ def test_no_two_files_have_one_name():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 38_200,
-    "lines of code of planner/": 5_070,
-    "lines of code of the largest other package": 4_040,
-    "files": 321,
-    "lines of code that trainer/ imports, itself included": 26_150,
-    "files that trainer/ imports, itself included": 221,
+    "lines of code": 36_320,
+    "lines of code of planner/": 4_670,
+    "lines of code of the largest other package": 3_870,
+    "files": 308,
+    "lines of code that trainer/ imports, itself included": 21_880,
+    "files that trainer/ imports, itself included": 196,
     "settings": 180,
-    "functions per 1,000 lines of code": 91,
+    "functions per 1,000 lines of code": 87,
     "lines of code of tests per 100 of the package": 98,
 }
-MIN_COMMENT_PERCENT = 1.9
+MIN_COMMENT_PERCENT = 2.7
 
 
 def test_the_house_keeps_its_budgets(capsys):
