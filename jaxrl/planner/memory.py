@@ -81,13 +81,14 @@ def learner_memory(
         like = _OFFLOADED
     # The actor's moments have a name without its own.
     shown, of_role = name.replace("_", " "), "" if name == "actor" else f"{name}, "
-    moments = f"{_moments(state)}, {where}, {like}"
     weights, here = f"{trained}, {_OFFLOADED}" if offload else trained, not offload
-    what = f"{of_role.replace('_', ' ')}optimiser state"
-    return [
-        _buffers(f"{shown} in training", weights, state.params, sampling=here),
-        _buffers(what, moments, state.opt_state, sampling=here),
-    ]
+    buffers = [_buffers(f"{shown} in training", weights, state.params, sampling=here)]
+    # TRPO takes its step without an optimiser.
+    if jax.tree.leaves(state.opt_state):
+        what = f"{of_role.replace('_', ' ')}optimiser state"
+        moments = f"{_moments(state)}, {where}, {like}"
+        buffers.append(_buffers(what, moments, state.opt_state, sampling=here))
+    return buffers
 
 
 def frozen_memory(

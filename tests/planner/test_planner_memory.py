@@ -1,14 +1,18 @@
 """Bytes of a dry run are those one can work out by hand, and those of real arrays."""
 
 import dataclasses
+import pathlib
 
 import jax
 import pytest
 from plans import TINY, TINY_LAYOUT, TINY_TRAIN, buffers_named, plan_32b, plan_tiny, tiny_config
 
 from jaxrl.config.batch_shapes import engine_config
+from jaxrl.config.command_line import load_config
+from jaxrl.config.schema import Config
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
@@ -139,3 +143,12 @@ def test_weights_of_generation_are_given_up_for_the_actors_update_alone():
     assert phase_bytes([weights, masters, gradients[1]], "learning") == 100 + 7 + 20
     assert phase_bytes([weights, masters], "learning") == 107
     assert buffers_named(plan_tiny(), "actor in generation").not_at == "actor"
+
+
+def test_trpo_has_no_moments_but_its_critic_has():
+    """The dry run of `trpo_tiny`, and the line about memory at its end."""
+    recipe = pathlib.Path(__file__).parents[2] / "configs" / "trpo_tiny.py"
+    plan = trace_plan(load_config(Config, str(recipe), {}))
+    named = {buffers.name for pool in plan.pools for buffers in pool.resident_buffers}
+    assert "actor in training" in named and "optimiser state" not in named
+    assert "critic, optimiser state" in named
