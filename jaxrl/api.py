@@ -288,7 +288,7 @@ class _Inputs:
         """Keeps rows as JSON lines; a path or hub name stays as it is."""
         if isinstance(rows, str | os.PathLike):
             return os.fspath(rows)
-        # A pandas frame, whose own iterator gives the names of its columns, is told by its `iloc`.
+        # A pandas frame, whose own iterator gives the names of its columns, is recognised by its `iloc`.
         frame: Any = rows if hasattr(rows, "iloc") else None
         lines = []
         for index, row in enumerate(rows if frame is None else frame.to_dict("records")):
@@ -330,7 +330,7 @@ class _Inputs:
 
 
 def _source_of(function: Callable[..., Any], content: bytes) -> bytes:
-    """What a function is told by: its text, and the plain values that it uses.
+    """What identifies a function: its source, and the constants that it uses.
 
     Both stay when a notebook's cell runs again; the pickle does not.
     """

@@ -22,7 +22,7 @@ class UserError(ValueError):
 def exit_status(command: Callable[[], int]) -> int:
     """Calls a command and returns its exit status.
 
-    A UserError is printed in one line, and its status is `EXIT_USER_ERROR`; that of Ctrl-C is
+    A UserError is printed in one line, with the status `EXIT_USER_ERROR`; that of Ctrl-C is
     `EXIT_INTERRUPTED`. SystemExit and all other exceptions pass through.
     """
     try:

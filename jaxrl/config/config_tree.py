@@ -109,11 +109,14 @@ def leaf_types(cls: type) -> dict[str, Any]:
     """The annotation of every setting of `cls` by dotted name, in the order of the fields.
 
     An optional group is listed before its settings, because it can itself be set to None. Fields listed in
-    a class's `TOLD` are left out: their values come from the model's files.
+    a class's `FROM_CHECKPOINT` are left out: their values come from the model's files.
     """
     leaves = {}
     for name, annotation in typing.get_type_hints(cls).items():
-        if name in getattr(cls, "TOLD", ()) or typing.get_origin(annotation) is typing.ClassVar:
+        if (
+            name in getattr(cls, "FROM_CHECKPOINT", ())
+            or typing.get_origin(annotation) is typing.ClassVar
+        ):
             continue
         group = group_class(annotation)
         if group is None or accepts_none(annotation):
@@ -125,7 +128,7 @@ def leaf_types(cls: type) -> dict[str, Any]:
 
 def told_names(cls: type) -> tuple[str, ...]:
     """Dotted names of the fields of `cls` whose values come from the model's files."""
-    names = getattr(cls, "TOLD", ())
+    names = getattr(cls, "FROM_CHECKPOINT", ())
     for name, annotation in typing.get_type_hints(cls).items():
         if group := group_class(annotation):
             names += tuple(f"{name}.{told}" for told in told_names(group))

@@ -172,8 +172,8 @@ def read_source(
         made: Iterator[Callable[[], Record]] = (functools.partial(make, n) for n in numbers)
         if settings.is_endless and not may_be_endless:
             raise UserError(
-                f"{name} is made without end by {what}, as only problems to train on may be; set {name}.size "
-                "to a number of problems"
+                f"{name} is endless: {what} makes its problems while a run draws them, which only training can "
+                f"use; set {name}.size to a number of problems"
             )
         if settings.is_endless:
             origin += f", without end; of the first {NUM_FIRST}:"
@@ -299,9 +299,8 @@ class Problems:
         for source in self.train:
             if source.generated is not None:
                 raise UserError(
-                    f"{source.name} is made without end while prompts are drawn, and all of its problems are "
-                    f"asked for here, as for solutions, pairs or a file of them; set {source.name}.size to a "
-                    "number of problems"
+                    f"{source.name} is endless, and this command needs all of its problems; set "
+                    f"{source.name}.size to a number of problems"
                 )
         return _records(self.train)
 

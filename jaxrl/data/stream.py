@@ -57,7 +57,7 @@ class ShuffledPrompts:
 
 
 class GeneratedPrompts:
-    """Prompts of problems that are generated when drawn. The number of a problem is its turn.
+    """Prompts of problems that are generated when drawn. Turn n draws problem n.
 
     Args:
       problems: Endless problems.

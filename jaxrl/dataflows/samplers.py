@@ -245,7 +245,7 @@ class PartialSampling:
     Attributes:
       generation, rewards: how responses are sampled and scored.
       prompts_per_batch: number of groups of a generation batch, after which sampling ends in any case. If
-        there are slots, as many groups of samples decode at the same time, and not more.
+        there are slots, at most this many groups decode at the same time.
       max_staleness: largest number of steps between the weights that sampled a token and those that train
         on it.
     """

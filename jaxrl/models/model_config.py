@@ -80,7 +80,7 @@ class ModelConfig:
     """
 
     # What a checkpoint's config.json or `model_shapes` says, and no command line.
-    TOLD: ClassVar[tuple[str, ...]] = (
+    FROM_CHECKPOINT: ClassVar[tuple[str, ...]] = (
         "num_tokens",
         "tie_embeddings",
         "qkv_bias",
@@ -207,7 +207,7 @@ class ModelConfig:
 
     @property
     def has_unembedding(self) -> bool:
-        """Whether the logits have a matrix of their own."""
+        """Whether the unembedding is untied from the embedding."""
         return not self.tie_embeddings and not self.num_scores
 
     @property

@@ -65,7 +65,7 @@ class AskedVerdicts:
         self._future = graders.submit(lambda: samples_of(completions))
 
     def done(self) -> bool:
-        """Returns whether `result` returns at once."""
+        """Whether all verdicts are ready."""
         return self._future.done()
 
     def result(self) -> list[Verdict]:

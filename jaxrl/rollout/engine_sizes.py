@@ -45,7 +45,7 @@ class PageSizes:
     Attributes:
       shards: number of shards of the slots.
       page_tokens: number of tokens of a page.
-      num_pages: number of pages of a shard, with page 0, which belongs to nobody.
+      num_pages: pages per shard, including page 0, a scratch page.
       pages_per_slot: maximum number of pages of a slot.
     """
 

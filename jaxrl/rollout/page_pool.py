@@ -1,7 +1,7 @@
 """Assigns the pages of a paged cache to slots, on the host. NumPy only: deterministic, without a device.
 
 A page holds the keys and values of a fixed number of tokens. Each shard of the slots has its own pages and
-numbers them from 0. Page 0 belongs to nobody: unused entries of the page table name it, and the devices may
+numbers them from 0. Page 0 is a scratch page: unused entries of the page table name it, and the devices may
 write anything to it.
 
     start     a sample enters a slot: pages for its tokens; full pages with the same beginning are shared

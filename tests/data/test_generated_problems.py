@@ -108,9 +108,7 @@ def test_a_size_makes_a_function_a_file_that_is_read_once():
     assert (source.generated, len(source.records), source.num_rows) == (None, 10, 10)
     assert source.records == read(function(SUMS)).records[:10]
     assert source.records[7].place == "puzzles.py:make index 7"
-    with pytest.raises(
-        UserError, match=r"made without end by puzzles\.py:make.* set data\.x\.size"
-    ):
+    with pytest.raises(UserError, match=r"is endless: puzzles\.py:make.* set data\.x\.size"):
         read_source(SourceConfig(path="puzzles.py:make"), "data.x")
 
 

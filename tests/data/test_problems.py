@@ -123,9 +123,7 @@ def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tm
     )
     texts = [text for _ in range(4) for text in next(stream).texts if "made" in text]
     assert texts == [f"made {n}" for n in (2, 4, 5, 7, 8, 10, 11, 13)]
-    with pytest.raises(
-        UserError, match=r"data\.sources\.made is made without end while.*\.made\.size"
-    ):
+    with pytest.raises(UserError, match=r"data\.sources\.made is endless, and.*\.made\.size"):
         _ = problems.train_records
     evaluated = DataConfig(**{**vars(data), "evaluations": sources})
     with pytest.raises(

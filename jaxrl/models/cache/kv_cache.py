@@ -51,7 +51,7 @@ class KVCache:
 class PagedSlots:
     """A cache whose slots are lists of pages. The host assigns the pages (`rollout.page_pool`).
 
-    Token t of a slot is token t % page of page table[slot, t // page]. Page 0 of a device belongs to nobody:
+    Token t of a slot is token t % page of page table[slot, t // page]. Page 0 of a device is a scratch page:
     unused entries of the table name it, and it takes whatever is written beyond the pages of a slot.
 
     Attributes:
