@@ -172,8 +172,8 @@ def read_source(
         made: Iterator[Callable[[], Record]] = (functools.partial(make, n) for n in numbers)
         if settings.is_endless and not may_be_endless:
             raise UserError(
-                f"{name} is endless: {what} makes its problems while a run draws them, which only training can "
-                f"use; set {name}.size to a number of problems"
+                f"{name} is endless: {what} makes its problems while a run draws them, which only "
+                f"training can use; set {name}.size to a number of problems"
             )
         if settings.is_endless:
             origin += f", without end; of the first {NUM_FIRST}:"

@@ -127,7 +127,7 @@ def test_generated_problems_are_held_against_graders_and_the_evaluation(data, tm
         _ = problems.train_records
     evaluated = DataConfig(**{**vars(data), "evaluations": sources})
     with pytest.raises(
-        UserError, match=r"only problems to train on may be; set data\.evaluations\.made"
+        UserError, match=r"which only training can use; set data\.evaluations\.made"
     ):
         read(evaluated)
 
