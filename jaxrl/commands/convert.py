@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--push {args.push!r} is no name on the hub; write OWNER/NAME")
     check_path("--path", args.path)
     check_path("--out", args.out)
-    check_value("max_shard_bytes", args.max_shard_bytes, Annotated[int, at_least(1)])
+    check_value(
+        "max_shard_bytes", args.max_shard_bytes, Annotated[int, at_least(1, at_most=10**15)]
+    )
     dtype = args.dtype or "bfloat16"
     step = export_run(
         args.path,

@@ -513,7 +513,7 @@ def policy(
     check_options(make, aggregation_options or {}, f"aggregation {aggregation!r}")
     further: dict[str, Any] = {} if select is None else {"prepare": select}
     if correction is not None and correction.bypass:
-        _check_correction(correction, name, adds_terms=bool(entropy_coef or kl_coef))
+        _check_correction(correction, name, adds_terms=has_bonus or bool(kl_coef))
     if correction is not None or truncated:
         further["correction"] = _inside_the_loss(correction, truncated=truncated)
     if shares_forward:
@@ -525,7 +525,7 @@ def policy(
         needs_advantage=skips_groups
         and name in POLICY_LOSSES
         and name not in HAVE_OTHER_TERMS
-        and not (entropy_coef or kl_coef),
+        and not (has_bonus or kl_coef),
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )

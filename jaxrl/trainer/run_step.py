@@ -211,6 +211,7 @@ def build_step(
         # Without advantages no other term of the loss has a gradient.
         needs_signal=algorithm.objective.needs_advantage
         and not (balances or state.pretraining is not None),
+        entropy=state.entropy,
         sampling=run.sampling,
         look=look,
         meanwhile=sampling.meanwhile,

@@ -124,7 +124,6 @@ def random_plan(seed: int):
         rollout__cache=pick("contiguous", "paged"),
         rollout__slots=int(pick(8, 32, 256)),
         rollout__prefill_prompts=8,
-        rollout__prefill_chunk_tokens=int(pick(0, 0, 128)),
         rollout__max_response_tokens=longest,
         rollout__tokens_per_dispatch=int(pick(1, 4, 64)),
         rollout__max_staleness=pick(0, 0, 8),

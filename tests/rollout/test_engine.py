@@ -438,7 +438,7 @@ def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
     assert choose(model).capacity_multiple == 1
     assert choose(dataclasses.replace(MODEL, head_dim=128)).capacity_multiple > 1
     with pytest.raises(
-        UserError, match=r"'paged_tpu' for a model with sliding windows.*use auto or xla"
+        UserError, match=r"'paged_tpu' on tpu .* with sliding windows.*use auto or xla"
     ):
         choose(model, decode_attention="paged_tpu")
 

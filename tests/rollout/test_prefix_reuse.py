@@ -15,6 +15,7 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
@@ -89,18 +90,18 @@ def assert_expected(sample: Sample, scale=1.0) -> None:
 def prefilled(monkeypatch) -> list[tuple[int, int]]:
     """Tokens of each sequence prefilled for a paged cache, and how many of them came from pages."""
     seen = []
-    prefill, reuse = Slots.prefill, Slots.reuse
+    prefill, reuse = slots.prefilled, Slots.reuse
 
-    def watched_prefill(self, sequences):
-        if self.pages is not None:
+    def watched_prefill(engine, params, sequences):
+        if engine.config.cache == "paged":
             seen.extend((len(s), 0) for s in sequences)
-        return prefill(self, sequences)
+        return prefill(engine, params, sequences)
 
     def watched_reuse(self, known):
         seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
         return reuse(self, known)
 
-    monkeypatch.setattr(Slots, "prefill", watched_prefill)
+    monkeypatch.setattr(decode_loop, "prefilled", watched_prefill)
     monkeypatch.setattr(Slots, "reuse", watched_reuse)
     return seen
 

@@ -16,6 +16,7 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
@@ -276,17 +277,17 @@ def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
 def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
     """A prompt that began like the one before would leave the larger program uncompiled."""
     whole, known = [], []
-    prefill, reuse = Slots.prefill, Slots.reuse
+    prefill, reuse = slots.prefilled, Slots.reuse
 
-    def watched_prefill(self, sequences):
+    def watched_prefill(engine, params, sequences):
         whole.extend(map(len, sequences))
-        return prefill(self, sequences)
+        return prefill(engine, params, sequences)
 
     def watched_reuse(self, beginnings):
         known.extend(len(tokens) for _, _, tokens in beginnings.values())
         return reuse(self, beginnings)
 
-    monkeypatch.setattr(Slots, "prefill", watched_prefill)
+    monkeypatch.setattr(decode_loop, "prefilled", watched_prefill)
     monkeypatch.setattr(Slots, "reuse", watched_reuse)
     engine = build_engine(cache="paged", max_prompt_tokens=100)
     assert engine.prompt_sizes == (64, 96, 140)

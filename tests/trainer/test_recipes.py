@@ -138,8 +138,8 @@ def test_ppo_is_the_same_wherever_its_roles_live(placement, folder, tmp_path, co
     assert program.train(config) == 0
     for ours, theirs in zip(curve(config), colocated, strict=True):
         assert ours.keys() == theirs.keys()
-        # How even the shards of a batch are depends on their number.
-        for name in theirs.keys() - {"perf/imbalance"}:
+        # How even the shards of a batch are, and the work of each, depend on their number.
+        for name in theirs.keys() - {"perf/imbalance", "perf/update_tflop"}:
             assert_close(ours[name], theirs[name], rtol=2e-4, scale=0.1, err_msg=name)
 
 

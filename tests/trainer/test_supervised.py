@@ -109,5 +109,5 @@ def test_a_broken_row_is_named(line, message, tmp_path):
 
 def test_reinforcement_learning_needs_problems(tmp_path):
     config = make_config(tmp_path, [json.dumps(ROWS[0])])
-    with pytest.raises(UserError, match=r"data\.train names neither a file nor a task"):
+    with pytest.raises(UserError, match=r"data\.train names no problems"):
         program.train(config, devices=jax.devices()[:1], report=write_report)
