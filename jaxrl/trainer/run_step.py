@@ -149,6 +149,8 @@ class StepState:
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
         record: dict[str, Any] = {"kl_coef": self.kl.value, "multiplier": self.multiplier.value}
+        if self.entropy is not None:
+            record["entropy"] = (self.entropy.value, self.entropy.entropy)
         if self.pretraining is None:
             return record
         return record | {"pretraining": self.pretraining.stream.state()}
@@ -156,6 +158,8 @@ class StepState:
     def restore(self, record: Mapping[str, Any]) -> None:
         """Continues from the result of `record`."""
         self.kl.value, self.multiplier.value = record["kl_coef"], record["multiplier"]
+        if self.entropy is not None:
+            self.entropy.value, self.entropy.entropy = record["entropy"]
         if self.pretraining is not None:
             self.pretraining.stream.restore(record["pretraining"])
 
