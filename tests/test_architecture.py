@@ -210,7 +210,7 @@ def test_no_two_files_have_one_name():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 36_320,
+    "lines of code": 36_340,
     "lines of code of planner/": 4_670,
     "lines of code of the largest other package": 3_870,
     "files": 308,
