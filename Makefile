@@ -17,7 +17,7 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-lm lm-parts docs test test-all check format clean
+.PHONY: demo demo-lm lm-parts docs test test-long test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
@@ -32,6 +32,10 @@ lm-parts: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(PYTEST) $(PARALLEL)
+
+# What CI runs besides: tests of several seconds each.
+test-long: $(INSTALLED)
+	$(PYTEST) $(PARALLEL) -m "long and not slow and not tpu"
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(PARALLEL) -m ""
