@@ -136,6 +136,7 @@ def test_training_from_a_checkpoint_adds_fresh_adapters(adapted):
     actor.state = trained
 
 
+@pytest.mark.long
 def test_frozen_weights_are_kept_once_and_no_wider_than_they_are_computed_with(adapted):
     _, before, _ = adapted
     narrow = actor_of(ADAPTERS, dtype="bfloat16")

@@ -101,10 +101,12 @@ def counted(model: ModelConfig, tokens: int = T) -> float:
     [
         (MODEL, {"d_ff": 96}),
         (MODEL, {"num_layers": 5}),
-        (LORA, {"num_layers": 5}),
-        (MODEL, {"num_kv_heads": 1}),
+        pytest.param(LORA, {"num_layers": 5}, marks=pytest.mark.long),
+        pytest.param(MODEL, {"num_kv_heads": 1}, marks=pytest.mark.long),
         (LORA, {"lora": LoraConfig(rank=8)}),
-        (LORA, {"lora": LoraConfig(rank=4, targets=("q", "down"))}),
+        pytest.param(
+            LORA, {"lora": LoraConfig(rank=4, targets=("q", "down"))}, marks=pytest.mark.long
+        ),
     ],
     ids=["ffn", "layers", "layers below adapters", "kv heads", "rank", "targets"],
 )

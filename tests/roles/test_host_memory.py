@@ -7,7 +7,6 @@ import jax
 import pytest
 from closeness import assert_close
 from packed import TWO_UPDATES, packed, sequences
-from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -74,7 +73,7 @@ def memories(state) -> tuple[set[str], set[str]]:
     return set(map(kind, jax.tree.leaves(state.params))), set(map(kind, moments))
 
 
-@pytest.mark.parametrize("fsdp", mostly_slow([1, 4], fast=(1,)))
+@pytest.mark.parametrize("fsdp", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_activations_on_the_host_have_the_same_gradients(fsdp):
     """As those that are kept where they are, of which "full" and "projections" compute some again."""
     options = {} if fsdp == 1 else {"fsdp": fsdp}
@@ -82,15 +81,10 @@ def test_activations_on_the_host_have_the_same_gradients(fsdp):
     assert_close(found.params, on_device(**options).params, scale=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"remat": "offload"}, "train.remat 'offload' keeps .* only; use 'projections' or 'full'"),
-    ],
-)
-def test_devices_without_pinned_host_memory_are_refused(monkeypatch, options, message):
+def test_devices_without_pinned_host_memory_are_refused(monkeypatch):
     device = type(jax.devices()[0])
     monkeypatch.setattr(device, "addressable_memories", lambda self: [self.default_memory()])
+    message = "train.remat 'offload' keeps .* only; use 'projections' or 'full'"
     with pytest.raises(UserError, match=message):
-        actor_of.__wrapped__(**options)
+        actor_of.__wrapped__(remat="offload")
     actor_of.__wrapped__()

@@ -5,7 +5,6 @@ T updates   D inputs   F outputs   N examples
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import jax
@@ -16,7 +15,6 @@ import pytest
 from closeness import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
-from slow_values import mostly_slow
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
@@ -175,7 +173,7 @@ def test_blocks_by_hand(shape, block):
 # Convergence
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["adamw", "muon"], fast=("adamw",)))
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def test_fewer_bits_converge_alike(kind):
     """A network learns from noisy examples, with features of very different sizes."""
     key = jax.random.key(0)
@@ -351,22 +349,13 @@ def fresh(kind: str, moments: str) -> Actor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "moments"),
+    ("kind", "moments", "sharding", "layout"),
     [
-        ("adamw", "int8"),
-        pytest.param("muon", "float32", marks=pytest.mark.slow),
-        pytest.param("adamw", "float32", marks=pytest.mark.slow),
-        pytest.param("adamw", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("muon", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("muon", "int8", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    ("sharding", "layout"),
-    [
-        ("FSDP", {"train": "1-2-2", "fsdp": 2}),
-        pytest.param("FSDP", {"train": "1-2-4", "fsdp": 4}, marks=pytest.mark.slow),
-        pytest.param("ZeRO-3", {"train": "1-1-8"}, marks=pytest.mark.slow),
+        ("adamw", "int8", "FSDP", {"train": "1-1-2", "fsdp": 2}),
+        pytest.param(
+            *("muon", "int8", "FSDP", {"train": "1-2-4", "fsdp": 4}), marks=pytest.mark.long
+        ),
+        pytest.param("muon", "bfloat16", "ZeRO-3", {"train": "1-1-8"}, marks=pytest.mark.long),
     ],
     ids=["FSDP", "FSDP of 4", "ZeRO-3"],
 )
@@ -438,9 +427,7 @@ def test_moments_of_8_bits_lie_as_their_weights():
     ("kind", "moments"),
     [
         ("adamw", "int8"),
-        pytest.param("muon", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("adamw", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("muon", "int8", marks=pytest.mark.slow),
+        pytest.param("muon", "bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_a_resumed_run_is_the_same_to_the_last_bit(kind, moments, tmp_path):
@@ -463,16 +450,9 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(kind, moments, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, second.state, first.state)
 
 
-SKIPPED = list(itertools.product(("adamw", "muon"), KINDS))
-
-
-@pytest.mark.parametrize(
-    "case",
-    mostly_slow(SKIPPED, fast=(("adamw", "float32"), ("adamw", "int8"), ("muon", "int8"))),
-    ids=str,
-)
-def test_a_minibatch_that_is_skipped_leaves_the_moments(case):
-    actor = fresh(*case)
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
+def test_a_minibatch_that_is_skipped_leaves_the_moments(kind):
+    actor = fresh(kind, "int8")
     before = jax.device_get(actor.state)
     nothing = batch()
     nothing = nothing.replace(loss_mask=np.zeros_like(nothing.loss_mask))

@@ -80,10 +80,10 @@ def shares(state: TrainState) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "weights", "moments"),
     [
-        pytest.param("replicated", 1, 1, marks=pytest.mark.slow),
-        pytest.param("ZeRO-1", 1, 1 / 8, marks=pytest.mark.slow),
+        pytest.param("replicated", 1, 1, marks=pytest.mark.long),
+        pytest.param("ZeRO-1", 1, 1 / 8, marks=pytest.mark.long),
         ("ZeRO-2", 1, 1 / 8),
-        ("ZeRO-3", 1 / 8, 1 / 8),
+        pytest.param("ZeRO-3", 1 / 8, 1 / 8, marks=pytest.mark.long),
         ("FSDP", 1 / 2, 1 / 2),
     ],
 )

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from slow_values import mostly_slow
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
 
 from jaxrl.dataflows.step_metrics import work_metrics
@@ -28,7 +27,6 @@ SHARES = dataclasses.replace(TRAIN, share_prompts=True)
 SHARED_FORWARD = policy(
     "clipped", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}, shares_forward=True
 )
-STAGES = ("2-1-2", "", 1)
 
 
 def completions(seed: int = 0) -> Completions:
@@ -64,7 +62,11 @@ def by_token(batch, x) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     "layout",
-    mostly_slow([ONE_DEVICE, EIGHT_DEVICES, STAGES], fast=(ONE_DEVICE,)),
+    [
+        ONE_DEVICE,
+        pytest.param(EIGHT_DEVICES, marks=pytest.mark.long),
+        pytest.param(("2-1-2", "", 1), marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_probabilities_and_updates_are_those_of_whole_sequences(layout):
@@ -105,6 +107,7 @@ def test_parts_of_sequences_on_several_devices_change_nothing():
         assert_close(np.asarray(found)[mask & (sequence == i)], by_answer[i])
 
 
+@pytest.mark.long
 def test_minibatches_keep_to_themselves():
     shape = PackedShape(minibatches=3, microbatches=4, rows=1, tokens=24)
     plain, shared = batches(shape)

@@ -138,11 +138,10 @@ def textbook_step() -> tuple[np.ndarray, float, float, int]:
     raise AssertionError("no step")
 
 
-@pytest.mark.parametrize("shape", [ONE_EACH, PACKED], ids=["one each", "packed"])
-def test_the_fisher_product_is_that_of_the_explicit_matrix(shape):
+def test_the_fisher_product_is_that_of_the_explicit_matrix():
     gradient, fisher, _, _ = twin()
     actor = fresh()
-    batch = batch_for(actor, shape)
+    batch = batch_for(actor, PACKED)
     params = actor.state.params
     _, unravel = ravel_pytree(params)
     product = jax.jit(lambda v: actor._fisher_product(params, {}, batch, v))
@@ -173,18 +172,17 @@ def test_a_step_is_the_textbooks():
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape"),
+    "layout",
     [
-        pytest.param(ONE_DEVICE, PACKED, id="packed"),
-        pytest.param(EIGHT_DEVICES, PACKED, id="stages", marks=pytest.mark.slow),
-        pytest.param(("1-2-2", 2), ONE_EACH, id="tensor and data"),
+        pytest.param(EIGHT_DEVICES, id="stages", marks=pytest.mark.long),
+        pytest.param(("1-2-2", 2), id="tensor and data"),
     ],
 )
-def test_neither_packing_nor_the_mesh_change_a_step(layout, shape):
+def test_neither_packing_nor_the_mesh_change_a_step(layout):
     before = np.asarray(ravel_pytree(first_state().params)[0])
     expected, metrics = step(fresh())
     actor = fresh(layout)
-    found, others = step(actor, shape)
+    found, others = step(actor, PACKED)
     # Ten products amplify rounding: the directions agree to a thousandth of the step.
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected - before).max()
     assert others == pytest.approx(metrics, rel=1e-3, abs=1e-5)
@@ -211,6 +209,7 @@ def test_steps_compile_once_and_without_a_gradient_change_nothing():
     assert int(actor.state.step) == 4
 
 
+@pytest.mark.long
 def test_adapters_take_the_step_alone():
     actor = actor_of(lora=dataclasses.replace(MODEL.lora, rank=2))
     actor.init()
@@ -224,21 +223,6 @@ def test_adapters_take_the_step_alone():
     jax.tree.map(np.testing.assert_array_equal, frozen, before[1])
 
 
-@pytest.mark.parametrize(
-    ("model", "train", "message"),
-    [
-        ({"num_experts": 4, "experts_per_token": 2}, {}, "a mixture of 4 experts"),
-    ],
-)
-def test_programs_without_a_second_derivative_are_refused(model, train, message):
-    with pytest.raises(UserError, match=message):
-        TrustRegionActor(
-            dataclasses.replace(MODEL, **model),
-            actor_of().mesh,
-            train=TrainConfig(**train),
-            optim=OptimConfig(),
-            temperature=1.0,
-            seed=0,
-            max_kl=0.01,
-            damping=0.1,
-        )
+def test_programs_without_a_second_derivative_are_refused():
+    with pytest.raises(UserError, match="a mixture of 4 experts"):
+        actor_of(num_experts=4, experts_per_token=2)

@@ -125,12 +125,6 @@ def test_the_schedule_has_every_dispatch_and_every_prompt(recorded):
 
 def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(recorded):
     first = told(recorded("first"))
-    # Another clock gives another run.
-    other = recorded("other")
-    with sleeping(4):
-        assert program.train(other) == 0
-    assert told(other)["schedule"] != first["schedule"]
-    assert told(other)["samples"] != first["samples"]
     again = recorded("again", rollout__schedule=str(recorded("first").run_folder))
     with sleeping(7):
         assert program.train(again) == 0
@@ -140,6 +134,15 @@ def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(recorded
     for rows in metrics:
         rows[2] = {name: value for name, value in rows[2].items() if not name.startswith("val-")}
     assert metrics[0] == metrics[1] and repeated == first
+
+
+@pytest.mark.long
+def test_another_clock_gives_another_run(recorded):
+    other = recorded("other")
+    with sleeping(4):
+        assert program.train(other) == 0
+    for name in ("schedule", "samples"):
+        assert told(other)[name] != told(recorded("first"))[name]
 
 
 def test_a_schedule_of_another_run_is_refused(recorded, tmp_path):
@@ -163,6 +166,7 @@ def test_a_schedule_of_another_run_is_refused(recorded, tmp_path):
         program.train(recorded("refused", rollout__schedule=str(where)))
 
 
+@pytest.mark.long
 def test_prompts_that_differ_from_the_recorded_ones_end_the_run(recorded, tmp_path):
     shutil.copytree(recorded("first").run_folder.path, tmp_path / "recorded")
     path = tmp_path / "recorded" / "rl" / "schedule.jsonl"
@@ -178,7 +182,8 @@ def test_prompts_that_differ_from_the_recorded_ones_end_the_run(recorded, tmp_pa
         program.train(recorded("longer", **where))
 
 
-@pytest.mark.parametrize("side", mostly_slow(["sampler", "learner"], fast=("sampler",)))
+@pytest.mark.long
+@pytest.mark.parametrize("side", ["sampler", "learner"])
 def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
     side,
     folder,  # noqa: F811

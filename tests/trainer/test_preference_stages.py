@@ -6,7 +6,6 @@ import shutil
 
 import jax
 import pytest
-from slow_values import mostly_slow
 
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.schema import Config
@@ -82,22 +81,16 @@ def one_device():
     return jax.devices()[:1]
 
 
-@pytest.mark.parametrize("made", mostly_slow([False, True], fast=(True,)))
-def test_pairs_to_evaluate_with_are_not_needed(made, files, tmp_path):
-    config = make_config(files, tmp_path, num_steps=2, evaluation_path="")
-    if made:
-        config = dataclasses.replace(
-            config,
-            preference=dataclasses.replace(
-                config.preference,
-                path="shared/worked_sums.py:right_or_wrong",
-            ),
-            data=DataConfig(
-                train=SourceConfig(path="shared/worked_sums.py:make", size=40),
-                max_prompt_tokens=16,
-            ),
-            train=TrainConfig(rows=4, row_tokens=512),
-        )
+@pytest.mark.long
+def test_pairs_to_evaluate_with_are_not_needed(files, tmp_path):
+    path = "shared/worked_sums.py:right_or_wrong"
+    config = make_config(files, tmp_path, num_steps=2, path=path, evaluation_path="")
+    train = SourceConfig(path="shared/worked_sums.py:make", size=40)
+    config = dataclasses.replace(
+        config,
+        data=DataConfig(train=train, max_prompt_tokens=16),
+        train=TrainConfig(rows=4, row_tokens=512),
+    )
     assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [1, 2]

@@ -191,6 +191,7 @@ def test_policy_gradient_and_trust_region_resume_to_the_same_numbers(
         assert whole[2]["actor/trust_region_gain"] > 0 and "actor/lr" not in whole[2]
 
 
+@pytest.mark.long
 def test_the_entropy_bonus_follows_its_target_and_resumes(folder, tmp_path):
     """A coefficient that changes compiles nothing, and a resumed run goes on with it."""
     changes = {"algorithm__entropy_target": 5.0, "algorithm__entropy_coef": 0.01}
@@ -453,6 +454,7 @@ def test_settings_that_contradict_each_other(recipe, changes, message, folder, t
     assert not list(tmp_path.rglob("rl"))
 
 
+@pytest.mark.long
 def test_a_run_trains_the_tokens_of_the_highest_entropy(folder, tmp_path):
     first = {}
     for share in (1.0, 0.2):
