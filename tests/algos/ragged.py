@@ -104,12 +104,6 @@ class Ragged:
             np.testing.assert_allclose(got[mask], want, **tolerance)
         np.testing.assert_array_equal(packed[self.mask == 0], 0)
 
-    def alone(self, i: int, field) -> np.ndarray:
-        """Sequence i of a field in a row of its own, padded to the same width."""
-        row = np.zeros((1, TOKENS), np.asarray(field[i]).dtype)
-        row[0, : len(field[i])] = field[i]
-        return row
-
 
 def differences(function, x: np.ndarray, step: float = 1e-6) -> np.ndarray:
     """Central differences of a float64 function of an array."""

@@ -80,7 +80,7 @@ def test_a_segments_first_token_and_padding_are_zero(inputs):
         np.testing.assert_array_equal(np.asarray(values_BT) == 0, no_past_BT)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 10, 1000])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 10, 1000])
 def test_chunks_change_neither_values_nor_gradients(inputs, chunk_tokens):
     hidden_BTD, weight_DV, tokens_BT = inputs
     cotangent_BT = np.random.default_rng(1).normal(size=(B, T)).astype(np.float32)
@@ -126,8 +126,7 @@ def test_the_last_hidden_state_of_a_segment_speaks_about_nothing(inputs):
         np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("shards", [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("chunk_tokens", [4, 1000])
+@pytest.mark.parametrize(("chunk_tokens", "shards"), [(4, (1, 1)), (4, (2, 2)), (1000, (2, 1))])
 def test_only_trained_tokens_have_values_and_gradients(chunk_tokens, shards):
     rng = np.random.default_rng(2)
     shape = (2, 48)

@@ -148,17 +148,3 @@ def test_the_scan_has_the_gradient_of_its_twin():
         x = ragged.pack(ragged.values()).astype(np.float64)
         slope = jax.grad(total)(jnp.where(inside, x, jnp.nan))
         np.testing.assert_allclose(slope, differences(jax.jit(total), x), rtol=1e-6, atol=1e-8)
-
-
-@few
-@given(seeds)
-def test_packed_equals_one_sequence_a_row(seed):
-    ragged = Ragged.sample(seed)
-    field = ragged.values()
-    packed = ragged.unpack(segment_scan(ragged.pack(field), *ragged.where, decay=jnp.float32(0.9)))
-    for i, m in enumerate(ragged.masks):
-        mask = ragged.alone(i, [m.astype(np.float32) for m in ragged.masks])
-        row = segment_scan(
-            ragged.alone(i, field), mask, np.ones_like(mask, np.int32), decay=jnp.float32(0.9)
-        )
-        np.testing.assert_allclose(packed[i], np.asarray(row)[0, : len(m)], rtol=1e-6, atol=1e-6)

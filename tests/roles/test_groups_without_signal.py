@@ -56,7 +56,7 @@ def batch_of(quiet_B=QUIET, shape=SHAPE, **packing) -> TrainBatch:
     ids=str,
 )
 def test_the_update_is_the_one_with_all_groups(name, aggregation, layout):
-    """Of every other loss the gradient is 0 there too: see `test_every_algorithm`."""
+    """Of every loss that skips groups the gradient is 0 there: `algos/test_on_policy_gradients.py`."""
     options = {"scale": 7.0} if aggregation == "seq-mean-token-sum-norm" else {}
     settings: Any = {"aggregation": aggregation, "aggregation_options": options}
     batch = batch_of(share_prompts=layout == ONE_DEVICE)

@@ -153,6 +153,17 @@ def test_a_second_moment_decays(moments):
     assert float(nu[:, 1].mean()) == pytest.approx(expected, rel=0.05)
 
 
+def test_shards_are_rounded_as_the_whole_is():
+    """The draws go by the place in the whole array."""
+    mesh = jax.make_mesh((2, 2), ("embed", "mlp"), devices=jax.devices()[:4])
+    split = jax.NamedSharding(mesh, jax.P("embed", "mlp"))
+    x = jax.random.normal(jax.random.key(1), (D, F))
+    rounded = jax.jit(lambda x: quantized(x, jax.random.key(0), block=32, signed=True))
+    whole, parts = rounded(x), rounded(jax.device_put(x, split))
+    assert parts.codes.sharding.is_equivalent_to(split, 2)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
 @pytest.mark.parametrize(
     ("shape", "block"),
     [
@@ -213,8 +224,7 @@ def test_fewer_bits_converge_alike(kind):
         return float(losses[-100:].mean())
 
     exact = train("float32")
-    for moments in ("bfloat16", "int8"):
-        assert train(moments) == pytest.approx(exact, rel=0.03)
+    assert train("int8") == pytest.approx(exact, rel=0.03)
 
 
 # Muon
@@ -348,14 +358,13 @@ def fresh(kind: str, moments: str) -> Actor:
     return actor
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "moments", "sharding", "layout"),
     [
-        ("adamw", "int8", "FSDP", {"train": "1-1-2", "fsdp": 2}),
-        pytest.param(
-            *("muon", "int8", "FSDP", {"train": "1-2-4", "fsdp": 4}), marks=pytest.mark.long
-        ),
-        pytest.param("muon", "bfloat16", "ZeRO-3", {"train": "1-1-8"}, marks=pytest.mark.long),
+        ("adamw", "int8", "FSDP", {"train": "1-2-2", "fsdp": 2}),
+        ("muon", "int8", "FSDP", {"train": "1-2-4", "fsdp": 4}),
+        ("muon", "bfloat16", "ZeRO-3", {"train": "1-1-8"}),
     ],
     ids=["FSDP", "FSDP of 4", "ZeRO-3"],
 )

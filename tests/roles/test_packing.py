@@ -210,7 +210,7 @@ def useful(packing) -> float:
     ("tokens", "rows", "mean", "minibatches"),
     [
         (20_480, 8, 5_000, 4),
-        (22_528, 16, 5_000, 4),
+        (22_528, 16, 5_000, 8),
         (20_480, 64, 2_500, 4),
         pytest.param(20_480, 16, 2_500, 16, marks=pytest.mark.long),
         pytest.param(20_480, 32, 5_000, 16, marks=pytest.mark.long),

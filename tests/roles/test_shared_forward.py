@@ -78,6 +78,7 @@ def test_one_update_a_step_takes_no_other_pass(layout, monkeypatch):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_the_first_of_two_updates_shares_its_forward_pass():
     plain, told, seen = step(TWO_UPDATES, CorrectionConfig(), shares=False)
     shared, metrics, seen_shared = step(TWO_UPDATES, CorrectionConfig(), shares=True)

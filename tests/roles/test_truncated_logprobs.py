@@ -172,6 +172,7 @@ def test_old_logprobs_of_tokens_outside_are_those_of_the_sampler():
     assert all(np.isfinite(float(x)) for x in experience.metrics.values())
 
 
+@pytest.mark.long
 def test_tokens_that_an_update_moves_out_are_masked_in_the_next():
     """All minibatches are sampled within the limits; a huge first step leaves them behind."""
     actor = limited()

@@ -171,13 +171,8 @@ def test_a_step_is_the_textbooks():
     assert 0.1 * MAX_KL < metrics["trust_region_kl"] <= MAX_KL
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(EIGHT_DEVICES, id="stages", marks=pytest.mark.long),
-        pytest.param(("1-2-2", 2), id="tensor and data"),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [EIGHT_DEVICES, ("1-2-2", 2)], ids=["stages", "tensor and data"])
 def test_neither_packing_nor_the_mesh_change_a_step(layout):
     before = np.asarray(ravel_pytree(first_state().params)[0])
     expected, metrics = step(fresh())

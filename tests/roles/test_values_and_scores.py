@@ -83,8 +83,7 @@ def test_neither_packing_nor_the_mesh_change_an_update():
 
     params, metrics = stepped(ONE, "one each")
     assert metrics["grad_norm"] > 0 and metrics["loss"] > 0
-    for other in (stepped(ONE, "packed"), stepped(EIGHT, "one each")):
-        assert_close(other, (params, metrics), rtol=1e-4, scale=1)
+    assert_close(stepped(EIGHT, "packed"), (params, metrics), rtol=1e-4, scale=1)
 
 
 def test_a_critic_starts_from_a_language_model_at_0_and_learns():
