@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from slow_values import mostly_slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What a machine with jax, flax, optax and numpy alone does not have.
@@ -32,7 +31,8 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("part", mostly_slow(CHECKS.keys(), fast=("B",)))
+@pytest.mark.long
+@pytest.mark.parametrize("part", CHECKS)
 def test_every_check_of_a_part(part):
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT, "benchmarks/accelerator.py", "--part", part, "--small"],

@@ -19,9 +19,9 @@ from jaxrl.user_code import load_function
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROWS = [{"problem": f"{a} + {b} =", "answer": str(a + b)} for a in range(8) for b in range(8)]
-# One small step, on all simulated devices.
+# One small step, on one device of eight.
 SMALL = {
-    "mesh__train": "1-1-8",
+    "placement": {"one": {"roles": ("actor",), "train": "1-1-1"}},
     "train__rows": 8,
     "sft__num_steps": 0,
     "sft__run": "",
@@ -170,7 +170,7 @@ def test_pandas_itself(here):
 @pytest.mark.slow
 def test_a_function_typed_into_a_program_is_a_reward_as_an_object_and_not_as_a_path(here):
     """As in a notebook: the program has no file, and the run calls the function in another process."""
-    small = {**SMALL, "mesh__train": "1-1-1", "run__num_steps": 1}
+    small = {**SMALL, "run__num_steps": 1}
     code = f"""
 import jaxrl
 def reward(responses):

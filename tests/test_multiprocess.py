@@ -65,13 +65,13 @@ SETTINGS = {
 
 def write_recipe(folder: pathlib.Path, **changes) -> pathlib.Path:
     write_problems(folder)
-    settings = SETTINGS | {"run.output": str(folder / "runs")} | changes
+    settings = SETTINGS | {"run.output": str(folder / "runs")}
     for name in ("train", "evaluation"):
         settings |= {
             f"data.{name}.path": str(folder / f"{name}.jsonl"),
             f"data.{name}.source": "repeat",
         }
-    return write_recipe_file(folder, settings)
+    return write_recipe_file(folder, settings | changes)
 
 
 def start(recipes: list[pathlib.Path]) -> contextlib.AbstractContextManager:
@@ -117,19 +117,37 @@ def two(tmp_path_factory):
     return folder, run([recipe, recipe])
 
 
+def check_equal(two: pathlib.Path, one: pathlib.Path, stage: str) -> None:
+    """Both runs made the same rows of a stage."""
+    expected = rows_of(one, stage)
+    assert len(expected) == 3
+    for ours, theirs in zip(rows_of(two, stage), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            # One token's ratio, the furthest from 1, shows rounding that means do not.
+            rtol = 1e-3 if name.endswith("ratio_max_deviation") else 1e-5
+            assert_close(ours[name], theirs[name], rtol=rtol, scale=1, err_msg=name)
+
+
+def test_two_processes_fine_tune_as_one(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    recipes = []
+    for folder in (one, two):
+        folder.mkdir()
+        recipes.append(write_recipe(folder, **{"run.num_steps": 0, "data.evaluation.path": ""}))
+    run([recipes[1]] * 2)
+    config = load_config(Config, str(recipes[0]), {})
+    assert program.fine_tune(config, devices=jax.devices()[:4]) == 0
+    check_equal(two, one, "sft")
+
+
+@pytest.mark.long
 def test_two_processes_train_as_one(two, tmp_path):
     folder, _ = two
     recipe = write_recipe(tmp_path)
     assert program.train(load_config(Config, str(recipe), {}), devices=jax.devices()[:4]) == 0
     for stage in ("sft", "rl"):
-        one = rows_of(tmp_path, stage)
-        assert len(one) == 3
-        for ours, theirs in zip(rows_of(folder, stage), one, strict=True):
-            assert ours.keys() == theirs.keys()
-            for name in theirs:
-                # One token's ratio, the furthest from 1, shows rounding that means do not.
-                rtol = 1e-3 if name.endswith("ratio_max_deviation") else 1e-5
-                assert_close(ours[name], theirs[name], rtol=rtol, scale=1, err_msg=name)
+        check_equal(folder, tmp_path, stage)
 
 
 def test_settings_that_differ_end_every_process(tmp_path):

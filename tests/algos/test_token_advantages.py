@@ -3,7 +3,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged import Ragged
@@ -162,24 +161,6 @@ def test_the_optimal_baseline_of_equal_returns_is_exactly_theirs():
     ones = np.ones(shape, np.int32)
     advantage, _ = optimal(reward, logprob, 0.5 + 0 * logprob, 1.0 * reward**0, ones, ones)
     np.testing.assert_array_equal(advantage, 0)
-
-
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
-def test_rows_and_packing_do_not_matter(name):
-    ragged = Ragged.sample(5)
-    fields = [ragged.values(), ragged.values()][: 1 if name == "reinforce_plus_plus" else 2]
-    masks = [m.astype(np.float32) for m in ragged.masks]
-    function = {"gae": gae, "reinforce_plus_plus": reinforce_plus_plus, "remax": remax}[name]
-    packed = np.stack(function(*map(ragged.pack, fields), *ragged.where))
-    rows = [
-        np.concatenate([ragged.alone(i, f) for i in range(len(masks))]) for f in [*fields, masks]
-    ]
-    alone = np.stack(function(*rows, np.ones_like(rows[-1], np.int32)))
-    for i, (row, first, _) in enumerate(ragged.places):
-        n = len(masks[i])
-        np.testing.assert_allclose(
-            packed[:, row, first : first + n], alone[:, i, :n], rtol=1e-5, atol=1e-6
-        )
 
 
 def test_reverse_kl_by_hand():

@@ -123,13 +123,6 @@ def test_a_group_that_may_be_none_is_filled_and_emptied():
     assert config_tree.from_config_dict(Config, tree).critic is None
 
 
-def test_settings_may_derive_from_earlier_ones():
-    tree = config_tree.to_config_dict(Config())
-    tree.limit = tree.get_ref("seed") * 2
-    tree.seed = 21
-    assert config_tree.from_config_dict(Config, tree).limit == 42
-
-
 def test_an_override_of_a_derived_setting_stays_there():
     tree = config_tree.to_config_dict(Config())
     tree.limit = tree.get_ref("seed")
@@ -178,36 +171,8 @@ def test_a_float_is_no_integer():
         config_tree.from_config_dict(Config, tree)
 
 
-@pytest.mark.parametrize(
-    ("group", "key", "near"),
-    [
-        ("actor.optim", "lrr", "near: actor.optim.lr, "),
-        ("", "lr", "near: actor.optim.lr, critic.optim.lr"),
-        ("actor", "lr_warmup_steps", "near: actor.optim.lr_warmup_steps"),
-        ("", "qqqqqqqq", "none is near"),
-    ],
-)
-def test_an_unknown_setting_names_near_ones_in_any_group(group, key, near):
-    tree = config_tree.to_config_dict(Config())
-    with tree.unlocked():
-        (tree[group] if group else tree)[key] = 1
-    with pytest.raises(UserError) as error:
-        config_tree.from_config_dict(Config, tree)
-    name = f"{group}.{key}" if group else key
-    assert str(error.value).startswith(f'unknown setting "{name}"; {near}')
-
-
 def test_what_a_recipe_leaves_out_has_its_default():
     assert read(actor={"width": 3}) == Config(actor=Model(width=3))
-
-
-def test_a_refusal_of_a_dataclass_is_told_with_its_path():
-    with pytest.raises(UserError, match=r"^actor.optim: lr -1.0 is not positive"):
-        read(actor__optim__lr=-1.0)
-    with pytest.raises(UserError, match=r"^lr -1.0 is not positive"):
-        tree = config_tree.to_config_dict(Optim())
-        tree.lr = -1.0
-        config_tree.from_config_dict(Optim, tree)
 
 
 def test_leaf_names_follow_the_fields():

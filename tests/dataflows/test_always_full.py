@@ -155,7 +155,7 @@ runs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(runs, st.integers(2, 7))
 def test_no_token_is_older_than_the_limit_and_every_group_is_trained_on_or_dropped_once(
     case, num_steps
@@ -240,7 +240,7 @@ def test_a_resumed_run_draws_and_drops_the_same(after):
     assert any(counts["rollout/dropped_stale_groups"] for *_, counts in expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(runs, st.lists(st.integers(0, 30), min_size=2, max_size=7))
 def test_what_runs_free_is_never_too_old_and_is_trained_on_or_dropped_once(case, dispatches):
     run = FreeRun(**case)
@@ -261,7 +261,7 @@ def test_what_runs_free_is_never_too_old_and_is_trained_on_or_dropped_once(case,
     assert len(drawn) == len(trained) + len(waiting["ids"]) + dropped
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(runs, st.lists(st.integers(0, 30), min_size=2, max_size=6))
 def test_a_recorded_schedule_repeats_every_dispatch(case, dispatches):
     run = FreeRun(**case)

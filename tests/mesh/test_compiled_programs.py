@@ -9,7 +9,6 @@ import sys
 import jax
 import pytest
 from processes import started
-from slow_values import mostly_slow
 
 from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.mesh.devices import build_mesh
@@ -99,6 +98,7 @@ def test_a_home_that_cannot_be_written_is_said_once(tmp_path):
     assert log.count("compiled programs are not kept") == 1
 
 
+@pytest.mark.long
 def test_processes_that_share_it_do_not_disturb_each_other(tmp_path):
     numbers = [str(n) for n in range(2, 12)]
     command = [sys.executable, "-c", PROGRAM, *numbers]
@@ -136,7 +136,7 @@ def num_operations(num_layers: int, remat: str) -> int:
     return len(re.findall(r"\bstablehlo\.", text))
 
 
-@pytest.mark.parametrize("remat", mostly_slow(["none", "full"], fast=("full",)))
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.long)])
 def test_the_update_is_as_large_at_any_depth(remat):
     """Layers are scanned, so compiling 64 of them takes what 4 take."""
     sizes = {depth: num_operations(depth, remat) for depth in (4, 64)}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from closeness import BFLOAT16, assert_close
 from flax import nnx
-from slow_values import mostly_slow
 
 from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.errors import UserError
@@ -119,20 +118,26 @@ def expected(model):
 
 
 @pytest.mark.parametrize(
-    "case",
-    mostly_slow(
-        {
-            "p=2": (DENSE, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4}),
-            "p=4": (DENSE, {"train": "4-2-1", "generate": "2-2-2-1"}, {"remat": "full"}),
-            "windows": (WINDOWED, {"train": "2-1-2", "context": 2}, {"remat": "projections"}),
-            "experts": (MIXTURE, {"train": "2-2-2", "expert": 2}, {}),
-            "context": (MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
-        },
-        fast=("p=2", "context"),
-    ),
+    ("model", "layout", "settings"),
+    [
+        (DENSE, {"train": "2-2-2", "fsdp": 2}, {"num_microbatches": 4}),
+        pytest.param(
+            *(DENSE, {"train": "4-2-1", "generate": "2-2-2-1"}, {"remat": "full"}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *(WINDOWED, {"train": "2-1-2", "context": 2}, {"remat": "projections"}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(MIXTURE, {"train": "2-2-2", "expert": 2}, {}, marks=pytest.mark.long),
+        pytest.param(
+            *(MIXTURE, {"train": "2-2-2", "context": 2}, {"num_microbatches": 1}),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["p=2", "p=4", "windows", "experts", "context"],
 )
-def test_losses_gradients_and_logprobs_are_those_of_one_device(case):
-    model, layout, settings = case
+def test_losses_gradients_and_logprobs_are_those_of_one_device(model, layout, settings):
     program, arguments = compiled(model, mesh_of(**layout), **settings)
     assert_close(jax.device_get(program(*arguments)), expected(model), scale=1)
 

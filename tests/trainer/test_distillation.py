@@ -64,7 +64,7 @@ def make_config(folder, output, **changes) -> Config:
         "data.max_prompt_tokens": 16,
         "data.train.path": str(folder / "train.jsonl"),
         "teacher.weights": str(folder / "teacher"),
-        "rollout.num_prompts": 32,
+        "rollout.num_prompts": 16,
         "rollout.num_samples": 4,
         "rollout.max_response_tokens": 8,
         "rollout.slots": 32,

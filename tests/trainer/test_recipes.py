@@ -42,10 +42,6 @@ SPLIT_OTHERWISE = {
         },
     }
 }
-POLICY_AND_VALUE = {
-    "policy": {"roles": ("actor", "reference"), "train": "1-2-2", "generate": "1-1-2-2"},
-    "value": {"roles": ("critic", "reward"), "train": "1-1-4", "fsdp": 4},
-}
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +126,6 @@ def colocated(folder, tmp_path_factory):
         pytest.param(APART, id="apart"),
         pytest.param(APART_AND_SHARDED, id="apart and sharded", marks=pytest.mark.slow),
         pytest.param(SPLIT_OTHERWISE, id="split otherwise", marks=pytest.mark.slow),
-        pytest.param(POLICY_AND_VALUE, id="two pools", marks=pytest.mark.slow),
     ],
 )
 def test_ppo_is_the_same_wherever_its_roles_live(placement, folder, tmp_path, colocated):
@@ -289,11 +284,6 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
         ),
         pytest.param(
             "grpo",
-            {"algorithm__loss": "gspo", "algorithm__aggregation": "seq-mean-token-mean"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "grpo",
             {
                 "algorithm__advantage": "reinforce_plus_plus",
                 "algorithm__correction__bypass": True,
@@ -308,7 +298,6 @@ GROUPS = {"algorithm__loss_options": {"clip_low": 0.2, "clip_high": 0.2, "dual_c
         "remax",
         "grpo, full kl",
         "optimal token baseline, truncated weights",
-        "gspo",
         "reinforce++, kl-cov, bypass",
     ],
 )
