@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROWS = [{"problem": f"{a} + {b} =", "answer": str(a + b)} for a in range(8) for b in range(8)]
 # One small step, on one device of eight.
 SMALL = {
-    "placement": {"one": {"roles": ("actor",), "train": "1-1-1"}},
+    "placement": {"one": {"roles": ("actor", "reference"), "train": "1-1-1"}},
     "train__rows": 8,
     "sft__num_steps": 0,
     "sft__run": "",

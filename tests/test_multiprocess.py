@@ -15,6 +15,7 @@ from closeness import assert_close
 from digits import write_problems
 from processes import free_port, started
 from recipe_files import write_recipe_file
+from tiny_runs import SETTINGS, problems_in
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
@@ -23,39 +24,18 @@ from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).parents[1]
-SETTINGS = {
+MORE_SETTINGS = {
     "name": "tiny",
     "mesh.train": "1-2-2",
     "mesh.generate": "1-1-2-2",
     "mesh.fsdp": 2,
-    "model.vocab_size": 288,
-    "model.num_layers": 2,
-    "model.d_model": 32,
-    "model.d_ff": 64,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "data.template": "{prompt}\n",
-    "data.max_prompt_tokens": 16,
     "sft.num_steps": 3,
     "sft.examples_per_step": 16,
     "sft.optim.lr": 1e-2,
     "sft.optim.lr_warmup_steps": 5,
-    "rollout.num_prompts": 8,
-    "rollout.num_samples": 4,
-    "rollout.generation_prompts": 16,
-    "rollout.max_response_tokens": 8,
-    "rollout.slots": 32,
-    "rollout.prefill_prompts": 8,
-    "rollout.tokens_per_dispatch": 4,
-    "reward.overlong_buffer_tokens": 2,
     "algorithm.dataflow": "grpo",
     # Few problems, so that a second epoch begins.
     "data.train.size": 12,
-    "train.rows": 4,
-    "train.row_tokens": 48,
-    "optim.lr": 1e-3,
-    "optim.lr_warmup_steps": 2,
     "evaluation.every": 2,
     "evaluation.num_samples": 2,
     "run.num_steps": 2,
@@ -65,13 +45,9 @@ SETTINGS = {
 
 def write_recipe(folder: pathlib.Path, **changes) -> pathlib.Path:
     write_problems(folder)
-    settings = SETTINGS | {"run.output": str(folder / "runs")}
-    for name in ("train", "evaluation"):
-        settings |= {
-            f"data.{name}.path": str(folder / f"{name}.jsonl"),
-            f"data.{name}.source": "repeat",
-        }
-    return write_recipe_file(folder, settings | changes)
+    output = {"run.output": str(folder / "runs")}
+    settings = SETTINGS | MORE_SETTINGS | problems_in(folder) | output | changes
+    return write_recipe_file(folder, settings)
 
 
 def start(recipes: list[pathlib.Path]) -> contextlib.AbstractContextManager:
@@ -150,6 +126,7 @@ def test_two_processes_train_as_one(two, tmp_path):
         check_equal(folder, tmp_path, stage)
 
 
+@pytest.mark.long
 def test_settings_that_differ_end_every_process(tmp_path):
     other = tmp_path / "other"
     other.mkdir()

@@ -58,8 +58,14 @@ try:
     Sampling(generation, rewards).sample(NumberedPrompts(20))
 except UserError as error:
     refused = str(error)
+hosts.check_same("the steps", ["1"])
+try:
+    hosts.check_same("the settings", [sys.argv[2]])
+except UserError as error:
+    differ = str(error)
 print(json.dumps({
-    "plain": told(plain), "some": told(some), "again": told(again), "refused": refused, "graded": of_plain
+    "plain": told(plain), "some": told(some), "again": told(again), "refused": refused, "graded": of_plain,
+    "differ": differ,
 }))
 """
 
@@ -86,6 +92,9 @@ def test_a_response_is_graded_on_one_host_and_every_host_has_all_verdicts(output
     assert [len(o["graded"]) for o in outputs] == [6, 6]
     assert sorted(first.pop("graded") + second.pop("graded")) == sorted([*range(6)] * 2)
     assert first == second
+    assert first["differ"].startswith(
+        "the settings differ between processes: 1 disagree with process 0"
+    )
     plain = first["plain"]
     assert plain["ids"] == [0, 1, 2, 3, 4, 5]
     assert plain["correct"] == [n == 3 for n in plain["ids"] for _ in range(2)]

@@ -1,14 +1,12 @@
 """Padding, imbalance and rates of small batches, by hand."""
 
-import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 
 from jaxrl.dataflows import step_metrics as module
 from jaxrl.dataflows.step_metrics import work_metrics, work_rates
-from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.hardware import Roof
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
@@ -22,9 +20,7 @@ MODEL = ModelConfig(
 
 
 def model_on(devices: int) -> PackedModel:
-    layout = ParallelLayout.from_config(LayoutConfig(train=f"1-1-{devices}"))
-    mesh = build_mesh(layout, jax.devices()[:devices])
-    return PackedModel(MODEL, mesh, train=TrainConfig(rows=2, row_tokens=8))
+    return PackedModel(MODEL, mesh_of(f"1-1-{devices}"), train=TrainConfig(rows=2, row_tokens=8))
 
 
 def packed(lengths: list[int], shape: PackedShape, shards: int = 1):

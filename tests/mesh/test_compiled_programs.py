@@ -8,11 +8,10 @@ import sys
 
 import jax
 import pytest
+from meshes import mesh_of
 from processes import started
 
 from jaxrl.mesh.compilation_cache import cache_folder
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
@@ -116,10 +115,9 @@ def test_processes_that_share_it_do_not_disturb_each_other(tmp_path):
 def num_operations(num_layers: int, remat: str) -> int:
     """Of the lowered update, all loops once."""
     model = ModelConfig(vocab_size=32, num_layers=num_layers, d_model=16, d_ff=16, head_dim=4)
-    layout = ParallelLayout.from_config(LayoutConfig())
     actor = Actor(
         model,
-        build_mesh(layout, jax.devices()[:1]),
+        mesh_of(),
         train=TrainConfig(rows=2, row_tokens=16, remat=remat),
         optim=OptimConfig(moments="int8"),
         temperature=1.0,

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.attention import attention
@@ -19,11 +18,6 @@ B, T, H, D, F, E, A = 8, 8, 4, 8, 8, 4, 2
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def mesh_of(train, generate="", **shares):
-    layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, **shares))
-    return build_mesh(layout, jax.devices()[: layout.num_devices])
 
 
 def value_and_gradients(function, *args):

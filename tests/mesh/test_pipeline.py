@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from closeness import BFLOAT16, assert_close
 from flax import nnx
+from meshes import mesh_of
 
 from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import bubble, check_microbatches, microbatches_of, pipeline
 from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings
@@ -34,12 +33,6 @@ WINDOWED = dataclasses.replace(
     DENSE, sliding_window=2, layer_pattern=("sliding",) * 3 + ("full",), rope_local_theta=100.0
 )
 MIXTURE = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2)
-
-
-@functools.cache
-def mesh_of(train, generate="", **shares):
-    layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, **shares))
-    return build_mesh(layout, jax.devices()[: layout.num_devices])
 
 
 @functools.cache

@@ -1,24 +1,15 @@
 """Protocols: where a method's arrays go and where its results lie."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 from jaxrl.errors import UserError
 from jaxrl.mesh import protocols
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.protocols import Protocol, protocol
-
-
-@functools.cache
-def mesh_of(train: str, generate: str = "", first: int = 0, **shares):
-    layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, **shares))
-    return build_mesh(layout, jax.devices()[first : first + layout.num_devices])
 
 
 def shards(array: jax.Array) -> dict[int, tuple]:

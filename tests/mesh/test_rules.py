@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import (
     GENERATE_RULES,
     TRAIN_RULES,
@@ -31,11 +32,6 @@ WEIGHTS = {
     "mlp": ((8, 8, 16), ("layers", "embed", "mlp")),
     "norm": ((8, 8), ("layers", "embed")),
 }
-
-
-def mesh_of(train: str, generate: str = "", **shares: int):
-    layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, **shares))
-    return build_mesh(layout, jax.devices()[: layout.num_devices])
 
 
 def spec(axes, shape, rules, mesh) -> P:

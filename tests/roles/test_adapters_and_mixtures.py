@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
+from small import MODEL as DENSE
+from small import prompts_of
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models import lora
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.losses import SUPERVISED, policy
@@ -20,11 +21,8 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import PackedBatch, Prompts, TrainBatch
+from jaxrl.types import PackedBatch, TrainBatch
 
-DENSE = ModelConfig(
-    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
-)
 ADAPTERS = dataclasses.replace(DENSE, lora=LoraConfig(rank=2, alpha=4.0))
 MIXTURE = dataclasses.replace(
     DENSE, qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2
@@ -42,7 +40,7 @@ R, T = 4, 12
 
 @functools.cache
 def actor_of(model: ModelConfig, load_balancing_coef: float = 0.0, dtype: str = "float32") -> Actor:
-    mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
+    mesh = mesh_of()
     engine = dataclasses.replace(ENGINE, dtype=dtype)
     return Actor(
         model,
@@ -167,13 +165,7 @@ def test_samples_have_the_trainers_logprobs(adapted, model):
     actor = actor_of(model)
     if model is MIXTURE:
         actor.init()
-    prompts = Prompts(
-        ids_N=np.arange(3),
-        tokens=tuple(np.array([2, 3 + i, 4], np.int32) for i in range(3)),
-        texts=("",) * 3,
-        answers=("",) * 3,
-        sources=("",) * 3,
-    )
+    prompts = prompts_of(*([2, 3 + i, 4] for i in range(3)))
     options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0)
     completions = actor.generate(prompts, options)
     blank = jax.tree.map(np.zeros_like, batch())

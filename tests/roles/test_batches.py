@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small import prompts_of
 
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tracking.sample_rows import logprobs_by_response
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -27,12 +28,9 @@ def completions_of(prompt_lengths: list[int], lengths: list[list[int]], seed: in
     def tokens(count: int) -> np.ndarray:
         return np.array([next(numbers) for _ in range(count)], np.int32)
 
-    N = len(prompt_lengths)
     responses = tuple(tokens(n) for n in flat)
     return Completions(
-        prompts=Prompts(
-            np.arange(N), tuple(map(tokens, prompt_lengths)), ("",) * N, ("",) * N, ("",) * N
-        ),
+        prompts=prompts_of(*map(tokens, prompt_lengths)),
         num_samples=len(lengths[0]),
         tokens=responses,
         rollout_logprob=tuple(-rng.random(n).astype(np.float32) for n in flat),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from packed import SHAPES, packed, sequences
 
 from jaxrl.algos.advantages import ADVANTAGES
@@ -13,8 +14,6 @@ from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.losses import Objective
@@ -127,7 +126,7 @@ def tiny_actor() -> Actor:
     config = Config()
     return Actor(
         MODEL,
-        build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1]),
+        mesh_of(),
         train=config.train,
         optim=config.optim,
         temperature=1.0,

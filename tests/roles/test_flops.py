@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 
-from jaxrl.mesh.devices import abstract_mesh, build_mesh
+from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.parallel_layers import expert_parallel
 from jaxrl.mesh.rules import TRAIN_RULES
@@ -74,10 +75,9 @@ def test_short_sequences_cost_six_operations_a_weight_and_token(name):
 @functools.cache
 def traced(model: ModelConfig, tokens: int = T, chunk_tokens: int | str = "auto") -> int:
     """Operations of the products of an update in one microbatch."""
-    layout = ParallelLayout.from_config(LayoutConfig())
     actor = Actor(
         model,
-        build_mesh(layout, jax.devices()[:1]),
+        mesh_of(),
         train=TrainConfig(rows=R, row_tokens=tokens, logprob_chunk_tokens=chunk_tokens),
         optim=OptimConfig(),
         temperature=1.0,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from small import prompts_of
 from test_every_algorithm import OPTIONS as LOSS_OPTIONS
 from test_policy import ADAM, EIGHT_DEVICES, MODEL, ONE_DEVICE, OPTIONS, first_state, fresh, step
 
@@ -15,7 +16,7 @@ from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.gradient import num_with_advantage
 from jaxrl.roles.losses import policy
 from jaxrl.roles.packing import PackedShape
-from jaxrl.types import Completions, Prompts, TrainBatch
+from jaxrl.types import Completions, TrainBatch
 
 # Four groups of two answers; the second and the last have no advantage.
 QUIET = np.array([False, True, False, True]).repeat(2)
@@ -28,7 +29,7 @@ def completions() -> Completions:
     prompts = tuple(rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in (3, 5, 2, 4))
     tokens = tuple(rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in (6, 7, 5, 6) * 2)
     return Completions(
-        prompts=Prompts(np.arange(4), prompts, ("",) * 4, ("",) * 4, ("",) * 4),
+        prompts=prompts_of(*prompts),
         num_samples=2,
         tokens=tokens,
         rollout_logprob=tuple(rng.uniform(-4, -1, len(t)).astype(np.float32) for t in tokens),

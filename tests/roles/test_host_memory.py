@@ -6,11 +6,10 @@ import functools
 import jax
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
 from packed import TWO_UPDATES, packed, sequences
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
@@ -33,10 +32,9 @@ def actor_of(
     **optim,
 ) -> Actor:
     """One actor for each setting, whose programs all tests share."""
-    sizes = ParallelLayout.from_config(LayoutConfig(train=f"1-1-{fsdp}", fsdp=fsdp))
     return Actor(
         model,
-        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
+        mesh_of(f"1-1-{fsdp}", fsdp=fsdp),
         train=TrainConfig(rows=SHAPE.rows, row_tokens=SHAPE.tokens, remat=remat),
         optim=OptimConfig(lr=1e-2, lr_warmup_steps=0, **optim),
         temperature=1.0,

@@ -1,9 +1,7 @@
 """What a large vocabulary adds to the memory of an update."""
 
-import jax
+from meshes import mesh_of
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
@@ -27,7 +25,7 @@ def peak_bytes(vocab_size: int) -> int:
     )
     actor = Actor(
         model,
-        build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1]),
+        mesh_of(),
         train=TrainConfig(rows=16),
         optim=OptimConfig(),
         temperature=1.0,

@@ -15,10 +15,10 @@ import pytest
 from closeness import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
+from meshes import mesh_of
+from small import whole_rows
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import LoraConfig, ModelConfig
@@ -35,7 +35,6 @@ from jaxrl.roles.optimizer import (
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.tracking.checkpoints import Checkpoints
-from jaxrl.types import PackedBatch, TrainBatch
 
 KINDS = ("float32", "bfloat16", "int8")
 D, F = 64, 128
@@ -310,15 +309,12 @@ def test_muon_is_told_the_two_sides_of_every_matrix():
 
 # In a role
 
-R, T = 8, 8
-
 
 def actor_of(config: OptimConfig, sharding: str = "FSDP", **layout) -> Actor:
-    sizes = ParallelLayout.from_config(LayoutConfig(**layout))
     return Actor(
         DENSE,
-        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
-        train=TrainConfig(rows=R, row_tokens=T),
+        mesh_of(**layout),
+        train=TrainConfig(rows=8, row_tokens=8),
         optim=config,
         temperature=1.0,
         seed=0,
@@ -326,18 +322,10 @@ def actor_of(config: OptimConfig, sharding: str = "FSDP", **layout) -> Actor:
     )
 
 
-def batch(seed: int = 0) -> TrainBatch:
-    tokens = np.random.default_rng(seed).integers(0, 16, (1, 1, R, T)).astype(np.int32)
-    ones = np.ones_like(tokens)
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape).copy()
-    mask = (positions > 0).astype(np.float32)
-    return TrainBatch.of(
-        PackedBatch(tokens, positions, ones, ones, mask, num_micro_U=np.ones(1, np.int32))
-    )
-
-
 def stepped(actor: Actor, *seeds: int) -> list[float]:
-    return [float(actor.update(actor.place(batch(seed)), SUPERVISED)["loss"]) for seed in seeds]
+    return [
+        float(actor.update(actor.place(whole_rows(seed)), SUPERVISED)["loss"]) for seed in seeds
+    ]
 
 
 CONFIG = OptimConfig(lr=1e-2, lr_warmup_steps=0, epsilon=1e-4)
@@ -463,7 +451,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(kind, moments, tmp_path):
 def test_a_minibatch_that_is_skipped_leaves_the_moments(kind):
     actor = fresh(kind, "int8")
     before = jax.device_get(actor.state)
-    nothing = batch()
+    nothing = whole_rows()
     nothing = nothing.replace(loss_mask=np.zeros_like(nothing.loss_mask))
     actor.update(actor.place(nothing), SUPERVISED)
     jax.tree.map(np.testing.assert_array_equal, actor.state.opt_state, before.opt_state)

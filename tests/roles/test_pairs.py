@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
+from small import MODEL
 
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import init_params, score_config
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.pairs import (
@@ -24,9 +23,6 @@ from jaxrl.roles.policy import Actor
 from jaxrl.roles.scores import RewardModelLearner
 from jaxrl.roles.train_config import TrainConfig
 
-MODEL = ModelConfig(
-    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
-)
 ONE_EACH = PackedShape(minibatches=1, microbatches=1, rows=6, tokens=24)
 PACKED = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=48)
 BRADLEY_TERRY = reward_model_objective("bradley_terry", {})
@@ -63,11 +59,6 @@ def test_a_packed_pair_by_hand():
         jnp.asarray(batch.loss_mask[0, 0]), jnp.asarray(batch.segment_ids[0, 0])
     )
     assert chosen.tolist() == [[2, 0, 0, 0]] and rejected.tolist() == [[1, 0, 0, 0]]
-
-
-def mesh_of(train="1-1-1", fsdp=1):
-    sizes = ParallelLayout.from_config(LayoutConfig(train=train, fsdp=fsdp))
-    return build_mesh(sizes, jax.devices()[: sizes.num_devices])
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +104,7 @@ def test_a_reward_model_learns_what_is_preferred(learner):
 def actor() -> Actor:
     return Actor(
         MODEL,
-        mesh_of("1-2-2", 2),
+        mesh_of("1-2-2", fsdp=2),
         train=TrainConfig(rows=6, row_tokens=24),
         optim=OPTIM,
         temperature=1.0,

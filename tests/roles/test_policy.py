@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from flax import nnx
+from meshes import mesh_of
+from small import MODEL, prompts_of
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.compute import Compute
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, Objective, corrected, policy
@@ -27,11 +26,8 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.tracking.sample_rows import logprobs_by_response
-from jaxrl.types import PackedBatch, Prompts, TrainBatch
+from jaxrl.types import PackedBatch, TrainBatch
 
-MODEL = ModelConfig(
-    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
-)
 ENGINE = EngineConfig(
     slots=4,
     prefill_prompts=4,
@@ -64,23 +60,14 @@ TWO_ROWS = PackedShape(minibatches=1, microbatches=6, rows=2, tokens=12)
 FOUR_ROWS = PackedShape(minibatches=1, microbatches=3, rows=4, tokens=12)
 PACKED = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=24)
 TWO_UPDATES = PackedShape(minibatches=2, microbatches=2, rows=2, tokens=12)
-PROMPTS = Prompts(
-    ids_N=np.arange(2),
-    tokens=(np.array([3, 4], np.int32), np.array([5], np.int32)),
-    texts=("", ""),
-    answers=("", ""),
-    sources=("", ""),
-)
+PROMPTS = prompts_of([3, 4], [5])
 
 
 @functools.cache
 def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
     """One actor for each setting; tests start from `fresh` weights and share its compiled programs."""
     train_layout, generate, fsdp = layout
-    sizes = ParallelLayout.from_config(
-        LayoutConfig(train=train_layout, generate=generate, fsdp=fsdp)
-    )
-    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    mesh = mesh_of(train_layout, generate, fsdp=fsdp)
     return Actor(
         MODEL,
         mesh,

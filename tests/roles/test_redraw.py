@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
+from small import prompts_of
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig
@@ -20,7 +20,7 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions
 
 MODEL = ModelConfig(
     vocab_size=64, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
@@ -33,20 +33,13 @@ ENGINE = EngineConfig(
     tokens_per_dispatch=4,
     stop_ids=(1,),
 )
-PROMPTS = Prompts(
-    ids_N=np.array([5, 2]),
-    tokens=(np.array([3, 4], np.int32), np.array([5], np.int32)),
-    texts=("", ""),
-    answers=("", ""),
-    sources=("", ""),
-)
+PROMPTS = prompts_of([3, 4], [5], ids=[5, 2])
 SHAPE = PackedShape(minibatches=1, microbatches=1, rows=8, tokens=16)
 OPTIONS = SamplingOptions(num_samples=4, seed=3, step=7, temperature=0.8)
 
 
 def actor_of(train: str, generate: str = "", fsdp: int = 1) -> Actor:
-    sizes = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
-    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    mesh = mesh_of(train, generate, fsdp=fsdp)
     actor = Actor(
         MODEL,
         mesh,

@@ -4,31 +4,23 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
+from small import MODEL, whole_rows
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.sharding_strategies import ZERO, state_rules
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.types import PackedBatch, TrainBatch
-
-MODEL = ModelConfig(
-    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
-)
-R, T = 8, 8
 
 
 def actor_of(name: str, **layout) -> Actor:
-    sizes = ParallelLayout.from_config(LayoutConfig(**layout))
     return Actor(
         MODEL,
-        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
-        train=TrainConfig(rows=R, row_tokens=T),
+        mesh_of(**layout),
+        train=TrainConfig(rows=8, row_tokens=8),
         # With an epsilon as large as this a step of Adam has the scale of the gradient.
         optim=OptimConfig(
             lr=1.0, epsilon=1.0, lr_warmup_steps=0, weight_decay=0.0, grad_clip=np.inf
@@ -39,25 +31,13 @@ def actor_of(name: str, **layout) -> Actor:
     )
 
 
-def batch() -> TrainBatch:
-    """Two microbatches of whole rows."""
-    tokens = np.random.default_rng(0).integers(0, 16, (1, 2, R, T)).astype(np.int32)
-    ones = np.ones_like(tokens)
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape).copy()
-    mask = (positions > 0).astype(np.float32)
-    packed = PackedBatch(
-        tokens, positions, ones, sequence=ones, loss_mask=mask, num_micro_U=np.full(1, 2, np.int32)
-    )
-    return TrainBatch.of(packed)
-
-
 def stepped(actor: Actor, start) -> tuple:
     if start is None:
         actor.init()
     else:
         actor.state = jax.device_put(start, actor.state_shardings())
     before = jax.device_get(actor.state)
-    loss = actor.update(actor.place(batch()), SUPERVISED)["loss"]
+    loss = actor.update(actor.place(whole_rows(microbatches=2)), SUPERVISED)["loss"]
     return before, jax.device_get(actor.state.params), float(loss), actor.state
 
 

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
+from small import prompts_of
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
 
 from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.attention import pick_implementation
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.roles.batches import pack_completions
@@ -20,7 +20,7 @@ from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.scores import RewardModel
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions
 
 SHAPE = PackedShape(minibatches=1, microbatches=4, rows=2, tokens=40)
 SHARES = dataclasses.replace(TRAIN, share_prompts=True)
@@ -36,7 +36,7 @@ def completions(seed: int = 0) -> Completions:
     lengths = rng.integers(1, 9, 12)
     drawn = [rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in lengths]
     return Completions(
-        prompts=Prompts(np.arange(3), tuple(prompts), ("",) * 3, ("",) * 3, ("",) * 3),
+        prompts=prompts_of(*prompts),
         num_samples=4,
         tokens=tuple(drawn),
         rollout_logprob=tuple(rng.uniform(-4, -1, n).astype(np.float32) for n in lengths),
@@ -86,8 +86,7 @@ def test_probabilities_and_updates_are_those_of_whole_sequences(layout):
 
 
 def test_parts_of_sequences_on_several_devices_change_nothing():
-    sizes = ParallelLayout.from_config(LayoutConfig(train="1-1-2", context=2))
-    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    mesh = mesh_of("1-1-2", context=2)
     plain, shared = batches()
     whole = fresh()
     params = jax.device_get(whole.state.params)

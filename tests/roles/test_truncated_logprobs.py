@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
 from test_policy import (
     EIGHT_DEVICES,
     ENGINE,
@@ -31,8 +32,6 @@ from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.preparation import ReferencePhase
 from jaxrl.dataflows.step_timer import NoTimer
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import SUPERVISED, CorrectionConfig, policy
@@ -52,10 +51,7 @@ CLIPPED = policy("clipped", OPTIONS, truncated=True)
 
 @functools.cache
 def actor_of(layout=ONE_DEVICE) -> Actor:
-    sizes = ParallelLayout.from_config(
-        LayoutConfig(train=layout[0], generate=layout[1], fsdp=layout[2])
-    )
-    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    mesh = mesh_of(layout[0], layout[1], fsdp=layout[2])
     return Actor(
         MODEL,
         mesh,
@@ -239,7 +235,7 @@ def test_in_bfloat16_at_a_width_of_256():
         stop_ids=(1,),
         dtype="bfloat16",
     )
-    mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
+    mesh = mesh_of()
     actor = Actor(
         model,
         mesh,

@@ -10,11 +10,10 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 from jax.flatten_util import ravel_pytree
+from meshes import mesh_of
 from packed import ONE_EACH, PACKED, packed, sequences
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import policy
@@ -36,10 +35,9 @@ EIGHT_DEVICES = ("2-2-2", 2)
 @functools.cache
 def actor_of(layout=ONE_DEVICE, damping=DAMPING, **model) -> TrustRegionActor:
     train, fsdp = layout
-    sizes = ParallelLayout.from_config(LayoutConfig(train=train, generate="", fsdp=fsdp))
     return TrustRegionActor(
         dataclasses.replace(MODEL, **model),
-        build_mesh(sizes, jax.devices()[: sizes.num_devices]),
+        mesh_of(train, fsdp=fsdp),
         train=TrainConfig(logprob_chunk_tokens=8),
         optim=OptimConfig(),
         temperature=TEMPERATURE,

@@ -6,12 +6,11 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
 from packed import SHAPES, packed, sequences
+from small import MODEL
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import init_params, score_config
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Reference
@@ -19,25 +18,15 @@ from jaxrl.roles.scores import Critic, RewardModel
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import ValueBatch
 
-MODEL = ModelConfig(
-    vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
-)
-ONE, EIGHT = ("1-1-1", 1), ("1-4-2", 2)
+ONE, EIGHT = mesh_of(), mesh_of("1-4-2", fsdp=2)
 ROWS = sequences()
 OBJECTIVE = clipped_values(clip=0.5)
 
 
 @functools.cache
-def mesh_of(layout):
-    train, fsdp = layout
-    sizes = ParallelLayout.from_config(LayoutConfig(train=train, fsdp=fsdp))
-    return build_mesh(sizes, jax.devices()[: sizes.num_devices])
-
-
-@functools.cache
-def critic_of(layout) -> Critic:
+def critic_of(mesh) -> Critic:
     optim = OptimConfig(lr=1e-2, lr_warmup_steps=0, weight_decay=0.0)
-    return Critic(MODEL, mesh_of(layout), train=TrainConfig(), optim=optim, seed=0)
+    return Critic(MODEL, mesh, train=TrainConfig(), optim=optim, seed=0)
 
 
 @functools.cache
@@ -45,8 +34,8 @@ def score_weights():
     return jax.device_get(init_params(score_config(MODEL), jax.random.key(3)))
 
 
-def started(layout) -> Critic:
-    critic = critic_of(layout)
+def started(mesh) -> Critic:
+    critic = critic_of(mesh)
     critic.start_from(jax.device_put(score_weights(), critic.train_shardings))
     return critic
 
@@ -76,8 +65,8 @@ def value_batch(shape: str) -> ValueBatch:
 
 
 def test_neither_packing_nor_the_mesh_change_an_update():
-    def stepped(layout, shape):
-        critic = started(layout)
+    def stepped(mesh, shape):
+        critic = started(mesh)
         metrics = critic.update(value_batch(shape), OBJECTIVE)
         return jax.device_get((critic.state.params, metrics))
 
@@ -102,7 +91,7 @@ def test_a_critic_starts_from_a_language_model_at_0_and_learns():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_reward_model_scores_each_sequence_on_its_last_token(offload):
-    model = RewardModel(score_config(MODEL), mesh_of(ONE), train=TrainConfig(), offload=offload)
+    model = RewardModel(score_config(MODEL), ONE, train=TrainConfig(), offload=offload)
     model.load(jax.device_put(score_weights(), model.train_shardings))
     packing, batch = packed(ROWS, SHAPES["packed"])
     alone_packing, alone = packed(ROWS, SHAPES["one each"])
@@ -117,8 +106,8 @@ def test_a_reference_on_other_devices_is_the_same():
     params = jax.device_get(init_params(MODEL, jax.random.key(2)))
     _, batch = packed(ROWS, SHAPES["one each"])
     found = []
-    for layout in (ONE, EIGHT):
-        reference = Reference(MODEL, mesh_of(layout), train=TrainConfig(), temperature=0.9)
+    for mesh in (ONE, EIGHT):
+        reference = Reference(MODEL, mesh, train=TrainConfig(), temperature=0.9)
         reference.load(jax.device_put(params, reference.train_shardings))
         found.append(np.asarray(reference.logprobs(batch)))
     assert found[0].min() < -1

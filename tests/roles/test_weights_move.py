@@ -6,10 +6,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
+from small import prompts_of, whole_rows
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
@@ -18,7 +18,6 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import PackedBatch, Prompts, TrainBatch
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=4, head_dim=8
@@ -39,8 +38,7 @@ def engine_of(dtype) -> EngineConfig:
 
 
 def actor_of(dtype, *, offload=False, **layout) -> Actor:
-    sizes = ParallelLayout.from_config(LayoutConfig(**layout or LAYOUT))
-    mesh = build_mesh(sizes, jax.devices()[: sizes.num_devices])
+    mesh = mesh_of(**layout or LAYOUT)
     actor = Actor(
         MODEL,
         mesh,
@@ -55,21 +53,6 @@ def actor_of(dtype, *, offload=False, **layout) -> Actor:
     )
     actor.init()
     return actor
-
-
-def sequences(model: ModelConfig, rows: int = 8, tokens: int = 8) -> TrainBatch:
-    """Rows of one sequence each, all but the first token trained on."""
-    token_RT = np.random.default_rng(0).integers(0, model.vocab_size, (rows, tokens))
-    position_RT = np.broadcast_to(np.arange(tokens, dtype=np.int32), token_RT.shape)
-    fields = {
-        "tokens": token_RT.astype(np.int32),
-        "positions": position_RT,
-        "segment_ids": np.ones_like(position_RT),
-        "sequence": np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], token_RT.shape),
-        "loss_mask": (position_RT > 0).astype(np.float32),
-    }
-    stacked = {name: np.array(x)[None, None] for name, x in fields.items()}
-    return TrainBatch.of(PackedBatch(**stacked, num_micro_U=np.ones(1, np.int32)))
 
 
 def assert_same(found, expected):
@@ -132,15 +115,13 @@ def test_one_device_shares_what_needs_no_move():
 # Sampling beside learning
 
 
-ONE_PROMPT = Prompts(np.arange(1), (np.array([2], np.int32),), *(("",) for _ in range(3)))
+ONE_PROMPT = prompts_of([2])
 OPTIONS = SamplingOptions(num_samples=1, seed=0, step=0, temperature=0.0)
 
 
 def apart() -> Actor:
     """An actor that learns on one device and samples on another one."""
-    learns, samples = (
-        build_mesh(ParallelLayout(1, 1, 1, 1, 1), [device]) for device in jax.devices()[:2]
-    )
+    learns, samples = (mesh_of(first=number) for number in range(2))
     engine = dataclasses.replace(engine_of("float32"), tokens_per_dispatch=1, stop_ids=())
     actor = Actor(
         MODEL,
@@ -164,7 +145,7 @@ def test_the_actor_learns_while_its_former_weights_sample():
     draw = lambda places, unfinished: next(drawn, ONE_PROMPT.take([]))  # noqa: E731
     # The token of a dispatch in progress has the weights that the dispatch began with.
     assert rollout.dispatch(OPTIONS, draw) and rollout.dispatch(OPTIONS, draw)
-    actor.update(actor.place(sequences(MODEL)), SUPERVISED)
+    actor.update(actor.place(whole_rows()), SUPERVISED)
     np.testing.assert_array_equal(actor.backend.params["embedding"], before)
     assert not actor.can_sample
     actor.for_sampling()

@@ -5,8 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
+from tiny_runs import shape_of, tiny_config
 
-from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
@@ -51,24 +51,10 @@ def folder(tmp_path_factory):
 
 
 def make_config(folder, output, **changes) -> Config:
-    config = to_config_dict(Config())
     settings = {
-        "model.vocab_size": STUDENT.vocab_size,
-        "model.num_layers": STUDENT.num_layers,
-        "model.d_model": STUDENT.d_model,
-        "model.d_ff": STUDENT.d_ff,
-        "model.num_heads": STUDENT.num_heads,
-        "model.num_kv_heads": STUDENT.num_kv_heads,
-        "model.head_dim": STUDENT.head_dim,
-        "data.template": "{prompt}\n",
-        "data.max_prompt_tokens": 16,
         "data.train.path": str(folder / "train.jsonl"),
         "teacher.weights": str(folder / "teacher"),
         "rollout.num_prompts": 16,
-        "rollout.num_samples": 4,
-        "rollout.max_response_tokens": 8,
-        "rollout.slots": 32,
-        "rollout.prefill_prompts": 8,
         "reward.grader_weight": 0.0,
         "reward.overlong_buffer_tokens": 0,
         "algorithm.dataflow": "distill",
@@ -76,16 +62,12 @@ def make_config(folder, output, **changes) -> Config:
         "algorithm.loss": "policy_gradient",
         "algorithm.loss_options": {},
         "algorithm.updates_per_step": 1,
-        "train.rows": 4,
-        "train.row_tokens": 48,
         "optim.lr": 1e-2,
         "optim.lr_warmup_steps": 0,
-        "run.output": str(output),
         "run.num_steps": 30,
         "run.save_every": 100,
-    } | {name.replace("__", "."): value for name, value in changes.items()}
-    config.update_from_flattened_dict(settings)
-    return from_config_dict(Config, config)
+    }
+    return tiny_config(output, shape_of(STUDENT), settings, **changes)
 
 
 def reverse_kl(config: Config) -> np.ndarray:

@@ -6,9 +6,9 @@ import re
 
 import jax
 import pytest
+from tiny_runs import shape_of, tiny_config
 
 from jaxrl.commands.run_commands import check_for_plan
-from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
@@ -81,22 +81,12 @@ def run(folder, tmp_path, monkeypatch):
 
 
 def make_config(output, **changes) -> Config:
-    config = to_config_dict(Config())
     settings = {
-        **{
-            f"model.{name}": getattr(MODEL, name)
-            for name in ("vocab_size", "num_layers", "d_model")
-        },
-        **{f"model.{name}": getattr(MODEL, name) for name in ("d_ff", "num_heads", "num_kv_heads")},
-        "model.head_dim": MODEL.head_dim,
         "data.train.path": "train.jsonl",
         "data.evaluation.path": "evaluation.jsonl",
         "sft.num_steps": 1000,
-        "run.output": str(output),
     }
-    settings |= {name.replace("__", "."): value for name, value in changes.items()}
-    config.update_from_flattened_dict(settings)
-    return from_config_dict(Config, config)
+    return tiny_config(output, shape_of(MODEL), settings, **changes)
 
 
 def function(path: str) -> dict:

@@ -13,11 +13,12 @@ import jax
 import pytest
 from closeness import assert_close
 from digits import write_problems
+from tiny_runs import problems_in, tiny_config
 
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
-from jaxrl.config.stages import EvaluationConfig, SftConfig
+from jaxrl.config.stages import SftConfig
 from jaxrl.data.data_config import (
     DataConfig,
     EvaluationSourceConfig,
@@ -28,14 +29,11 @@ from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optim_config import OptimConfig, StageOptimConfig
+from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.metrics import read_metrics, without_timings
-from jaxrl.tracking.run_config import RunConfig
 from jaxrl.tracking.run_report import evaluation_lines
 from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
@@ -54,56 +52,23 @@ def problems(tmp_path_factory):
 
 
 def make_config(folder, problems, *, num_steps=3, **changes) -> Config:
-    source = SourceConfig(source="repeat", path=str(problems / "train.jsonl"))
-    config = Config(
-        name="tiny",
-        model=ModelConfig(
-            vocab_size=288,
-            num_layers=2,
-            d_model=32,
-            d_ff=64,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-        ),
-        data=DataConfig(
-            train=source,
-            evaluation=EvaluationSourceConfig(
-                source="repeat",
-                path=str(problems / "evaluation.jsonl"),
-            ),
-            template="{prompt}\n",
-            max_prompt_tokens=16,
-        ),
-        sft=SftConfig(
-            num_steps=60,
-            examples_per_step=16,
-            optim=StageOptimConfig(lr=1e-2, lr_warmup_steps=5),
-            save_every=60,
-        ),
-        rollout=RolloutConfig(
-            num_prompts=8,
-            num_samples=4,
-            generation_prompts=16,
-            max_response_tokens=8,
-            slots=32,
-            prefill_prompts=8,
-            tokens_per_dispatch=4,
-        ),
-        reward=RewardConfig(overlong_buffer_tokens=2),
-        train=TrainConfig(rows=4, row_tokens=48),
-        optim=OptimConfig(lr=1e-3, lr_warmup_steps=2),
-        evaluation=EvaluationConfig(every=2, num_samples=4),
-        run=RunConfig(
-            output=str(folder),
-            num_steps=num_steps,
-            save_every=1,
-            keep_checkpoints=2,
-            rollouts_every=2,
-            # A machine may be busy, and a step that is given up ends this process.
-            stop_within_s=10_000,
-        ),
-    )
+    settings = {
+        "name": "tiny",
+        "sft.num_steps": 60,
+        "sft.examples_per_step": 16,
+        "sft.optim.lr": 1e-2,
+        "sft.optim.lr_warmup_steps": 5,
+        "sft.save_every": 60,
+        "evaluation.every": 2,
+        "evaluation.num_samples": 4,
+        "run.num_steps": num_steps,
+        "run.save_every": 1,
+        "run.keep_checkpoints": 2,
+        "run.rollouts_every": 2,
+        # A machine may be busy, and a step that is given up ends this process.
+        "run.stop_within_s": 10_000.0,
+    }
+    config = tiny_config(folder, problems_in(problems), settings)
     return dataclasses.replace(config, **changes)
 
 

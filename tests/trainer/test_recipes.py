@@ -5,20 +5,16 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from digits import write_problems
+from tiny_runs import MODEL, problems_in, tiny_config
 
-from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.tracking.metrics import read_metrics, without_timings
 from jaxrl.trainer import program
 
-MODEL = ModelConfig(
-    vocab_size=288, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
-)
 APART = {
     "policy": {"roles": ("actor",), "train": "1-2-1"},
     "value": {"roles": ("critic",), "train": "1-1-1"},
@@ -57,45 +53,17 @@ def folder(tmp_path_factory):
 
 
 def make_config(folder, output, recipe: str, **changes) -> Config:
-    config = to_config_dict(Config())
-    config.name = recipe
     settings = {
-        "model.vocab_size": MODEL.vocab_size,
-        "model.num_layers": MODEL.num_layers,
-        "model.d_model": MODEL.d_model,
-        "model.d_ff": MODEL.d_ff,
-        "model.num_heads": MODEL.num_heads,
-        "model.num_kv_heads": MODEL.num_kv_heads,
-        "model.head_dim": MODEL.head_dim,
-        "data.template": "{prompt}\n",
-        "data.max_prompt_tokens": 16,
-        "data.train.source": "repeat",
-        "data.train.path": str(folder / "train.jsonl"),
-        "data.evaluation.source": "repeat",
-        "data.evaluation.path": str(folder / "evaluation.jsonl"),
-        "rollout.num_prompts": 8,
-        "rollout.num_samples": 4,
-        "rollout.generation_prompts": 16,
-        "rollout.max_response_tokens": 8,
-        "rollout.slots": 32,
-        "rollout.prefill_prompts": 8,
-        "rollout.tokens_per_dispatch": 4,
-        "reward.overlong_buffer_tokens": 2,
+        "name": recipe,
         "algorithm.dataflow": recipe,
         "algorithm.updates_per_step": 2,
         "critic.lr": 1e-2,
-        "train.rows": 4,
-        "train.row_tokens": 48,
-        "optim.lr": 1e-3,
-        "optim.lr_warmup_steps": 2,
         "evaluation.every": 10,
         "evaluation.num_samples": 2,
-        "run.output": str(output),
         "run.num_steps": 2,
         "run.save_every": 10,
-    } | {name.replace("__", "."): value for name, value in changes.items()}
-    config.update_from_flattened_dict(settings)
-    return from_config_dict(Config, config)
+    }
+    return tiny_config(output, problems_in(folder), settings, **changes)
 
 
 def ppo_settings(folder) -> dict:
