@@ -131,17 +131,6 @@ def test_equals_its_twin(name, score, group, length):
 
 
 @few
-@given(scores, members, lengths, st.permutations(range(B)))
-@pytest.mark.parametrize("name", TWINS)
-def test_permuting_sequences_permutes_advantages(name, score, group, length, order):
-    score, group, length = arrays(score, group, length)
-    order = np.array(order)
-    moved = ESTIMATORS[name](score[order], group[order], length[order])
-    straight = np.asarray(ESTIMATORS[name](score, group, length))
-    np.testing.assert_allclose(moved, straight[order], rtol=1e-5, atol=1e-6)
-
-
-@few
 @given(scores, lengths, st.integers(-40, 40).map(lambda n: n / 8))
 @pytest.mark.parametrize("name", TWINS)
 def test_a_constant_added_to_a_groups_rewards_changes_nothing(name, score, length, shift):
@@ -160,14 +149,6 @@ def test_equal_rewards_give_exactly_nothing(name, score):
         *arrays([score] * B, [0] * 5 + [3] * 4, [3, 1, 0, 2, 7, 1, 1, 1, 4])
     )
     np.testing.assert_array_equal(advantage, np.zeros(B))
-
-
-@pytest.mark.parametrize("name", [n for n in TWINS if n != "reinforce_plus_plus_baseline"])
-def test_a_group_of_one_keeps_its_score(name):
-    advantage = ESTIMATORS[name](*arrays([3.0] + [1.0] * 8, [4] + [0] * 8, [2] * B))
-    scale = B if name == "gpg" else 1  # the other eight teach nothing
-    # Deviations are divided by with 1e-6 added.
-    np.testing.assert_allclose(advantage, [3.0 * scale] + [0] * 8, rtol=3e-6)
 
 
 def test_by_hand():

@@ -37,19 +37,3 @@ def test_equals_the_papers_three_branches(lengths, limits, penalty):
     ]
     ours = penalty_of(lengths, most, buffer, penalty)
     np.testing.assert_allclose(ours, penalty * np.array(expected), rtol=1e-6, atol=1e-37)
-
-
-@given(st.integers(1, 20480), limits)
-def test_longer_is_never_better(length, limits):
-    shorter, longer = penalty_of([length, length + 1], *limits)
-    assert -1 <= longer <= shorter <= 0
-
-
-@given(limits)
-def test_one_token_more_on_the_ramp_costs_one_part_of_the_buffer(limits):
-    most, buffer = limits
-    ends = penalty_of([most - buffer, most - buffer + 1, most - 1, most], most, buffer)
-    np.testing.assert_allclose(ends[0], 0)
-    np.testing.assert_allclose(ends[1], -1 / buffer, rtol=1e-6)
-    np.testing.assert_allclose(ends[3] - ends[2], -1 / buffer, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(ends[3], -1)

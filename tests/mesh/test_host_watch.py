@@ -64,10 +64,6 @@ class Store(dict):
         return [item for item in list(self.items()) if item[0].startswith(key)]
 
 
-class Ended(Exception):
-    pass
-
-
 def watch_of(store, process, ends, **changes):
     return HostWatch(store, process, 2, **{"lost_after_s": 0.6, "end": ends.append, **changes})
 

@@ -10,7 +10,7 @@ from meshes import mesh_of
 from packed import TWO_UPDATES, packed, sequences
 
 from jaxrl.errors import UserError
-from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optim_config import OptimConfig
 from jaxrl.roles.policy import Actor
@@ -19,24 +19,17 @@ from jaxrl.roles.train_config import TrainConfig
 MODEL = ModelConfig(
     vocab_size=128, num_layers=2, d_model=64, d_ff=32, num_heads=4, num_kv_heads=2, head_dim=8
 )
-ADAPTERS = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, alpha=4.0))
 SHAPE = dataclasses.replace(TWO_UPDATES, microbatches=1, rows=4)
 
 
 @functools.cache
-def actor_of(
-    model: ModelConfig = MODEL,
-    *,
-    remat: str = "none",
-    fsdp: int = 1,
-    **optim,
-) -> Actor:
+def actor_of(*, remat: str = "none", fsdp: int = 1) -> Actor:
     """One actor for each setting, whose programs all tests share."""
     return Actor(
-        model,
+        MODEL,
         mesh_of(f"1-1-{fsdp}", fsdp=fsdp),
         train=TrainConfig(rows=SHAPE.rows, row_tokens=SHAPE.tokens, remat=remat),
-        optim=OptimConfig(lr=1e-2, lr_warmup_steps=0, **optim),
+        optim=OptimConfig(lr=1e-2, lr_warmup_steps=0),
         temperature=1.0,
         seed=0,
     )
@@ -56,9 +49,9 @@ def after_two_steps(actor: Actor):
 
 
 @functools.cache
-def on_device(model: ModelConfig = MODEL, **options):
+def on_device(**options):
     """What training with all of it on the device comes to."""
-    actor = actor_of(model, **options)
+    actor = actor_of(**options)
     state = after_two_steps(actor)
     assert memories(actor.state) == ({"device"}, {"device"})
     return state

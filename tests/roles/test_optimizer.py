@@ -29,7 +29,6 @@ from jaxrl.roles.optimizer import (
     OptimConfig,
     Schedule,
     build_optimizer,
-    learning_rate,
     matrix_dimensions,
 )
 from jaxrl.roles.policy import Actor
@@ -479,11 +478,6 @@ def test_another_rate_compiles_nothing():
     assert update._cache_size() == compiled
     # The new rate is the one that counts: 0 leaves the weights as they are.
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(actor.state.params), before)
-
-
-def rates(num_steps: int, **settings) -> np.ndarray:
-    schedule = Schedule.of(OptimConfig(lr=1.0, **settings))
-    return np.array([float(learning_rate(schedule, jnp.int32(n))) for n in range(num_steps)])
 
 
 @pytest.mark.parametrize("setting", [{"kind": "sgd"}, {"moments": "int4"}])

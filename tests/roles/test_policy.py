@@ -24,6 +24,7 @@ from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.tracking.sample_rows import logprobs_by_response
 from jaxrl.types import PackedBatch, TrainBatch
@@ -64,7 +65,7 @@ PROMPTS = prompts_of([3, 4], [5])
 
 
 @functools.cache
-def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
+def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN, limits=()) -> Actor:
     """One actor for each setting; tests start from `fresh` weights and share its compiled programs."""
     train_layout, generate, fsdp = layout
     mesh = mesh_of(train_layout, generate, fsdp=fsdp)
@@ -74,6 +75,7 @@ def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN) -> Actor:
         train=train,
         optim=optim,
         temperature=0.9,
+        truncation=truncation_of(**dict(limits)) if limits else None,
         seed=0,
         backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
     )

@@ -10,8 +10,6 @@ from closeness import assert_close
 from meshes import mesh_of
 from test_policy import (
     EIGHT_DEVICES,
-    ENGINE,
-    GRADIENT_SHOWS,
     MODEL,
     ONE_DEVICE,
     ONE_EACH,
@@ -49,26 +47,8 @@ MASKED = "rollout_corr/truncation_masked_fraction"
 CLIPPED = policy("clipped", OPTIONS, truncated=True)
 
 
-@functools.cache
-def actor_of(layout=ONE_DEVICE) -> Actor:
-    mesh = mesh_of(layout[0], layout[1], fsdp=layout[2])
-    return Actor(
-        MODEL,
-        mesh,
-        train=TRAIN,
-        optim=GRADIENT_SHOWS,
-        temperature=0.9,
-        truncation=truncation_of(**LIMITS),
-        seed=0,
-        backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
-    )
-
-
 def limited(layout=ONE_DEVICE) -> Actor:
-    """An actor with limits and the weights of `test_policy.fresh`."""
-    actor = actor_of(layout)
-    actor.state = jax.device_put(first_state(), actor.state_shardings())
-    return actor
+    return fresh(layout, limits=tuple(LIMITS.items()))
 
 
 def sampled(actor: Actor, shape=ONE_EACH, **options):

@@ -11,7 +11,6 @@ from processes import started
 from jaxrl.errors import UserError
 from jaxrl.tracking.durable import run_lock
 
-ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """
 import fcntl, sys, time
 file = open(sys.argv[1], "a+")

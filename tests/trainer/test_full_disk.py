@@ -39,7 +39,9 @@ def whole(tmp_path_factory) -> list[dict]:
     return rows_of(folder / "rl")
 
 
-@pytest.mark.parametrize("size", [8_000, 40_000, 100_000, 150_000, 300_000])
+@pytest.mark.parametrize(
+    "size", [8_000, *(pytest.param(n, marks=pytest.mark.long) for n in (40_000, 150_000)), 300_000]
+)
 def test_a_stage_tells_of_it_and_goes_on_to_the_same_rows(size, disk, whole, capfd):
     """At each size the disk fills up in another file: logs, a first or later checkpoint, a manifest."""
     disk.resize(size)

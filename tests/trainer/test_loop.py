@@ -20,7 +20,6 @@ from jaxrl.trainer.loop import Loop, Schedule, TrainingStage
 
 # A machine may be busy, and what is over time ends this process.
 PATIENCE_S = 10_000
-ACCURACY = "val-core/sums/acc/mean@8"
 
 
 class Counter:
@@ -243,7 +242,12 @@ def lose_all_but_set_aside(folder):
 
 @pytest.mark.parametrize(
     "lose",
-    [lose_checkpoints, lose_manifests, lose_all, lose_all_but_set_aside],
+    [
+        lose_checkpoints,
+        pytest.param(lose_manifests, marks=pytest.mark.long),
+        pytest.param(lose_all, marks=pytest.mark.long),
+        lose_all_but_set_aside,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_stage_whose_checkpoints_are_lost_is_refused_each_time(tmp_path, lose, whole, capsys):
