@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -163,27 +162,3 @@ def test_a_signal_to_one_process_stops_all_and_the_next_run_goes_on(two, tmp_pat
     ours, theirs = resumed[1], rows_of(folder, "rl")[1]
     assert_close(ours["actor/pg_loss"], theirs["actor/pg_loss"], scale=1)
     assert resumed[: len(stopped)] == stopped
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_is_killed_is_named_by_the_other(victim, tmp_path):
-    recipe = write_recipe(
-        tmp_path, **{"run.num_steps": 1000, "evaluation.every": 1000, "hosts.lost_after_s": 10.0}
-    )
-    with start([recipe, recipe]) as processes:
-        wait_for_step(tmp_path, processes)
-        processes[victim].kill()
-        outputs = [process.communicate(timeout=90) for process in processes]
-    lines = outputs[1 - victim][1].splitlines()
-    if victim:
-        assert processes[0].returncode == EXIT_TRY_AGAIN
-        assert re.match(r"error: process 1 \(host .*, DAPO step \d+, .*\) has given no", lines[-1])
-    else:
-        # JAX is faster: its report stands above.
-        assert processes[1].returncode == EXIT_TRY_AGAIN
-        assert re.match(
-            r"error: process 0 \(host .*, DAPO step \d+, .*\) is gone.* process 1 of 2 \(",
-            lines[-1],
-        )
-    assert "start all processes again with the same command" in lines[-1]
