@@ -21,11 +21,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROWS = [{"problem": f"{a} + {b} =", "answer": str(a + b)} for a in range(8) for b in range(8)]
 # One small step, on one device of eight.
 SMALL = {
-    "placement": {"one": {"roles": ("actor", "reference"), "train": "1-1-1"}},
+    "placement": {"one": {"roles": ("actor", "reference"), "train": "1-1-1", "devices": "0-0"}},
     "train__rows": 8,
     "sft__num_steps": 0,
     "sft__run": "",
     "rollout__num_prompts": 2,
+    "rollout__slots": 8,
+    "rollout__prefill_prompts": 2,
     "rollout__generation_prompts": 2,
     "rollout__num_samples": 4,
     "rollout__max_response_tokens": 8,
@@ -48,7 +50,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_import_does_not_wait_for_jax():
-    code = "import sys, jaxrl; assert 'jax' not in sys.modules and jaxrl.train"
+    code = "import sys, jaxrl; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         jaxrl.trian  # noqa: B018

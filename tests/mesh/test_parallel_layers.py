@@ -69,9 +69,11 @@ def test_more_context_than_heads_is_refused(num_heads, num_kv_heads):
     ("rules", "layout"),
     [
         (TRAIN_RULES, {"train": "1-1-4", "expert": 4}),
-        (TRAIN_RULES, {"train": "1-2-4", "expert": 2, "fsdp": 2}),
+        pytest.param(
+            TRAIN_RULES, {"train": "1-2-4", "expert": 2, "fsdp": 2}, marks=pytest.mark.long
+        ),
         (TRAIN_RULES, {"train": "1-2-4", "expert": 2, "context": 2}),
-        (TRAIN_RULES, {"train": "1-4-2"}),
+        pytest.param(TRAIN_RULES, {"train": "1-4-2"}, marks=pytest.mark.long),
         (GENERATE_RULES, {"train": "1-4-2", "generate": "1-2-2-2", "expert": 2}),
     ],
     ids=lambda v: ",".join(map(str, v.values())) if "train" in v else "",
