@@ -139,7 +139,7 @@ class ContinuousRollout:
         return self._groups.unfinished()
 
     def pause(self) -> None:
-        """Frees the slots. The next dispatch prefills the unfinished samples, with the weights of that time."""
+        """Frees the slots. The next dispatch prefills unfinished samples, with the weights of that time."""
         self.collect()
         if self._running is not None:
             self._running.loop.give_tokens()

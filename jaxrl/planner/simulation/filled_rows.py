@@ -112,8 +112,7 @@ def pairs_of_a_row(
 
 def pairs_of_one_text(tokens: int, block_tokens: int, reach: int | None) -> float:
     """Pairs that tiles cover in a row of one text; args as of `pairs_of_a_row`."""
-    # Segment 1 everywhere, without a prefix.
-    ids = np.repeat(np.array([[[1], [0]]], np.int32), tokens, axis=2)
+    ids = np.array([[[1] * tokens, [0] * tokens]], np.int32)  # segments, and no prefixes
     return _pairs_of(ids, min(block_tokens, tokens), reach)
 
 
