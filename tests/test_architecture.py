@@ -211,7 +211,7 @@ BUDGETS = {
     "files that trainer/ imports, itself included": 196,
     "settings": 180,
     "functions per 1,000 lines of code": 87,
-    "lines of code of tests per 100 of the package": 98,
+    "lines of code of tests per 100 of the package": 96,
 }
 MIN_COMMENT_PERCENT = 2.7
 
