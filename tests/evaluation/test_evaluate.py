@@ -300,6 +300,7 @@ def test_two_processes_give_the_answers_of_one(directory, problems, tmp_path):
     assert len(by_problem(tmp_path / "one")) == 6
 
 
+@pytest.mark.long
 def test_an_error_of_the_first_process_ends_both(directory, problems, tmp_path):
     asked = ["--model", directory, "--set", problems[0], "--config.mesh.train=1-1-2"]
     outputs = together(*asked, outs=["/dev/null/x", tmp_path / "second"], status=2)

@@ -503,7 +503,9 @@ def test_long_numbers_compare_exactly():
 # ---- the data sets
 
 
-@pytest.mark.parametrize("name", ["dapo_math_17k", "aime_1983_2023", "aime_2024"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("dapo_math_17k", marks=pytest.mark.long), "aime_1983_2023", "aime_2024"]
+)
 def test_every_true_answer_counts_and_its_neighbour_does_not(name):
     answers = _column(name)
     assert len(answers) >= 30
@@ -519,7 +521,9 @@ def test_every_gsm8k_solution_has_an_integer_answer():
         assert not grade_gsm8k(f"Answer: {number + 1}", solution).correct
 
 
-@pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gsm8k_train", marks=pytest.mark.long), "gsm8k_test"]
+)
 def test_every_gsm8k_solution_is_right(name):
     for solution in _column(name):
         answer = gsm8k_answer(solution)

@@ -178,7 +178,7 @@ def rows_of(name):
         ("gsm8k_test", 1319),
         ("aime_2024", 30),
         ("aime_1983_2023", 975),
-        ("dapo_math_17k", 17243),
+        pytest.param("dapo_math_17k", 17243, marks=pytest.mark.long),
     ],
 )
 def test_every_reference_answer_is_right(graders, name, count):
@@ -192,7 +192,7 @@ def test_every_reference_answer_is_right(graders, name, count):
     assert sum(v.correct for v in verdicts) == len(kept) == count
 
 
-@pytest.mark.parametrize("name", ["math500", "math_train"])
+@pytest.mark.parametrize("name", ["math500", pytest.param("math_train", marks=pytest.mark.long)])
 def test_another_rows_answer_is_wrong_unless_it_is_equal(graders, name):
     answers = [row["answer"] for row in rows_of(name) if row["answer"].strip()]
     others = answers[1:] + answers[:1]

@@ -104,11 +104,10 @@ def test_the_batch_has_short_and_long_responses(whole):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"prefill_chunk_tokens": 5},
         {"slots": 2, "prefill_prompts": 1, "tokens_per_dispatch": 3},
-        {"unroll": 2, "tokens_per_dispatch": 64},
+        {"unroll": 2, "tokens_per_dispatch": 64, "prefill_chunk_tokens": 5},
     ],
-    ids=["prefill in chunks", "two slots", "layers apart"],
+    ids=["two slots", "layers apart, prefill in chunks"],
 )
 def test_sizes_never_change_a_sample(changes, whole):
     assert_same_samples(run(engine_of(**changes)), whole)
@@ -118,6 +117,7 @@ def test_slots_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
     assert_same_samples(run(engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)), whole)
 
 
+@pytest.mark.long
 def test_few_programs_decode_ragged_responses():
     """Slots become fewer and sequences longer together, so few pairs of both occur."""
     model = dataclasses.replace(MODEL, vocab_size=512, num_tokens=512, num_layers=1)
@@ -167,7 +167,7 @@ def test_a_generation_leaves_nothing_on_the_devices():
 
 @pytest.mark.parametrize(
     "kv_dtype, tolerance",
-    [("float32", 1e-6), ("bfloat16", 0.1), ("int8", 0.1)],
+    [("int8", 0.1), pytest.param("bfloat16", 0.1, marks=pytest.mark.long)],
 )
 def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, tolerance, whole):
     narrow = run(engine_of(kv_dtype=kv_dtype))
@@ -180,8 +180,7 @@ def test_a_cache_of_another_type_gives_nearly_the_same_probabilities(kv_dtype, t
         same = int(np.argmin(np.append(a[:n] == b[:n], False)))
         gaps += np.abs(x[:same] - y[:same]).tolist()
     assert len(gaps) > 150
-    assert np.max(gaps) < tolerance
-    assert (np.max(gaps) > 0) == (kv_dtype != "float32")
+    assert 0 < np.max(gaps) < tolerance
 
 
 # Unfinished groups

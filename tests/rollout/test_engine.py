@@ -257,6 +257,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_token_of_a_long_sample():
         {"slots": 1, "prefill_prompts": 1, "tokens_per_dispatch": 1},
         {
             "slots": 32,
+            "smallest_bucket": 32,
             "prefill_prompts": 3,
             "tokens_per_dispatch": 100,
             "max_prompt_tokens": T + 3,
@@ -290,13 +291,13 @@ SPREAD = {
 
 
 @pytest.mark.parametrize(
-    "layout", mostly_slow(SPREAD, fast=("figure 8, fsdp", "stages, heads gathered"))
+    "layout", mostly_slow(SPREAD, fast=("figure 8, fsdp",), long=("stages, heads gathered",))
 )
 def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
     assert_same(sample(actor_of(*layout)), expected)
 
 
-@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+@pytest.mark.parametrize("cache", ["contiguous", pytest.param("paged", marks=pytest.mark.long)])
 def test_a_pool_of_one_device_stays_on_it(cache, expected):
     """Also if this is not the first device of all, where arrays go that nothing ties to a device."""
     actor = actor_of(config=dataclasses.replace(BASE, cache=cache), first_device=3)
@@ -305,6 +306,7 @@ def test_a_pool_of_one_device_stays_on_it(cache, expected):
     assert_same(sample(actor), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     mostly_slow([("1-1-1",), ("2-2-2", "2-2-1-2", 1)], fast=(("1-1-1",),)),
@@ -386,7 +388,7 @@ WINDOWED = dataclasses.replace(
         (("1-1-1",), {"prefill_chunk_tokens": 3}),
         pytest.param(("1-1-1",), {"unroll": 2}, marks=pytest.mark.slow),
         # Stages have layers of different kinds, and heads and slots are split.
-        (("2-2-2", "2-2-1-2", 1), {}),
+        pytest.param(("2-2-2", "2-2-1-2", 1), {}, marks=pytest.mark.long),
     ],
     ids=["one stack, chunks", "layer by layer", "stages"],
 )
@@ -503,7 +505,9 @@ def test_padding_ids_are_never_sampled_however_hot():
 
 def test_first_tokens_follow_the_models_distribution():
     """Every id is a stop, so each response is one token; chi-square of 2000 of them."""
-    config = dataclasses.replace(BASE, slots=64, stop_ids=tuple(range(MODEL.num_tokens)))
+    config = dataclasses.replace(
+        BASE, slots=64, smallest_bucket=64, stop_ids=tuple(range(MODEL.num_tokens))
+    )
     many = sample(actor_of(config=config), make_prompts([4]), num_samples=2000)
     assert set(many.lengths_B.tolist()) == {1}
     assert not many.truncated_B.any()

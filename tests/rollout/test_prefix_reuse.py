@@ -164,6 +164,7 @@ def test_other_weights_and_a_cleared_loop_know_nothing(prefilled):
     assert first.tokens.tolist() != second.tokens.tolist()
 
 
+@pytest.mark.long
 def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
     """Of two idle replicas the second knows it; otherwise a sample starts on the first."""
     engine = engine_of(tuple({"train": "1-1-2"}.items()), **PAGED)
@@ -218,13 +219,13 @@ def check_pages(loop: DecodeLoop) -> None:
     }
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    data=st.data(),
-    # Pages are scarce on one device.
-    layout=st.sampled_from([(), tuple(MESH.items())]),
+# Pages are scarce on one device.
+@pytest.mark.parametrize(
+    "layout", [(), pytest.param(tuple(MESH.items()), marks=pytest.mark.long)], ids=["one", "eight"]
 )
-def test_random_requests_ends_and_preemptions(data, layout):
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_requests_ends_and_preemptions(layout, data):
     """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if scarce := not layout:

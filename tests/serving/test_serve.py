@@ -514,16 +514,16 @@ def changed_config(directory, tmp_path, **changes) -> pathlib.Path:
 
 
 def test_without_limits_a_prompt_and_its_response_share_the_models_context(directory, tmp_path):
-    path = changed_config(directory, tmp_path, max_position_embeddings=600)
+    path = changed_config(directory, tmp_path, max_position_embeddings=100)
     free = {"max_prompt_tokens": 0, "max_response_tokens": 0, "name": "tiny-model"}
     config = config_of(path, **free)
     with running(config, load(config)) as other, openai.OpenAI(**address(other)) as client:
-        assert client.models.retrieve("tiny-model").model_extra["max_model_len"] == 600
+        assert client.models.retrieve("tiny-model").model_extra["max_model_len"] == 100
         ask = {**MODEL, "prompt": "one", "stop": [" "], "extra_body": {"top_k": 1}}
-        with client.completions.create(**ask, max_tokens=500, stream=True) as stream:
+        with client.completions.create(**ask, max_tokens=90, stream=True) as stream:
             next(iter(stream))
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 600") as e:
-            client.completions.create(**ask, max_tokens=600)
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 100") as e:
+            client.completions.create(**ask, max_tokens=100)
         assert e.value.code == "context_length_exceeded"
 
 
