@@ -15,7 +15,7 @@ def flow_of(config: Config) -> dict[str, str]:
 
 
 def test_the_flow_tells_every_number_of_a_step():
-    flow = flow_of(load_config(Config, str(RECIPE), {}))
+    flow = flow_of(load_config(Config, str(RECIPE), {"rollout.slots": "3600"}))
     assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
     assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
     assert flow["learning"] == (

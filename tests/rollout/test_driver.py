@@ -113,6 +113,7 @@ def test_sizes_never_change_a_sample(changes, whole):
     assert_same_samples(run(engine_of(**changes)), whole)
 
 
+@pytest.mark.long
 def test_slots_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
     assert_same_samples(run(engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)), whole)
 
@@ -331,15 +332,20 @@ def test_an_environment_answers_turns_and_its_tokens_are_masked():
     assert loss_mask.sum() == sum(mask.sum() for mask in talk.mask)
 
 
-def test_conversations_on_shards_and_in_small_pieces_are_the_same():
+@pytest.mark.parametrize(
+    ("train", "changes"),
+    [
+        ("1-1-1", {"slots": 2, "prefill_prompts": 1, "tokens_per_dispatch": 3}),
+        pytest.param(*("1-2-4", {"slots": 32, "prefill_chunk_tokens": 9}), marks=pytest.mark.long),
+    ],
+    ids=["small pieces", "shards"],
+)
+def test_conversations_on_shards_and_in_small_pieces_are_the_same(train, changes):
     def environment(turn):
         return np.array([5, 6, 7], np.int32) if len(turn.response) < 20 else None
 
     expected = run(environment=environment)
-    spread = engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)
-    assert_same_samples(run(spread, environment=environment), expected)
-    small = engine_of(slots=2, prefill_prompts=1, tokens_per_dispatch=3)
-    assert_same_samples(run(small, environment=environment), expected)
+    assert_same_samples(run(engine_of(train, **changes), environment=environment), expected)
 
 
 def test_an_answer_that_does_not_fit_ends_the_sample_as_truncated(whole):

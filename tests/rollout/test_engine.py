@@ -605,6 +605,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs(length):
         sample(actor_of(), prompts, num_samples=1)
 
 
+@pytest.mark.long
 def test_a_scan_in_bfloat16_on_cpu_moves_weights_and_cache_without_float32():
     """Slices by way of float32 take several times as long as the matmuls with them."""
     model = dataclasses.replace(MODEL, num_layers=9, d_model=48, d_ff=80, num_kv_heads=4)
@@ -628,6 +629,7 @@ def test_a_scan_in_bfloat16_on_cpu_moves_weights_and_cache_without_float32():
         assert f"f32[{size}]" not in program, size
 
 
+@pytest.mark.long
 def test_layers_apart_are_copied_once_and_not_per_dispatch():
     engine = actor_of().backend.engine
     params = actor_of().backend.params

@@ -107,7 +107,9 @@ def prefilled(monkeypatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "chunk"), [((), 9), (tuple(MESH.items()), 0)], ids=["one device", "eight devices"]
+    ("layout", "chunk"),
+    [((), 9), pytest.param(tuple(MESH.items()), 0, marks=pytest.mark.long)],
+    ids=["one device", "eight devices"],
 )
 def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
     """Three turns; each prompt is the turn before, its answer, and a question."""
