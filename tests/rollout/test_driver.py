@@ -5,20 +5,17 @@ import functools
 import gc
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_engine import assert_same_samples
 from closeness import assert_close
-from flax import nnx
+from plain_pass import plain_logprobs
+from test_engine import MODEL, weights
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.attention import attention
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.backend import SamplingOptions
@@ -28,16 +25,6 @@ from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions, Prompts
 
-MODEL = ModelConfig(
-    vocab_size=16,
-    num_tokens=14,
-    num_layers=2,
-    d_model=16,
-    d_ff=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
 BASE = EngineConfig(
     slots=16,
     smallest_bucket=8,
@@ -48,13 +35,6 @@ BASE = EngineConfig(
     stop_ids=(1,),
 )
 N, G = 5, 3
-
-
-@functools.cache
-def weights():
-    _, shapes, _ = decoder_graph(MODEL)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
 
 
 @functools.cache
@@ -323,9 +303,9 @@ def test_an_environment_answers_turns_and_its_tokens_are_masked():
     # What is drawn after an answer is what follows prompt and answer without a cache: its probabilities are.
     b = max(range(len(talk)), key=lambda b: (talk.mask[b] == 0).sum())
     prompt = PROMPTS.tokens[talk.prompt_index_B[b]]
-    assert_close(
-        talk.rollout_logprob[b], logprob_of(prompt, talk.tokens[b]) * talk.mask[b], scale=1
-    )
+    sizes = {"longest": 64, "temperature": OPTIONS.temperature}
+    plain = plain_logprobs(MODEL, weights(), prompt, talk.tokens[b], **sizes)
+    assert_close(talk.rollout_logprob[b], plain * talk.mask[b], scale=1)
     # Packing keeps them out of the loss.
     shape = PackedShape.for_sequences(N * G, longest=64, minibatches=1, rows=2, tokens=64)
     loss_mask = pack_completions(talk, shape).loss_mask
@@ -352,29 +332,3 @@ def test_an_answer_that_does_not_fit_ends_the_sample_as_truncated(whole):
     talk = run(environment=lambda turn: np.zeros(40, np.int32))
     assert talk.truncated_B.all()
     assert_same_samples(dataclasses.replace(talk, truncated_B=whole.truncated_B), whole)
-
-
-@functools.cache
-def _forward():
-    graph, _, _ = decoder_graph(MODEL)
-
-    @jax.jit
-    def forward(tokens_1S):
-        model = nnx.merge(graph, jax.tree.map(jnp.asarray, weights()))
-
-        def attend(q, k, v, *_):
-            return attention(q, k, v, jnp.ones_like(tokens_1S)), None
-
-        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-        hidden, *_ = model(tokens_1S, positions_1S, attend, compute=Compute())
-        return jax.nn.log_softmax(model.logits(hidden, compute=Compute())[0] / OPTIONS.temperature)
-
-    return forward
-
-
-def logprob_of(prompt, response) -> np.ndarray:
-    padded = np.zeros((1, 64), np.int32)
-    whole = np.concatenate([prompt, response])
-    padded[0, : len(whole)] = whole
-    rows = np.asarray(_forward()(padded))[len(prompt) - 1 : len(whole) - 1]
-    return rows[np.arange(len(response)), response]

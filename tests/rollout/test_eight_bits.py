@@ -1,20 +1,20 @@
 """Weights of the sampler in 8 bits: the samples are those of a model with the rounded weights."""
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from flax import nnx
+from plain_pass import plain_logprobs
 from slow_values import mostly_slow
 from test_engine import (
     BASE,
     MODEL,
     PROMPTS,
     TEMPERATURE,
+    R,
+    T,
     actor_of,
     answers,
     assert_same,
@@ -25,10 +25,7 @@ from test_engine import (
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.resharding import Transfer
-from jaxrl.models.attention import attention
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.models.weight_types import weight_types
 from jaxrl.quantized import Quantized
@@ -66,35 +63,13 @@ def twin(model) -> dict:
     return jax.tree_util.tree_map_with_path(one, {"": weights(model)})[""]
 
 
-@functools.cache
-def forward_of(model):
-    graph, _, _ = decoder_graph(model)
-
-    @jax.jit
-    def run(params, tokens_1S):
-        decoder = nnx.merge(graph, params)
-
-        def attend(q, k, v, *_):
-            return attention(q, k, v, jnp.ones_like(tokens_1S)), None
-
-        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-        compute = Compute(experts=apply_experts_in_tiles)
-        hidden, *_ = decoder(tokens_1S, positions_1S, attend, compute=compute)
-        return jax.nn.log_softmax(decoder.logits(hidden, compute=compute)[0] / TEMPERATURE)
-
-    return run
-
-
 def logprobs(completions, params, model) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of all tokens by the sampler, and by a plain pass with `params`."""
+    sizes = {"longest": T + R, "temperature": TEMPERATURE}
     found, expected = [], []
     for prompt, response, logprob, _ in answers(completions):
-        whole = np.concatenate([prompt, response])
-        padded = np.zeros((1, BASE.max_context_tokens), np.int32)
-        padded[0, : len(whole)] = whole
-        log_SV = np.asarray(forward_of(model)(params, padded))[len(prompt) - 1 : len(whole) - 1]
         found.append(logprob)
-        expected.append(log_SV[np.arange(len(response)), response])
+        expected.append(plain_logprobs(model, params, prompt, response, **sizes))
     return np.concatenate(found), np.concatenate(expected)
 
 

@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from flax import nnx
+from plain_pass import plain_logits
 from slow_values import mostly_slow
 
 from jaxrl.algos.logprobs import log_softmax_entropy
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.attention import attention
 from jaxrl.models.cache.cache_kind import cache_bytes
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.model_config import ModelConfig
@@ -129,30 +127,8 @@ def assert_same(a: Completions, b: Completions) -> None:
             assert_close(x, y, err_msg=field, scale=1)
 
 
-@functools.cache
-def _forward():
-    graph, _, _ = decoder_graph(MODEL)
-
-    @jax.jit
-    def run(tokens_1S):
-        model = nnx.merge(graph, jax.tree.map(jnp.asarray, weights()))
-
-        def attend(q, k, v, *_):
-            return attention(q, k, v, jnp.ones_like(tokens_1S)), None
-
-        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-        hidden, *_ = model(tokens_1S, positions_1S, attend, compute=Compute())
-        return model.logits(hidden, compute=Compute())[0]
-
-    return run
-
-
 def forward(prompt, response) -> np.ndarray:
-    """Logits [len(response), V] of one plain pass over prompt and response; row t is about response[t]."""
-    padded = np.zeros((1, T + R), np.int32)
-    whole = np.concatenate([prompt, response])
-    padded[0, : len(whole)] = whole
-    return np.asarray(_forward()(padded))[len(prompt) - 1 : len(whole) - 1]
+    return plain_logits(MODEL, weights(), prompt, response, longest=T + R)
 
 
 def log_probabilities(logits_TV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
