@@ -12,7 +12,6 @@ from closeness import assert_close
 from plain_pass import plain_logprobs
 from test_engine import MODEL, weights
 
-from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph
@@ -191,36 +190,6 @@ def test_an_unfinished_sample_goes_on_as_if_it_had_not_been_left(whole):
     longest = max(part.versions, key=len)
     assert longest.tolist() == [3] * 7 + [4] * 11 + [5] * 11 + [6] * 11
     assert set(versions.tolist()) == {3, 4, 5, 6}
-
-
-def test_new_prompts_join_unfinished_groups_and_groups_keep_their_size(whole):
-    short = OPTIONS.replace(budget_tokens=7)
-    part = backend_of().resume(PROMPTS.take([0, 1, 2]), short)
-    rest = backend_of().resume(PROMPTS.take([3, 4]), OPTIONS, unfinished=part.unfinished)
-    both = Completions.concatenate([part.completions, rest.completions])
-    order = np.argsort(both.prompts.ids_N)
-    assert_same_samples(both.take(order), whole)
-    assert not len(rest.unfinished.prompts)
-    with pytest.raises(UserError, match=f"unfinished groups have {G} samples .* num_samples 2"):
-        two = OPTIONS.replace(num_samples=2)
-        backend_of().resume(PROMPTS, two, unfinished=part.unfinished)
-
-
-def test_enough_groups_end_the_step_and_nothing_is_lost(whole):
-    seen = []
-
-    def enough(group: Completions) -> bool:
-        seen.append(int(group.prompts.ids_N[0]))
-        return len(seen) == 2
-
-    engine = engine_of(slots=8)
-    part = backend_of(engine).resume(PROMPTS, OPTIONS, on_group=enough)
-    assert sorted(seen) == sorted(part.completions.prompts.ids_N.tolist())
-    assert 2 <= len(seen) < N
-    assert sorted(part.prompt_indices) == sorted(seen)
-    rest = backend_of(engine).resume(PROMPTS.take([]), OPTIONS, unfinished=part.unfinished)
-    both = Completions.concatenate([part.completions, rest.completions])
-    assert_same_samples(both.take(np.argsort(both.prompts.ids_N)), whole)
 
 
 def test_the_longest_expected_start_first():

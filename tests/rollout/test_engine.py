@@ -442,10 +442,6 @@ def test_the_step_and_the_prompts_id_enter_the_sample(expected):
     assert np.mean([a == b for a, b in zip(other_ids.texts, expected.texts, strict=True)]) < 0.3
 
 
-def test_the_same_call_again_gives_the_same(expected):
-    assert_same(sample(actor_of()), expected)
-
-
 def test_temperature_zero_is_greedy():
     greedy = sample(actor_of(), temperature=0.0, num_samples=2)
     for prompt, response, logprob, _ in answers(greedy):
