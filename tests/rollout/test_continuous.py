@@ -32,7 +32,11 @@ class Source:
 
 
 @pytest.mark.parametrize(
-    "case", ["contiguous", "paged", pytest.param("speculation", marks=pytest.mark.long)]
+    "case",
+    [
+        "paged",
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("contiguous", "speculation")),
+    ],
 )
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(

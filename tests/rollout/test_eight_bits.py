@@ -73,7 +73,9 @@ def logprobs(completions, params, model) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(found), np.concatenate(expected)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "model", mostly_slow(MODELS, fast=("dense", "experts"), long=("adapters",))
+)
 def test_the_sampler_has_the_probabilities_of_the_rounded_weights(model):
     completions = sample(actor_of(config=NARROW, model=model))
     assert_close(*logprobs(completions, twin(model), model), scale=1)

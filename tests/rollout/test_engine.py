@@ -381,6 +381,7 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
         np.testing.assert_allclose(whole[-R:], logprob, atol=1e-5)
 
 
+@pytest.mark.long
 def test_devices_that_share_a_vocabulary_gather_no_logits():
     """1,152 tokens are 9 times 128 and do not split over 8 devices in pieces of 128."""
     model = dataclasses.replace(MODEL, vocab_size=1152, num_heads=8, num_kv_heads=8, num_tokens=0)

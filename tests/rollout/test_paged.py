@@ -119,11 +119,12 @@ def test_resumed_samples_are_the_same_on_any_cache(cache_tokens, seed, budget, w
         assert_same_samples(whole.take(np.argsort(whole.prompts.ids_N)), expected(seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "kv_dtype"),
     [
         (LAYOUTS["one device"], ""),
-        pytest.param(LAYOUTS["replicas and heads"], "", marks=pytest.mark.long),
+        (LAYOUTS["replicas and heads"], ""),
         pytest.param(LAYOUTS["one device"], "int8", marks=pytest.mark.slow),
         pytest.param(LAYOUTS["replicas and heads"], "int8", marks=pytest.mark.slow),
     ],
@@ -147,6 +148,7 @@ def test_conversations_are_the_same(layout, kv_dtype, events, monkeypatch):
     assert_same_samples(got, want)
 
 
+@pytest.mark.long
 def test_stop_strings_and_limits_see_the_same_history():
     limits = {"stop_strings": (decode(expected(0).tokens[0][2:4]),)}
     options = OPTIONS.replace(num_samples=G, **limits)

@@ -184,6 +184,7 @@ def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
         assert_expected(sample)
 
 
+@pytest.mark.long
 def test_a_sample_that_gave_way_prefills_its_last_token_only(prefilled, monkeypatch):
     """Seven pages; two samples with three full ones each after the first dispatch."""
     monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)

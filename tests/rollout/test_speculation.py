@@ -103,7 +103,7 @@ def test_samples_are_those_of_plain_decoding(case, counts):
     [
         {"truncation": truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.5)},
         {"truncation": truncation_of(top_k=9, top_p=0.9, min_p=0.01, min_tokens=6)},
-        {"stop_strings": ("T", "F")},
+        {"stop_strings": ("A", "\\x04")},
     ],
     ids=["repetition penalty", "truncation", "stop strings"],
 )
@@ -111,12 +111,13 @@ def test_limits_on_tokens_hold_for_drafts(settings, counts):
     """A penalty sees drafted tokens too."""
     options = OPTIONS.replace(num_samples=3, temperature=0.7, **settings)
     plain = OPTIONS.replace(num_samples=3, temperature=0.7)
-    want = backend_of().generate(prompts_of(1), options)
-    other = backend_of().generate(prompts_of(1), plain)
+    changes = {"stop_ids": (257,)}
+    want = backend_of(**changes).generate(prompts_of(1), options)
+    other = backend_of(**changes).generate(prompts_of(1), plain)
     assert [len(t) for t in want.tokens] != [
         len(t) for t in other.tokens
     ] or want.texts != other.texts
-    check_twice(backend_of(speculate=4), options, 1, counts, want)
+    check_twice(backend_of(speculate=4, **changes), options, 1, counts, want)
 
 
 @pytest.mark.long
