@@ -12,7 +12,9 @@ from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
 from jaxrl.planner.plan import Plan
+from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
 from jaxrl.roles.train_config import TrainConfig
+from jaxrl.trainer.algorithm import algorithm_of
 
 RECIPE = pathlib.Path(__file__).parents[1] / "configs/dapo_qwen32b.py"
 
@@ -70,7 +72,16 @@ def pod_plan() -> Plan:
     return trace_plan(load_config(Config, f"{RECIPE}:h100-128", {}), Cluster.parse("h100:16x8"))
 
 
-def buffers_named(plan: Plan, name: str) -> ResidentBuffers:
-    (pool,) = plan.pools
-    (found,) = [h for h in pool.resident_buffers if h.name == name]
+def roles_planned(config: Config) -> PlannedRoles:
+    """The roles of a plan, without the seconds of tracing their programs."""
+    return planned_roles(config, algorithm_of(config), abstract_meshes(config))
+
+
+def buffers_named(plan: Plan | PlannedRoles, name: str) -> ResidentBuffers:
+    if isinstance(plan, PlannedRoles):
+        (placed,) = plan.pools.values()
+        held = plan.resident_buffers(placed)
+    else:
+        held = plan.pools[0].resident_buffers
+    (found,) = [h for h in held if h.name == name]
     return found

@@ -6,20 +6,29 @@ from typing import Any
 import pytest
 
 
-def mostly_slow(values: Mapping[str, Any] | Iterable[Any], *, fast: Collection[Any]) -> list[Any]:
-    """All values; those that `fast` does not name run in the slow suite only.
+def mostly_slow(
+    values: Mapping[str, Any] | Iterable[Any],
+    *,
+    fast: Collection[Any],
+    long: Collection[Any] = (),
+) -> list[Any]:
+    """All values; those that neither `fast` nor `long` names run in the slow suite only.
 
     Args:
       values: values of a parameter, or a mapping of names, which the ids of the tests show, to values.
       fast: some of the values, or of the names.
+      long: others, which CI runs besides.
     """
     named = isinstance(values, Mapping)
     pairs = values.items() if named else ((value, value) for value in values)
-    unknown = [name for name in fast if name not in values]
+    unknown = [name for name in (*fast, *long) if name not in values]
     assert not unknown, f"{unknown} are no values"
+
+    def marks(name: Any) -> Any:
+        if name in fast:
+            return ()
+        return pytest.mark.long if name in long else pytest.mark.slow
+
     return [
-        pytest.param(
-            value, id=name if named else None, marks=() if name in fast else pytest.mark.slow
-        )
-        for name, value in pairs
+        pytest.param(value, id=name if named else None, marks=marks(name)) for name, value in pairs
     ]

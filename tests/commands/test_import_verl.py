@@ -3,6 +3,7 @@
 import pathlib
 import re
 import shutil
+import tomllib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -49,6 +50,12 @@ def refused(tmp_path, capsys, text, name="run.sh"):
     return err
 
 
+def expected(recipe):
+    """Settings of a recipe that is imported, from imported.toml."""
+    table = tomllib.loads(pathlib.Path(__file__).with_name("imported.toml").read_text())[recipe]
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}
+
+
 def check(settings, expected):
     assert {name: settings[name] for name in expected} == expected
 
@@ -57,52 +64,7 @@ def test_dapo_32b(tmp_path, monkeypatch):
     for name in ("NODES", "MODEL", "ROOT", "CKPTS"):
         monkeypatch.delenv(name, raising=False)
     settings, text = imported(tmp_path, SCRIPTS / "dapo_32b.sh")
-    expected = {
-        "name": "DAPO-Qwen2.5-32B",
-        "weights": "data/models/Qwen2.5-32B",
-        "tokenizer.path": "data/models/Qwen2.5-32B",
-        "data.train.path": "data/data/dapo-math-17k.parquet",
-        "data.evaluation.path": "data/data/aime-2024.parquet",
-        "data.max_prompt_tokens": 2048,
-        "data.overlong": "left",
-        "data.chat": True,
-        "rollout.max_response_tokens": 20480,
-        "rollout.num_prompts": 512,
-        "rollout.num_samples": 16,
-        "rollout.generation_prompts": 1536,
-        "rollout.max_generation_batches": 10,
-        "rollout.keep_groups": "correctness",
-        "rollout.top_k": 0,
-        "reward.grader": "answer",
-        "reward.overlong_buffer_tokens": 4096,
-        "reward.overlong_penalty": 1.0,
-        "algorithm.dataflow": "dapo",
-        "algorithm.advantage": "grpo",
-        "algorithm.loss_options.clip_low": 0.2,
-        "algorithm.loss_options.clip_high": 0.28,
-        "algorithm.loss_options.dual_clip": 10.0,
-        "algorithm.aggregation": "token-mean",
-        "algorithm.updates_per_step": 16,
-        "algorithm.kl.loss_coef": 0.0,
-        "algorithm.kl.reward_coef": 0.0,
-        "optim.lr": 1e-6,
-        "optim.lr_warmup_steps": 10,
-        "optim.weight_decay": 0.1,
-        "mesh.train": "1-8-16",
-        "mesh.generate": "1-4-2-16",
-        "mesh.fsdp": 16,
-        "mesh.offload_training_state": True,
-        "train.row_tokens": 22528,
-        "train.rows": 16,
-        "evaluation.temperature": 1.0,
-        "evaluation.top_p": 0.7,
-        "evaluation.num_samples": 1,
-        "evaluation.every": 5,
-        "run.save_every": 5,
-        "run.loggers": ("tensorboard", "wandb:DAPO"),
-        "run.output": "data/ckpts/DAPO-Qwen2.5-32B",
-    }
-    check(settings, expected)
+    check(settings, expected("dapo_32b"))
     assert "1-8-16, not 1-1-128" in text.replace("\n# ", " ")
     assert "rollout.memory_fraction" in text and "gpu_memory_utilization" in text
     assert "Not known" not in text
@@ -112,41 +74,7 @@ def test_grpo_on_gsm8k(tmp_path, monkeypatch):
     monkeypatch.setenv("DATA", "/data")
     script = SCRIPTS / "grpo_gsm8k.sh"
     settings, text = imported(tmp_path, script, "--num_train_prompts", "14973")
-    expected = {
-        "name": "qwen2.5_7b",
-        "weights": "Qwen/Qwen2.5-7B-Instruct",
-        "data.train.path": "/data/gsm8k/train.parquet",
-        "data.evaluation.path": "/data/gsm8k/test.parquet",
-        "data.overlong": "drop",
-        "model.lora.rank": 64,
-        "model.lora.alpha": 32.0,
-        "model.lora.targets": ("q", "v"),
-        "algorithm.dataflow": "grpo",
-        "algorithm.advantage_options.normalize_std": False,
-        "algorithm.loss_options.clip_high": 0.2,  # verl's defaults, not ours
-        "algorithm.loss_options.dual_clip": 3.0,
-        "algorithm.aggregation_options.scale": 1024.0,
-        "algorithm.updates_per_step": 4,
-        "algorithm.kl.loss_coef": 0.001,
-        "algorithm.kl.loss_estimate": "k3",
-        "algorithm.correction.weights": "token",
-        "algorithm.correction.bounds": (0.0, 2.0),
-        "algorithm.correction.reject.token_ratio": (0.25, 2.0),
-        "optim.lr": 3e-6,
-        "optim.weight_decay": 0.01,
-        "optim.lr_warmup_steps": 0,
-        "mesh.train": "1-2-2",
-        "mesh.generate": "1-2-1-2",
-        "mesh.fsdp": 2,
-        "train.rows": 80,
-        "evaluation.temperature": 0.0,
-        "evaluation.every": 14 * 15,  # never but at the end
-        "run.num_steps": 14 * 15,
-        "run.save_every": 20,
-        "run.loggers": ("tensorboard",),
-        "reward.overlong_buffer_tokens": 0,
-    }
-    check(settings, expected)
+    check(settings, expected("grpo_gsm8k"))
     assert settings["data.sources.train_2.path"] == "/data/math/train.parquet"
     assert settings["data.evaluations.evaluation_2.path"] == "/data/math/test.parquet"
     assert "Not known to jaxrl; see docs/from_verl.md:\n#   actor.clip_ration" in text
@@ -155,36 +83,8 @@ def test_grpo_on_gsm8k(tmp_path, monkeypatch):
 
 def test_ppo_with_a_critic(tmp_path):
     settings, text = imported(tmp_path, SCRIPTS / "ppo_critic.yaml")
-    expected = {
-        "name": "ppo_1024",
-        "data.train.path": str(pathlib.Path.home() / "data/gsm8k/train.parquet"),
-        "train.remat": "none",
-        "algorithm.dataflow": "ppo",
-        "algorithm.advantage": "gae",
-        "algorithm.advantage_options.lam": 0.95,
-        "algorithm.whiten": True,
-        "algorithm.epochs": 2,
-        "algorithm.kl.reward_coef": 0.002,
-        "algorithm.kl.reward_estimate": "k1",
-        "algorithm.kl.target": 0.2,
-        "algorithm.kl.horizon": 5000.0,
-        "critic.lr": 2e-5,
-        "critic.clip": 0.4,
-        "critic.epochs": 2,
-        "critic.warmup_steps": 5,
-        "critic.weights": "Qwen/Qwen2-7B-Instruct",
-        "optim.lr_warmup_steps": 20,
-        "optim.lr_decay_steps": 200,
-        "optim.lr_final": 0.1,
-        "mesh.train": "2-4-2",
-        "mesh.generate": "1-2-4-2",
-        "mesh.sharding": "ZeRO-1",
-        "evaluation.temperature": 0.6,
-        "evaluation.num_samples": 4,
-        "run.num_steps": 200,
-        "run.loggers": ("tensorboard", "wandb:ppo"),
-    }
-    check(settings, expected)
+    train = str(pathlib.Path.home() / "data/gsm8k/train.parquet")
+    check(settings, expected("ppo_critic") | {"data.train.path": train})
     assert "trainer.default_local_dir = ${nowhere.at_all}/x" in text
     assert "2 hosts" in text
 

@@ -182,12 +182,17 @@ def test_one_command(directory, problems, tmp_path, capsys, monkeypatch):
     (folder,) = (tmp_path / "evaluations").iterdir()
     assert folder.name.startswith("tiny-model-")
     assert {p.name for p in folder.iterdir()} == {"samples.jsonl", "results.json"}
-    # On another mesh, with other slots: the same answers.
-    other = {"mesh.train": "1-1-2", "rollout.slots": 4}
-    assert run_command(*asked, "--out", tmp_path / "other", **other) == 0
-    assert [r["completion"] for r in rows_of(folder)] == [
-        r["completion"] for r in rows_of(tmp_path / "other")
-    ]
+
+
+@pytest.mark.long
+def test_on_another_mesh_with_other_slots_the_answers_are_the_same(directory, problems, tmp_path):
+    asked = ["--model", directory, "--set", problems[0], "--n", 2]
+    for name, changes in (("one", {}), ("other", {"mesh.train": "1-1-2", "rollout.slots": 4})):
+        assert run_command(*asked, "--out", tmp_path / name, **changes) == 0
+    one, other = (
+        [row["completion"] for row in rows_of(tmp_path / name)] for name in ("one", "other")
+    )
+    assert one == other
 
 
 # The folder of a run
@@ -300,6 +305,7 @@ def test_two_processes_give_the_answers_of_one(directory, problems, tmp_path):
     assert len(by_problem(tmp_path / "one")) == 6
 
 
+@pytest.mark.long
 def test_an_error_of_the_first_process_ends_both(directory, problems, tmp_path):
     asked = ["--model", directory, "--set", problems[0], "--config.mesh.train=1-1-2"]
     outputs = together(*asked, outs=["/dev/null/x", tmp_path / "second"], status=2)

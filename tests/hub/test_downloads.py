@@ -306,7 +306,9 @@ RUDE = {
 }
 
 
-@pytest.mark.parametrize("path", ["/api/models/me/tiny", "/tree/", "/resolve/"])
+@pytest.mark.parametrize(
+    "path", ["/api/models/me/tiny", pytest.param("/tree/", marks=pytest.mark.long), "/resolve/"]
+)
 @pytest.mark.parametrize("kind", RUDE)
 def test_a_hub_that_does_not_end_its_answer_is_left(server, hub, monkeypatch, kind, path):
     monkeypatch.setattr(guarded_client, "ANSWER_S", 1.0)

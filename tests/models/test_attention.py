@@ -106,6 +106,7 @@ def packed():
 @BLOCK_TOKENS
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens, kind):
+    """Padding, which is a segment of its own, included: nothing is seen later or elsewhere."""
     d_out = normal(np.random.default_rng(1), 3, 9, 4, 8)
     attend = functools.partial(attention, kind=kind, block_tokens=block_tokens)
     twins = attention_twin(*packed, d_out, kind)
@@ -142,8 +143,7 @@ def test_tree_segments_see_their_prefix(block_tokens):
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@BLOCK_TOKENS
-def test_query_heads_share_kv_heads_in_order(num_kv_heads, block_tokens):
+def test_query_heads_share_kv_heads_in_order(num_kv_heads):
     rng = np.random.default_rng(1)
     q = normal(rng, 1, 5, 4, 8)
     k, v = normal(rng, 1, 5, num_kv_heads, 8), normal(rng, 1, 5, num_kv_heads, 8)
@@ -151,37 +151,11 @@ def test_query_heads_share_kv_heads_in_order(num_kv_heads, block_tokens):
     repeated = attention(
         q, np.repeat(k, 4 // num_kv_heads, axis=2), np.repeat(v, 4 // num_kv_heads, axis=2), ids
     )
-    shared = attention(q, k, v, ids, block_tokens=block_tokens)
+    shared = attention(q, k, v, ids, block_tokens=4)
     assert_close(shared, repeated)
 
 
-@BLOCK_TOKENS
-def test_a_token_sees_nothing_later_and_nothing_of_another_segment(packed, block_tokens):
-    q, k, v, ids = packed
-
-    def sixth_token(k, v):
-        return attention(q, k, v, ids, block_tokens=block_tokens)[0, 5].sum()
-
-    for gradient in jax.grad(sixth_token, argnums=(0, 1))(k, v):
-        assert (np.asarray(gradient[0, [3, 4, 5]]) != 0).any(axis=(1, 2)).all()
-        assert (np.asarray(gradient[0, [0, 1, 2, 6, 7, 8]]) == 0).all()
-        assert (np.asarray(gradient[1:]) == 0).all()
-
-
-@BLOCK_TOKENS
-def test_padding_is_finite_with_finite_gradients(packed, block_tokens):
-    q, k, v, ids = packed
-
-    def total(q, k, v):
-        return (attention(q, k, v, ids, block_tokens=block_tokens) ** 2).sum()
-
-    value, gradients = jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
-    assert np.isfinite(value)
-    for gradient in gradients:
-        assert np.isfinite(gradient).all()
-
-
-@BLOCK_TOKENS
+@pytest.mark.parametrize("block_tokens", [512, 4])
 def test_bfloat16_stays_bfloat16_and_close(packed, block_tokens):
     d_out = normal(np.random.default_rng(1), 3, 9, 4, 8)
     low = [jnp.asarray(a, jnp.bfloat16) for a in (*packed[:3], d_out)]

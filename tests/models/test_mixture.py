@@ -128,7 +128,7 @@ def out_and_gradients(apply, x, expert, share, weights, first, along):
     return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, share, weights)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(
     tokens=st.sampled_from([1, 9, 400]),
     favourite=st.integers(0, 8),

@@ -75,7 +75,7 @@ def test_scores_count_at_the_last_token_of_a_sequence():
     np.testing.assert_array_equal(found, [[0, 2, 3, 0, 5, 0], [0, 0, 0, 0, 0, 12]])
 
 
-@pytest.mark.parametrize("num_scores", [1, 2, 3])
+@pytest.mark.parametrize("num_scores", [1, 3])
 @pytest.mark.parametrize("family", ["Qwen2", "Llama", "Qwen3Moe"])
 def test_reward_models_of_transformers(tmp_path, family, num_scores):
     """Their verdict on a right-padded batch is our score at the last real token, both ways."""

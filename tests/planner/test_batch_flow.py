@@ -1,7 +1,8 @@
 """The lines about a step have every number of it."""
 
-from plans import plan_32b, tiny_config
+from plans import RECIPE, tiny_config
 
+from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.planner.plan import describe_flow
@@ -14,7 +15,7 @@ def flow_of(config: Config) -> dict[str, str]:
 
 
 def test_the_flow_tells_every_number_of_a_step():
-    flow = dict(plan_32b().notes)
+    flow = flow_of(load_config(Config, str(RECIPE), {"rollout.slots": "3600"}))
     assert flow["generation batch"].startswith("1,536 prompts x 16 samples = 24,576 responses")
     assert "512, with right and wrong answers = 8,192 sequences" in flow["groups kept"]
     assert flow["learning"] == (

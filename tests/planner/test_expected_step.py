@@ -133,19 +133,15 @@ def test_sampling_for_the_next_step_overlaps_with_learning(overlap, expected):
 @pytest.mark.parametrize(
     ("name", "roles"),
     [
-        pytest.param(
-            *("grpo_tiny.py", {("generation", "actor"), ("training", "actor")}),
-            marks=pytest.mark.slow,
-        ),
+        ("grpo_tiny.py", {("generation", "actor"), ("training", "actor")}),
         ("ppo_tiny.py", {("preparation", "critic"), ("training", "critic")}),
     ],
 )
 def test_every_role_has_its_seconds(name, roles):
     config = recipe(name, **{"mesh.simulated_devices": "0", "mesh.train": "1-1-1"})
-    times = times_of(config, Cluster(toy(per_host=1), (1, 1)))
-    found = {(task.stage, task.role) for task in times.tasks}
-    assert roles <= found
-    assert all(task.costs.total_s > 0 for task in times.tasks)
+    step = expected_step(planned_of(config), Cluster(toy(per_host=1), (1, 1)), load_of(config))
+    assert roles <= {(task.stage, task.role) for task in step.tasks}
+    assert all(task.costs.total_s > 0 for task in step.tasks)
 
 
 def test_a_sampler_on_its_own_devices_is_simulated_there():
@@ -179,8 +175,13 @@ def test_the_table_has_phases_causes_and_both_predictions():
 
 
 def test_measured_rates_are_taken_as_they_are():
+    planned = planned_of(tiny_config())
     given, measured = (
-        times_of(tiny_config(), Cluster(toy(per_host=8, memory_gbs=1e6, measured=measured), (1, 8)))
+        expected_step(
+            planned,
+            Cluster(toy(per_host=8, memory_gbs=1e6, measured=measured), (1, 8)),
+            load_of(tiny_config()),
+        )
         for measured in (False, True)
     )
     for stage, cause, share in (

@@ -5,7 +5,16 @@ import pathlib
 
 import jax
 import pytest
-from plans import TINY, TINY_LAYOUT, TINY_TRAIN, buffers_named, plan_32b, plan_tiny, tiny_config
+from plans import (
+    TINY,
+    TINY_LAYOUT,
+    TINY_TRAIN,
+    buffers_named,
+    plan_32b,
+    plan_tiny,
+    roles_planned,
+    tiny_config,
+)
 
 from jaxrl.config.batch_shapes import engine_config
 from jaxrl.config.command_line import load_config
@@ -55,16 +64,16 @@ def test_the_32b_recipe_by_hand():
     ("optim", "shown"),
     [
         (OptimConfig(), "float32"),
-        pytest.param(OptimConfig(moments="int8"), "8 bits", marks=pytest.mark.slow),
+        pytest.param(OptimConfig(moments="int8"), "8 bits", marks=pytest.mark.long),
         pytest.param(
-            *(OptimConfig(kind="muon", moments="bfloat16"), "bfloat16"), marks=pytest.mark.slow
+            *(OptimConfig(kind="muon", moments="bfloat16"), "bfloat16"), marks=pytest.mark.long
         ),
     ],
     ids=["adamw", "8 bits", "muon"],
 )
 def test_counts_what_real_arrays_take(optim, shown):
     """Bytes by role equal those on the first of eight devices, and the type of moments is shown."""
-    plan = plan_tiny(WIDE, optim=optim)
+    plan = roles_planned(tiny_config(WIDE, optim=optim))
     assert buffers_named(plan, "optimiser state").layout.startswith(f"{shown}, 1-4-2")
     mesh = build_mesh(ParallelLayout.from_config(TINY_LAYOUT), jax.devices()[:8])
     actor = Actor(
@@ -92,14 +101,15 @@ def test_counts_what_real_arrays_take(optim, shown):
 
 
 def test_weights_that_need_not_move_are_counted_once():
-    alone = plan_tiny(mesh=LayoutConfig())
+    alone = roles_planned(tiny_config(mesh=LayoutConfig()))
     assert buffers_named(alone, "actor in generation").bytes_per_device == 0
-    alone = plan_tiny(mesh=LayoutConfig(), rollout__dtype="bfloat16")
+    alone = roles_planned(tiny_config(mesh=LayoutConfig(), rollout__dtype="bfloat16"))
     assert buffers_named(alone, "actor in generation").bytes_per_device == TINY.num_params * 2
 
 
 def test_weights_in_8_bits_are_counted_with_their_scales():
-    plan = plan_tiny(mesh=LayoutConfig(), rollout__dtype="bfloat16", rollout__weights_dtype="int8")
+    narrow = {"rollout__dtype": "bfloat16", "rollout__weights_dtype": "int8"}
+    plan = roles_planned(tiny_config(mesh=LayoutConfig(), **narrow))
     found = buffers_named(plan, "actor in generation")
     assert found.layout.startswith("int8 with scales and bfloat16, ")
     heads, keys = TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
@@ -109,6 +119,7 @@ def test_weights_in_8_bits_are_counted_with_their_scales():
     assert found.bytes_per_device == expected
 
 
+@pytest.mark.long
 def test_remat_shows_in_what_is_kept():
     kept = {
         remat: buffers_named(

@@ -141,6 +141,7 @@ def test_roles_that_take_turns_do_not_add_up():
     assert found.pools[0].bytes_in("learning") == turns[""] + max(turns["actor"], turns["critic"])
 
 
+@pytest.mark.long
 def test_pools_of_a_placement_are_counted_each():
     config = dataclasses.replace(
         config_of("ppo_tiny"),

@@ -180,7 +180,6 @@ def test_a_function_that_raises_is_a_failure_here_as_well():
     ("name", "imported"),
     [
         ("answer", {"answer"}),
-        ("regex", {"answer", "simple_graders"}),
         ("math", {"answer", "math_grader"}),
     ],
 )

@@ -174,7 +174,7 @@ def test_equality_is_symmetric_for_answers_that_are_alike(answer, dress):
     assert equal(answer, other) == equal(other, answer)
 
 
-@pytest.mark.parametrize("name", ["math500", "math_train"])
+@pytest.mark.parametrize("name", ["math500", pytest.param("math_train", marks=pytest.mark.long)])
 def test_equality_of_the_data_sets_answers_is_symmetric_and_reflexive(name):
     path = DATA / f"{name}.jsonl"
     if not path.exists():

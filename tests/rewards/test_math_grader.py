@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from answer_cases import cases
 
 from jaxrl.rewards import Graders, GradingTask, Response
 from jaxrl.rewards.math_grader import math_answer, math_truth
@@ -26,48 +27,15 @@ def graders():
 
 @pytest.mark.parametrize(
     ("response", "answer"),
-    [
-        (r"so \boxed{41}; then \boxed{\frac{4}{2}}, done", r"\frac{4}{2}"),
-        (r"\boxed{42}" + " and so on" * 100, "42"),
-        ("Answer: 42" + " " * 291, None),
-        ("Answer: 41\nAnswer: 42", "42"),
-        (r"\boxed{41}" + "\nAnswer: 42", "42"),
-        (r"Answer: 41" + "\n" + r"\boxed{42}", "42"),
-        (r"Answer: the sum is $\boxed{42}$.", "42"),
-        (r"Answer: 41 or \boxed{42}", r"41 or \boxed{42}"),
-        (r"\boxed{41} or \boxed{42}", "41, 42"),
-        (r"\boxed{41}, $\boxed{42}$", "41, 42"),
-        (r"\boxed{41} is wrong, it is \boxed{42}", "42"),
-        (r"\boxed{41}. $\boxed{42}$", "42"),
-        (r"\boxed{41}" + "\n\n" + r"\boxed{42}", "42"),
-        (r"\boxed{41}\quad\boxed{42}", "42"),
-        (r"\boxed{41}\, \boxed{42}", "42"),
-        (r"\boxed{41}\text{ and }\boxed{42}", "41, 42"),
-        (r"\boxed{40}, \boxed{41}, and \boxed{42}", "40, 41, 42"),
-        (r"\boxed{41}, \boxed{42}. Or rather \boxed{43}", "43"),
-        (r"\boxed{42} but then Answer: 41", "41"),
-        (r"\boxed{42}. Wait, no. Answer: 41", "41"),
-        (r"\boxed{42} and the final answer: 41", "41"),
-        (r"\boxed{42} #### 41", "41"),
-        (r"\boxed{42}; so the answer: it is checked by our answer: 41", "42"),
-        (r"\boxed{x = \boxed{42}}", r"x = \boxed{42}"),
-        (r"\boxed{44}. We check our answer: 17 * 44 = 748", "44"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{42", None),
-        ("16 - 7 = 9\n#### 9", "9"),
-        ("So it is.\n\n**Answer: 42**", "42"),
-        ("**Answer:** $42$", "$42$"),
-        (r"**Answer: \(x^2\)**", r"\(x^2\)"),
-        (r"The final answer is $\frac{1}{2}$. I hope it is correct.", r"$\frac{1}{2}$."),
-        (r"The answer is $1$ or $2$.", None),
-        (r"Suppose the answer is $1$.", None),
-        (r"\boxed{41}" + "\nThe final answer is $42$.", "$42$."),
-        (r"\boxed{41} as the answer is 42.", "41"),
-        ("no answer", None),
-    ],
+    cases("math answer"),
 )
 def test_the_answer_of_a_response(response, answer):
     assert math_answer(response) == answer
+
+
+def test_a_box_counts_wherever_it_is_and_other_answers_at_the_end():
+    assert math_answer(r"\boxed{42}" + " and so on" * 100) == "42"
+    assert math_answer("Answer: 42" + " " * 291) is None
 
 
 @pytest.mark.parametrize(
@@ -178,7 +146,7 @@ def rows_of(name):
         ("gsm8k_test", 1319),
         ("aime_2024", 30),
         ("aime_1983_2023", 975),
-        ("dapo_math_17k", 17243),
+        pytest.param("dapo_math_17k", 17243, marks=pytest.mark.long),
     ],
 )
 def test_every_reference_answer_is_right(graders, name, count):
@@ -192,7 +160,7 @@ def test_every_reference_answer_is_right(graders, name, count):
     assert sum(v.correct for v in verdicts) == len(kept) == count
 
 
-@pytest.mark.parametrize("name", ["math500", "math_train"])
+@pytest.mark.parametrize("name", ["math500", pytest.param("math_train", marks=pytest.mark.long)])
 def test_another_rows_answer_is_wrong_unless_it_is_equal(graders, name):
     answers = [row["answer"] for row in rows_of(name) if row["answer"].strip()]
     others = answers[1:] + answers[:1]

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 
 import pytest
 from processes import started
@@ -213,45 +214,9 @@ def test_threads_without_memory_are_limited_too(sandbox):
 # Attacks. `target` is a folder outside with a file, `{target}` in a program.
 
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+ATTACKS = tomllib.loads(pathlib.Path(__file__).with_name("attacks.toml").read_text())
 # Each changes content or metadata of the file, or the names in its folder.
-CHANGES = {
-    "open to write": "open(f, 'w').write('x')",
-    "open to append": "open(f, 'a').write('x')",
-    "open with O_TRUNC": "os.open(f, os.O_RDONLY | os.O_TRUNC)",
-    "truncate": "os.truncate(f, 0)",
-    "ftruncate": "os.ftruncate(os.open(f, os.O_RDWR), 0)",
-    "fallocate": "os.posix_fallocate(os.open(f, os.O_RDWR), 0, 10000)",
-    "copy_file_range": "os.copy_file_range(os.open(d + '/other', 0), os.open(f, os.O_RDWR), 2)",
-    "sendfile": "os.sendfile(os.open(f, os.O_RDWR), os.open(d + '/other', 0), 0, 2)",
-    "mmap": "import mmap\nm = mmap.mmap(os.open(f, os.O_RDWR), 2)\nm[0] = 0",
-    "create": "open(d + '/new', 'x')",
-    "O_TMPFILE": "os.link(f'/proc/self/fd/{os.open(d, os.O_TMPFILE | os.O_RDWR)}', d + '/new')",
-    "rename": "os.rename(f, d + '/new')",
-    "replace": "os.replace(d + '/other', f)",
-    "link": "os.link(f, d + '/new')",
-    "symlink": "os.symlink(f, d + '/new')",
-    "unlink": "os.unlink(f)",
-    "mkdir": "os.mkdir(d + '/new')",
-    "rmdir": "os.rmdir(d + '/empty')",
-    "mkfifo": "os.mkfifo(d + '/new')",
-    "mknod": "os.mknod(d + '/new')",
-    "chmod": "os.chmod(f, 0o777)",
-    "fchmod": "os.fchmod(os.open(f, os.O_RDONLY), 0o777)",
-    "fchmodat2": LIBC + "libc.syscall(452, -100, f.encode(), 0o777, 0)",
-    "chown": "os.chown(f, 12345, 12345)",
-    "fchown": "os.fchown(os.open(f, os.O_RDONLY), 12345, 12345)",
-    "lchown": "os.lchown(f, 12345, 12345)",
-    "utime": "os.utime(f, (1, 1))",
-    "utimensat": LIBC + "libc.utimes(f.encode(), None)",
-    "setxattr": "os.setxattr(f, 'user.x', b'1')",
-    "removexattr": "os.removexattr(f, 'user.kept')",
-    "io_uring": LIBC
-    + "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0; os.unlink(f)",
-    "by a link of its own": "os.symlink(d, 'way')\nopen('way/file', 'w')",
-    "by the root of another": "open(f'/proc/{os.getppid()}/root' + f, 'w')",
-    "by /proc/self/cwd": "open('/proc/self/cwd/' + '../' * 20 + f, 'w')",
-    "chroot": "os.chroot(d)\nos.unlink('/file')",
-}
+CHANGES = ATTACKS["changes"]
 # What the machine's rights or file system may forbid anyway.
 NEEDS_RIGHTS = {
     "chown",
@@ -315,7 +280,9 @@ def state(folder):
 
 
 def change(attempt, target):
-    return f"import os\nd = {str(target)!r}\nf = d + '/file'\n{CHANGES[attempt]}\nprint('tried')"
+    return (
+        f"{LIBC}import os\nd = {str(target)!r}\nf = d + '/file'\n{CHANGES[attempt]}\nprint('tried')"
+    )
 
 
 @pytest.mark.parametrize("attempt", CHANGES)
@@ -352,38 +319,20 @@ for folder in (None, *places):
     assert "reached" not in printed(sandbox, program)
 
 
-READS = {
-    "open": "print(open(f).read())",
-    "relative": "print(open('..' + '/..' * 20 + f).read())",
-    "list": "print(os.listdir(d))",
-    "parent's environment": "print(open(f'/proc/{os.getppid()}/environ').read())",
-    "any environment": "import glob\nfor p in glob.glob('/proc/*/environ'):\n    print(open(p).read())",
-    "own environment": "print(os.environ)",
-    "processes": "print([p for p in os.listdir('/proc') if p.isdigit()] and 'content')",
-    "getxattr": "print(os.getxattr(f, 'user.kept'), 'content')",
-    "users": "print('content', open('/etc/passwd').read())",
-    "accounts": "print('content', open('/etc/shadow').read())",
-    "home": "for name in os.listdir(os.path.expanduser('~')): print('content', name)",
-    "disk": "import glob\nprint('content', [open(p, 'rb').read(1) for p in glob.glob('/dev/[svn][dv]*')][0])",
-    "kernel": "print('content', open('/proc/kallsyms').read(10), open('/sys/kernel/uevent_seqnum').read())",
-    "kernel's log": (
-        LIBC
-        + "b = ctypes.create_string_buffer(99)\nprint('content' if libc.klogctl(3, b, 99) > 0 else '')"
-    ),
-}
+READS = ATTACKS["reads"]
 
 
 @pytest.mark.parametrize("attempt", READS)
 def test_nothing_outside_is_read(sandbox, attempt, target, monkeypatch):
     monkeypatch.setenv("JAXRL_TEST_SECRET", "content")
-    program = f"import os\nd = {str(target)!r}\nf = d + '/file'\n{READS[attempt]}"
+    program = f"{LIBC}import os\nd = {str(target)!r}\nf = d + '/file'\n{READS[attempt]}"
     found = printed(sandbox, program)
     assert "content" not in found and "'file'" not in found
 
 
 def test_without_a_sandbox_the_same_programs_read_it(none, target):
     for attempt in ("open", "relative", "list", "users"):
-        program = f"import os\nd = {str(target)!r}\nf = d + '/file'\n{READS[attempt]}"
+        program = f"{LIBC}import os\nd = {str(target)!r}\nf = d + '/file'\n{READS[attempt]}"
         assert "content" in (found := printed(none, program)) or "'file'" in found, attempt
 
 
@@ -407,26 +356,7 @@ def test_existence_of_outside_paths(sandbox, target):
     assert visible == any("which files exist" in gap for gap in sandbox.gaps)
 
 
-SOCKETS = {
-    "inet": "socket.create_connection(('127.0.0.1', port), timeout=5)",
-    "inet, datagrams": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', port))",
-    "inet6": "socket.socket(socket.AF_INET6).connect(('::1', port6))",
-    "unix by its path": "s = socket.socket(socket.AF_UNIX)\ns.connect(path)\ns.send(b'x')",
-    "unix, abstract": "s = socket.socket(socket.AF_UNIX)\ns.connect('\\0' + name)\ns.send(b'x')",
-    "unix, datagrams": "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', datagrams)",
-    "a pair, datagrams": "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', datagrams)",
-    "a pair, message": (
-        "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendmsg([b'x'], (), 0, datagrams)"
-    ),
-    "a pair, connected anew": "s = socket.socketpair()[0]\ns.connect(path)",
-    "netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0))",
-    "packet": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
-    "raw": "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
-    "vsock": "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)",
-    "algorithms": "socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET)",
-    "bluetooth": "socket.socket(31, socket.SOCK_RAW, 1)",
-    "bind": "s = socket.socket()\ns.bind(('127.0.0.1', 0))\ns.listen()",
-}
+SOCKETS = ATTACKS["sockets"]
 # These reach a server of the test, on any machine with these kinds of sockets.
 CERTAIN = ("inet", "unix by its path", "unix, abstract", "unix, datagrams", "a pair, datagrams")
 
@@ -475,30 +405,7 @@ def test_without_a_sandbox_sockets_lead_out(none, servers, kind):
     assert printed(none, program) == "reached\n"
 
 
-SIGNALS = {
-    "kill": "os.kill(pid, 9)",
-    "to its group": "os.killpg(group, 9)",
-    "to all": "os.kill(-1, 9)",
-    "pidfd": "signal.pidfd_send_signal(os.pidfd_open(pid), 9)",
-    "tgkill": LIBC + "assert libc.syscall(234, pid, pid, 9) == 0",
-    "queue": LIBC + "assert libc.sigqueue(pid, 9, 0) == 0",
-    "as owner of a pipe": (
-        "import fcntl\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, pid)\nfcntl.fcntl(r, 10, 9)\n"
-        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')"
-    ),
-    "ptrace": LIBC + "assert libc.ptrace(16, pid, 0, 0) == 0",
-    "process_vm_readv": (
-        LIBC + "b = ctypes.create_string_buffer(8)\n"
-        "class V(ctypes.Structure): _fields_ = [('a', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
-        "there = int(open(f'/proc/{pid}/maps').read().split('-')[0], 16)\n"
-        "assert libc.process_vm_readv(pid, ctypes.byref(V(ctypes.addressof(b), 8)), 1, "
-        "ctypes.byref(V(there, 8)), 1, 0) == 8"
-    ),
-    "memory": "os.open(f'/proc/{pid}/mem', os.O_RDWR)",
-    "limits": "import resource\nresource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))",
-    "priority": "os.setpriority(os.PRIO_PROCESS, pid, 19)",
-    "cores": "os.sched_setaffinity(pid, [0])",
-}
+SIGNALS = ATTACKS["signals"]
 
 
 @pytest.fixture
@@ -511,7 +418,7 @@ def bystander():
 
 def against(process, attempt):
     names = f"pid = {process.pid}\ngroup = {process.pid}\n"
-    return f"import os, signal\n{names}{SIGNALS[attempt]}\nprint('reached')"
+    return f"{LIBC}import os, signal\n{names}{SIGNALS[attempt]}\nprint('reached')"
 
 
 @pytest.mark.parametrize("attempt", SIGNALS)
@@ -525,38 +432,7 @@ def test_without_a_sandbox_signals_arrive(none, bystander):
     assert bystander.wait() == -signal.SIGKILL
 
 
-KERNEL = {
-    "unshare": "assert libc.unshare(0x10000000) == 0",
-    "new user namespace": "assert libc.syscall(56, 0x10000011, 0, 0, 0, 0) >= 0",
-    "clone3": "a = (ctypes.c_uint64 * 11)()\na[4] = 17\nassert libc.syscall(435, a, 88) >= 0",
-    "mount": "assert libc.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0",
-    "new mount": "assert libc.syscall(430, b'tmpfs', 0) >= 0",
-    "bpf": "assert libc.syscall(321, 0, ctypes.create_string_buffer(72), 72) >= 0",
-    "perf": "assert libc.syscall(298, ctypes.create_string_buffer(128), 0, -1, -1, 0) >= 0",
-    "userfaultfd": "assert libc.syscall(323, 1) >= 0",
-    "keys": "assert libc.syscall(250, 0, -3, 0) >= 0",
-    "add a key": "assert libc.syscall(248, b'user', b'x', b'y', 1, -3) >= 0",
-    "io_uring": "assert libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0",
-    "shared memory": "assert libc.shmget(0, 4096, 0o1600) >= 0",
-    "message queue": "assert libc.msgget(0, 0o1600) >= 0",
-    "semaphores": "assert libc.semget(0, 1, 0o1600) >= 0",
-    "host name": "assert libc.sethostname(b'x', 1) == 0",
-    "clock": "import time\ntime.clock_settime(time.CLOCK_REALTIME, 1)",
-    "new session": "import os\nos.setsid()",
-    "its limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "its limits, softly": "import resource\nresource.prlimit(0, resource.RLIMIT_CPU, (9, 9))",
-    "its filter": "assert libc.prctl(22, 2, 0, 0, 0) == 0",
-    "its dumps": "assert libc.prctl(4, 1, 0, 0, 0) == 0",
-    "its rights": "assert libc.prctl(8, 1, 0, 0, 0) == 0",
-    "its user": "import os\nos.setuid(0)\nos.setuid(12345)",
-    "its terminal": "import fcntl\nfcntl.ioctl(0, 0x5412, b'x')",
-    "32-bit calls": (
-        "import mmap\ncode = bytes.fromhex('b814000000cd80c3')\n"
-        "m = mmap.mmap(-1, 4096, prot=7)\nm.write(code)\n"
-        "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
-        "assert f() > 0"
-    ),
-}
+KERNEL = ATTACKS["kernel"]
 
 
 @pytest.mark.parametrize("attempt", KERNEL)

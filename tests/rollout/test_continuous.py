@@ -31,9 +31,15 @@ class Source:
         return self._prompts.take(np.arange(here, self._next))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize(
+    "case",
+    [
+        "paged",
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("contiguous", "speculation")),
+    ],
+)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    case=st.sampled_from(sorted(CASES)),
     seed=st.integers(0, 3),
     events=st.lists(st.sampled_from(EVENTS), max_size=12),
 )
@@ -66,7 +72,7 @@ def test_samples_are_those_of_one_call(case, seed, events):
     assert rollout.num_unfinished == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["contiguous", "paged"])
 def test_groups_with_old_tokens_are_dropped_and_their_slots_are_free(case):
     backend = backend_of(**CASES[case])
     options, draw = OPTIONS.replace(num_samples=G), Source(0)

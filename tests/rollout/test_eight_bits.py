@@ -1,20 +1,20 @@
 """Weights of the sampler in 8 bits: the samples are those of a model with the rounded weights."""
 
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from flax import nnx
+from plain_pass import plain_logprobs
 from slow_values import mostly_slow
 from test_engine import (
     BASE,
     MODEL,
     PROMPTS,
     TEMPERATURE,
+    R,
+    T,
     actor_of,
     answers,
     assert_same,
@@ -25,10 +25,7 @@ from test_engine import (
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.resharding import Transfer
-from jaxrl.models.attention import attention
-from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.models.weight_types import weight_types
 from jaxrl.quantized import Quantized
@@ -43,8 +40,7 @@ LAYOUTS = {
 }
 MODELS = {
     "dense": MODEL,
-    "biases": dataclasses.replace(MODEL, qkv_bias=True),
-    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=2)),
+    "adapters": dataclasses.replace(MODEL, qkv_bias=True, lora=LoraConfig(rank=2)),
     "experts": dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, qkv_bias=False),
 }
 # The dimensions that are summed over, counted behind the layers.
@@ -67,39 +63,19 @@ def twin(model) -> dict:
     return jax.tree_util.tree_map_with_path(one, {"": weights(model)})[""]
 
 
-@functools.cache
-def forward_of(model):
-    graph, _, _ = decoder_graph(model)
-
-    @jax.jit
-    def run(params, tokens_1S):
-        decoder = nnx.merge(graph, params)
-
-        def attend(q, k, v, *_):
-            return attention(q, k, v, jnp.ones_like(tokens_1S)), None
-
-        positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-        compute = Compute(experts=apply_experts_in_tiles)
-        hidden, *_ = decoder(tokens_1S, positions_1S, attend, compute=compute)
-        return jax.nn.log_softmax(decoder.logits(hidden, compute=compute)[0] / TEMPERATURE)
-
-    return run
-
-
 def logprobs(completions, params, model) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities of all tokens by the sampler, and by a plain pass with `params`."""
+    sizes = {"longest": T + R, "temperature": TEMPERATURE}
     found, expected = [], []
     for prompt, response, logprob, _ in answers(completions):
-        whole = np.concatenate([prompt, response])
-        padded = np.zeros((1, BASE.max_context_tokens), np.int32)
-        padded[0, : len(whole)] = whole
-        log_SV = np.asarray(forward_of(model)(params, padded))[len(prompt) - 1 : len(whole) - 1]
         found.append(logprob)
-        expected.append(log_SV[np.arange(len(response)), response])
+        expected.append(plain_logprobs(model, params, prompt, response, **sizes))
     return np.concatenate(found), np.concatenate(expected)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "model", mostly_slow(MODELS, fast=("dense", "experts"), long=("adapters",))
+)
 def test_the_sampler_has_the_probabilities_of_the_rounded_weights(model):
     completions = sample(actor_of(config=NARROW, model=model))
     assert_close(*logprobs(completions, twin(model), model), scale=1)
@@ -194,8 +170,8 @@ def test_weights_for_other_devices_are_rounded_before_they_are_sent(monkeypatch)
 
 def test_samples_do_not_depend_on_how_the_layers_run_nor_on_pages(expected):
     """Prefill in chunks, layers in a scan, and a paged cache."""
-    for changes in ({"unroll": 1}, {"prefill_chunk_tokens": 4}, {"cache": "paged"}):
-        assert_same(sample(actor_of(config=dataclasses.replace(NARROW, **changes))), expected)
+    config = dataclasses.replace(NARROW, unroll=1, prefill_chunk_tokens=4, cache="paged")
+    assert_same(sample(actor_of(config=config)), expected)
 
 
 @pytest.mark.slow

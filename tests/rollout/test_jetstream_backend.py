@@ -22,7 +22,9 @@ CHOICE = truncation_of(top_k=0, top_p=0.9, min_p=0.0)
 OFFLINE, JETSTREAM = OfflineBackend, jetstream_backend.JetStreamBackend
 
 
-@pytest.mark.parametrize("num_samples, train", [(3, "1-1-1"), (2, "1-2-4")])
+@pytest.mark.parametrize(
+    "num_samples, train", [(3, "1-1-1"), pytest.param(2, "1-2-4", marks=pytest.mark.long)]
+)
 def test_its_driver_gives_the_samples_of_ours(num_samples, train):
     options = OPTIONS.replace(num_samples=num_samples, truncation=CHOICE)
     ours, groups = loaded(OFFLINE, train).generate(PROMPTS, options), []

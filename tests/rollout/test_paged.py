@@ -86,7 +86,9 @@ def test_samples_are_those_of_a_contiguous_cache(layout, events, caplog):
     assert events["shared"] or layout == LAYOUTS["replicas"]
 
 
-@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, fast=("one device", "replicas and heads")))
+@pytest.mark.parametrize(
+    "layout", mostly_slow(LAYOUTS, fast=("one device",), long=("replicas and heads",))
+)
 def test_samples_that_give_way_are_the_same(layout, events, monkeypatch):
     """The least pages: those of one sample for each shard."""
     greedy(monkeypatch)
@@ -98,14 +100,10 @@ def test_samples_that_give_way_are_the_same(layout, events, monkeypatch):
     assert events["dropped"]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 3),
-    budget=st.integers(3, 40),
-    wait=st.booleans(),
-    cache_tokens=st.sampled_from([64, 0]),
-)
-def test_resumed_samples_are_the_same_on_any_cache(seed, budget, wait, cache_tokens):
+@pytest.mark.parametrize("cache_tokens", [64, pytest.param(0, marks=pytest.mark.long)])
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 3), budget=st.integers(3, 40), wait=st.booleans())
+def test_resumed_samples_are_the_same_on_any_cache(cache_tokens, seed, budget, wait):
     """Contiguous = paged = with samples that give way = left unfinished and resumed."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not wait:
@@ -121,12 +119,13 @@ def test_resumed_samples_are_the_same_on_any_cache(seed, budget, wait, cache_tok
         assert_same_samples(whole.take(np.argsort(whole.prompts.ids_N)), expected(seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "kv_dtype"),
     [
+        (LAYOUTS["one device"], ""),
         (LAYOUTS["replicas and heads"], ""),
         pytest.param(LAYOUTS["one device"], "int8", marks=pytest.mark.slow),
-        pytest.param(LAYOUTS["one device"], "", marks=pytest.mark.slow),
         pytest.param(LAYOUTS["replicas and heads"], "int8", marks=pytest.mark.slow),
     ],
 )
@@ -149,6 +148,7 @@ def test_conversations_are_the_same(layout, kv_dtype, events, monkeypatch):
     assert_same_samples(got, want)
 
 
+@pytest.mark.long
 def test_stop_strings_and_limits_see_the_same_history():
     limits = {"stop_strings": (decode(expected(0).tokens[0][2:4]),)}
     options = OPTIONS.replace(num_samples=G, **limits)

@@ -107,7 +107,9 @@ def prefilled(monkeypatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "chunk"), [((), 9), (tuple(MESH.items()), 0)], ids=["one device", "eight devices"]
+    ("layout", "chunk"),
+    [((), 9), pytest.param(tuple(MESH.items()), 0, marks=pytest.mark.long)],
+    ids=["one device", "eight devices"],
 )
 def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
     """Three turns; each prompt is the turn before, its answer, and a question."""
@@ -164,6 +166,7 @@ def test_other_weights_and_a_cleared_loop_know_nothing(prefilled):
     assert first.tokens.tolist() != second.tokens.tolist()
 
 
+@pytest.mark.long
 def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
     """Of two idle replicas the second knows it; otherwise a sample starts on the first."""
     engine = engine_of(tuple({"train": "1-1-2"}.items()), **PAGED)
@@ -181,6 +184,7 @@ def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
         assert_expected(sample)
 
 
+@pytest.mark.long
 def test_a_sample_that_gave_way_prefills_its_last_token_only(prefilled, monkeypatch):
     """Seven pages; two samples with three full ones each after the first dispatch."""
     monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
@@ -218,13 +222,13 @@ def check_pages(loop: DecodeLoop) -> None:
     }
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    data=st.data(),
-    # Pages are scarce on one device.
-    layout=st.sampled_from([(), tuple(MESH.items())]),
+# Pages are scarce on one device.
+@pytest.mark.parametrize(
+    "layout", [(), pytest.param(tuple(MESH.items()), marks=pytest.mark.long)], ids=["one", "eight"]
 )
-def test_random_requests_ends_and_preemptions(data, layout):
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_requests_ends_and_preemptions(layout, data):
     """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if scarce := not layout:

@@ -358,7 +358,7 @@ def test_no_device_gathers_the_logits_of_other_replicas():
     assert "f32[16,4096]" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("vocab_size", [128 * 9, 128 * 16])
+@pytest.mark.parametrize("vocab_size", [128 * 9, pytest.param(128 * 16, marks=pytest.mark.long)])
 def test_devices_that_share_a_vocabulary_gather_no_logits(vocab_size):
     """With and without limits and penalty; and they draw the tokens that one device draws."""
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig(train="1-8-1")))

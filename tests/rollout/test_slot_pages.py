@@ -137,7 +137,7 @@ def simulate(lengths, limited: bool) -> tuple[float, float]:
     return again / lengths.sum(), float(np.mean(used[len(used) // 4 : len(used) // 2]))
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.9])
+@pytest.mark.parametrize("spread", [0.9, pytest.param(0.0, marks=pytest.mark.long)])
 def test_samples_rarely_give_way_and_most_pages_are_used(spread):
     rng = np.random.default_rng(1)
     lengths = np.minimum(rng.lognormal(np.log(150), spread, 2000).astype(int) + 1, 1200)

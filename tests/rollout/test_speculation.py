@@ -83,10 +83,10 @@ CASES = {
     for cache in ("contiguous", "paged")
     for temperature in (0.0, 1.0)
 }
-FAST = ("one device, contiguous, 0.0", "replicas and heads, paged, 1.0")
+FAST, LONG = ("one device, contiguous, 0.0",), ("replicas and heads, paged, 1.0",)
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, fast=FAST))
+@pytest.mark.parametrize("case", mostly_slow(CASES, fast=FAST, long=LONG))
 def test_samples_are_those_of_plain_decoding(case, counts):
     """Some answers end at a stop id within a draft, others at the limit."""
     layout, cache, temperature = case
@@ -120,6 +120,7 @@ def test_limits_on_tokens_hold_for_drafts(settings, counts):
     check_twice(backend_of(speculate=4, **changes), options, 1, counts, want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     mostly_slow({"one stack": {"unroll": 1}, "layer by layer": {"unroll": 2}}, fast=("one stack",)),
@@ -130,16 +131,14 @@ def test_windows(changes, counts):
     check_twice(backend_of(model=WINDOWS, speculate=4, **changes), options, 1, counts, want)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 3),
-    budget=st.integers(3, 40),
-    engine=st.sampled_from([("contiguous", 4), ("paged", 1)]),
-    temperature=st.sampled_from([0.0, 1.0]),
+@pytest.mark.parametrize(
+    ("cache", "drafted"),
+    [("contiguous", 4), pytest.param("paged", 1, marks=pytest.mark.long)],
 )
-def test_resumed_samples_are_the_same(seed, budget, engine, temperature):
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 3), budget=st.integers(3, 40), temperature=st.sampled_from([0.0, 1.0]))
+def test_resumed_samples_are_the_same(cache, drafted, seed, budget, temperature):
     """Samples that a budget leaves unfinished continue."""
-    cache, drafted = engine
     backend = backend_of(cache=cache, speculate=drafted)
     options = OPTIONS.replace(num_samples=3, temperature=temperature)
     want = backend_of().generate(prompts_of(seed), options)
@@ -154,6 +153,7 @@ def test_resumed_samples_are_the_same(seed, budget, engine, temperature):
     assert_same_samples(whole.take(order), want)
 
 
+@pytest.mark.long
 def test_an_environment_answers_speculated_turns(counts):
     """Its answers are cached behind the tokens that were kept, over those of wrong drafts."""
 
@@ -166,6 +166,7 @@ def test_an_environment_answers_speculated_turns(counts):
     check_twice(backend_of(speculate=4), options, 1, counts, want)
 
 
+@pytest.mark.long
 def test_metrics_tell_what_rounds_keep():
     backend = backend_of(speculate=4, max_response_tokens=200, stop_ids=())
     options = OPTIONS.replace(num_samples=1, temperature=1.0)
@@ -186,8 +187,9 @@ def test_it_is_off_on_cpus(monkeypatch, caplog):
 
 def test_siblings_that_have_ended_are_drafted_from(counts):
     """At temperature 0 the samples of a prompt are the same; those that start late copy the first."""
-    backend = backend_of(speculate=4, slots=2, smallest_bucket=2)
-    backend.generate(prompts_of(1), OPTIONS.replace(num_samples=4, temperature=0.0))
+    backend = backend_of(speculate=4)
+    prompts = dataclasses.replace(prompts_of(1), ids_N=np.arange(5) + 100)
+    backend.generate(prompts.take([1]), OPTIONS.replace(num_samples=64, temperature=0.0))
     assert counts["tokens"] > 2.5 * counts["rounds"]
 
 

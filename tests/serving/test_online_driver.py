@@ -185,7 +185,11 @@ FEW_PAGES = {"cache": "paged", "cache_tokens": 64}
 
 @pytest.mark.parametrize(
     ("train", "changes"),
-    [("1-1-1", {}), ("1-2-4", {}), ("1-1-1", FEW_PAGES)],
+    [
+        ("1-1-1", {}),
+        pytest.param("1-2-4", {}, marks=pytest.mark.long),
+        ("1-1-1", FEW_PAGES),
+    ],
     ids=["one device", "eight", "few pages"],
 )
 def test_requests_of_many_threads_are_answered_as_if_alone(train, changes, engine, alone):
@@ -209,7 +213,7 @@ def test_requests_of_many_threads_are_answered_as_if_alone(train, changes, engin
         assert driver.load == (0, 0)
 
 
-@pytest.mark.parametrize("train", ["1-1-1", "1-2-1"])
+@pytest.mark.parametrize("train", ["1-1-1", pytest.param("1-2-1", marks=pytest.mark.long)])
 def test_out_of_pages_the_newest_request_waits_and_none_is_lost(train, engine, monkeypatch):
     """Samples start whenever there is a page, so that many give way, some of them several times."""
     monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
@@ -247,6 +251,7 @@ def _noted(then, ended: list[int], i: int) -> None:
     then()
 
 
+@pytest.mark.long
 def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
     """The second turn of a chat, and another chat with the same beginning."""
     seen = []

@@ -194,16 +194,6 @@ def batch_of(rows):
     return *(np.concatenate(array) for array in arrays), places
 
 
-@pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
-def test_logits(pair_of, family, tie):
-    pair = pair_of(family, tie)
-    tokens_BT = random_tokens(B, T)
-    found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
-    expected = their_logits(pair.theirs, tokens_BT)
-    assert expected.std() > 0.5  # large enough that the tolerance means something
-    assert_close(found, expected)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
 def test_logits_of_a_padded_batch(pair_of, family, tie, side):
@@ -220,6 +210,7 @@ def test_logits_of_a_padded_batch(pair_of, family, tie, side):
         attention_mask=torch.from_numpy(real_BT.astype(np.int64)),
         position_ids=torch.from_numpy(positions_BT.astype(np.int64)),
     )
+    assert expected.std() > 0.5  # large enough that the tolerance means something
     assert_close(found[real_BT], expected[real_BT])
 
 
@@ -296,9 +287,8 @@ def test_gradients_of_padded_and_packed_batches(pair_of, tmp_path, family, tie):
         assert_close(found, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 20_000])
 @pytest.mark.parametrize(("family", "tie"), FAMILY_AND_TIE)
-def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie, max_shard_bytes):
+def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie):
     pair = pair_of(family, tie)
     # Other weights than those of the source, lest its files be what is read.
     params = jax.tree.map(lambda leaf: leaf * 0.9, pair.params)
@@ -307,7 +297,7 @@ def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie, max_s
         pair.config,
         tmp_path / "out",
         dtype="float32",
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=20_000,
         source=pair.directory,
     )
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(

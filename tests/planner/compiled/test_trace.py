@@ -33,6 +33,7 @@ def test_what_does_not_divide_is_refused():
         plan_tiny(train=dataclasses.replace(TINY_TRAIN, rows=3))
 
 
+@pytest.mark.long
 def test_a_stage_may_have_a_single_layer():
     # Four layers in four stages: a tick has no scan over layers. Seven ticks of a quarter of the rows keep
     # about as much as three ticks of half of them.

@@ -1,6 +1,7 @@
 """How often the parts of a compiled program run, and what they move along which axes."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -58,47 +59,7 @@ def test_loops_are_multiplied_out(mesh, open_end):
     assert merged([along, along])[0].nbytes == 2 * along.nbytes == along.times(2).nbytes
 
 
-HLO = """
-HloModule m
-%cond (p: (u32[], f32[4])) -> pred[] {
-  %c = u32[]{:T(128)} constant(8)
-  %p = (u32[], f32[4]) parameter(0)
-  %g = u32[] get-tuple-element(%p), index=0
-  ROOT %lt = pred[] compare(%g, %c), direction=LT
-}
-%body (p: (u32[], f32[4])) -> (u32[], f32[4]) {
-  %two = u32[] constant(2)
-  %p = (u32[], f32[4]) parameter(0)
-  %g = u32[] get-tuple-element(%p), index=0
-  %copy = u32[] copy(%g)
-  %n = u32[] add(%copy, %two)
-  %x = f32[4] get-tuple-element(%p), index=1
-  %r = f32[4] all-reduce(%x), channel_id=1, replica_groups=[1,2]<=[2], to_apply=%sum
-  ROOT %t = (u32[], f32[4]) tuple(%n, %r)
-}
-%few (p: f32[4]) -> f32[4] {
-  ROOT %p = f32[4] parameter(0)
-}
-%many (p: f32[4]) -> f32[4] {
-  %p = f32[4] parameter(0)
-  ROOT %g = f32[4] all-reduce(%p), channel_id=2, replica_groups=[1,2]<=[2], to_apply=%sum
-}
-%all-reduce-scatter.1 (p: f32[4]) -> f32[2] {
-  %p = f32[4] parameter(0)
-  %r = f32[4] all-reduce(%p), channel_id=3, replica_groups=[1,2]<=[2], to_apply=%sum
-  ROOT %s = f32[2] slice(%r), slice={[0:2]}
-}
-ENTRY %main (x: f32[4], b: s32[]) -> f32[4] {
-  %x = f32[4] parameter(0)
-  %b = s32[] parameter(1)
-  %one = u32[] constant(1)
-  %t = (u32[], f32[4]) tuple(%one, %x)
-  %w = (u32[], f32[4]) while(%t), condition=%cond, body=%body
-  %y = f32[4] get-tuple-element(%w), index=1
-  %f = f32[2] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
-  ROOT %z = f32[4] conditional(%b, %y, %y), branch_computations={%few, %many}
-}
-"""
+HLO = pathlib.Path(__file__).with_name("nested_loops.hlo").read_text()
 
 
 def test_counters_branches_and_fused_cuts_of_a_tpu():

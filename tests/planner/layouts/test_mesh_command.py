@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from jaxrl import cli
+
 SCRIPT = pathlib.Path(__file__).parents[3] / "launch" / "mesh.py"
 # JAX sets the last in the process that runs the tests.
 _DROPPED = ("XLA_FLAGS", "FORCE_COLOR", "TF_CPP_MIN_LOG_LEVEL")
@@ -92,12 +94,10 @@ def test_a_tpu_slice_that_is_not_here():
         (("--train", "1-4-2", "--model", "/nowhere/config.json"), "/nowhere"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(args, message):
-    done = run(*args)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+def test_what_the_user_can_mend_is_one_line(args, message, capsys):
+    assert cli.main(["jaxrl", "mesh", *args]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
 
 
 @pytest.mark.tpu

@@ -109,17 +109,16 @@ def test_a_proposal_for_a_paged_cache_has_more_slots_and_the_pages_for_them():
 
 
 def test_what_does_not_go_with_a_mapping_is_refused_before_it_is_shown():
-    config = recipe_file("dapo_qwen7b")
+    config = recipe()
     config = dataclasses.replace(
         config,
-        weights="",
         model=dataclasses.replace(config.model, sliding_window=128, layer_pattern=("sliding",)),
         train=dataclasses.replace(config.train, fill_minibatches=False, share_prompts=True),
     )
     with pytest.raises(
-        UserError, match="fastest mapping for h100:2x8 does not go with this recipe"
+        UserError, match="fastest mapping for h100:1x8 does not go with this recipe"
     ):
-        propose(config, Cluster.parse("h100:2x8"))
+        propose(config, Cluster.parse("h100:1x8"))
 
 
 @pytest.mark.slow

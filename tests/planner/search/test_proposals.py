@@ -37,6 +37,7 @@ def with_pages(pair: Pair) -> Pair:
     return dataclasses.replace(pair, overrides=pair.overrides | {"rollout.cache": "paged"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", mostly_slow(FAST, fast=(2,)))
 def test_a_proposal_with_pages_runs(seed, tmp_path):
     assert proposal(with_pages(random_pair(seed)), tmp_path) == ""
@@ -67,6 +68,7 @@ def test_two_hundred_proposals_for_several_hosts_run(first, tmp_path):
     assert sum(map(bool, refused)) <= 4, refused
 
 
+@pytest.mark.long
 def test_a_run_has_the_rows_that_were_simulated_and_its_pools_on_every_host():
     # The fastest mapping has different numbers of rows, so the search is repeated with common ones. It then
     # finds a mapping whose roles would do with fewer, and which is slower with these.
