@@ -12,10 +12,8 @@ import jax
 class StepTimer(Protocol):
     """The loop around a step."""
 
-    @property
-    def step(self) -> int:
-        """The number of finished steps."""
-        ...
+    step: int
+    """The number of finished steps."""
 
     def phase(
         self, name: str, *, shown: str = "", may_stop: bool = False

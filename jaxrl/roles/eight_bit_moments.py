@@ -12,7 +12,6 @@ Not covered: weights and gradients, which stay float32.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -139,7 +138,11 @@ def _compress(state: Any, kind: MomentKind, count: jax.Array) -> Any:
             return leaf
         leaf_key = jax.random.fold_in(key, number)
         if kind == "bfloat16":
-            return _to_bfloat16(leaf, leaf_key)
+            # Adding 16 random bits to the half that is cut off rounds up as often as it should.
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+            bits = bits + jax.random.bits(leaf_key, leaf.shape, jnp.uint16).astype(jnp.uint32)
+            kept = (bits >> 16).astype(jnp.uint16)
+            return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)
         block = block_of(leaf.shape)
         return quantized(leaf, leaf_key, block=block, signed="mu" in names) if block else leaf
 
@@ -205,11 +208,3 @@ def dequantized(moment: BlockQuantized) -> jax.Array:
 
 def _format(signed: bool) -> tuple[int, int, Any]:
     return (127, 2, jnp.int8) if signed else (255, 4, jnp.uint8)
-
-
-def _to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 to bfloat16 at random: adds 16 random bits to the lower half, then cuts it off."""
-    as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint32)
-    bits = as_bits(x) + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = (bits >> 16).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)

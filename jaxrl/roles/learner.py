@@ -27,7 +27,7 @@ from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.eight_bit_moments import optimizer_shardings
-from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
+from jaxrl.roles.gradient import MinibatchGradient, minibatch_gradient
 from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel
@@ -95,12 +95,13 @@ class Learner(PackedModel, abc.ABC):
     # Subclasses
 
     @abc.abstractmethod
-    def _outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
-        """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts."""
+    def _outputs(
+        self, params: Params, micro: Any, *, supervised: bool = False
+    ) -> tuple[Any, Routing | None]:
+        """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts.
 
-    def _supervised_outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
-        """`_outputs` for objectives that learn tokens which nothing has sampled."""
-        return self._outputs(params, micro)
+        `supervised` is for objectives that learn tokens which nothing has sampled.
+        """
 
     def _outputs_against(
         self, params: Params, reference: Params, micro: Any
@@ -323,7 +324,13 @@ class Learner(PackedModel, abc.ABC):
             minibatch, (trained, state.opt_state), jnp.tile(jnp.arange(U), epochs)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
-        metrics = _step_metrics(stats_U, sums_U, objectives[0]) | {"lr": lr}
+        metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
+        for name, value_U in sums_U.maxima.items():
+            # Before its first update the policy is still the one that the step began with.
+            metrics |= {name: value_U.max(), f"first_{name}": value_U[0]}
+        if objectives[0].correction is not None:
+            metrics |= objectives[0].correction.metrics(sums_U.correction)
+        metrics |= {"first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(1))[0], "lr": lr}
         return new_state, metrics, jax.tree.map(lambda x: x[0], this_pass_U)
 
     def _gradient(
@@ -342,9 +349,7 @@ class Learner(PackedModel, abc.ABC):
             if objective.needs_reference:
                 assert reference is not None, "the objective needs a reference's weights"
                 return self._outputs_against(params, reference, micro)
-            if objective.supervised:
-                return self._supervised_outputs(params, micro)
-            return self._outputs(params, micro)
+            return self._outputs(params, micro, supervised=objective.supervised)
 
         return minibatch_gradient(
             trained,
@@ -380,17 +385,6 @@ class Learner(PackedModel, abc.ABC):
         )
         stats = {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
         return (params, opt_state), stats
-
-
-def _step_metrics(stats_U: Stats, sums_U: Sums, objective: Objective) -> Stats:
-    """Metrics of a step from those of its minibatches, which lie along the first axis."""
-    metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
-    for name, value_U in sums_U.maxima.items():
-        # Before its first update the policy is still the one that the step began with.
-        metrics |= {name: value_U.max(), f"first_{name}": value_U[0]}
-    if objective.correction is not None:
-        metrics |= objective.correction.metrics(sums_U.correction)
-    return metrics | {"first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(1))[0]}
 
 
 def _as_stored(state: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Literal, TypeAlias
 
 from jaxrl.checks import (
@@ -34,10 +33,6 @@ class StageOptimConfig:
     """Learning rate after the decay, as a share of lr."""
     weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
     """Weight decay of AdamW and Muon."""
-
-    def merged_into(self, optim: OptimConfig) -> OptimConfig:
-        """The run's optimiser with these settings."""
-        return dataclasses.replace(optim, **vars(self))
 
 
 @settings

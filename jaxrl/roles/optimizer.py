@@ -53,18 +53,17 @@ def _muon(axes: Any, *, others: optax.GradientTransformation) -> optax.GradientT
     }
     dims = traverse_util.unflatten_dict(masked)
 
-    def to_adamw(updates: Any, _: Any) -> Any:
-        return jax.tree.map(_with_rms_of_adamw, updates, dims)
+    def as_adamw(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
+        # The root mean square of an orthogonal update is 1 / sqrt(longer side).
+        sides: Any = (numbers.reduction_axis, numbers.output_axis)
+        longer = max(math.prod(update.shape[axis] for axis in side) for side in sides)
+        return _RMS_OF_ADAMW * longer**0.5 * update
 
-    muon = optax.chain(scale_by_muon(weight_dimension_numbers=dims), optax.stateless(to_adamw))
+    muon = optax.chain(
+        scale_by_muon(weight_dimension_numbers=dims),
+        optax.stateless(lambda updates, _: jax.tree.map(as_adamw, updates, dims)),
+    )
     return optax.partition({"muon": muon, "beside": others}, traverse_util.unflatten_dict(labels))
-
-
-def _with_rms_of_adamw(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
-    """Scales an orthogonal update, whose root mean square is 1 / sqrt(longer side), to that of AdamW."""
-    sides: Any = (numbers.reduction_axis, numbers.output_axis)
-    longer = max(math.prod(update.shape[axis] for axis in side) for side in sides)
-    return _RMS_OF_ADAMW * longer**0.5 * update
 
 
 def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimensionNumbers | None:

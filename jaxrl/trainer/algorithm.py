@@ -53,7 +53,16 @@ def algorithm_of(config: Config) -> Algorithm:
     """
     settings, rollout, coef = config.algorithm, config.rollout, config.train.load_balancing_coef
     flow, roles = find_dataflow(settings.dataflow), roles_of(config)
-    _check_pools(config, roles)
+    pools_of(config, roles)
+    if role := compared_role(roles):
+        # The loss looks at both models in one program.
+        pool = _pool_of(config, "actor")
+        has_reference = role in pool.roles
+        settings.kl.check_pool(
+            pool.name,
+            has_reference=has_reference,
+            same_layout=has_reference and pool.layout_of(role) == pool.layout_of("actor"),
+        )
     _check_sampling(config, flow)
     pairs = config.preference
     if pairs.loss:
@@ -128,19 +137,6 @@ def runs_free(config: Config) -> bool:
     """Whether sampling goes on while a step learns: partial rollout on devices of its own."""
     apart = places(config.placement, "rollout")
     return config.rollout.partial and apart and "actor" not in _pool_of(config, "rollout").roles
-
-
-def _check_pools(config: Config, roles: Sequence[str]) -> None:
-    """Checks the placement, and that a policy and the one it is compared with are together."""
-    pools_of(config, roles)
-    if role := compared_role(roles):
-        pool = _pool_of(config, "actor")
-        has_reference = role in pool.roles
-        config.algorithm.kl.check_pool(
-            pool.name,
-            has_reference=has_reference,
-            same_layout=has_reference and pool.layout_of(role) == pool.layout_of("actor"),
-        )
 
 
 def _check_sampling(config: Config, flow: Dataflow) -> None:

@@ -75,7 +75,10 @@ class PairStage(ExamplesStage):
             run, evaluation=False, pairs_per_batch=run.config.preference.pairs_per_step
         )
         super().__init__(run, learner, timer, stream, name=name)
-        self._evaluation_pairs = self._read_evaluation_pairs() if _evaluates(run) else None
+        self._evaluation_pairs = None
+        if _evaluates(run):
+            pairs = preference_stream(run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
+            self._evaluation_pairs = self._placed(next(pairs))
 
     def evaluate(self, when: str) -> Metrics:
         """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half.
@@ -121,10 +124,6 @@ class PairStage(ExamplesStage):
         on_host = hosts.fetch(batch)
         metrics["perf/total_num_tokens"] = float((on_host.segment_ids > 0).sum())
         return metrics | work_metrics(self._learner, on_host)
-
-    def _read_evaluation_pairs(self) -> PairBatch:
-        stream = preference_stream(self._run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
-        return self._placed(next(stream))
 
 
 class RewardModelStage(PairStage):
@@ -207,7 +206,16 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         loop.run(
             RewardModelStage(run, learner, loop, functools.partial(starting_params, run, stop))
         )
-    _save(learner, run)
+    directory = config.run_folder.trained_model
+    if not directory.exists() and hosts.is_first():
+        save_checkpoint(
+            learner.for_training().params,
+            learner.model,
+            directory,
+            dtype="float32",
+            source=config.run_folder.model,
+        )
+        print(f"model: {directory}")
 
 
 def learn_preferences(run: RunContext, stop: StopSignal) -> None:
@@ -236,18 +244,3 @@ def _evaluates(run: RunContext) -> bool:
     """Whether there are pairs to measure the accuracy on."""
     options = run.config.preference
     return bool(options.evaluation_path or (options.makes_pairs and run.problems.evaluation))
-
-
-def _save(learner: RewardModelLearner, run: RunContext) -> None:
-    """Saves the model as a Hugging Face directory in `<run>/trained_model`, unless it exists already."""
-    directory = run.config.run_folder.trained_model
-    if directory.exists() or not hosts.is_first():
-        return
-    save_checkpoint(
-        learner.for_training().params,
-        learner.model,
-        directory,
-        dtype="float32",
-        source=run.config.run_folder.model,
-    )
-    print(f"model: {directory}")

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.batch_shapes import (
@@ -46,12 +45,8 @@ class _NoTokenizer:
 
     stop_ids = (0,)
     chat_template = None
-
-    def decode_batch(self, sequences: Sequence[np.ndarray]) -> list[str]:
-        """Never called, because a plan decodes nothing."""
-        raise AssertionError(
-            f"{len(sequences)} texts of a role that was built for its shapes alone"
-        )
+    # A backend keeps it and never calls it: a plan decodes nothing.
+    decode_batch = None
 
 
 SHAPES_ONLY: Any = _NoTokenizer()

@@ -28,7 +28,15 @@ def check_folder(config: Config) -> None:
     Raises:
       UserError: the folder holds a run that this config must not resume, or rows of its metrics are lost.
     """
-    _check_rows(config)
+    for folder in stage_folders(config).values():
+        fault = lost_rows(folder)
+        if fault is not None and config.run.resume != "accept_lost_rows":
+            raise UserError(
+                f"{fault}; what is lost cannot be made again: restore the file from a copy, or go on without "
+                "the lost rows with --config.run.resume=accept_lost_rows"
+            )
+        if fault is not None:
+            logger.warning("%s; going on without the lost rows", fault)
     path = config.run_folder.config
     if not path.exists():
         return
@@ -51,20 +59,6 @@ def check_folder(config: Config) -> None:
     ]
     if changed:
         logger.warning("this run was started with other settings: %s", "; ".join(changed))
-
-
-def _check_rows(config: Config) -> None:
-    accepts = config.run.resume == "accept_lost_rows"
-    for folder in stage_folders(config).values():
-        fault = lost_rows(folder)
-        if fault is None:
-            continue
-        if not accepts:
-            raise UserError(
-                f"{fault}; what is lost cannot be made again: restore the file from a copy, or go on without "
-                "the lost rows with --config.run.resume=accept_lost_rows"
-            )
-        logger.warning("%s; going on without the lost rows", fault)
 
 
 def stage_folders(config: Config) -> dict[str, StageFolder]:
