@@ -169,7 +169,7 @@ class Rejection:
     def keep(self, statistic_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         """1 on the trained tokens whose statistic is within the bounds, else 0, in the mask's type."""
         inside_BT = (statistic_BT >= self.lowest) & (statistic_BT <= self.highest)
-        return masked(_ones(mask_BT), inside_BT)
+        return masked(masked(jnp.ones_like(mask_BT), mask_BT), inside_BT)
 
 
 def ratio_bounds(lowest: float, highest: float) -> tuple[float, float]:
@@ -447,10 +447,6 @@ def probability_metrics(
         "rollout_probs_diff_valid": mask_BT.astype(bool).any().astype(train_BT.dtype),
     }
     return jax.tree.map(jax.lax.stop_gradient, metrics)
-
-
-def _ones(mask_BT: jax.Array) -> jax.Array:
-    return masked(jnp.ones_like(mask_BT), mask_BT)
 
 
 def _or_one(x: jax.Array) -> jax.Array:

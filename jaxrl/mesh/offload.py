@@ -59,11 +59,6 @@ def onload(tree: Any, shardings: Any) -> Any:
     return _move(tree, jax.tree.leaves(shardings))
 
 
-def onloaded_copy(tree: Any, shardings: Any) -> Any:
-    """Copies offloaded arrays to `shardings`; the offloaded arrays remain."""
-    return jax.device_put(tree, shardings)
-
-
 def _move(tree: Any, shardings: list[Any]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     # Wait for the copies, so that the memory of the sources is free when this function returns.

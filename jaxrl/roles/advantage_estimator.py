@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.kl import KL_ESTIMATES, mean_by_sequence, penalized_reward
+from jaxrl.algos.moments import whiten
 from jaxrl.algos.registry import check_options, inputs_of, lookup, options_of
 from jaxrl.algos.segments import last_tokens, masked, to_sequences, to_tokens
-from jaxrl.algos.whitening import whiten
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 

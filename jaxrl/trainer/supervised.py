@@ -44,7 +44,7 @@ def load_or_init(run: RunContext) -> Params:
     `config.adapter`, or new ones.
     """
     config, model = run.config, run.model
-    layout = run.placement.pool_of("actor").pool.config_of("actor")
+    layout = run.placement.pool_of("actor").config_of("actor")
     rules = state_rules(layout.sharding)
     packed = PackedModel(model, run.meshes["actor"], train=config.train, state_rules=rules)
     where = packed.train_shardings
