@@ -46,7 +46,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.algorithm_parts import shares_forward
+from jaxrl.trainer.algorithm import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.compiled.ahead import compile_program

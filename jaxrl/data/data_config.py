@@ -71,11 +71,6 @@ class EvaluationSourceConfig:
             check_value(f"fields.{name}", field, Annotated[str, NAME])
 
     @property
-    def is_named(self) -> bool:
-        """Whether the source names a file, a function or a task."""
-        return bool(self.path)
-
-    @property
     def task(self) -> str:
         """Name of the reasoning-gym data set; "" for a file or a function."""
         return self.path.removeprefix(TASK) if self.path.startswith(TASK) else ""
@@ -140,13 +135,13 @@ class DataConfig:
     def training_sources(self) -> dict[str, SourceConfig]:
         """Every training source, by the name of its setting."""
         # A recipe may name all of its sources in `sources`.
-        first = {"data.train": self.train} if self.train.is_named or not self.sources else {}
+        first = {"data.train": self.train} if self.train.path or not self.sources else {}
         return first | _further("sources", self.sources)
 
     @property
     def evaluation_sources(self) -> dict[str, SourceConfig]:
         """Every evaluation source, by the name of its setting; empty if none is named."""
-        first = {"data.evaluation": self.evaluation} if self.evaluation.is_named else {}
+        first = {"data.evaluation": self.evaluation} if self.evaluation.path else {}
         sources = first | _further("evaluations", self.evaluations)
         return {name: SourceConfig(**vars(source)) for name, source in sources.items()}
 

@@ -19,10 +19,9 @@ from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding, Transfer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.decoder import Params, decoder_graph, weight_types
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.weight_types import weight_types
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
 from jaxrl.roles.packed_model import Frozen, PackedModel, each_micro, micro_of

@@ -30,7 +30,7 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic

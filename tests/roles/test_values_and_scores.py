@@ -13,7 +13,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import clipped_values
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.scores import Critic, RewardModel
 from jaxrl.roles.train_config import TrainConfig

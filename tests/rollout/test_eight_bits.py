@@ -27,10 +27,9 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.resharding import Transfer
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
-from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.decoder import decoder_graph, weight_types
 from jaxrl.models.experts import apply_experts_in_tiles
 from jaxrl.models.model_config import LoraConfig
-from jaxrl.models.weight_types import weight_types
 from jaxrl.quantized import Quantized
 from jaxrl.rollout.driver import OfflineBackend
 

@@ -34,7 +34,7 @@ from jaxrl.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optim_config import OptimConfig, StageOptimConfig
+from jaxrl.roles.optimizer import OptimConfig, StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
