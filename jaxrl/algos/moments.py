@@ -101,16 +101,12 @@ RunningMoments = dict[str, Any]
 
 def add_moments(one: RunningMoments, other: RunningMoments) -> RunningMoments:
     """Adds the moments of two parts, name by name."""
-    return jax.tree.map(operator.add, one, other, is_leaf=_is_moments)
+    return jax.tree.map(operator.add, one, other, is_leaf=lambda x: isinstance(x, Moments))
 
 
 def merge_moments(moments: RunningMoments) -> RunningMoments:
     """Merges the parts along the first axis, name by name."""
-    return jax.tree.map(Moments.merged, moments, is_leaf=_is_moments)
-
-
-def _is_moments(x: Any) -> bool:
-    return isinstance(x, Moments)
+    return jax.tree.map(Moments.merged, moments, is_leaf=lambda x: isinstance(x, Moments))
 
 
 def whiten(x: jax.Array, weight: jax.Array, *, epsilon: float = 1e-8) -> jax.Array:

@@ -98,16 +98,6 @@ def band(weight: jax.Array, *, lowest: float, highest: float) -> jax.Array:
 # Rejection
 
 
-def k1(rho: jax.Array) -> jax.Array:
-    """-rho: its mean over samples is an unbiased KL(rollout || train)."""
-    return -rho
-
-
-def k2(rho: jax.Array) -> jax.Array:
-    """rho^2 / 2."""
-    return 0.5 * rho**2
-
-
 def k3(rho: jax.Array) -> jax.Array:
     """exp(rho) - 1 - rho: never negative; its mean over samples is an unbiased KL(rollout || train)."""
     return jnp.expm1(rho) - rho
@@ -128,8 +118,9 @@ def binary_kl(rho: jax.Array, logprob: jax.Array) -> jax.Array:
 
 # (rho, log-probability of the trainer) -> divergence of a token.
 DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "k1": lambda rho, _: k1(rho),
-    "k2": lambda rho, _: k2(rho),
+    # The mean of -rho over samples is an unbiased KL(rollout || train).
+    "k1": lambda rho, _: -rho,
+    "k2": lambda rho, _: 0.5 * rho**2,
     "k3": lambda rho, _: k3(rho),
     "kl": binary_kl,
     "tv": total_variation,

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -42,8 +42,8 @@ class PromptSource(Protocol):
 
     def __next__(self) -> Prompts: ...
 
-    def state(self, *, again: Sequence[int] | np.ndarray = ()) -> dict[str, Any]:
-        """The position as plain JSON, with the ids of prompts to draw again."""
+    def state(self) -> dict[str, Any]:
+        """The position as plain JSON."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -115,13 +115,15 @@ class Generation:
         # The next answers to these prompts will probably be about as long.
         mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
         for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
-            self._lengths[_checksum(tokens)] = round(mean)
+            self._lengths[zlib.crc32(tokens.tobytes())] = round(mean)
         return completions
 
     def expected_tokens(self, prompts: Prompts) -> np.ndarray:
         """Expected response lengths [N]: those of earlier steps; new prompts count as the longest."""
         longest = max(self._lengths.values(), default=0) + 1
-        known = [self._lengths.get(_checksum(tokens), longest) for tokens in prompts.tokens]
+        known = [
+            self._lengths.get(zlib.crc32(tokens.tobytes()), longest) for tokens in prompts.tokens
+        ]
         # A fraction below 1 sorts equal lengths by prompt length, longest first.
         own = np.array([len(tokens) for tokens in prompts.tokens], np.float64)
         return np.array(known) + own / (own.max() + 1)
@@ -149,7 +151,7 @@ class Sampling:
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, self.generation.timer.step)
             completions = self.generation.generate(batch, beside)
-            metrics = self.generation.actor.sampling_metrics
+            metrics = self.generation.actor.backend.metrics
         return with_metrics(self.rewards(completions, beside), metrics)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
@@ -249,7 +251,7 @@ class PartialSampling:
             "rollout/stale_tokens": sum(int((v < step).sum()) for v in rollout.versions),
         }
         sampled = dataclasses.replace(self.rewards(rollout.completions, beside), counts=counts)
-        return with_metrics(sampled, generation.actor.sampling_metrics)
+        return with_metrics(sampled, generation.actor.backend.metrics)
 
     def _draw(self, prompts: PromptSource, places: int, unfinished: int) -> Prompts:
         """Draws groups for free places, but not more samples than a generation batch has."""
@@ -282,10 +284,6 @@ def check_same_prompts(prompts: Prompts, step: int) -> None:
     extras = (json.dumps(extra, sort_keys=True) for extra in prompts.extras)
     content = [*prompts.tokens, *prompts.answers, *prompts.sources, *extras]
     hosts.check_same(f"the prompts of step {step + 1}", content)
-
-
-def _checksum(tokens: np.ndarray) -> int:
-    return zlib.crc32(tokens.tobytes())
 
 
 class CountedSampling:

@@ -49,9 +49,7 @@ class NoTimer:
     """A timer that measures nothing and never stops, for code outside a loop."""
 
     stop_pending = False
-
-    def __init__(self, step: int = 0):
-        self.step = step
+    step = 0
 
     def check_stop(self) -> None:
         """Does nothing."""

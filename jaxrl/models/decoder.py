@@ -341,9 +341,9 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 # Score heads in place of the unembedding: scores of reward and cost models, values of critics.
 
 
-def score_config(config: ModelConfig, *, num_scores: int = 1) -> ModelConfig:
-    """The model of `config` with scores instead of logits."""
-    return dataclasses.replace(config, num_scores=num_scores)
+def score_config(config: ModelConfig) -> ModelConfig:
+    """The model of `config` with one score instead of logits."""
+    return dataclasses.replace(config, num_scores=1)
 
 
 def score_params(params: Params, config: ModelConfig) -> Params:

@@ -29,6 +29,8 @@ _SHARDS = 16
 # Smaller moments (norms, biases) stay float32: they would save next to nothing. bitsandbytes has the same
 # limit.
 _FEWEST = 4096
+# (levels, power, type of the codes) of first and of second moments, which span the square of the range.
+_SIGNED, _UNSIGNED = (127, 2, jnp.int8), (255, 4, jnp.uint8)
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +181,7 @@ def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> Bloc
       block: values of the last dimension that share a scale; divides n.
       signed: True for a first moment, False for a second moment.
     """
-    levels, power, dtype = _format(signed)
+    levels, power, dtype = _SIGNED if signed else _UNSIGNED
     blocks = jnp.abs(x).reshape(*x.shape[:-1], -1, block)
     scale = blocks.max(-1)
     share = (blocks / jnp.where(scale > 0, scale, 1.0)[..., None]).reshape(x.shape)
@@ -199,12 +201,8 @@ def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> Bloc
 def dequantized(moment: BlockQuantized) -> jax.Array:
     """The float32 array [..., n] that the codes and scales stand for."""
     codes, scale = moment.codes, moment.scale
-    levels, power, _ = _format(codes.dtype == jnp.int8)
+    levels, power, _ = _SIGNED if codes.dtype == jnp.int8 else _UNSIGNED
     share = codes.astype(jnp.float32) / levels
     share = jnp.sign(share) * jnp.abs(share) ** power
     blocks = share.reshape(*scale.shape, -1) * scale[..., None]
     return blocks.reshape(codes.shape)
-
-
-def _format(signed: bool) -> tuple[int, int, Any]:
-    return (127, 2, jnp.int8) if signed else (255, 4, jnp.uint8)

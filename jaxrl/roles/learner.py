@@ -186,6 +186,7 @@ class Learner(PackedModel, abc.ABC):
         self.state = state.replace(step=state.step + 1)
 
     def _fresh_state(self, params: Params) -> TrainState:
+        params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.shapes)
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
 
     def trained(self, params: Any) -> Any:
@@ -199,7 +200,7 @@ class Learner(PackedModel, abc.ABC):
     def init(self) -> None:
         """Random weights, born sharded."""
         make = jax.jit(
-            lambda key: self._fresh_state(self._in_own_types(init_params(self.model, key))),
+            lambda key: self._fresh_state(init_params(self.model, key)),
             out_shardings=self.state_shardings(),
         )
         self.state = make(jax.random.key(self._seed))
@@ -213,13 +214,10 @@ class Learner(PackedModel, abc.ABC):
         def make(params: Params, key: jax.Array) -> TrainState:
             if self.model.lora.rank and not lora.split(params)[0]:
                 params = lora.join(lora.fresh_adapters(self.model, key), params)
-            return self._fresh_state(self._in_own_types(params))
+            return self._fresh_state(params)
 
         make = jax.jit(make, out_shardings=self.state_shardings(), donate_argnums=0)
         self.state = make(params, jax.random.key(self._seed))
-
-    def _in_own_types(self, params: Params) -> Params:
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.shapes)
 
     # Learning
 

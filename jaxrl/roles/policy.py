@@ -6,7 +6,7 @@ U minibatches   M microbatches   R rows   T tokens of a row
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -161,11 +161,6 @@ class Actor(Learner):
         """Continues unfinished groups, and may leave some; arguments as for `RolloutBackend.resume`."""
         self.for_sampling()
         return self.backend.resume(prompts, options, **further)
-
-    @property
-    def sampling_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last sampling that has ended; see `RolloutBackend.metrics`."""
-        return self.backend.metrics
 
     def continuous(
         self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,12 +42,8 @@ class Loaded:
     tokenizer: Tokenizer
 
 
-def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded:
+def load(config: ServeConfig) -> Loaded:
     """Loads a model onto its devices.
-
-    Args:
-      config: settings of the server.
-      devices: devices to choose from; None means all.
 
     Raises:
       UserError: a file is missing or broken, or the model does not fit.
@@ -61,7 +57,7 @@ def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded
         )
     found = read_model(directory)
     model, tokenizer = found.model, found.tokenizer
-    mesh = build_generation_mesh(config.mesh, devices)
+    mesh = build_generation_mesh(config.mesh)
     config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)

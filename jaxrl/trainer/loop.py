@@ -180,7 +180,7 @@ class Loop:
         """
         with contextlib.closing(stage):
             record = self._resume(stage.learners)
-            if self._finished:
+            if self._schedule.ends(self.step):
                 return
             stage.begin(record)
             is_new = self._begin(stage)
@@ -189,7 +189,7 @@ class Loop:
                 # The first step's seconds begin after the evaluation.
                 self._step_started_s = time.perf_counter()
             try:
-                while not self._finished:
+                while not self._schedule.ends(self.step):
                     metrics, step = stage.step(), self.step + 1
                     if self._schedule.evaluates(step):
                         last = self._schedule.ends(step)
@@ -203,11 +203,6 @@ class Loop:
                 if message := self._checkpoints.save_after_failure(stage.learners, save):
                     self._progress.message(f"{self._title}: {message}")
                 raise
-
-    @property
-    def _finished(self) -> bool:
-        """Whether all steps are done."""
-        return self._schedule.ends(self.step)
 
     # Timing of a step (StepTimer)
 

@@ -321,7 +321,9 @@ class JudgeKind(RoleKind):
             "judge",
             options.weight,
             role,
-            JudgeTemplate(options.template, options.max_response_chars, role.special_texts),
+            JudgeTemplate(
+                options.template, options.max_response_chars, role.tokenizer.added_tokens
+            ),
             score_parser(low=0.0, high=10.0),
             0.0,  # the lowest score: nothing is gained by a verdict without one
         )

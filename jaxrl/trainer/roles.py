@@ -75,10 +75,6 @@ class RoleModels:
         """The policy's model."""
         return self.by_role["actor"]
 
-    def tokenizer_of(self, role: str) -> Tokenizer:
-        """The tokenizer of a role: its own, else the policy's."""
-        return self.own_tokenizers.get(role, self.tokenizer)
-
     def with_tokenizers(self, policy: Tokenizer, own: Mapping[str, Tokenizer]) -> RoleModels:
         """The same models, each limited to the tokens of its tokenizer.
 
@@ -86,15 +82,14 @@ class RoleModels:
           policy: the policy's tokenizer.
           own: tokenizer of each role that has its own.
         """
-        found = dataclasses.replace(self, tokenizer=policy, own_tokenizers=own)
         # `check_vocabulary` refuses a model that is too small for the policy's tokens.
         sized = {
             role: dataclasses.replace(
-                model, num_tokens=min(model.vocab_size, found.tokenizer_of(role).vocab_size)
+                model, num_tokens=min(model.vocab_size, own.get(role, policy).vocab_size)
             )
             for role, model in self.by_role.items()
         }
-        return dataclasses.replace(found, by_role=sized)
+        return dataclasses.replace(self, by_role=sized, tokenizer=policy, own_tokenizers=own)
 
 
 def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
@@ -219,7 +214,7 @@ class RoleBuilder:
         return ROLES["reference"].build(self._parts(self._models.actor, role))
 
     def _parts(self, model: ModelConfig, role: str) -> BuildParts:
-        tokenizer = self._models.tokenizer_of(role)
+        tokenizer = self._models.own_tokenizers.get(role, self._models.tokenizer)
         return BuildParts(self._config, model, self._common(role), tokenizer)
 
     def _backend(self) -> RolloutBackend:
