@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from jaxrl.checks import (
     NAME,
@@ -136,13 +136,14 @@ class DataConfig:
         """Every training source, by the name of its setting."""
         # A recipe may name all of its sources in `sources`.
         first = {"data.train": self.train} if self.train.path or not self.sources else {}
-        return first | _further("sources", self.sources)
+        return first | {f"data.sources.{name}": source for name, source in self.sources.items()}
 
     @property
     def evaluation_sources(self) -> dict[str, SourceConfig]:
         """Every evaluation source, by the name of its setting; empty if none is named."""
         first = {"data.evaluation": self.evaluation} if self.evaluation.path else {}
-        sources = first | _further("evaluations", self.evaluations)
+        further = {f"data.evaluations.{name}": s for name, s in self.evaluations.items()}
+        sources = first | further
         return {name: SourceConfig(**vars(source)) for name, source in sources.items()}
 
     def format_of(self, own_template: str = "") -> PromptFormat:
@@ -158,13 +159,6 @@ class DataConfig:
             system_prompt=self.system_prompt,
             chat_options=self.chat_options,
         )
-
-
-_Source = TypeVar("_Source", bound=EvaluationSourceConfig)
-
-
-def _further(group: str, sources: dict[str, _Source]) -> dict[str, _Source]:
-    return {f"data.{group}.{name}": source for name, source in sources.items()}
 
 
 @settings

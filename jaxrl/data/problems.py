@@ -361,11 +361,6 @@ class ProblemReader:
             if settings.path
         }
 
-    @property
-    def is_named(self) -> bool:
-        """Whether the config names any problems."""
-        return any(settings.path for settings in self._sources.values())
-
     def read(self, truths: Truths | None) -> Problems:
         """Reads and checks all sources.
 

@@ -20,7 +20,7 @@ def offload(tree: Any) -> Any:
     """
     leaves = jax.tree.leaves(tree)
     for device in {d for leaf in leaves for d in leaf.sharding.addressable_devices}:
-        kinds = _memories(device)
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
         if _HOST not in kinds:
             raise UserError(
                 f"{device.device_kind} cannot offload arrays: it reaches {', '.join(kinds)} memory, but not "
@@ -42,16 +42,12 @@ def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> 
       UserError: a device of this process has no pinned host memory.
     """
     for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
-        kinds = _memories(device)
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
         if _HOST not in kinds:
             raise UserError(
                 f"{setting} keeps arrays in {_HOST} memory, and {device.device_kind} reaches "
                 f"{', '.join(kinds)} memory only; use {instead}"
             )
-
-
-def _memories(device: Any) -> list[str]:
-    return sorted(memory.kind for memory in device.addressable_memories())
 
 
 def onload(tree: Any, shardings: Any) -> Any:

@@ -100,7 +100,9 @@ class PackedModel:
         # digits of float32.
         self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
         if model.lora.rank:
-            self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
+            adapters, rest = lora.split(self.shapes)
+            rest = jax.tree.map(lambda leaf: leaf.update(dtype=self.frozen_dtype), rest)
+            self.shapes = lora.join(adapters, rest)
         self.state_rules = state_rules
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")

@@ -83,10 +83,12 @@ def algorithm_of(config: Config) -> Algorithm:
     computed = {VALUES} if "critic" in flow.roles else set()
     computed |= {BASELINE} if flow.greedy_baseline else set()
     computed |= set(flow.gives)
-    estimator.check_inputs(settings.dataflow, frozenset(computed | {SUM_PI_SQUARED}))
-    estimator.check_uses(settings.dataflow, frozenset(computed))
-    estimator.check_group_size(rollout.num_samples)
-    estimator.check_bypass(bypass=settings.correction.bypass)
+    estimator.check(
+        settings.dataflow,
+        frozenset(computed),
+        num_samples=rollout.num_samples,
+        bypass=settings.correction.bypass,
+    )
     if "score_BK" in estimator.inputs:
         config.reward.check_several_terms(settings.advantage)
         settings.kl.check_separate_rewards(settings.advantage)

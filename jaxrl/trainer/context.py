@@ -118,7 +118,7 @@ def build_context(
     found = find_everything(config, kind, pools, devices)
     choice = (config.reward.grader, config.reward.grader_options)
     truths = functools.partial(truth_faults, choice) if kind.grades else None
-    named = kind.needs_problems or found.problems.is_named
+    named = kind.needs_problems or found.problems.readers
     problems = found.problems.read(truths) if named else Problems()
     tokenizer = found.tokenizer
     if tokenizer is None:

@@ -283,7 +283,7 @@ class Loop:
             self._progress.message(
                 f"{self._title}: going on from the checkpoint of step {self.step}"
             )
-        self._checkpoints.note_record(stage.record())
+        self._checkpoints.record = stage.record()
         self._checkpoints.note_finished(self.step, stage.learners)
         if not resumed:
             self._checkpoints.start_saving(self.step, stage.learners)
@@ -304,7 +304,7 @@ class Loop:
                 "the gradient clip, or look at the batch of this step"
             )
         self.step += 1
-        self._checkpoints.note_record(stage.record())
+        self._checkpoints.record = stage.record()
         stopping = self._stop.arrived()
         with self._stop.saving():
             self._record_step(metrics, stage, saving=self._schedule.saves(self.step) or stopping)
