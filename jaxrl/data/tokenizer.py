@@ -205,6 +205,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special,
+        # Ids follow this order, and the library returns the alphabet in another one each time.
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )

@@ -200,6 +200,7 @@ class GroupBuffer:
             accuracy=_mean(correct_NG),
             all_correct=_mean(correct_NG.all(axis=1)),
             all_wrong=_mean((~correct_NG).all(axis=1)),
+            # A buffer that is not full is filled up: it has no surplus then.
             surplus_prompts=max(0, -self.missing),
             filled_prompts=max(0, self.missing),
             response_tokens=self._response_tokens,

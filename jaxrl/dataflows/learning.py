@@ -164,6 +164,7 @@ class ActorPhase:
         if not self.shares_forward:
             metrics = self.actor.update(batch, objective, epochs=self.epochs, **beside)
             return metrics, experience
+        # Only now has the first minibatch its old log-probabilities, and the gap of the whole step is known.
         metrics, batch = self.actor.update_and_logprobs(batch, objective, **beside)
         batch = self._with_old_logprob(batch, batch.old_logprob)
         batch, of_the_gap = corrected(self.correction, batch)

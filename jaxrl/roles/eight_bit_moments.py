@@ -136,6 +136,7 @@ def _compress(state: Any, kind: MomentKind, count: jax.Array) -> Any:
 
     def one(number: int, path: Any, leaf: jax.Array) -> Any:
         names = {entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)}
+        # optax gives moments these names; counts and constants stay as they are.
         if not names & {"mu", "nu"}:
             return leaf
         leaf_key = jax.random.fold_in(key, number)

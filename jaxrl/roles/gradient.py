@@ -248,6 +248,7 @@ def _accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, this_pass_M))
     totals = jax.lax.fori_loop(0, num_backward, add, zeros)
     if loss.objective.needs_advantage:
+        # The rest has no gradient but counts in the metrics, so its forward pass runs all the same.
         totals = jax.lax.fori_loop(num_backward, batch.num_micro_U[u], look, totals)
     sums, this_pass_M = totals
     return place(jax.tree.map(jax.freeze, grads)), sums, this_pass_M

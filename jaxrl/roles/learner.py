@@ -154,6 +154,7 @@ class Learner(PackedModel, abc.ABC):
         if self._offloaded:
             assert self._state is not None, "only a state is offloaded"
             where = self.state_shardings()
+            # Weights that sampling holds are not on the host; `for_training` brings them back.
             lent = self._state.params is None
             self._state = onload(self._state, where.replace(params=None) if lent else where)
             self._offloaded = False
@@ -296,7 +297,9 @@ class Learner(PackedModel, abc.ABC):
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = learning_rate(schedule, state.step)
         trained, frozen = self._split(state.params)
+        # The weights below the adapters are those that training started from.
         reference = frozen if self.model.lora.rank and reference is None else reference
+        # From seed and step alone, so that a resumed run selects the tokens that the original would.
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
         batches = [o.prepare(b, key) for b, o in zip(batches, objectives, strict=True)]
         staged = shards_of("layers", TRAIN_RULES, self.mesh) > 1
@@ -311,6 +314,7 @@ class Learner(PackedModel, abc.ABC):
             grads = first.grads
             for other in others:
                 grads = jax.tree.map(jnp.add, grads, other.grads)
+            # A further batch, such as that of pretraining, has a loss whatever the advantages of the first.
             has_gradient = (first.sums.trained.tokens > 0) & (first.has_signal | bool(others))
             carry, stats = self._optimizer_step(params, opt_state, grads, lr, has_gradient)
             if changes_order:
@@ -318,6 +322,7 @@ class Learner(PackedModel, abc.ABC):
             return carry, (first.stats | stats, first.sums, first.this_pass)
 
         U = batches[0].tokens.shape[0]
+        # All passes in one scan: a pass more compiles nothing larger.
         (trained, opt_state), (stats_U, sums_U, this_pass_U) = jax.lax.scan(
             minibatch, (trained, state.opt_state), jnp.tile(jnp.arange(U), epochs)
         )

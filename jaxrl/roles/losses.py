@@ -317,9 +317,11 @@ def correct(
             weight_BT = rollout_correction.band(ratio_BT, lowest=lowest, highest=highest)
         else:
             weight_BT = rollout_correction.truncate(ratio_BT, highest=highest)
+        # Without a lower bound the reported share lies below the inverse of the upper one, as in verl.
         moments["weights"] = rollout_correction.weight_moments(
             ratio_BT, weight_BT, *where, lowest=lowest or 1.0 / highest, highest=highest
         )
+    # Each rule sees the original mask, so their order does not matter.
     kept_BT = jnp.ones_like(mask_BT)
     for rejection in config.rejections:
         statistic_BT = rejection.statistic(rho_BT, train_logprob_BT, *where)

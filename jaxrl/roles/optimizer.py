@@ -77,6 +77,7 @@ def build_optimizer(config: OptimConfig, axes: Any = None) -> optax.GradientTran
     scaled = optax.scale_by_adam(*config.betas, config.epsilon)
     if config.kind == "muon":
         scaled = _muon(axes, others=scaled)
+    # Clipped before the moments see the gradient; decayed after them, decoupled from their scale (AdamW).
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
         with_compressed_moments(scaled, config.moments),

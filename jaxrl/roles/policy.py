@@ -135,6 +135,7 @@ class Actor(Learner):
             self._unloaded()
             self.backend.load(self.resharding.to_generate(state.params))
             if self.resharding.donate:
+                # The buffers of the training copy have become those of the generation copy.
                 self._state = state.replace(params=None)
             self.can_sample = True
         self.offload()

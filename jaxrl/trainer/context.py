@@ -124,6 +124,7 @@ def build_context(
     if tokenizer is None:
         size = config.model.vocab_size
         tokenizer = tokenizer_from(problems, found.demonstrations, config.data, vocab_size=size)
+    # A stage without sampling has the policy alone, whatever the dataflow declares.
     models = role_models(config, algorithm.roles if kind.rewards else ("actor",))
     _check_tokens(config, tokenizer, models)
     train = encode(problems.train, config.data, tokenizer) if kind.rewards else ()

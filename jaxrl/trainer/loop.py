@@ -240,6 +240,7 @@ class Loop:
             self._exit.enter_context(self._ownership)
             # Another run may have continued it before this one got the lock.
             step = self._checkpoints.newest_intact()
+        # After the lock on the stack, so before the lock is released.
         self._exit.callback(self._close_checkpoints)
         if step is None:
             hosts.on_first(self._checkpoints.check_nothing_is_lost)
@@ -306,6 +307,7 @@ class Loop:
         self.step += 1
         self._checkpoints.record = stage.record()
         stopping = self._stop.arrived()
+        # Together: a deadline must not part a row from the checkpoint that counts it.
         with self._stop.saving():
             self._record_step(metrics, stage, saving=self._schedule.saves(self.step) or stopping)
         if stopping:

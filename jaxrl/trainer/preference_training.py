@@ -95,6 +95,7 @@ class PairStage(ExamplesStage):
         T = ranks.shape[-1]
         segment_ids_RT = jnp.asarray(segment_ids.reshape(-1, T))
         chosen, rejected = pair_sums(jnp.asarray(ranks.reshape(-1, T)), segment_ids_RT)
+        # A row has fewer pairs than places; unused ones would count as ties.
         there = np.asarray(pair_sums(jnp.asarray(mask.reshape(-1, T)), segment_ids_RT)[0]) > 0
         order = np.sign(np.asarray(chosen - rejected)[there])
         return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
@@ -173,6 +174,7 @@ class DpoStage(PairStage):
         self._reference = reference
 
     def _begin_weights(self, *, resumed: bool) -> None:
+        # A copy, and first: the start of the actor consumes the weights.
         params = self._starting_params()
         self._reference.load(copied(params, self._reference.train_shardings))
         if not resumed:

@@ -89,6 +89,7 @@ class RunSampling:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
             groups = Sampling(self.generation, rewards)
+        # Inside dynamic sampling, which adds the counts of a step's batches up.
         self.sampler: Sampler = CountedSampling(groups, self.prompts)
         if flow.dynamic_sampling:
             by_correctness = options.keep_groups == "correctness"

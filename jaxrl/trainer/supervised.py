@@ -87,6 +87,7 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
             kept = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
             first = copied(kept, {name: critic.train_shardings[name] for name in kept})
         critic.start_from(first)
+    # Last, because it donates the weights that the others have copied.
     roles.actor.start_from(params)
 
 
