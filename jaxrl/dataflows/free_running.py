@@ -301,6 +301,9 @@ class FreeRunning:
         self._schedule.end()
         groups = None
         if self._rollout is not None:
+            # Whether an evaluation has waited for the dispatch in progress then makes no difference.
+            self._rollout.collect()
+            self._receive()
             ready = [group.samples for group in self._ready]
             groups = UnfinishedGroups.concatenate([*ready, self._rollout.unfinished()]).record()
         return {"prompts": prompts.state(), "unfinished": groups, **self._generation.record()}

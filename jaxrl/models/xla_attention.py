@@ -256,7 +256,7 @@ def needed_tiles(own_NBC: Any, prefix_NBC: Any, reach: Any, xp: Any = jnp) -> An
 
     Two blocks can share a segment only if the ranges of their ids overlap. Rows of `roles.packing` have
     ascending ids, so almost all overlapping pairs do share one. Other orders give the same result but skip
-    fewer tiles.
+    fewer tiles. Padding, which comes last, belongs to no range: its blocks have the tile of their own.
 
     Args:
       own_NBC: int32, segment ids; 0 is padding.
@@ -268,10 +268,9 @@ def needed_tiles(own_NBC: Any, prefix_NBC: Any, reach: Any, xp: Any = jnp) -> An
       Bool [N, N], query block by key block.
     """
     N, _, C = own_NBC.shape
-    # Padding comes last and has id 0. The range of its block would then begin at 0 and overlap all others.
+    # Padding has id 0, with which every range would begin.
     after_all = np.iinfo(np.int32).max
-    own_NBC = xp.where(own_NBC == 0, after_all, own_NBC)
-    low_NB, high_NB = own_NBC.min(-1), own_NBC.max(-1)
+    low_NB, high_NB = xp.where(own_NBC == 0, after_all, own_NBC).min(-1), own_NBC.max(-1)
     needed_NNB = _overlap(low_NB, high_NB, low_NB, high_NB)
     if prefix_NBC is not None:
         before_NB = xp.where(prefix_NBC == 0, after_all, prefix_NBC).min(-1)

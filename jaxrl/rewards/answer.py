@@ -20,14 +20,14 @@ import collections
 import re
 from fractions import Fraction
 
-from jaxrl.errors import UserError
-from jaxrl.rewards.answer_reader.answer_tokens import (
+from jaxrl.answers.tokens import (
     BOX,
     SCIENTIFIC,
     UNITS,
     closing_brace,
     without_spacing,
 )
+from jaxrl.errors import UserError
 from jaxrl.rewards.grading import Grade
 
 # This also bounds the digits of a number.

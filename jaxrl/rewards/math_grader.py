@@ -1,7 +1,7 @@
 r"""The grader `math`: general mathematics, parsed and compared in worker processes.
 
     response -> its last answer -> equal as a text or as a number? -> decided here
-             -> else (truth, answer) -> a worker: `answer_reader.answer_equality.equal` -> right or wrong
+             -> else (truth, answer) -> a worker: `answers.equality.equal` -> right or wrong
 
 The answer is the last `\boxed{}` anywhere, or the text after "Answer:", "####" or "The answer is" in the last
 300 characters, whichever comes last. Boxes joined by a comma, "and" or "or" are one answer with
@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jaxrl.errors import UserError
-from jaxrl.process_pool import ProcessPool
-from jaxrl.rewards.answer import answer_span, normalize_answer
-from jaxrl.rewards.answer_reader.answer_equality import equal
-from jaxrl.rewards.answer_reader.answer_tokens import (
+from jaxrl.answers.equality import equal
+from jaxrl.answers.tokens import (
     BOX,
     MAX_CHARS,
     closing_brace,
     spelled,
     undressed,
 )
+from jaxrl.errors import UserError
+from jaxrl.process_pool import ProcessPool
+from jaxrl.rewards.answer import answer_span, normalize_answer
 from jaxrl.rewards.grading import Grader, GradingTask, Response, Verdict, empty_fault, in_worker
 
 # The text between two boxes of one answer: "\boxed{1}, \boxed{2}", "\boxed{1} and \boxed{2}". After a full

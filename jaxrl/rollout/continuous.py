@@ -83,7 +83,7 @@ class ContinuousRollout:
         Returns:
           Whether a dispatch was started; False if there is nothing to sample and nothing was drawn.
         """
-        self._collect()
+        self.collect()
         running = self._running
         if running is None:
             self._running = running = self._make_loop(self._groups, options)
@@ -99,6 +99,13 @@ class ContinuousRollout:
         running.draw(more)
         return True
 
+    def collect(self) -> None:
+        """Waits for the dispatch in progress, whose tokens then belong to their samples."""
+        if self._in_progress:
+            assert self._running is not None, "only a loop has a dispatch in progress"
+            self._in_progress = False
+            self._finished += self._running.finish()
+
     def take_finished(self) -> list[FinishedGroup]:
         """The groups that have finished since the last call, in the order in which they did."""
         if self._running is not None:
@@ -113,7 +120,7 @@ class ContinuousRollout:
 
     def drop_older(self, version: int) -> int:
         """Drops unfinished groups with a token of a version before `version`; returns their number."""
-        self._collect()
+        self.collect()
         if self._running is not None:
             self._running.loop.give_tokens()
         old = [
@@ -126,23 +133,21 @@ class ContinuousRollout:
         return len(old)
 
     def unfinished(self) -> UnfinishedGroups:
-        """A copy of the unfinished groups, without the tokens of the dispatch in progress."""
+        """A copy of the unfinished groups, with the tokens that were collected."""
         if self._running is not None:
             self._running.loop.give_tokens()
         return self._groups.unfinished()
 
     def pause(self) -> None:
-        """Frees the slots. The tokens of the dispatch in progress are lost.
-
-        The next dispatch prefills the unfinished samples, with the weights of that time.
-        """
+        """Frees the slots. The next dispatch prefills unfinished samples, with the weights of that time."""
+        self.collect()
         if self._running is not None:
             self._running.loop.give_tokens()
-        self._running, self._in_progress = None, False
+        self._running = None
 
     def release_weights(self) -> None:
         """Releases the weights; the next dispatch takes those that are loaded then."""
-        self._collect()
+        self.collect()
         self._has_weights = False
         if self._running is not None:
             self._running.loop.release_weights()
@@ -151,13 +156,6 @@ class ContinuousRollout:
     def metrics(self) -> Mapping[str, float]:
         """Metrics of speculation since the last pause."""
         return {} if self._running is None else self._running.loop.speculation.metrics()
-
-    def _collect(self) -> None:
-        """Waits for the dispatch in progress."""
-        if self._in_progress:
-            assert self._running is not None, "only a loop has a dispatch in progress"
-            self._in_progress = False
-            self._finished += self._running.finish()
 
     def _remove(self, n: int) -> None:
         if self._running is None:

@@ -53,7 +53,7 @@ def step_shape_of(devices: int, *, config: Config, **layout) -> tuple[int, ...]:
 
 
 def test_auto_rows_hold_a_prompt_with_its_answers():
-    """64 + 8 x 192 tokens are 1,600: of eight rows of 256 a device gets one, of 1,024 or twice that."""
+    """63 + 8 x (1 + 192) tokens are 1,607: of eight rows of 256 a device gets one, of 1,024 or twice that."""
     config = Config(
         data=DataConfig(max_prompt_tokens=64),
         rollout=RolloutConfig(max_response_tokens=192, num_prompts=16, num_samples=8),
@@ -62,7 +62,7 @@ def test_auto_rows_hold_a_prompt_with_its_answers():
     )
     assert config.row_tokens == 256
     assert dataclasses.astuple(step_shape(config)) == (1, 16, 8, 256)
-    assert step_shape_of(2, config=config) == (1, 11, 2, 1600)
+    assert step_shape_of(2, config=config) == (1, 11, 2, 1664)
     assert step_shape_of(1, config=config) == (1, 16, 1, 2048)
     assert step_shape_of(4, config=config) == (1, 16, 4, 512)
     apart = dataclasses.replace(config, train=TrainConfig(share_prompts=False))

@@ -20,6 +20,7 @@ from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
+from jaxrl.models.xla_attention import needed_tiles
 
 # Nine tokens are a row of one block, of three whole blocks, or of two and a padded one.
 BLOCK_TOKENS = pytest.mark.parametrize("block_tokens", [512, 3, 4])
@@ -40,7 +41,7 @@ def normal(rng, *shape) -> np.ndarray:
 def attention_twin(
     q_BTQH, k_BTKH, v_BTKH, segment_ids_BT, d_out_BTQH=None, kind=FULL
 ) -> list[np.ndarray]:
-    """Output, and gradients of q, k and v for a cotangent of it; one query at a time, in float64."""
+    """Output, 0 at padding, and gradients for a cotangent of it; one query at a time, in float64."""
     slides = kind.window and (kind.slides is None or bool(kind.slides))
     window = kind.window if slides else q_BTQH.shape[1]
     B, T, Q, H = q_BTQH.shape
@@ -49,6 +50,8 @@ def attention_twin(
     d_out = np.zeros_like(q) if d_out_BTQH is None else d_out_BTQH
     out, d_q, d_k, d_v = (np.zeros_like(a) for a in (q, q, k, v))
     for b, t, n in np.ndindex(B, T, Q):
+        if not segment_ids_BT[b, t]:
+            continue
         near = range(max(0, t + 1 - window), t + 1)
         seen = [s for s in near if segment_ids_BT[b, s] == segment_ids_BT[b, t]]
         at = (b, seen, n // group)
@@ -70,7 +73,10 @@ def attention_twin(
 
 @functools.partial(jax.jit, static_argnums=0)
 def with_gradients(attend, q, k, v, ids, d_out):
-    out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)
+    """Outputs, 0 at padding, where they mean nothing, and gradients."""
+    own = ids.segment_ids_BT if isinstance(ids, TreeSegments) else ids
+    real = (own > 0)[..., None, None]
+    out, pull_back = jax.vjp(lambda q, k, v: jnp.where(real, attend(q, k, v, ids), 0), q, k, v)
     return out, *pull_back(d_out)
 
 
@@ -195,6 +201,21 @@ def test_blocks_without_a_common_segment_and_blocks_of_the_future_are_never_comp
     v[:, :4] = v[:, 12:] = np.nan
     poisoned = attention(q, k, v, ids, block_tokens=4)
     np.testing.assert_array_equal(poisoned[:, 8:12], clean[:, 8:12])
+
+
+def test_padding_costs_one_tile_a_block():
+    """Texts of six and four tokens in blocks of four: five tiles, and one for each block of padding."""
+    ids = np.array([[1] * 6 + [2] * 4 + [0] * 14], np.int32)
+    blocks = ids.reshape(1, 6, 4).swapaxes(0, 1)
+    needed = needed_tiles(blocks, None, None, np)
+    assert np.argwhere(needed).tolist() == [
+        [0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 4], [5, 5]
+    ]  # fmt: skip
+    # With a prompt shared by the second text, its blocks see the first one, too.
+    prefix = np.where(ids == 2, 1, 0).reshape(1, 6, 4).swapaxes(0, 1)
+    needed = needed_tiles(blocks, prefix, None, np)
+    assert needed[2].tolist() == [True, True, True, False, False, False]
+    assert not needed[3:, :3].any() and needed[3:].sum() == 3
 
 
 @pytest.mark.parametrize("kind", [AttentionKind(4), AttentionKind(4, slides=np.array(True))])

@@ -195,7 +195,7 @@ def test_a_run_imports_the_graders_that_it_names_and_no_other(name, imported):
     every = {kind.path.partition(":")[0] for kind in GRADERS.values()}
     assert loaded & every == imported
     assert any("sandbox" in module for module in loaded) is False
-    assert ("answer_reader.answer_equality" in loaded) is (name == "math")
+    assert ("answers.equality" in loaded) is (name == "math")
 
 
 class Waiting:

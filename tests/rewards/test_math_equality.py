@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.rewards.answer_reader.answer_equality import equal
-from jaxrl.rewards.answer_reader.answer_parser import read_answer
-from jaxrl.rewards.answer_reader.answer_tokens import Unreadable
+from jaxrl.answers.equality import equal
+from jaxrl.answers.parser import read_answer
+from jaxrl.answers.tokens import Unreadable
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"
 

@@ -112,7 +112,8 @@ def pairs_of_a_row(
 
 def pairs_of_one_text(tokens: int, block_tokens: int, reach: int | None) -> float:
     """Pairs that tiles cover in a row of one text; args as of `pairs_of_a_row`."""
-    return _pairs_of(np.zeros((1, 2, tokens), np.int32), min(block_tokens, tokens), reach)
+    ids = np.array([[[1] * tokens, [0] * tokens]], np.int32)  # segments, and no prefixes
+    return _pairs_of(ids, min(block_tokens, tokens), reach)
 
 
 def _pairs_of(ids: np.ndarray, block: int, reach: int | None) -> float:

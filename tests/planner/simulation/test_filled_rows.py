@@ -105,11 +105,14 @@ def test_pairs_are_those_of_the_tiles_with_a_visible_pair_on_the_busiest_replica
                 for own, of_prefix in zip(
                     real.segment_ids[u, m, here], prefix[u, m, here], strict=True
                 ):
-                    seen |= own[:, None] == own
+                    seen |= (own[:, None] == own) & (own > 0)
                     seen |= (of_prefix[:, None] == own) & (of_prefix[:, None] > 0)
                 seen &= before
+                # Padding is computed with itself alone.
                 tiles = sum(
-                    seen[i : i + block, j : j + block].any() for i in starts for j in starts
+                    i == j or seen[i : i + block, j : j + block].any()
+                    for i in starts
+                    for j in starts
                 )
                 of_replica[part // parts] += tiles * min(block, T) ** 2 / parts
             busiest.append(of_replica.max())

@@ -1,7 +1,7 @@
 """Compares two answers kind by kind: words, several answers, relations, sets, quantities.
 
-one, other  ->  spelled alike?  ->  parsed (`answer_parser`)  ->  compared by kind
-             ->  sets as intervals, expressions by value (`answer_values`)
+one, other  ->  spelled alike?  ->  parsed (`parser`)  ->  compared by kind
+             ->  sets as intervals, expressions by value (`values`)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.rewards.answer_reader.answer_expressions import (
+from jaxrl.answers.expressions import (
     Answer,
     Based,
     Brackets,
@@ -28,9 +28,9 @@ from jaxrl.rewards.answer_reader.answer_expressions import (
     Union,
     Words,
 )
-from jaxrl.rewards.answer_reader.answer_parser import read_answer
-from jaxrl.rewards.answer_reader.answer_tokens import Unreadable, spelled
-from jaxrl.rewards.answer_reader.answer_values import (
+from jaxrl.answers.parser import read_answer
+from jaxrl.answers.tokens import Unreadable, spelled
+from jaxrl.answers.values import (
     Undecided,
     close,
     exact,

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from jaxrl.rewards.answer_reader.answer_tokens import FUNCTIONS, Token, Unreadable, number_of
+from jaxrl.answers.tokens import FUNCTIONS, Token, Unreadable, number_of
 
 # Below the limit of Python, which would end the worker.
 _MAX_DEPTH = 60

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import (
+from jaxrl.answers.expressions import (
     Quantity,
     expression,
     num,
 )
-from jaxrl.rewards.answer_reader.answer_tokens import (
+from jaxrl.answers.tokens import (
     FUNCTIONS,
     SYMBOLS,
     UNIT_WORDS,

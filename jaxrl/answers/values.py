@@ -17,7 +17,7 @@ from typing import Any
 
 import mpmath
 
-from jaxrl.rewards.answer_reader.answer_expressions import (
+from jaxrl.answers.expressions import (
     Node,
     Quantity,
     num,

@@ -1,4 +1,4 @@
-"""Parses a text into a kind of answer (`answer_expressions`) by its outermost structure.
+"""Parses a text into a kind of answer (`expressions`) by its outermost structure.
 
 The first form that matches wins:
 
@@ -23,7 +23,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from jaxrl.rewards.answer_reader.answer_expressions import (
+from jaxrl.answers.expressions import (
     Answer,
     Based,
     Brackets,
@@ -40,7 +40,8 @@ from jaxrl.rewards.answer_reader.answer_expressions import (
     expression,
     num,
 )
-from jaxrl.rewards.answer_reader.answer_tokens import (
+from jaxrl.answers.quantities import quantity
+from jaxrl.answers.tokens import (
     MAX_CHARS,
     WORDS,
     Token,
@@ -49,8 +50,7 @@ from jaxrl.rewards.answer_reader.answer_tokens import (
     tokens_of,
     undressed,
 )
-from jaxrl.rewards.answer_reader.answer_values import exact
-from jaxrl.rewards.answer_reader.quantity_parser import quantity
+from jaxrl.answers.values import exact
 
 MAX_ITEMS = 200
 _MAX_DEPTH = 20
