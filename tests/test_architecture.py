@@ -204,7 +204,7 @@ def test_training_imports_no_converter_of_other_systems():
 
 BUDGETS = {
     "lines of code": 36_340,
-    "lines of code of planner/": 4_670,
+    "lines of code of planner/": 4_662,
     "lines of code of the largest other package": 3_205,
     "files": 308,
     "lines of code that trainer/ imports, itself included": 21_880,

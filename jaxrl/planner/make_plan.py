@@ -33,13 +33,7 @@ from jaxrl.planner.compiled.ahead import CompiledProgram, compile_program, roofl
 from jaxrl.planner.compiled.programs import Program, abstract_batch
 from jaxrl.planner.hardware.cluster import Cluster, Topology, shapes_of_at_least
 from jaxrl.planner.memory import ResidentBuffers, update_memory
-from jaxrl.planner.plan import (
-    PHASES,
-    Plan,
-    check_positions,
-    describe_flow,
-    planned_pool,
-)
+from jaxrl.planner.plan import PHASES, Plan, check_positions, describe_flow, planned_pool
 from jaxrl.planner.planned_roles import (
     PlannedRoles,
     abstract_meshes,

@@ -35,7 +35,7 @@ class StepLoad:
       work: prompts, samples, lengths, updates and microbatches.
       source: origin of the lengths of `work`, as a phrase for tables.
       greedy: whether each prompt also gets a greedy answer.
-      truncated: whether sampling is truncated (top-k, top-p, min-p) or has a repetition penalty.
+      truncated: whether sampling is truncated (top-k, top-p, min-p).
     """
 
     work: Workload
@@ -138,7 +138,7 @@ def load_of(config: Config, responses: LengthDistribution | None = None) -> Step
         max_staleness=max(1, rollout.max_staleness),
     )
     # Each of these takes the long branch of the sampling program.
-    truncated = bool(rollout.top_k or rollout.top_p < 1)
+    truncated = bool(rollout.top_k or rollout.top_p < 1 or rollout.min_p)
     source = "as given" if responses else "assumed"
     return StepLoad(work, source, dataflow.greedy_baseline, truncated)
 

@@ -40,12 +40,7 @@ from jaxrl.mesh.devices import build_mesh, simulate
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
-from jaxrl.mesh.sharding_strategies import (
-    GATHER_ALL,
-    HYBRID,
-    STRATEGIES,
-    ShardingStrategy,
-)
+from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, ShardingStrategy
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
