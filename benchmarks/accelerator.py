@@ -56,7 +56,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import model_shapes
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions

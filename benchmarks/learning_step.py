@@ -40,7 +40,7 @@ from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles import packed_model
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

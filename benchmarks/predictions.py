@@ -46,7 +46,6 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import cli
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.algorithm_parts import shares_forward
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.planner.compiled.ahead import compile_program
@@ -64,6 +63,7 @@ from jaxrl.planner.step_load import assumptions_of, load_of
 from jaxrl.rollout.engine_sizes import bucket_sizes, round_up
 from jaxrl.tracking import metrics as run_metrics
 from jaxrl.tracking.report.report_command import read_runs
+from jaxrl.trainer.algorithm import shares_forward
 
 # Of the logarithm of lengths: sums of three numbers have answers that differ little.
 _SPREAD = 0.2

@@ -40,7 +40,7 @@ from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

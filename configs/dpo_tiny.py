@@ -10,7 +10,7 @@ Hardware: any two cores; two minutes after the demo's SFT stage. Score to expect
 import pathlib
 
 from jaxrl.config.command_line import load_recipe
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 
 
 def get_config():

@@ -26,8 +26,8 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos.moments import whiten
 from jaxrl.algos.segments import masked
-from jaxrl.algos.whitening import whiten
 from jaxrl.checks import positive
 
 

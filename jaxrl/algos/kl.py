@@ -103,6 +103,7 @@ def over_vocabulary(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     Returns:
       [...], in nats.
     """
+    # 0 times -inf is NaN, so impossible tokens are taken out before the product.
     possible = logprobs > -jnp.inf
     log_ratio = masked(logprobs, possible) - masked(ref_logprobs, possible)
     return jnp.sum(jnp.exp(logprobs) * log_ratio, axis=-1)

@@ -128,10 +128,12 @@ def from_past(
       The values, [B, T] each.
     """
     has_past_BT = (segment_ids_BT > 0) & (segment_ids_BT == jnp.roll(segment_ids_BT, 1, axis=1))
+    # The roll has brought the end of a row to its beginning.
     has_past_BT = has_past_BT.at[:, 0].set(False)
     needed_BT = has_past_BT if trained_BT is None else has_past_BT & trained_BT
     needed_GN = _grouped(needed_BT, shards)
     G, N = needed_GN.shape
+    # Stable: neighbours stay neighbours, and equal inputs give equal chunks on every device.
     order_GN = jnp.argsort(~needed_GN, axis=1, stable=True)
     inverse_GN = jnp.argsort(order_GN, axis=1)
     most_needed = needed_GN.sum(axis=1).max()

@@ -69,6 +69,7 @@ def step_length(x: Vector, product_x: Vector, *, max_kl: float) -> jax.Array:
     Appendix C, with x^T F x from `product_x`. 0 if that is not positive, such as for x = 0.
     """
     curvature = inner(x, product_x)
+    # `where` twice: the branch that is not chosen is computed too, and 0 must not divide there.
     return jnp.where(
         curvature > 0, jnp.sqrt(2.0 * max_kl / jnp.where(curvature > 0, curvature, 1.0)), 0.0
     )

@@ -87,7 +87,13 @@ def check_options(
       UserError: an option does not exist, an option without a default is missing, or a value does not fit the
         function's annotation (`checks`).
     """
-    parameters = _signature(function).parameters.values()
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except NameError:
+        # A user's annotation may name a type that is imported under TYPE_CHECKING only. Its value is then not
+        # checked.
+        signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -99,13 +105,3 @@ def check_options(
         raise UserError(f"{what} needs {', '.join(needed)}; set it among its options")
     for name, value in options.items():
         check_value(f"{what}: option {name}", value, known[name].annotation)
-
-
-def _signature(function: Callable) -> inspect.Signature:
-    """The signature, with annotations as objects where they can be evaluated."""
-    try:
-        return inspect.signature(function, eval_str=True)
-    except NameError:
-        # A user's annotation may name a type that is imported under TYPE_CHECKING only. Its value is then not
-        # checked.
-        return inspect.signature(function)

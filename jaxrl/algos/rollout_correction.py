@@ -98,16 +98,6 @@ def band(weight: jax.Array, *, lowest: float, highest: float) -> jax.Array:
 # Rejection
 
 
-def k1(rho: jax.Array) -> jax.Array:
-    """-rho: its mean over samples is an unbiased KL(rollout || train)."""
-    return -rho
-
-
-def k2(rho: jax.Array) -> jax.Array:
-    """rho^2 / 2."""
-    return 0.5 * rho**2
-
-
 def k3(rho: jax.Array) -> jax.Array:
     """exp(rho) - 1 - rho: never negative; its mean over samples is an unbiased KL(rollout || train)."""
     return jnp.expm1(rho) - rho
@@ -128,8 +118,9 @@ def binary_kl(rho: jax.Array, logprob: jax.Array) -> jax.Array:
 
 # (rho, log-probability of the trainer) -> divergence of a token.
 DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "k1": lambda rho, _: k1(rho),
-    "k2": lambda rho, _: k2(rho),
+    # The mean of -rho over samples is an unbiased KL(rollout || train).
+    "k1": lambda rho, _: -rho,
+    "k2": lambda rho, _: 0.5 * rho**2,
     "k3": lambda rho, _: k3(rho),
     "kl": binary_kl,
     "tv": total_variation,
@@ -169,7 +160,7 @@ class Rejection:
     def keep(self, statistic_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         """1 on the trained tokens whose statistic is within the bounds, else 0, in the mask's type."""
         inside_BT = (statistic_BT >= self.lowest) & (statistic_BT <= self.highest)
-        return masked(_ones(mask_BT), inside_BT)
+        return masked(masked(jnp.ones_like(mask_BT), mask_BT), inside_BT)
 
 
 def ratio_bounds(lowest: float, highest: float) -> tuple[float, float]:
@@ -447,10 +438,6 @@ def probability_metrics(
         "rollout_probs_diff_valid": mask_BT.astype(bool).any().astype(train_BT.dtype),
     }
     return jax.tree.map(jax.lax.stop_gradient, metrics)
-
-
-def _ones(mask_BT: jax.Array) -> jax.Array:
-    return masked(jnp.ones_like(mask_BT), mask_BT)
 
 
 def _or_one(x: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 
+from jaxrl.algos.moments import whiten
 from jaxrl.algos.segments import masked, next_values, running_sum, segment_scan, windowed_scan
-from jaxrl.algos.whitening import whiten
 from jaxrl.checks import between, coefficient, token_count
 
 
@@ -40,7 +40,7 @@ def gae(
         TD(0)            lam = 0                delta_t
         n-step TD        lam = 1, steps = n     n rewards and the value after them, less V_t
 
-    The advantages are not whitened; PPO whitens them with `whitening.whiten`.
+    The advantages are not whitened; PPO whitens them with `moments.whiten`.
 
     Args:
       reward_BT, value_BT: float; the value of a token is that of the state before it.

@@ -53,7 +53,7 @@ from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.drivers import build_backend
-from jaxrl.serving import model_directory
+from jaxrl.serving import model_loading
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
 from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params
@@ -113,8 +113,8 @@ def main(argv: Sequence[str]) -> int:
 
 def is_run(path: pathlib.Path) -> bool:
     """Whether the model is the folder of a run; UserError if it is neither that nor a directory."""
-    model_directory.check_is_directory(path, or_else=", or the folder of a run")
-    return model_directory.is_run_folder(path)
+    model_loading.check_is_directory(path, or_else=", or the folder of a run")
+    return model_loading.is_run_folder(path)
 
 
 def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()) -> ConfigDict:
@@ -138,7 +138,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
         if run:
             _take_saved(tree, RunFolder(path).config)
         else:
-            context = model_directory.read_model(directory).context_tokens
+            context = model_loading.read_model(directory).context_tokens
             # The context is shared by prompt and response.
             response = min(_LONGEST_RESPONSE, context // 2)
             tree.rollout.max_response_tokens = response
@@ -218,7 +218,7 @@ def evaluate(
     Raises:
       UserError: something is missing, damaged or does not fit.
     """
-    found = model_directory.read_model(pathlib.Path(config.weights))
+    found = model_loading.read_model(pathlib.Path(config.weights))
     tokenizer, model = found.tokenizer, found.model
     problems, graders = _problems(config), graders_of(config, config.data.evaluation_sources)
     prompts = evaluation_prompts(encode(problems.evaluation, config.data, tokenizer))
@@ -325,12 +325,12 @@ def load_policy(path: pathlib.Path, model: ModelConfig, mesh: Mesh, dtype: Any) 
     Raises:
       UserError: a file is damaged, or a run's checkpoint does not fit its model.
     """
-    where = model_directory.generation_shardings(model, mesh)
+    where = model_loading.generation_shardings(model, mesh)
     if not is_run(path):
         return load_params(path, model, where, dtype=dtype)
     trained = model_of_run(RunFolder(path).model)
     like = with_shardings(
-        decoder_graph(trained)[1], model_directory.generation_shardings(trained, mesh)
+        decoder_graph(trained)[1], model_loading.generation_shardings(trained, mesh)
     )
     _, params = read_newest_params(path, like)
 

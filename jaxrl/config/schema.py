@@ -23,7 +23,7 @@ from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.run_config import RunConfig

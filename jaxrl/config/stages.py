@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxrl.checks import FOLDER_NAME, NAME, PATH, count, settings, steps
-from jaxrl.roles.optim_config import StageOptimConfig
+from jaxrl.roles.optimizer import StageOptimConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.sampling import GREEDY_OR_TEMPERATURE, TOP_P, truncation_of
 from jaxrl.user_code import names_function

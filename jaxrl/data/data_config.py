@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from jaxrl.checks import (
     NAME,
@@ -71,11 +71,6 @@ class EvaluationSourceConfig:
             check_value(f"fields.{name}", field, Annotated[str, NAME])
 
     @property
-    def is_named(self) -> bool:
-        """Whether the source names a file, a function or a task."""
-        return bool(self.path)
-
-    @property
     def task(self) -> str:
         """Name of the reasoning-gym data set; "" for a file or a function."""
         return self.path.removeprefix(TASK) if self.path.startswith(TASK) else ""
@@ -140,14 +135,15 @@ class DataConfig:
     def training_sources(self) -> dict[str, SourceConfig]:
         """Every training source, by the name of its setting."""
         # A recipe may name all of its sources in `sources`.
-        first = {"data.train": self.train} if self.train.is_named or not self.sources else {}
-        return first | _further("sources", self.sources)
+        first = {"data.train": self.train} if self.train.path or not self.sources else {}
+        return first | {f"data.sources.{name}": source for name, source in self.sources.items()}
 
     @property
     def evaluation_sources(self) -> dict[str, SourceConfig]:
         """Every evaluation source, by the name of its setting; empty if none is named."""
-        first = {"data.evaluation": self.evaluation} if self.evaluation.is_named else {}
-        sources = first | _further("evaluations", self.evaluations)
+        first = {"data.evaluation": self.evaluation} if self.evaluation.path else {}
+        further = {f"data.evaluations.{name}": s for name, s in self.evaluations.items()}
+        sources = first | further
         return {name: SourceConfig(**vars(source)) for name, source in sources.items()}
 
     def format_of(self, own_template: str = "") -> PromptFormat:
@@ -163,13 +159,6 @@ class DataConfig:
             system_prompt=self.system_prompt,
             chat_options=self.chat_options,
         )
-
-
-_Source = TypeVar("_Source", bound=EvaluationSourceConfig)
-
-
-def _further(group: str, sources: dict[str, _Source]) -> dict[str, _Source]:
-    return {f"data.{group}.{name}": source for name, source in sources.items()}
 
 
 @settings

@@ -170,7 +170,15 @@ def read_preferences(
                 f"field 'margin' is {shown(margin)}; a margin must be a number of 0 or more (swap "
                 "the answers if the rejected one is better)"
             )
-        harms = [_harm(row, name) if name in row else 0 for name in HARM_FIELDS]
+        harms = []
+        for name in HARM_FIELDS:
+            harm = row.get(name)
+            if harm is not None and not isinstance(harm, bool):
+                raise BadRow(
+                    f"field {name!r} is {shown(harm)}; whether an answer does harm must be true, false "
+                    "or null"
+                )
+            harms.append(0 if harm is None else 1 if harm else -1)
         return Preference(context, chosen, rejected, source, float(margin), *harms)
 
     return parse_rows(path, parse, example='{"prompt": ..., "chosen": ..., "rejected": ...}')
@@ -203,15 +211,6 @@ def _answers(row: Row) -> tuple[Context, str, str]:
         is_text = isinstance(context, str)
         context = ({"role": USER, "content": context}, *before) if is_text else context + before
     return context, chosen, rejected
-
-
-def _harm(row: Row, name: str) -> int:
-    value = field_of(row, name)
-    if value is not None and not isinstance(value, bool):
-        raise BadRow(
-            f"field {name!r} is {shown(value)}; whether an answer does harm must be true, false or null"
-        )
-    return 0 if value is None else 1 if value else -1
 
 
 def _encode(

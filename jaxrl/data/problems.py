@@ -27,7 +27,7 @@ from jaxrl.data.generated_problems import (
     function_rows,
 )
 from jaxrl.data.messages import Context, PromptFormat, text_of_context
-from jaxrl.data.row_layouts import Record, RowLayout, recognise
+from jaxrl.data.row_layouts import Record, recognise
 from jaxrl.data.rows import BadRow, Row, open_rows, shown
 from jaxrl.errors import UserError
 
@@ -217,8 +217,9 @@ def _rows_of(
     readable = [row for _, row in first if not isinstance(row, BadRow)]
     if not readable:
         raise UserError(f"{first[0][0]}: {first[0][1]}")
-    layout = _layout(settings, readable, needs_truth=needs_truth)
-    stem = pathlib.Path(settings.path).stem
+    path = settings.path
+    layout = recognise(readable, what=path, fields=settings.fields, needs_truth=needs_truth)
+    stem = pathlib.Path(path).stem
 
     def make(place: str, row: Row | BadRow) -> Record:
         if isinstance(row, BadRow):
@@ -226,7 +227,7 @@ def _rows_of(
         return layout.record(row, place, source=settings.source, default_source=stem)
 
     made = (functools.partial(make, *located) for located in itertools.chain(first, rows))
-    return made, f"{settings.path} ({file.kind}, layout {layout.name})", layout.template
+    return made, f"{path} ({file.kind}, layout {layout.name})", layout.template
 
 
 def _numbered(
@@ -245,7 +246,7 @@ def _numbered(
     path = settings.path
     row_of = function_rows(path, size=size, seed=seed, options=options)
     first = [row_of(n) for n in range(min(size or NUM_FIRST, NUM_FIRST))]
-    layout = _layout(settings, first, needs_truth=needs_truth)
+    layout = recognise(first, what=path, fields=settings.fields, needs_truth=needs_truth)
     name = path.rpartition(":")[2]
 
     def make(number: int) -> Record:
@@ -253,15 +254,6 @@ def _numbered(
         return layout.record(row_of(number), place, source=settings.source, default_source=name)
 
     return make, f"{path} (made by a function, layout {layout.name})", layout.template
-
-
-def _layout(settings: SourceConfig, rows: Sequence[Row], *, needs_truth: bool) -> RowLayout:
-    return recognise(
-        rows,
-        what=settings.path,
-        fields=settings.fields,
-        needs_truth=needs_truth,
-    )
 
 
 def _count(dropped: dict[str, Dropped], error: BadRow) -> None:
@@ -349,7 +341,15 @@ class ProblemReader:
     def __init__(self, data: DataConfig, *, needs_truths: bool = True):
         self._data = data
         self._needs_truths = needs_truths
-        self._read = functools.cache(self._read_once)
+        # A source may be asked for twice: by `readers`, to collect the errors, and by `read`.
+        self._read = functools.cache(
+            lambda name: read_source(
+                self._sources[name],
+                name,
+                may_be_endless=name in data.training_sources,
+                needs_truth=needs_truths or name not in data.training_sources,
+            )
+        )
         self._sources = data.training_sources | data.evaluation_sources
 
     @property
@@ -358,13 +358,8 @@ class ProblemReader:
         return {
             name: functools.partial(self._read, name)
             for name, settings in self._sources.items()
-            if settings.is_named
+            if settings.path
         }
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the config names any problems."""
-        return any(settings.is_named for settings in self._sources.values())
 
     def read(self, truths: Truths | None) -> Problems:
         """Reads and checks all sources.
@@ -393,15 +388,6 @@ class ProblemReader:
         return Problems(
             tuple(s.with_readable_truths(of_training) for s in train),
             tuple(s.with_readable_truths(validate) for s in evaluation),
-        )
-
-    def _read_once(self, name: str) -> Source:
-        is_training = name in self._data.training_sources
-        return read_source(
-            self._sources[name],
-            name,
-            may_be_endless=is_training,
-            needs_truth=self._needs_truths or not is_training,
         )
 
 

@@ -13,7 +13,6 @@ shows the recognised layout. Answers stay as written; the grader normalises and 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +206,9 @@ def recognise(
 
 def _known_layout(rows: Sequence[Row], fields: Mapping[str, str]) -> RowLayout:
     """A published layout, or else the fields with known names in a layout without a name."""
-    first = functools.partial(_first_known, fields)
+    # In the spelling of the file; of two spellings the first.
+    written = {field.lower(): field for field in reversed(list(fields))}
+    first = lambda names: next((written[name] for name in names if name in written), None)  # noqa: E731
     solution = first(SOLUTION_NAMES)
     if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
         verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
@@ -319,9 +320,3 @@ def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _field_list(fields: Mapping[str, str]) -> str:
     return ", ".join(f"{name!r} ({kind})" for name, kind in list(fields.items())[:40]) or "none"
-
-
-def _first_known(fields: Mapping[str, str], names: Sequence[str]) -> str | None:
-    """The first of some names that a file has, in the spelling of the file."""
-    written = {field.lower(): field for field in reversed(list(fields))}
-    return next((written[name] for name in names if name in written), None)

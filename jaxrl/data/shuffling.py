@@ -68,11 +68,6 @@ class ShuffledExamples(Generic[Item]):
         self._order = shuffled(len(examples), seed)
         self._next_index = 0
 
-    @property
-    def num_examples(self) -> int:
-        """Number of examples of an epoch."""
-        return len(self._examples)
-
     def __iter__(self) -> Self:
         return self
 

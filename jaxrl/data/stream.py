@@ -45,15 +45,11 @@ class ShuffledPrompts:
         """Identifies the data; a saved turn is only valid for the same identity."""
         return [len(self._prompts), checksum(self._prompts.tokens)]
 
-    def prompt(self, turn: int) -> Prompts:
-        """The prompt of a turn."""
-        row = self._rows[turn]
-        assert row is not None, "an order has a row at every turn"
-        return self._prompts.take([row])
-
     def draw(self, turn: int) -> tuple[int, Prompts]:
         """Returns the prompt of a turn, with the turn."""
-        return turn, self.prompt(turn)
+        row = self._rows[turn]
+        assert row is not None, "an order has a row at every turn"
+        return turn, self._prompts.take([row])
 
 
 class GeneratedPrompts:
@@ -87,19 +83,6 @@ class GeneratedPrompts:
         # "made" is in the checkpoints of earlier runs.
         return ["made", checksum(self._first.tokens)]
 
-    def prompt(self, turn: int) -> Prompts | None:
-        """The prompt of a turn; None if its problem is left out, UserError if it cannot be generated."""
-        try:
-            record = self._problems.problem(turn)
-        except BadRow as error:
-            self._log(f"{error} ({error.reason})")
-            return None
-        prompt = self._encode(record)
-        if len(prompt):
-            return prompt
-        self._log(f"{record.place}: longer than data.max_prompt_tokens")
-        return None
-
     def draw(self, turn: int) -> tuple[int, Prompts]:
         """Returns the first prompt from a turn on that is not left out, with its turn.
 
@@ -107,21 +90,24 @@ class GeneratedPrompts:
           UserError: Too many problems in succession are left out, or one cannot be generated.
         """
         for later in range(turn, turn + _MOST_LEFT_OUT):
-            prompt = self.prompt(later)
-            if prompt is not None:
-                return later, prompt
+            try:
+                record = self._problems.problem(later)
+                prompt = self._encode(record)
+                if len(prompt):
+                    return later, prompt
+                fault = f"{record.place}: longer than data.max_prompt_tokens"
+            except BadRow as error:
+                fault = f"{error} ({error.reason})"
+            self._last_fault = f"{self._name}, {fault}"
+            if self._num_named < _NUM_NAMED:
+                self._num_named += 1
+                logger.warning(
+                    "left out, and counted in data/made_problems_left_out: %s", self._last_fault
+                )
         raise UserError(
             f"{_MOST_LEFT_OUT} problems in succession are left out, the last one being {self._last_fault}; "
             "make others, raise data.max_prompt_tokens, or use another grader"
         )
-
-    def _log(self, message: str) -> None:
-        self._last_fault = f"{self._name}, {message}"
-        if self._num_named < _NUM_NAMED:
-            self._num_named += 1
-            logger.warning(
-                "left out, and counted in data/made_problems_left_out: %s", self._last_fault
-            )
 
 
 class PromptStream:
@@ -171,8 +157,6 @@ class PromptStream:
         # For each source its next turn, and the number of drawn prompts; smaller if problems were left out.
         self._turns = [0] * len(sources)
         self._num_drawn = [0] * len(sources)
-        # Ids of prompts to draw again before any other.
-        self._again: list[int] = []
 
     def __iter__(self) -> PromptStream:
         return self
@@ -180,18 +164,10 @@ class PromptStream:
     def __next__(self) -> Prompts:
         return Prompts.concatenate([self._draw() for _ in range(self._prompts_per_batch)])
 
-    def state(self, *, again: Sequence[int] | np.ndarray = ()) -> dict[str, Any]:
-        """The position in the stream, for `restore`; plain JSON.
-
-        Args:
-          again: Ids of drawn prompts that `restore` draws again before any other.
-        """
-        return {
-            **self._identity,
-            "turns": list(self._turns),
-            "num_drawn": list(self._num_drawn),
-            "again": [*map(int, again), *self._again],
-        }
+    def state(self) -> dict[str, Any]:
+        """The position in the stream, for `restore`; plain JSON."""
+        turns, num_drawn = list(self._turns), list(self._num_drawn)
+        return {**self._identity, "turns": turns, "num_drawn": num_drawn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`. `prompts_per_batch` may differ.
@@ -201,7 +177,6 @@ class PromptStream:
         """
         check_same_data({name: state.get(name) for name in self._identity}, self._identity)
         self._turns, self._num_drawn = list(state["turns"]), list(state["num_drawn"])
-        self._again = list(state["again"])
 
     def counts(self) -> dict[str, int]:
         """Numbers of generated problems left out since the stream began, as metrics."""
@@ -214,17 +189,11 @@ class PromptStream:
 
     def _draw(self) -> Prompts:
         """The next prompt."""
-        if self._again:
-            prompt_id = self._again.pop(0)
-            turn, number = divmod(prompt_id, len(self._sources))
-            prompt = self._sources[number].prompt(turn)
-            assert prompt is not None, "a prompt that was drawn before can be drawn again"
-        else:
-            # The source that is furthest behind its share; the first one of several.
-            due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
-            number = due.index(min(due))
-            turn, prompt = self._sources[number].draw(self._turns[number])
-            self._turns[number] = turn + 1
-            self._num_drawn[number] += 1
-            prompt_id = turn * len(self._sources) + number
+        # The source that is furthest behind its share; the first one of several.
+        due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
+        number = due.index(min(due))
+        turn, prompt = self._sources[number].draw(self._turns[number])
+        self._turns[number] = turn + 1
+        self._num_drawn[number] += 1
+        prompt_id = turn * len(self._sources) + number
         return dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64))

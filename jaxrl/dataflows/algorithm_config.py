@@ -22,7 +22,6 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 from jaxrl.roles.losses import CorrectionConfig
-from jaxrl.roles.optim_config import OptimConfig
 
 
 @settings
@@ -238,10 +237,6 @@ class CriticConfig:
     """Number of first steps in which only the critic learns."""
     epochs: Annotated[int, between(1, 1000)] = 1
     """Number of passes over the minibatches of a step."""
-
-    def optim(self, optim: OptimConfig) -> OptimConfig:
-        """The actor's optimiser with the critic's learning rate."""
-        return dataclasses.replace(optim, lr=self.lr)
 
 
 @settings

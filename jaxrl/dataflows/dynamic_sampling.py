@@ -30,10 +30,8 @@ class GroupFilter(Protocol):
         """Whether each group is kept, bool [N]."""
         ...
 
-    @property
-    def wanted(self) -> str:
-        """Description of kept groups, for messages."""
-        ...
+    wanted: str
+    """Description of kept groups, for messages."""
 
 
 class MixedGroups:
@@ -167,7 +165,19 @@ class GroupBuffer:
             return False
         if self._fills_up and self.missing <= _num_groups(self._dropped):
             return True
-        raise NotEnoughGroups(self._too_few(), Scored.concatenate(self._sampled))
+        stats, graded = self._stats(), ""
+        if stats.accuracy is not None:
+            graded = (
+                f": {stats.all_correct:.0%} of the prompts were answered all right, "
+                f"{stats.all_wrong:.0%} all wrong"
+            )
+        message = (
+            f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
+            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with {self._keeps.wanted} "
+            f"that a step needs{graded}. Use easier or harder prompts, raise rollout.num_samples or "
+            "rollout.max_generation_batches, or go on with what there is by rollout.on_shortage=fill"
+        )
+        raise NotEnoughGroups(message, Scored.concatenate(self._sampled))
 
     @property
     def missing(self) -> int:
@@ -190,24 +200,10 @@ class GroupBuffer:
             accuracy=_mean(correct_NG),
             all_correct=_mean(correct_NG.all(axis=1)),
             all_wrong=_mean((~correct_NG).all(axis=1)),
+            # A buffer that is not full is filled up: it has no surplus then.
             surplus_prompts=max(0, -self.missing),
             filled_prompts=max(0, self.missing),
             response_tokens=self._response_tokens,
-        )
-
-    def _too_few(self) -> str:
-        stats = self._stats()
-        graded = ""
-        if stats.accuracy is not None:
-            graded = (
-                f": {stats.all_correct:.0%} of the prompts were answered all right, "
-                f"{stats.all_wrong:.0%} all wrong"
-            )
-        return (
-            f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
-            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with {self._keeps.wanted} "
-            f"that a step needs{graded}. Use easier or harder prompts, raise rollout.num_samples or "
-            "rollout.max_generation_batches, or go on with what there is by rollout.on_shortage=fill"
         )
 
 
@@ -253,23 +249,21 @@ class DynamicSampling:
         metrics: Metrics = {}
         counts: Counter[str] = Counter()
         full = False
+
+        def fills(group: Scored) -> bool:
+            # Called with each group as it finishes, before the buffer has the batch.
+            nonlocal missing
+            missing -= int(self._keeps(group).sum())
+            return missing <= 0
+
         while not full:
-            sampled = self._inner.sample(prompts, enough=self._fills(buffer.missing))
+            missing = buffer.missing
+            sampled = self._inner.sample(prompts, enough=fills)
             metrics |= sampled.metrics
             counts.update(sampled.counts)
             full = buffer.add(sampled.scored)
         groups, stats = buffer.take()
         return Sampled(groups, {**metrics, **stats.metrics()}, counts)
-
-    def _fills(self, missing: int) -> Enough:
-        """Makes a function that tells after each finished group whether the step is full."""
-
-        def enough(group: Scored) -> bool:
-            nonlocal missing
-            missing -= int(self._keeps(group).sum())
-            return missing <= 0
-
-        return enough
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """The record of the wrapped sampler; the buffer is empty between steps."""

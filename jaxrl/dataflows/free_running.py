@@ -17,7 +17,7 @@ clock. It is recorded, and can be repeated (`sampling_schedule`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -55,7 +55,15 @@ class VersionRow:
 
 
 class SamplingSchedule:
-    """Decides how long a sampler goes on while the learner works: by the clock, or as a recorded run did."""
+    """Decides how long a sampler goes on while the learner works: by the clock, or as a recorded run did.
+
+    Attributes:
+      dispatches: number of dispatches with the version so far; the sampler counts them here.
+      drawn: (dispatch, prompt id) of each prompt that the sampler has drawn.
+    """
+
+    dispatches: int
+    drawn: list[tuple[int, int]]
 
     def __init__(
         self,
@@ -95,7 +103,7 @@ class SamplingSchedule:
                     f"step {version + 1}: a run that repeats a schedule (rollout.schedule) was resumed, and "
                     "the recorded run was not resumed there; start it again with another `name`"
                 )
-        self._version, self._dispatches, self._drawn = version, 0, []
+        self._version, self.dispatches, self.drawn = version, 0, []
         self._was_restarted = restarted or (row is not None and row.restarted)
         return self._was_restarted and not restarted
 
@@ -108,15 +116,7 @@ class SamplingSchedule:
         assert self._version is not None, "a version begins before the learner works"
         if self._recorded is None:
             return not is_done()
-        return self._dispatches < self._row(self._recorded, self._version).dispatches
-
-    def note_drawn(self, ids: Iterable[int]) -> None:
-        """Notes the prompts that were drawn since the last dispatch."""
-        self._drawn += [(self._dispatches, int(n)) for n in ids]
-
-    def note_dispatch(self) -> None:
-        """Notes a dispatch."""
-        self._dispatches += 1
+        return self.dispatches < self._row(self._recorded, self._version).dispatches
 
     def end(self) -> None:
         """Writes the row of the version, if one has begun.
@@ -126,7 +126,7 @@ class SamplingSchedule:
         """
         if self._version is None:
             return
-        row = VersionRow(self._version, self._dispatches, tuple(self._drawn), self._was_restarted)
+        row = VersionRow(self._version, self.dispatches, tuple(self.drawn), self._was_restarted)
         if self._recorded is not None and row != self._recorded[self._version]:
             raise UserError(
                 f"step {self._version + 1} does not repeat the recorded schedule (rollout.schedule): "
@@ -259,7 +259,7 @@ class FreeRunning:
         started = self._open().dispatch(self._generation.current(), self._draw)
         self._receive()
         if started:
-            self._schedule.note_dispatch()
+            self._schedule.dispatches += 1
         return started
 
     def _receive(self) -> None:
@@ -281,7 +281,7 @@ class FreeRunning:
         new = Prompts.concatenate(drawn)
         if drawn:
             check_same_prompts(new, self._step)
-            self._schedule.note_drawn(new.ids_N.tolist())
+            self._schedule.drawn += [(self._schedule.dispatches, n) for n in new.ids_N.tolist()]
         return new
 
     def _may_draw(self, drawn: int) -> bool:

@@ -14,7 +14,6 @@ from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.preparation import EntropyCoefficient
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
 from jaxrl.dataflows.step_timer import StepTimer
-from jaxrl.models.decoder import Params
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.losses import CorrectionConfig, EntropyBatch, Objective, corrected
@@ -99,8 +98,11 @@ class ActorPhase:
             if self.correction.bypass:
                 # The gap to the sampler is unknown before the update; the loss itself rejects tokens.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
-            if self.shares_forward and not self._is_frozen:
-                return experience.extended(self.timer.when_done(self._with_later_logprobs(batch)))
+            if self.shares_forward and self.timer.step >= self.frozen_steps:
+                if len(batch.tokens) > 1:
+                    later = self.actor.logprobs(batch, first_minibatch=1)
+                    batch = self._with_old_logprob(batch, later)
+                return experience.extended(self.timer.when_done(batch))
             if self.squared_probabilities:
                 logprob, sum_pi_squared = self.actor.squared_probabilities(batch)
                 batch = self._with_old_logprob(batch, logprob)
@@ -120,30 +122,23 @@ class ActorPhase:
         same = self.actor.same_tokens(experience.batch, draws)
         return {"training/same_token_fraction": same}
 
-    def _with_later_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Adds the log-probabilities of all minibatches except the first."""
-        if len(batch.tokens) == 1:
-            return batch
-        return self._with_old_logprob(batch, self.actor.logprobs(batch, first_minibatch=1))
-
     def _with_old_logprob(self, batch: TrainBatch, logprob: jax.Array) -> TrainBatch:
         """Sets the old log-probabilities; those of the sampler where the trainer does not keep the token."""
         if self.actor.truncation is not None:
             logprob = _finite_or(logprob, batch.rollout_logprob)
         return batch.replace(old_logprob=logprob)
 
-    @property
-    def _is_frozen(self) -> bool:
-        return self.timer.step < self.frozen_steps
-
     def update(self, experience: Experience) -> Metrics:
         """Runs all optimiser updates of the step; returns their metrics."""
-        if self._is_frozen:
+        if self.timer.step < self.frozen_steps:
             return self._metrics(experience)
         with self.timer.phase("update_actor", shown="update"):
-            if self.needs_signal and not self._has_signal(experience):
-                self.actor.skip_update()
-                return {"actor/skipped_updates": 1.0} | self._metrics(experience)
+            if self.needs_signal:
+                has_signal = _has_signal(experience.batch)
+                self.meanwhile(has_signal)
+                if not has_signal:
+                    self.actor.skip_update()
+                    return {"actor/skipped_updates": 1.0} | self._metrics(experience)
             coef = None if self.entropy is None else self.entropy.applied
             metrics, experience = self._updated(experience, coef)
             metrics = self.timer.when_done(prefixed("actor", metrics))
@@ -154,11 +149,6 @@ class ActorPhase:
         # Reading metrics waits for the device, so the updates are dispatched first.
         return metrics | self._metrics(experience)
 
-    def _has_signal(self, experience: Experience) -> bool:
-        has_signal = _has_signal(experience.batch)
-        self.meanwhile(has_signal)
-        return bool(has_signal)
-
     def _updated(
         self, experience: Experience, entropy_coef: float | None
     ) -> tuple[Metrics, Experience]:
@@ -166,13 +156,15 @@ class ActorPhase:
         batch, objective = experience.batch, self.objective
         if entropy_coef is not None:
             batch = batch.extended_as(EntropyBatch, entropy_coef=jnp.float32(entropy_coef))
-        beside: Any = {
-            "also": () if self.pretraining is None else (self.pretraining.next(self.actor),),
-            "reference": self._reference_weights(),
-        }
+        beside: dict[str, Any] = {}
+        if self.pretraining is not None:
+            beside["also"] = (self.pretraining.next(self.actor),)
+        if self.reference is not None and objective.needs_reference:
+            beside["reference"] = self.reference.onloaded()
         if not self.shares_forward:
             metrics = self.actor.update(batch, objective, epochs=self.epochs, **beside)
             return metrics, experience
+        # Only now has the first minibatch its old log-probabilities, and the gap of the whole step is known.
         metrics, batch = self.actor.update_and_logprobs(batch, objective, **beside)
         batch = self._with_old_logprob(batch, batch.old_logprob)
         batch, of_the_gap = corrected(self.correction, batch)
@@ -182,11 +174,6 @@ class ActorPhase:
         if self.look is not None:
             self.look(experience)
         return advantage_metrics(experience.batch)
-
-    def _reference_weights(self) -> Params | None:
-        if self.reference is None or not self.objective.needs_reference:
-            return None
-        return self.reference.onloaded()
 
 
 @jax.jit

@@ -188,7 +188,11 @@ class Advantages:
     def __call__(self, experience: Experience) -> Experience:
         """Adds advantages relative to the other responses of the group, or of the batch."""
         with self.timer.phase("adv"):
-            parts = self._reward_parts(experience)
+            parts, scored = {}, experience.scored
+            if "score_BK" in self.estimator.inputs:
+                # The terms of the score, the length punishment last.
+                parts["score_BK"] = np.column_stack([scored.term_BK, scored.shaping_B])
+                parts["weight_K"] = np.append(scored.term_weight_K, np.float32(1.0))
             return self._done(self._estimated(experience, **parts)[0])
 
     def with_values(
@@ -258,16 +262,6 @@ class Advantages:
             metrics["actor/reward_kl_penalty_coeff"] = self.kl.value
         self.kl.follow(reward_kl, len(completions))
         return experience.extended(experience.batch.replace(advantage=advantage), metrics), target
-
-    def _reward_parts(self, experience: Experience) -> dict[str, np.ndarray]:
-        """The terms of the score, the length punishment last; {} unless the estimator needs them."""
-        if "score_BK" not in self.estimator.inputs:
-            return {}
-        scored = experience.scored
-        return {
-            "score_BK": np.concatenate([scored.term_BK, scored.shaping_B[:, None]], axis=1),
-            "weight_K": np.append(scored.term_weight_K, np.float32(1.0)),
-        }
 
     def _done(self, experience: Experience) -> Experience:
         return experience.extended(self.timer.when_done(experience.batch))

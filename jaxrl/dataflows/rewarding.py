@@ -5,11 +5,12 @@ Completions -> graded (right or wrong, overlong punishment) -> + terms, weighted
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ from jaxrl.roles.scores import RewardModel
 from jaxrl.types import Completions, GraderFailure, PackedBatch, Scored
 
 
-class RewardTerm(Protocol):
+@dataclasses.dataclass(frozen=True)
+class RewardTerm(abc.ABC):
     """A term of the reward besides the grader's.
 
     Attributes:
@@ -42,27 +44,18 @@ class RewardTerm(Protocol):
       weight: weight of its scores in the sum.
     """
 
-    @property
-    def name(self) -> str:
-        """See above."""
-        ...
+    name: str
+    weight: float
 
-    @property
-    def weight(self) -> float:
-        """See above."""
-        ...
-
+    @abc.abstractmethod
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Scores of B responses, float [B], and metrics."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class FunctionReward:
+class FunctionReward(RewardTerm):
     """A user's reward function, called on the first host. A stop signal during the call ends the step."""
 
-    name: str
-    weight: float
     path: str
     functions: UserRewards
     timer: StepTimer
@@ -112,11 +105,9 @@ class SequenceScores:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelReward:
+class ModelReward(RewardTerm):
     """A reward model."""
 
-    name: str
-    weight: float
     model: SequenceScores
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
@@ -125,11 +116,9 @@ class ModelReward:
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgeReward:
+class JudgeReward(RewardTerm):
     """A generative judge. Its settings are those of `rewards.judge`."""
 
-    name: str
-    weight: float
     judge: GenerativeJudge
     template: JudgeTemplate
     parse: Parser
@@ -218,7 +207,13 @@ class Grading:
         awaited = [part for part in begun if part.verdicts is None]
         if awaited:
             # One exchange for all: the latency between hosts dominates.
-            for found in hosts.gather(lambda: _as_json(awaited)):
+            for found in hosts.gather(
+                lambda: [
+                    (place, [dataclasses.astuple(verdict) for verdict in part.asked.result()])
+                    for place, part in enumerate(awaited)
+                    if part.asked is not None
+                ]
+            ):
                 for place, verdicts in found:
                     awaited[place].verdicts = [
                         # JSON made lists of tuples and knows no classes.
@@ -235,15 +230,6 @@ class Grading:
         failures, self._failures = self._failures, collections.Counter()
         metrics = {f"{prefix}/failed": float(failures.total())}
         return metrics | {f"{prefix}/failed_{kind}": float(n) for kind, n in failures.items()}
-
-
-def _as_json(begun: Sequence[BegunGrading]) -> list[tuple[int, list[tuple[Any, ...]]]]:
-    """(index, fields of the verdicts) of the responses that this host grades."""
-    return [
-        (place, [dataclasses.astuple(verdict) for verdict in part.asked.result()])
-        for place, part in enumerate(begun)
-        if part.asked is not None
-    ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -310,13 +296,6 @@ class Rewards:
     def graded(self, begun: Sequence[BegunGrading]) -> Scored:
         """Responses scored by grader and overlong punishment, without the other terms. Collective."""
         completions = Completions.concatenate([part.completions for part in begun])
-        return self._scored(completions, begun)
-
-    def _begin(self, completions: Completions) -> list[BegunGrading]:
-        groups = range(len(completions.prompts))
-        return [self._grading.begin(completions.take([n])) for n in groups]
-
-    def _scored(self, completions: Completions, begun: Sequence[BegunGrading]) -> Scored:
         verdicts = self._grading.collect(begun)
         return score_completions(completions, verdicts, overlong=self._overlong)
 
@@ -332,14 +311,19 @@ class Rewards:
         """
         with self._timer.phase("reward"):
             # Graders work in their own processes while models and functions score.
-            begun = self._begin(completions) if beside is None else beside.of(completions)
+            if beside is None:
+                groups = range(len(completions.prompts))
+                begun = [self._grading.begin(completions.take([n])) for n in groups]
+            else:
+                begun = beside.of(completions)
             others: list[Term] = []
             metrics: dict[str, Any] = {}
             for term in self._terms:
                 score_B, measured = term.scores(completions)
                 others.append(Term(term.name, term.weight, score_B))
                 metrics |= measured
-            scored = self._scored(completions, begun)
+            verdicts = self._grading.collect(begun)
+            scored = score_completions(completions, verdicts, overlong=self._overlong)
             terms = [grader_term(scored, weight=self._grader_weight), *others]
             metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -26,9 +26,9 @@ from jaxrl.dataflows.experience import Sampled
 from jaxrl.dataflows.rewarding import Rewards
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
-from jaxrl.rollout.backend import More, OnGroup, SamplingOptions
-from jaxrl.rollout.continuous import ContinuousRollout
-from jaxrl.rollout.samples import Rollout, UnfinishedGroups
+from jaxrl.roles.policy import Actor
+from jaxrl.rollout.backend import OnGroup, SamplingOptions
+from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts, Scored
 
 # Called with each graded group; returns whether the step has enough groups.
@@ -42,8 +42,8 @@ class PromptSource(Protocol):
 
     def __next__(self) -> Prompts: ...
 
-    def state(self, *, again: Sequence[int] | np.ndarray = ()) -> dict[str, Any]:
-        """The position as plain JSON, with the ids of prompts to draw again."""
+    def state(self) -> dict[str, Any]:
+        """The position as plain JSON."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -73,53 +73,6 @@ class Sampler(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """The methods of `roles.policy.Actor` that samplers use."""
-
-    @property
-    def can_sample(self) -> bool:
-        """Whether the current weights are in the generation layout."""
-        ...
-
-    @property
-    def sampling_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last sampling that has ended."""
-        ...
-
-    def for_sampling(self) -> None:
-        """Reshards the weights to the generation layout."""
-        ...
-
-    def generate(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        *,
-        on_group: OnGroup | None,
-        expected_tokens_N: np.ndarray | None,
-    ) -> Completions:
-        """Finishes every response; calls `on_group` with each finished group."""
-        ...
-
-    def continuous(
-        self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
-    ) -> ContinuousRollout:
-        """Sampling that outlives changes of the weights."""
-        ...
-
-    def resume(
-        self,
-        prompts: Prompts,
-        options: SamplingOptions,
-        *,
-        more: More | None,
-        unfinished: UnfinishedGroups | None,
-        on_group: OnGroup | None,
-    ) -> Rollout:
-        """Continues unfinished groups, draws prompts as slots fall free, and may leave groups unfinished."""
-        ...
-
-
 @dataclasses.dataclass(eq=False)
 class Generation:
     """Generates responses with the actor; earlier steps tell their expected lengths.
@@ -130,7 +83,7 @@ class Generation:
       timer: timer of the step.
     """
 
-    actor: Policy
+    actor: Actor
     options: SamplingOptions
     timer: StepTimer
     # Checksum of a prompt -> mean length of the responses when it was last sampled.
@@ -159,22 +112,21 @@ class Generation:
         completions = self.actor.generate(
             prompts, self.current(**changes), on_group=on_group, expected_tokens_N=expected_N
         )
-        self.learn_lengths(completions)
+        # The next answers to these prompts will probably be about as long.
+        mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
+        for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
+            self._lengths[zlib.crc32(tokens.tobytes())] = round(mean)
         return completions
 
     def expected_tokens(self, prompts: Prompts) -> np.ndarray:
         """Expected response lengths [N]: those of earlier steps; new prompts count as the longest."""
         longest = max(self._lengths.values(), default=0) + 1
-        known = [self._lengths.get(_checksum(tokens), longest) for tokens in prompts.tokens]
+        known = [
+            self._lengths.get(zlib.crc32(tokens.tobytes()), longest) for tokens in prompts.tokens
+        ]
         # A fraction below 1 sorts equal lengths by prompt length, longest first.
         own = np.array([len(tokens) for tokens in prompts.tokens], np.float64)
         return np.array(known) + own / (own.max() + 1)
-
-    def learn_lengths(self, completions: Completions) -> None:
-        """Stores the mean length of the responses to each prompt."""
-        mean_N = completions.lengths_B.reshape(-1, completions.num_samples).mean(axis=1)
-        for tokens, mean in zip(completions.prompts.tokens, mean_N, strict=True):
-            self._lengths[_checksum(tokens)] = round(mean)
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible state."""
@@ -199,7 +151,7 @@ class Sampling:
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, self.generation.timer.step)
             completions = self.generation.generate(batch, beside)
-            metrics = self.generation.actor.sampling_metrics
+            metrics = self.generation.actor.backend.metrics
         return with_metrics(self.rewards(completions, beside), metrics)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
@@ -262,7 +214,13 @@ class PartialSampling:
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The groups that are finished once there are enough, or a generation batch of them."""
         generation, step = self.generation, self.generation.timer.step
-        counts = self._drop_stale(step)
+        carried = dropped = 0
+        # A step of several generation batches counts once, at its first.
+        if self._unfinished is not None and step != self._last_step:
+            fresh = np.flatnonzero(step - self._unfinished.oldest_version_N <= self.max_staleness)
+            carried, dropped = len(fresh), len(self._unfinished.prompts) - len(fresh)
+            self._unfinished = self._unfinished.take(fresh)
+        self._last_step = step
         beside = self.rewards.beside()
         num_finished = 0
 
@@ -287,11 +245,13 @@ class PartialSampling:
                 on_group=has_enough,
             )
         self._unfinished = rollout.unfinished
-        stale = sum(int((version < step).sum()) for version in rollout.versions)
-        sampled = self.rewards(rollout.completions, beside)
-        counts["rollout/stale_tokens"] = stale
-        sampled = dataclasses.replace(sampled, counts=counts)
-        return with_metrics(sampled, generation.actor.sampling_metrics)
+        counts = {
+            "rollout/unfinished_groups": carried,
+            "rollout/dropped_stale_groups": dropped,
+            "rollout/stale_tokens": sum(int((v < step).sum()) for v in rollout.versions),
+        }
+        sampled = dataclasses.replace(self.rewards(rollout.completions, beside), counts=counts)
+        return with_metrics(sampled, generation.actor.backend.metrics)
 
     def _draw(self, prompts: PromptSource, places: int, unfinished: int) -> Prompts:
         """Draws groups for free places, but not more samples than a generation batch has."""
@@ -301,16 +261,6 @@ class PartialSampling:
         if len(drawn):
             check_same_prompts(drawn, self.generation.timer.step)
         return drawn
-
-    def _drop_stale(self, step: int) -> dict[str, int]:
-        """Drops unfinished groups whose oldest token is past the limit; returns counts for the metrics."""
-        carried = dropped = 0
-        if self._unfinished is not None and step != self._last_step:
-            fresh = np.flatnonzero(step - self._unfinished.oldest_version_N <= self.max_staleness)
-            carried, dropped = len(fresh), len(self._unfinished.prompts) - len(fresh)
-            self._unfinished = self._unfinished.take(fresh)
-        self._last_step = step
-        return {"rollout/unfinished_groups": carried, "rollout/dropped_stale_groups": dropped}
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
         """Unfinished groups, expected lengths, and the position in the prompts."""
@@ -334,10 +284,6 @@ def check_same_prompts(prompts: Prompts, step: int) -> None:
     extras = (json.dumps(extra, sort_keys=True) for extra in prompts.extras)
     content = [*prompts.tokens, *prompts.answers, *prompts.sources, *extras]
     hosts.check_same(f"the prompts of step {step + 1}", content)
-
-
-def _checksum(tokens: np.ndarray) -> int:
-    return zlib.crc32(tokens.tobytes())
 
 
 class CountedSampling:

@@ -19,7 +19,7 @@ from jaxrl.mesh.hosts import fetch
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.types import Completions, PackedBatch, Scored, TrainBatch, ValueBatch
+from jaxrl.types import PackedBatch, Scored, TrainBatch, ValueBatch
 
 _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -29,6 +29,9 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
     completions = groups.completions
     prompt_lengths = np.array([len(t) for t in completions.prompts.tokens])
     response_lengths = completions.lengths_B
+    # The mask falls where a turn of the model ends, and rises where it goes on after its environment's.
+    answered = [int((np.diff(mask, prepend=1.0) < 0).sum()) for mask in completions.mask]
+    resumed = [int((np.diff(mask, prepend=1.0) > 0).sum()) for mask in completions.mask]
     return {
         **_spread("critic/score", groups.score_B),
         **_spread("critic/rewards", groups.reward_B),
@@ -40,19 +43,10 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
             response_lengths.sum() + prompt_lengths.sum() * completions.num_samples
         ),
         "perf/response_num_tokens": float(response_lengths.sum()),
-        **_turns(completions),
-        "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
-    }
-
-
-def _turns(completions: Completions) -> dict[str, float]:
-    """Number of turns of each conversation, including the prompt, and number of turns of the environment."""
-    answered = [int((np.diff(mask, prepend=1.0) < 0).sum()) for mask in completions.mask]
-    resumed = [int((np.diff(mask, prepend=1.0) > 0).sum()) for mask in completions.mask]
-    turns = 2 + np.array(answered) + np.array(resumed)
-    return {
-        **_spread("num_turns", turns),
+        # The prompt and the first answer are turns too.
+        **_spread("num_turns", 2 + np.array(answered) + np.array(resumed)),
         **_spread("tool_call_counts", np.array(answered)),
+        "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
     }
 
 
@@ -142,17 +136,24 @@ def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> 
       perf/roof_tflops: peak rate of a device in 10^12 per second; absent if unknown.
     """
     row_shards = shards_of("batch", TRAIN_RULES, model.mesh)
-    segments = [_segments(batch, u) for u in range(len(np.asarray(batch.num_micro_U)))]
+    segments = [_segments(batch, u) for u in range(batch.tokens.shape[0])]
     first, stop = (np.concatenate(part) for part in list(zip(*segments, strict=True))[:2])
-    num_micro = int(np.sum(batch.num_micro_U))
+    num_micro_U = np.asarray(batch.num_micro_U)
     _, _, R, T = batch.tokens.shape
+    most = mean = 0.0
+    for (from_position, to_position, rows), num_micro in zip(segments, num_micro_U, strict=True):
+        attention = attention_flops(model.model, to_position)
+        attention = 3 * (attention - attention_flops(model.model, from_position))
+        per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
+        work = per_row + T * token_flops(model.model).training
+        work_MS = work.reshape(int(num_micro), row_shards, -1).sum(-1)
+        most += work_MS.max(-1).sum()
+        mean += work_MS.mean(-1).sum()
     # A branch costs as much as its whole sequence minus the shared prefix.
     operations = training_flops(model.model, stop).sum() - training_flops(model.model, first).sum()
     metrics = {
-        "perf/padding": 1 - float((stop - first).sum()) / max(1, num_micro * R * T),
-        "perf/imbalance": _imbalance(
-            model, segments, np.asarray(batch.num_micro_U), R, T, row_shards
-        ),
+        "perf/padding": 1 - float((stop - first).sum()) / max(1, int(num_micro_U.sum()) * R * T),
+        "perf/imbalance": most / mean if mean else 1.0,
         "perf/update_tflop": epochs * float(operations) / 1e12 / model.mesh.size,
     }
     roof = roof_of(model.mesh.devices.flat[0].device_kind)
@@ -188,22 +189,3 @@ def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray, np.nd
     rows, ends = np.nonzero((ids > 0) & (ids != np.pad(ids[:, 1:], ((0, 0), (0, 1)))))
     starts = np.nonzero((ids > 0) & (ids != np.pad(ids[:, :-1], ((0, 0), (1, 0)))))
     return positions[starts], positions[rows, ends] + 1, rows
-
-
-def _imbalance(
-    model: PackedModel,
-    segments: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    num_micro_U: np.ndarray,
-    R: int,
-    T: int,
-    row_shards: int,
-) -> float:
-    most = mean = 0.0
-    for (first, stop, rows), num_micro in zip(segments, num_micro_U, strict=True):
-        attention = 3 * (attention_flops(model.model, stop) - attention_flops(model.model, first))
-        per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
-        work = per_row + T * token_flops(model.model).training
-        work_MS = work.reshape(int(num_micro), row_shards, -1).sum(-1)
-        most += work_MS.max(-1).sum()
-        mean += work_MS.mean(-1).sum()
-    return most / mean if mean else 1.0

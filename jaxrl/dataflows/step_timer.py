@@ -12,10 +12,8 @@ import jax
 class StepTimer(Protocol):
     """The loop around a step."""
 
-    @property
-    def step(self) -> int:
-        """The number of finished steps."""
-        ...
+    step: int
+    """The number of finished steps."""
 
     def phase(
         self, name: str, *, shown: str = "", may_stop: bool = False
@@ -51,9 +49,7 @@ class NoTimer:
     """A timer that measures nothing and never stops, for code outside a loop."""
 
     stop_pending = False
-
-    def __init__(self, step: int = 0):
-        self.step = step
+    step = 0
 
     def check_stop(self) -> None:
         """Does nothing."""

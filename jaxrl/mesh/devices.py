@@ -65,12 +65,11 @@ def build_mesh(
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def build_generation_mesh(layout_name: str, devices: Sequence[Any] | None = None) -> Mesh:
+def build_generation_mesh(layout_name: str) -> Mesh:
     """The mesh of a command that only generates, over the first devices that its layout needs.
 
     Args:
       layout_name: "p-t-d", as --mesh has it.
-      devices: the devices; all by default.
 
     Raises:
       UserError: the layout is malformed, or needs more devices than there are.
@@ -79,7 +78,7 @@ def build_generation_mesh(layout_name: str, devices: Sequence[Any] | None = None
         layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
     except UserError as error:
         raise UserError(str(error).replace("mesh.train=", "--mesh ")) from error
-    devices = jax.devices() if devices is None else devices
+    devices = jax.devices()
     if layout.num_devices > len(devices):
         raise UserError(
             f"--mesh {layout_name} needs {layout.num_devices} devices, here are {len(devices)} "

@@ -262,6 +262,7 @@ def on_first(function: Callable[[], Result]) -> Result:
     if num_processes() == 1:
         return function()
     content = json.dumps(_outcome_of(function)).encode() if is_first() else b""
+    # The size first: an array that is exchanged has one shape on every process.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     padded = multihost_utils.broadcast_one_to_all(_padded(content, size)).astype(np.uint8)
     return _result_of(json.loads(bytes(padded[:size])))

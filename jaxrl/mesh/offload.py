@@ -20,7 +20,7 @@ def offload(tree: Any) -> Any:
     """
     leaves = jax.tree.leaves(tree)
     for device in {d for leaf in leaves for d in leaf.sharding.addressable_devices}:
-        kinds = _memories(device)
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
         if _HOST not in kinds:
             raise UserError(
                 f"{device.device_kind} cannot offload arrays: it reaches {', '.join(kinds)} memory, but not "
@@ -42,7 +42,7 @@ def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> 
       UserError: a device of this process has no pinned host memory.
     """
     for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
-        kinds = _memories(device)
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
         if _HOST not in kinds:
             raise UserError(
                 f"{setting} keeps arrays in {_HOST} memory, and {device.device_kind} reaches "
@@ -50,18 +50,9 @@ def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> 
             )
 
 
-def _memories(device: Any) -> list[str]:
-    return sorted(memory.kind for memory in device.addressable_memories())
-
-
 def onload(tree: Any, shardings: Any) -> Any:
     """Moves offloaded arrays to `shardings`, a tree of the same structure; consumes `tree`."""
     return _move(tree, jax.tree.leaves(shardings))
-
-
-def onloaded_copy(tree: Any, shardings: Any) -> Any:
-    """Copies offloaded arrays to `shardings`; the offloaded arrays remain."""
-    return jax.device_put(tree, shardings)
 
 
 def _move(tree: Any, shardings: list[Any]) -> Any:

@@ -43,7 +43,7 @@ _RUN_SETTINGS = ("simulated_devices", "layout", "hardware")
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """A checked pool, without devices.
+    """A checked pool.
 
     Attributes:
       name: name of the pool.
@@ -51,6 +51,7 @@ class Pool:
       config: layout settings of the pool.
       span: first and last position of its devices among those of the run; None takes the next free ones.
       own: layout settings of roles that differ from the pool's, by role.
+      devices: its devices; empty until `take_devices`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Pool:
     config: LayoutConfig
     span: tuple[int, int] | None = None
     own: Mapping[str, LayoutConfig] = dataclasses.field(default_factory=dict)
+    devices: tuple[Any, ...] = ()
 
     @functools.cached_property
     def layout(self) -> ParallelLayout:
@@ -82,37 +84,21 @@ class Pool:
             return self.layout
         return _checked(self.own[role], f"placement.{self.name}.layouts.{role}: ")
 
+    def mesh_of(self, role: str) -> Mesh:
+        """The mesh of a role; roles with the same layout share one mesh."""
+        return self._meshes[self.layout_of(role)]
+
+    @functools.cached_property
+    def _meshes(self) -> dict[ParallelLayout, Mesh]:
+        layouts = dict.fromkeys(self.layouts.values())
+        return {layout: build_mesh(layout, self.devices) for layout in layouts}
+
 
 def _checked(config: LayoutConfig, where: str) -> ParallelLayout:
     try:
         return ParallelLayout.from_config(config)
     except UserError as error:
         raise UserError(f"{where}{error}") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacedPool:
-    """A pool and its devices."""
-
-    pool: Pool
-    devices: tuple[Any, ...]
-
-    @property
-    def name(self) -> str:
-        return self.pool.name
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return self.pool.roles
-
-    def mesh_of(self, role: str) -> Mesh:
-        """The mesh of a role; roles with the same layout share one mesh."""
-        return self._meshes[self.pool.layout_of(role)]
-
-    @functools.cached_property
-    def _meshes(self) -> dict[ParallelLayout, Mesh]:
-        layouts = dict.fromkeys(self.pool.layouts.values())
-        return {layout: build_mesh(layout, self.devices) for layout in layouts}
 
 
 def read_placement(
@@ -233,9 +219,9 @@ def _with_settings(
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The disjoint pools of a run."""
+    """The disjoint pools of a run, with their devices."""
 
-    pools: tuple[PlacedPool, ...]
+    pools: tuple[Pool, ...]
 
     def __post_init__(self):
         owners: dict[int, str] = {}
@@ -252,7 +238,7 @@ class Placement:
     def num_devices(self) -> int:
         return sum(len(pool.devices) for pool in self.pools)
 
-    def pool_of(self, role: str) -> PlacedPool:
+    def pool_of(self, role: str) -> Pool:
         return next(pool for pool in self.pools if role in pool.roles)
 
 
@@ -278,7 +264,7 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
                 f"{devices[0].device_kind}; run on as many, change mesh.train and mesh.generate to what is "
                 f"here, or, for a small model, set mesh.simulated_devices={pool.num_devices}"
             )
-        return Placement((PlacedPool(pool, tuple(devices)),))
+        return Placement((dataclasses.replace(pool, devices=tuple(devices)),))
     wanted = sum(pool.num_devices for pool in pools)
     if wanted > len(devices):
         needs = " + ".join(f"{pool.name} {pool.num_devices}" for pool in pools)
@@ -311,5 +297,5 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
             )
         part = slice(first // num_hosts, taken // num_hosts)
         own = (device for host in by_process.values() for device in host[part])
-        placed.append(PlacedPool(pool, tuple(own)))
+        placed.append(dataclasses.replace(pool, devices=tuple(own)))
     return Placement(tuple(placed))

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models.bits import from_bits, to_bits
 from jaxrl.models.experts import ExpertLayer, apply_experts
 from jaxrl.quantized import Quantized
 
@@ -86,7 +85,7 @@ def scan_layers_as_bits(
     *,
     unroll: int = 1,
 ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """`scan_layers` for sampling on CPU: it slices and stacks narrow types as integers (`bits`).
+    """`scan_layers` for sampling on CPU: it slices and stacks narrow types as integers.
 
     The result has no gradient.
     """
@@ -234,3 +233,36 @@ class Compute:
         if scale is not None:
             total = total * jnp.expand_dims(scale.reshape(-1), range(total.ndim - 1))
         return total.astype(self.dtype).reshape(*lead, *outs)
+
+
+# On CPU, XLA computes nothing but matmuls in bfloat16. It slices and writes such arrays by way of float32,
+# which takes several times as long as the matmul with the slice. It copies integers as they are.
+_BITS = {jnp.dtype(jnp.bfloat16): jnp.uint16}
+_OF_BITS = {jnp.dtype(bits): dtype for dtype, bits in _BITS.items()}
+
+
+def moved_as_bits(move: Callable[..., Any], *trees: Any) -> Any:
+    """The result of `move`, which only moves values; in a program for CPU it gets and returns bits.
+
+    Elsewhere it gets the arrays as they are: with bits XLA would copy a TPU's whole cache.
+    """
+
+    as_bits = lambda *trees: from_bits(move(*to_bits(trees)))  # noqa: E731
+    return jax.lax.platform_dependent(*trees, cpu=as_bits, default=move)
+
+
+def to_bits(tree: Any) -> Any:
+    """Replaces bfloat16 arrays by unsigned integers of the same bits; no gradient."""
+    return _bitcast(tree, _BITS)
+
+
+def from_bits(tree: Any) -> Any:
+    """The inverse of `to_bits`. The tree must not have had uint16 arrays before."""
+    return _bitcast(tree, _OF_BITS)
+
+
+def _bitcast(tree: Any, types: dict[Any, Any]) -> Any:
+    def one(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, types[x.dtype]) if x.dtype in types else x
+
+    return jax.tree.map(one, tree)

@@ -25,6 +25,7 @@ from jaxrl.models.compute import REMAT_POLICIES, Compute
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig, RopeScaling
 from jaxrl.models.modules import Projection, RMSNorm, normal
+from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
 # (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's slice
@@ -340,9 +341,9 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 # Score heads in place of the unembedding: scores of reward and cost models, values of critics.
 
 
-def score_config(config: ModelConfig, *, num_scores: int = 1) -> ModelConfig:
-    """The model of `config` with scores instead of logits."""
-    return dataclasses.replace(config, num_scores=num_scores)
+def score_config(config: ModelConfig) -> ModelConfig:
+    """The model of `config` with one score instead of logits."""
+    return dataclasses.replace(config, num_scores=1)
 
 
 def score_params(params: Params, config: ModelConfig) -> Params:
@@ -357,3 +358,28 @@ def score_params(params: Params, config: ModelConfig) -> Params:
     """
     trunk = {name: leaf for name, leaf in params.items() if name != "unembedding"}
     return trunk | {"score_head": jnp.zeros((config.d_model, config.num_scores), jnp.float32)}
+
+
+def weight_types(model: ModelConfig, dtype: Any, matmul_dtype: str = "") -> Any:
+    """A tree of `StoredType`s in the structure of the parameters.
+
+    Projections inside layers are in `matmul_dtype`, with one scale for each output of a layer. Embeddings,
+    unembedding, norms, biases, routers and adapters are in `dtype`.
+
+    Args:
+      model: the model.
+      dtype: data type of weights.
+      matmul_dtype: "int8", or "" for `dtype`.
+    """
+    abstract = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+
+    def one(path: Any, param: nnx.Param) -> nnx.Variable:
+        summed = param.get_metadata().get("summed", ()) if matmul_dtype else ()
+        stacked = path[0].key == "layers"
+        dims = tuple(dim + stacked for dim in summed)
+        return param.replace(StoredType(jnp.dtype(matmul_dtype if dims else dtype), dims))
+
+    types = jax.tree_util.tree_map_with_path(
+        one, nnx.state(abstract, nnx.Param), is_leaf=lambda v: isinstance(v, nnx.Param)
+    )
+    return nnx.to_pure_dict(types)

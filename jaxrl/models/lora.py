@@ -47,18 +47,6 @@ def _flat(tree: Any) -> dict[tuple[str, ...], Any]:
     return dict(traverse_util.flatten_dict(tree))
 
 
-def frozen_as(params: Any, dtype: Any) -> Any:
-    """Casts all leaves but the adapters to another type, in a tree of parameters or of shapes."""
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf.update(dtype=dtype)
-        return leaf.astype(dtype)
-
-    adapters, rest = split(params)
-    return join(adapters, jax.tree.map(one, rest))
-
-
 def fresh_adapters(config: ModelConfig, key: jax.Array) -> Params:
     """Adapters that change nothing yet: `lora_a` normal with variance 1 / fan-in, `lora_b` 0."""
     return split(init_params(config, key))[0]

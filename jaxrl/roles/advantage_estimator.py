@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.kl import KL_ESTIMATES, mean_by_sequence, penalized_reward
+from jaxrl.algos.moments import whiten
 from jaxrl.algos.registry import check_options, inputs_of, lookup, options_of
 from jaxrl.algos.segments import last_tokens, masked, to_sequences, to_tokens
-from jaxrl.algos.whitening import whiten
 from jaxrl.errors import UserError
 from jaxrl.types import TrainBatch
 
@@ -97,18 +97,25 @@ class Estimator:
         """The function that computes the advantages."""
         return lookup(ADVANTAGES, self.name, "advantage")
 
-    def check_inputs(self, dataflow: str, extra: frozenset[str]) -> None:
-        """Raises UserError if the estimator needs arrays other than `ALWAYS` and `extra`."""
-        missing = sorted(self.inputs - ALWAYS - extra)
+    def check(
+        self, dataflow: str, computed: frozenset[str], *, num_samples: int, bypass: bool
+    ) -> None:
+        """Raises UserError if the estimator does not go with the run.
+
+        Args:
+          dataflow: name of the dataflow.
+          computed: arrays that the dataflow computes for it.
+          num_samples: number of answers to a prompt.
+          bypass: `algorithm.correction.bypass`.
+        """
+        # The recomputed log-probabilities bring the squared ones with them, whatever the dataflow.
+        missing = sorted(self.inputs - ALWAYS - computed - {SUM_PI_SQUARED})
         if missing:
             raise UserError(
                 f"advantage {self.name!r} needs {', '.join(missing)}, which dataflow {dataflow!r} does not "
                 "compute; use another estimator, or a dataflow with a critic (ppo), a greedy answer (remax) "
                 "or the arrays that it takes (gives=... of @dataflow)"
             )
-
-    def check_uses(self, dataflow: str, computed: frozenset[str]) -> None:
-        """Raises UserError if a dataflow computes `computed` for it, and it does not use all of it."""
         if not computed <= self.inputs:
             users = [name for name, f in ADVANTAGES.items() if computed <= set(inputs_of(f))]
             raise UserError(
@@ -116,17 +123,11 @@ class Estimator:
                 f"{self.name!r} does not use; set algorithm.advantage to "
                 f"{' or '.join(users) or 'one that does'}, or use dataflow grpo"
             )
-
-    def check_group_size(self, num_samples: int) -> None:
-        """Raises UserError if it compares the answers to a prompt, and there is one."""
         if not self.inputs.isdisjoint({"group_B", "group_BT"}) and num_samples < 2:
             raise UserError(
                 f"rollout.num_samples {num_samples}: advantage {self.name!r} compares the answers to a "
                 "prompt with each other; use at least 2 answers to each prompt"
             )
-
-    def check_bypass(self, *, bypass: bool) -> None:
-        """Raises UserError if it needs the forward pass that `algorithm.correction.bypass` saves."""
         if SUM_PI_SQUARED in self.inputs and bypass:
             raise UserError(
                 f"advantage {self.name!r} looks at the trainer's probabilities of the whole vocabulary, and "

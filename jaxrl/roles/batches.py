@@ -44,7 +44,7 @@ def pack_completions(
         have weight 0.
     """
     prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
-    sequences = _sequences(prompts, completions.tokens)
+    sequences = [np.concatenate(pair) for pair in zip(prompts, completions.tokens, strict=True)]
     shared_B = np.array([len(prompt) - 1 for prompt in prompts])
     plan = functools.partial(
         plan_packing, [len(s) for s in sequences], shape, shards=shards, last_B=last_B
@@ -62,17 +62,13 @@ def pack_completions(
         mask = [of_one * trained for of_one, trained in zip(mask, trained_B, strict=True)]
     batch = _packed(packing, sequences, completions.rollout_logprob, mask)
     if top_entropy < 1:
-        weight = _of_top_entropy(completions.entropy, mask, top_entropy)
+        trained = [of_one[m > 0] for of_one, m in zip(completions.entropy, mask, strict=True)]
+        trained = np.concatenate(trained).astype(np.float64)
+        # The quantile lies between two entropies if the share is not a whole number of tokens.
+        bound = np.quantile(trained, 1.0 - top_entropy) if len(trained) else 0.0
+        weight = [of_one >= bound for of_one in completions.entropy]
         batch = batch.replace(weight=packing.pack_ends(weight, np.float32))
     return batch
-
-
-def _of_top_entropy(entropy, mask, share: float) -> list[np.ndarray]:
-    """1 where an entropy reaches the (1 - share) quantile of the trained tokens, which need not be one."""
-    trained = [of_one[m > 0] for of_one, m in zip(entropy, mask, strict=True)]
-    trained = np.concatenate(trained).astype(np.float64)
-    bound = np.quantile(trained, 1.0 - share) if len(trained) else 0.0
-    return [of_one >= bound for of_one in entropy]
 
 
 def pack_examples(
@@ -81,13 +77,9 @@ def pack_examples(
     """Packs supervised examples, each with its own loss mask; rollout log-probabilities are 0."""
     prompts, responses, masks = zip(*examples, strict=True)
     zeros = [np.zeros(len(response), np.float32) for response in responses]
-    sequences = _sequences(prompts, responses)
+    sequences = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     packing = plan_packing([len(s) for s in sequences], shape, shards=shards)
     return _packed(packing, sequences, zeros, masks)
-
-
-def _sequences(prompts, responses) -> list[np.ndarray]:
-    return [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
 
 
 def _packed(packing: Packing, sequences, rollout_logprob, mask) -> TrainBatch:

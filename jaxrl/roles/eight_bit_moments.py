@@ -12,7 +12,6 @@ Not covered: weights and gradients, which stay float32.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +29,8 @@ _SHARDS = 16
 # Smaller moments (norms, biases) stay float32: they would save next to nothing. bitsandbytes has the same
 # limit.
 _FEWEST = 4096
+# (levels, power, type of the codes) of first and of second moments, which span the square of the range.
+_SIGNED, _UNSIGNED = (127, 2, jnp.int8), (255, 4, jnp.uint8)
 
 
 @jax.tree_util.register_dataclass
@@ -135,11 +136,16 @@ def _compress(state: Any, kind: MomentKind, count: jax.Array) -> Any:
 
     def one(number: int, path: Any, leaf: jax.Array) -> Any:
         names = {entry.name for entry in path if isinstance(entry, jax.tree_util.GetAttrKey)}
+        # optax gives moments these names; counts and constants stay as they are.
         if not names & {"mu", "nu"}:
             return leaf
         leaf_key = jax.random.fold_in(key, number)
         if kind == "bfloat16":
-            return _to_bfloat16(leaf, leaf_key)
+            # Adding 16 random bits to the half that is cut off rounds up as often as it should.
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+            bits = bits + jax.random.bits(leaf_key, leaf.shape, jnp.uint16).astype(jnp.uint32)
+            kept = (bits >> 16).astype(jnp.uint16)
+            return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)
         block = block_of(leaf.shape)
         return quantized(leaf, leaf_key, block=block, signed="mu" in names) if block else leaf
 
@@ -176,7 +182,7 @@ def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> Bloc
       block: values of the last dimension that share a scale; divides n.
       signed: True for a first moment, False for a second moment.
     """
-    levels, power, dtype = _format(signed)
+    levels, power, dtype = _SIGNED if signed else _UNSIGNED
     blocks = jnp.abs(x).reshape(*x.shape[:-1], -1, block)
     scale = blocks.max(-1)
     share = (blocks / jnp.where(scale > 0, scale, 1.0)[..., None]).reshape(x.shape)
@@ -196,20 +202,8 @@ def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> Bloc
 def dequantized(moment: BlockQuantized) -> jax.Array:
     """The float32 array [..., n] that the codes and scales stand for."""
     codes, scale = moment.codes, moment.scale
-    levels, power, _ = _format(codes.dtype == jnp.int8)
+    levels, power, _ = _SIGNED if codes.dtype == jnp.int8 else _UNSIGNED
     share = codes.astype(jnp.float32) / levels
     share = jnp.sign(share) * jnp.abs(share) ** power
     blocks = share.reshape(*scale.shape, -1) * scale[..., None]
     return blocks.reshape(codes.shape)
-
-
-def _format(signed: bool) -> tuple[int, int, Any]:
-    return (127, 2, jnp.int8) if signed else (255, 4, jnp.uint8)
-
-
-def _to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 to bfloat16 at random: adds 16 random bits to the lower half, then cuts it off."""
-    as_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint32)
-    bits = as_bits(x) + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = (bits >> 16).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)

@@ -39,8 +39,18 @@ class TokenFlops:
 
 def token_flops(model: ModelConfig) -> TokenFlops:
     """The operations of one token."""
-    width = model.d_model
-    sides = _projections(model)
+    width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
+    queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
+    # (inputs, outputs, copies that a token passes) of each projection of a layer.
+    sides = {
+        "q": (width, queries, 1),
+        "k": (width, keys, 1),
+        "v": (width, keys, 1),
+        "o": (queries, width, 1),
+        "gate": (width, inner, experts),
+        "up": (width, inner, experts),
+        "down": (inner, width, experts),
+    }
     layer = sum(copies * ins * outs for ins, outs, copies in sides.values())
     layer += width * model.num_experts
     head = width * (model.num_scores or model.vocab_size)
@@ -53,21 +63,6 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     return TokenFlops(
         2.0 * (model.num_layers * layer + head), 2.0 * model.num_layers * adapters if rank else 0.0
     )
-
-
-def _projections(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """(inputs, outputs, copies that a token passes) of each projection of a layer."""
-    width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
-    queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-    return {
-        "q": (width, queries, 1),
-        "k": (width, keys, 1),
-        "v": (width, keys, 1),
-        "o": (queries, width, 1),
-        "gate": (width, inner, experts),
-        "up": (width, inner, experts),
-        "down": (inner, width, experts),
-    }
 
 
 def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:

@@ -23,8 +23,7 @@ class GenerativeJudge:
         tokenizer: Tokenizer,
         *,
         max_prompt_tokens: int,
-        template: str = "{prompt}",
-        chat: bool = False,
+        chat: bool,
     ):
         """Wraps a rollout backend; its `load` gives the judge its weights.
 
@@ -33,23 +32,18 @@ class GenerativeJudge:
           tokenizer: tokenizer of the model.
           max_prompt_tokens: limit for template, question and response together. Longer prompts lose their
             beginning.
-          template, chat: format that turns a text into a prompt, see `PromptFormat`.
+          chat: whether the tokenizer's chat template turns a text into a prompt.
         """
         self.backend = backend
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
-        self._prompt_format = PromptFormat(template=template, chat=chat)
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """Strings that the tokenizer reads as one special token anywhere in a text, such as "<|im_end|>"."""
-        return self._tokenizer.added_tokens
+        self._prompt_format = PromptFormat(chat=chat)
 
     def answer(self, texts: Sequence[str]) -> tuple[str, ...]:
         """The greedy answer to each text. Prompts that are too long lose their beginning."""
-        rendered = [render_context(text, self._tokenizer, self._prompt_format) for text in texts]
+        rendered = [render_context(text, self.tokenizer, self._prompt_format) for text in texts]
         tokens = tuple(
-            ids[-self._max_prompt_tokens :] for ids in self._tokenizer.encode_batch(rendered)
+            ids[-self._max_prompt_tokens :] for ids in self.tokenizer.encode_batch(rendered)
         )
         prompts = Prompts(
             ids_N=np.arange(len(texts), dtype=np.int64),

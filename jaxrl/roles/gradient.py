@@ -95,54 +95,47 @@ class MicrobatchLoss:
 
     def __call__(self, params: Params, micro: Any) -> tuple[jax.Array, tuple[Sums, Stats]]:
         """The microbatch's part of the loss, its sums, and its outputs under the names of batch fields."""
+        objective = self.objective
         outputs, routing = self.forward(params, micro)
-        this_pass = jax.lax.stop_gradient(self.objective.this_pass(outputs))
-        micro = self._with_this_pass(micro, this_pass)
-        micro, correction = self._corrected(outputs, micro)
-        outputs, micro = _zero_outside((outputs, micro), micro.loss_mask)
-        loss, means = self._loss(outputs, micro)
-        loss, shares = self._with_load_balancing(loss, routing, micro)
-        maxima = {
-            name: masked(x, micro.loss_mask).max()
-            for name, x in self.objective.maxima(outputs, micro).items()
-        }
-        trained = count(micro.loss_mask, micro.segment_ids)
-        sums = Sums(means, shares, trained, maxima, correction)
-        return loss, (jax.lax.stop_gradient(sums), this_pass)
-
-    def _with_this_pass(self, micro: Any, this_pass: Stats) -> Any:
+        this_pass = jax.lax.stop_gradient(objective.this_pass(outputs))
         # Before the first update of a step the weights are those that the step began with.
         first = self.u == 0
-        return micro.replace(
+        micro = micro.replace(
             **{name: jnp.where(first, x, getattr(micro, name)) for name, x in this_pass.items()}
         )
+        correction: RunningMoments = {}
+        if objective.correction is not None:
+            micro, correction = objective.correction.apply(outputs, micro)
+        mask_RT = micro.loss_mask
+        outputs, micro = jax.tree.map(
+            lambda x: (
+                masked(x, mask_RT)
+                if x.shape == mask_RT.shape and jnp.issubdtype(x.dtype, jnp.floating)
+                else x
+            ),
+            (outputs, micro),
+        )
 
-    def _corrected(self, outputs: Any, micro: Any) -> tuple[Any, RunningMoments]:
-        correction = self.objective.correction
-        return (micro, {}) if correction is None else correction.apply(outputs, micro)
-
-    def _loss(self, outputs: Any, micro: Any) -> tuple[jax.Array, Stats]:
-        loss_RT, stats = self.objective.loss(outputs, micro)
-
-        def share(aggregation: Aggregation, x_RT: jax.Array) -> jax.Array:
+        def share_of(aggregation: Aggregation, x_RT: jax.Array) -> jax.Array:
             total = aggregation.total(x_RT, micro.loss_mask, micro.segment_ids)
             return total / aggregation.divisor(self.counts)
 
-        loss = share(self.objective.aggregation, loss_RT)
+        loss_RT, stats = objective.loss(outputs, micro)
+        loss = share_of(objective.aggregation, loss_RT)
         stats = self.describe(outputs) | stats
-        means = {name: share(self.objective.stats, x) for name, x in stats.items()}
-        return loss, means | {"loss": loss}
-
-    def _with_load_balancing(
-        self, loss: jax.Array, routing: Routing | None, micro: Any
-    ) -> tuple[jax.Array, Stats]:
-        if routing is None:
-            return loss, {}
-        # Routing is known per microbatch, not per token: each microbatch weighs as its tokens do.
-        share = (micro.segment_ids > 0).sum(dtype=jnp.float32) / self.num_tokens
-        balance = share * load_balancing_loss(routing)
-        shares = {name: share * x for name, x in routing_metrics(routing).items()}
-        return loss + self.load_balancing_coef * balance, shares
+        means = {name: share_of(objective.stats, x) for name, x in stats.items()} | {"loss": loss}
+        shares: Stats = {}
+        if routing is not None:
+            # Routing is known per microbatch, not per token: each microbatch weighs as its tokens do.
+            share = (micro.segment_ids > 0).sum(dtype=jnp.float32) / self.num_tokens
+            balance = share * load_balancing_loss(routing)
+            shares = {name: share * x for name, x in routing_metrics(routing).items()}
+            loss = loss + self.load_balancing_coef * balance
+        maxima = objective.maxima(outputs, micro).items()
+        maxima = {name: masked(x, micro.loss_mask).max() for name, x in maxima}
+        trained = count(micro.loss_mask, micro.segment_ids)
+        sums = Sums(means, shares, trained, maxima, correction)
+        return loss, (jax.lax.stop_gradient(sums), this_pass)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +181,8 @@ def minibatch_gradient(
     T = batch.tokens.shape[-1]
     segment_ids = batch.segment_ids[u]
     counts = count(batch.loss_mask[u].reshape(-1, T), segment_ids.reshape(-1, T))
-    deferred = objective.correction is not None and objective.correction.defers_normalizer
+    correction = objective.correction
+    deferred = correction is not None and correction.defers_normalizer
     loss = MicrobatchLoss(
         forward,
         describe,
@@ -204,9 +198,14 @@ def minibatch_gradient(
         num_backward = batch.num_micro_U[u]
     grads, sums, this_pass = _accumulate(loss, params, batch, num_backward, place)
     stats = sums.means
-    if deferred:
+    if correction is not None and deferred:
         assert not load_balancing_coef, "the load-balancing loss would be divided twice"
-        grads, stats = _normalized(objective, grads, sums)
+        # The count of kept tokens and the mean weight are known only now, after the loss.
+        divisor = objective.aggregation.divisor(sums.trained)
+        divisor = divisor * correction.norm_factor(sums.correction)
+        of_stats = objective.stats.divisor(sums.trained)
+        stats = {k: x / (divisor if k == "loss" else of_stats) for k, x in stats.items()}
+        grads = jax.tree.map(lambda g: g / divisor, grads)
     return MinibatchGradient(num_backward > 0, grads, stats | sums.shares, sums, this_pass)
 
 
@@ -249,27 +248,7 @@ def _accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, this_pass_M))
     totals = jax.lax.fori_loop(0, num_backward, add, zeros)
     if loss.objective.needs_advantage:
+        # The rest has no gradient but counts in the metrics, so its forward pass runs all the same.
         totals = jax.lax.fori_loop(num_backward, batch.num_micro_U[u], look, totals)
     sums, this_pass_M = totals
     return place(jax.tree.map(jax.freeze, grads)), sums, this_pass_M
-
-
-def _normalized(objective: Objective, grads: Params, sums: Sums) -> tuple[Params, Stats]:
-    """Divides by the count of kept tokens and by the mean weight, which are known only after the loss."""
-    correction = objective.correction
-    assert correction is not None, "only a correction defers the normaliser"
-    divisor = objective.aggregation.divisor(sums.trained)
-    divisor = divisor * correction.norm_factor(sums.correction)
-    of_stats = objective.stats.divisor(sums.trained)
-    stats = {name: x / (divisor if name == "loss" else of_stats) for name, x in sums.means.items()}
-    return jax.tree.map(lambda g: g / divisor, grads), stats
-
-
-def _zero_outside(tree: Any, mask_RT: jax.Array) -> Any:
-    """Sets floats [R, T] of a tree to 0 outside the mask."""
-
-    def one(x: jax.Array) -> jax.Array:
-        per_token = x.shape == mask_RT.shape and jnp.issubdtype(x.dtype, jnp.floating)
-        return masked(x, mask_RT) if per_token else x
-
-    return jax.tree.map(one, tree)

@@ -27,7 +27,7 @@ from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.eight_bit_moments import optimizer_shardings
-from jaxrl.roles.gradient import MinibatchGradient, Sums, minibatch_gradient
+from jaxrl.roles.gradient import MinibatchGradient, minibatch_gradient
 from jaxrl.roles.losses import Objective, Stats
 from jaxrl.roles.optimizer import OptimConfig, Schedule, build_optimizer, learning_rate
 from jaxrl.roles.packed_model import PackedModel
@@ -95,12 +95,13 @@ class Learner(PackedModel, abc.ABC):
     # Subclasses
 
     @abc.abstractmethod
-    def _outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
-        """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts."""
+    def _outputs(
+        self, params: Params, micro: Any, *, supervised: bool = False
+    ) -> tuple[Any, Routing | None]:
+        """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts.
 
-    def _supervised_outputs(self, params: Params, micro: Any) -> tuple[Any, Routing | None]:
-        """`_outputs` for objectives that learn tokens which nothing has sampled."""
-        return self._outputs(params, micro)
+        `supervised` is for objectives that learn tokens which nothing has sampled.
+        """
 
     def _outputs_against(
         self, params: Params, reference: Params, micro: Any
@@ -153,6 +154,7 @@ class Learner(PackedModel, abc.ABC):
         if self._offloaded:
             assert self._state is not None, "only a state is offloaded"
             where = self.state_shardings()
+            # Weights that sampling holds are not on the host; `for_training` brings them back.
             lent = self._state.params is None
             self._state = onload(self._state, where.replace(params=None) if lent else where)
             self._offloaded = False
@@ -185,6 +187,7 @@ class Learner(PackedModel, abc.ABC):
         self.state = state.replace(step=state.step + 1)
 
     def _fresh_state(self, params: Params) -> TrainState:
+        params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.shapes)
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
 
     def trained(self, params: Any) -> Any:
@@ -198,7 +201,7 @@ class Learner(PackedModel, abc.ABC):
     def init(self) -> None:
         """Random weights, born sharded."""
         make = jax.jit(
-            lambda key: self._fresh_state(self._in_own_types(init_params(self.model, key))),
+            lambda key: self._fresh_state(init_params(self.model, key)),
             out_shardings=self.state_shardings(),
         )
         self.state = make(jax.random.key(self._seed))
@@ -212,13 +215,10 @@ class Learner(PackedModel, abc.ABC):
         def make(params: Params, key: jax.Array) -> TrainState:
             if self.model.lora.rank and not lora.split(params)[0]:
                 params = lora.join(lora.fresh_adapters(self.model, key), params)
-            return self._fresh_state(self._in_own_types(params))
+            return self._fresh_state(params)
 
         make = jax.jit(make, out_shardings=self.state_shardings(), donate_argnums=0)
         self.state = make(params, jax.random.key(self._seed))
-
-    def _in_own_types(self, params: Params) -> Params:
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), params, self.shapes)
 
     # Learning
 
@@ -297,7 +297,9 @@ class Learner(PackedModel, abc.ABC):
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
         lr = learning_rate(schedule, state.step)
         trained, frozen = self._split(state.params)
+        # The weights below the adapters are those that training started from.
         reference = frozen if self.model.lora.rank and reference is None else reference
+        # From seed and step alone, so that a resumed run selects the tokens that the original would.
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
         batches = [o.prepare(b, key) for b, o in zip(batches, objectives, strict=True)]
         staged = shards_of("layers", TRAIN_RULES, self.mesh) > 1
@@ -312,6 +314,7 @@ class Learner(PackedModel, abc.ABC):
             grads = first.grads
             for other in others:
                 grads = jax.tree.map(jnp.add, grads, other.grads)
+            # A further batch, such as that of pretraining, has a loss whatever the advantages of the first.
             has_gradient = (first.sums.trained.tokens > 0) & (first.has_signal | bool(others))
             carry, stats = self._optimizer_step(params, opt_state, grads, lr, has_gradient)
             if changes_order:
@@ -319,11 +322,18 @@ class Learner(PackedModel, abc.ABC):
             return carry, (first.stats | stats, first.sums, first.this_pass)
 
         U = batches[0].tokens.shape[0]
+        # All passes in one scan: a pass more compiles nothing larger.
         (trained, opt_state), (stats_U, sums_U, this_pass_U) = jax.lax.scan(
             minibatch, (trained, state.opt_state), jnp.tile(jnp.arange(U), epochs)
         )
         new_state = TrainState(lora.join(trained, frozen), opt_state, state.step + 1)
-        metrics = _step_metrics(stats_U, sums_U, objectives[0]) | {"lr": lr}
+        metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
+        for name, value_U in sums_U.maxima.items():
+            # Before its first update the policy is still the one that the step began with.
+            metrics |= {name: value_U.max(), f"first_{name}": value_U[0]}
+        if objectives[0].correction is not None:
+            metrics |= objectives[0].correction.metrics(sums_U.correction)
+        metrics |= {"first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(1))[0], "lr": lr}
         return new_state, metrics, jax.tree.map(lambda x: x[0], this_pass_U)
 
     def _gradient(
@@ -342,9 +352,7 @@ class Learner(PackedModel, abc.ABC):
             if objective.needs_reference:
                 assert reference is not None, "the objective needs a reference's weights"
                 return self._outputs_against(params, reference, micro)
-            if objective.supervised:
-                return self._supervised_outputs(params, micro)
-            return self._outputs(params, micro)
+            return self._outputs(params, micro, supervised=objective.supervised)
 
         return minibatch_gradient(
             trained,
@@ -380,17 +388,6 @@ class Learner(PackedModel, abc.ABC):
         )
         stats = {"grad_norm": grad_norm, "skipped_updates": (~useful).astype(jnp.float32)}
         return (params, opt_state), stats
-
-
-def _step_metrics(stats_U: Stats, sums_U: Sums, objective: Objective) -> Stats:
-    """Metrics of a step from those of its minibatches, which lie along the first axis."""
-    metrics = {name: value_U.mean() for name, value_U in stats_U.items()}
-    for name, value_U in sums_U.maxima.items():
-        # Before its first update the policy is still the one that the step began with.
-        metrics |= {name: value_U.max(), f"first_{name}": value_U[0]}
-    if objective.correction is not None:
-        metrics |= objective.correction.metrics(sums_U.correction)
-    return metrics | {"first_ppo_kl": stats_U.get("ppo_kl", jnp.zeros(1))[0]}
 
 
 def _as_stored(state: Any) -> Any:

@@ -180,29 +180,6 @@ in nats, and |p_train - p_rollout|. "veto" rejects sequences with a token whose 
 """
 
 
-def _check_rejections(limits: Mapping[str, Limit]) -> None:
-    """Raises UserError if a rule is unknown, or its limit has the wrong type or range."""
-    for name, limit in limits.items():
-        if name not in REJECTIONS:
-            near = difflib.get_close_matches(name, REJECTIONS) or list(REJECTIONS)
-            raise UserError(f"reject.{name} is not a rejection rule; near: {', '.join(near)}")
-        check_value(f"reject.{name}", limit, REJECTIONS[name])
-        if isinstance(limit, tuple) and limit[0] > limit[1]:
-            raise UserError(
-                f"reject.{name} {limit} has its lowest ratio above its highest; write it as (0.5, 2.0)"
-            )
-
-
-def _rejection(name: str, limit: Limit) -> Rejection:
-    if isinstance(limit, tuple):
-        over = name.removesuffix("_ratio")
-        return Rejection(f"{over}_k1", over, "k1", *rollout_correction.ratio_bounds(*limit))
-    if name == "veto":
-        return Rejection(name, "seq_max", "k1", *rollout_correction.ratio_bounds(limit, math.inf))
-    over, _, by = name.rpartition("_")
-    return Rejection(name, over, by, -math.inf, limit)
-
-
 @settings
 class CorrectionConfig:
     """Correction for tokens whose probability differs between sampler and trainer.
@@ -238,9 +215,19 @@ class CorrectionConfig:
     @property
     def rejections(self) -> tuple[Rejection, ...]:
         """The rules of `reject`, as those of `algos.rollout_correction`, in the order of `REJECTIONS`."""
-        return tuple(
-            _rejection(name, self.reject[name]) for name in REJECTIONS if name in self.reject
-        )
+        found = []
+        for name in REJECTIONS:
+            limit = self.reject.get(name)
+            over, _, by = name.rpartition("_")
+            if isinstance(limit, tuple):
+                bounds = rollout_correction.ratio_bounds(*limit)
+                found.append(Rejection(f"{over}_k1", over, "k1", *bounds))
+            elif limit is not None and name == "veto":
+                bounds = rollout_correction.ratio_bounds(limit, math.inf)
+                found.append(Rejection(name, "seq_max", "k1", *bounds))
+            elif limit is not None:
+                found.append(Rejection(name, over, by, -math.inf, limit))
+        return tuple(found)
 
     @property
     def weighs(self) -> bool:
@@ -271,7 +258,15 @@ class CorrectionConfig:
             )
 
     def __post_init__(self):
-        _check_rejections(self.reject)
+        for name, limit in self.reject.items():
+            if name not in REJECTIONS:
+                near = difflib.get_close_matches(name, REJECTIONS) or list(REJECTIONS)
+                raise UserError(f"reject.{name} is not a rejection rule; near: {', '.join(near)}")
+            check_value(f"reject.{name}", limit, REJECTIONS[name])
+            if isinstance(limit, tuple) and limit[0] > limit[1]:
+                raise UserError(
+                    f"reject.{name} {limit} has its lowest ratio above its highest; write it as (0.5, 2.0)"
+                )
         if not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"bounds {self.bounds} of a ratio: write the lower one first")
 
@@ -322,9 +317,11 @@ def correct(
             weight_BT = rollout_correction.band(ratio_BT, lowest=lowest, highest=highest)
         else:
             weight_BT = rollout_correction.truncate(ratio_BT, highest=highest)
+        # Without a lower bound the reported share lies below the inverse of the upper one, as in verl.
         moments["weights"] = rollout_correction.weight_moments(
             ratio_BT, weight_BT, *where, lowest=lowest or 1.0 / highest, highest=highest
         )
+    # Each rule sees the original mask, so their order does not matter.
     kept_BT = jnp.ones_like(mask_BT)
     for rejection in config.rejections:
         statistic_BT = rejection.statistic(rho_BT, train_logprob_BT, *where)
@@ -517,7 +514,7 @@ def policy(
     if correction is not None or truncated:
         further["correction"] = _inside_the_loss(correction, truncated=truncated)
     if shares_forward:
-        further["this_pass"] = _logprobs_of_this_pass
+        further["this_pass"] = lambda outputs: {"old_logprob": outputs.logprob}
     return Objective(
         loss,
         make(**(aggregation_options or {})),
@@ -529,10 +526,6 @@ def policy(
         needs_reference=bool(kl_coef) and estimate is None,
         **further,
     )
-
-
-def _logprobs_of_this_pass(outputs: PolicyOutputs) -> dict[str, jax.Array]:
-    return {"old_logprob": outputs.logprob}
 
 
 def _loss_inputs(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Array]:

@@ -1,9 +1,9 @@
-"""The optimiser: AdamW or Muon after a global-norm clip, and a learning rate per rollout step."""
+"""The optimiser and its settings: AdamW or Muon after a global-norm clip, and a rate per rollout step."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,52 @@ import optax
 from flax import traverse_util
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from jaxrl.checks import (
+    at_least,
+    between,
+    coefficient,
+    positive,
+    positive_coefficient,
+    settings,
+    steps,
+)
 from jaxrl.roles.eight_bit_moments import with_compressed_moments
-from jaxrl.roles.optim_config import OptimConfig
+
+_Beta: TypeAlias = Annotated[float, between(0, 1, has_high=False)]
+
+
+@settings
+class StageOptimConfig:
+    """The optimiser of a stage before reinforcement learning. All else is as in the run's `optim`."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """"adamw", or "muon": Muon for the matrices of the layers, AdamW for all other weights."""
+    lr: Annotated[float, coefficient()] = 1e-6
+    """Peak learning rate."""
+    lr_warmup_steps: Annotated[int, steps(0)] = 10
+    """Steps of linear warm-up; the first step already trains, at lr / lr_warmup_steps."""
+    lr_decay_steps: Annotated[int, steps(0)] = 0
+    """Step at which a cosine reaches lr * lr_final; 0 for a constant rate."""
+    lr_final: Annotated[float, between(0, 1)] = 0.0
+    """Learning rate after the decay, as a share of lr."""
+    weight_decay: Annotated[float, at_least(0, at_most=1000)] = 0.1
+    """Weight decay of AdamW and Muon."""
+
+
+@settings
+class OptimConfig(StageOptimConfig):
+    """The optimiser and its schedule; `StageOptimConfig` documents the inherited settings."""
+
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Data type of the moments, "float32", "bfloat16" or "int8". With AdamW they take 8, 4 or
+    about 2.1 bytes per trained weight. Weights stay float32.
+    """
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    epsilon: Annotated[float, positive_coefficient()] = 1e-8
+    """Settings of AdamW. Muon has a momentum of 0.95."""
+    grad_clip: Annotated[float, positive(at_most=10**9, or_inf=True)] = 1.0
+    """Maximum global norm of the gradient; inf for none."""
+
 
 # Typical root mean square of an AdamW update. Muon's updates are scaled to it, so that the same learning rate
 # and weight decay suit both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
@@ -33,6 +77,7 @@ def build_optimizer(config: OptimConfig, axes: Any = None) -> optax.GradientTran
     scaled = optax.scale_by_adam(*config.betas, config.epsilon)
     if config.kind == "muon":
         scaled = _muon(axes, others=scaled)
+    # Clipped before the moments see the gradient; decayed after them, decoupled from their scale (AdamW).
     return optax.chain(
         optax.clip_by_global_norm(config.grad_clip),
         with_compressed_moments(scaled, config.moments),
@@ -53,18 +98,17 @@ def _muon(axes: Any, *, others: optax.GradientTransformation) -> optax.GradientT
     }
     dims = traverse_util.unflatten_dict(masked)
 
-    def to_adamw(updates: Any, _: Any) -> Any:
-        return jax.tree.map(_with_rms_of_adamw, updates, dims)
+    def as_adamw(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
+        # The root mean square of an orthogonal update is 1 / sqrt(longer side).
+        sides: Any = (numbers.reduction_axis, numbers.output_axis)
+        longer = max(math.prod(update.shape[axis] for axis in side) for side in sides)
+        return _RMS_OF_ADAMW * longer**0.5 * update
 
-    muon = optax.chain(scale_by_muon(weight_dimension_numbers=dims), optax.stateless(to_adamw))
+    muon = optax.chain(
+        scale_by_muon(weight_dimension_numbers=dims),
+        optax.stateless(lambda updates, _: jax.tree.map(as_adamw, updates, dims)),
+    )
     return optax.partition({"muon": muon, "beside": others}, traverse_util.unflatten_dict(labels))
-
-
-def _with_rms_of_adamw(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
-    """Scales an orthogonal update, whose root mean square is 1 / sqrt(longer side), to that of AdamW."""
-    sides: Any = (numbers.reduction_axis, numbers.output_axis)
-    longer = max(math.prod(update.shape[axis] for axis in side) for side in sides)
-    return _RMS_OF_ADAMW * longer**0.5 * update
 
 
 def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimensionNumbers | None:

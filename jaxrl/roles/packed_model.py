@@ -20,7 +20,7 @@ from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, t
 from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import platform_of
-from jaxrl.mesh.offload import check_host_memory, offload, onloaded_copy
+from jaxrl.mesh.offload import check_host_memory, offload
 from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
@@ -100,7 +100,9 @@ class PackedModel:
         # digits of float32.
         self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
         if model.lora.rank:
-            self.shapes = lora.frozen_as(self.shapes, self.frozen_dtype)
+            adapters, rest = lora.split(self.shapes)
+            rest = jax.tree.map(lambda leaf: leaf.update(dtype=self.frozen_dtype), rest)
+            self.shapes = lora.join(adapters, rest)
         self.state_rules = state_rules
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
@@ -331,7 +333,8 @@ class Frozen(PackedModel):
         """The weights on the devices, in the training layout. If they are offloaded, this is a copy."""
         assert self._params is not None, "load() comes first"
         if self._offload:
-            return onloaded_copy(self._params, self.train_shardings)
+            # The offloaded arrays remain: frozen weights need no way back.
+            return jax.device_put(self._params, self.train_shardings)
         return self._params
 
 

@@ -494,9 +494,18 @@ def _exchanged(
     The fullest minibatch gives a long sequence to the emptiest and gets a shorter one back, for as long as
     that helps.
     """
+    tokens_U = [int(lengths[m].sum()) for m in members_U]
+    # Each minibatch gets the whole microbatches that it fills. The further ones that all tokens together
+    # need go to the minibatches with the largest remainders.
+    whole_U = [tokens // micro_tokens for tokens in tokens_U]
+    more = -(-sum(tokens_U) // micro_tokens) - sum(whole_U)
+    by_rest = sorted(range(len(tokens_U)), key=lambda u: (-(tokens_U[u] % micro_tokens), u))
+    for u in by_rest[:more]:
+        whole_U[u] += 1
+    # Negative where a minibatch has too many tokens.
+    room_U = np.array(whole_U) * micro_tokens - np.array(tokens_U)
     # Sorted by length.
     pools = [m[np.argsort(lengths[m], kind="stable")] for m in members_U]
-    room_U = _rooms([int(lengths[m].sum()) for m in members_U], micro_tokens)
     while True:
         giver, taker = int(np.argmin(room_U)), int(np.argmax(room_U))
         most = min(-room_U[giver], room_U[taker])
@@ -517,17 +526,3 @@ def _exchanged(
 def _replaced(pool: np.ndarray, old: Any, new: Any, lengths: np.ndarray) -> np.ndarray:
     rest = pool[pool != old]
     return np.insert(rest, np.searchsorted(lengths[rest], lengths[new]), new)
-
-
-def _rooms(tokens_U: list[int], micro_tokens: int) -> np.ndarray:
-    """The room of each minibatch in tokens, negative if it has too many, for the fewest microbatches.
-
-    Each minibatch gets the whole microbatches that it fills. The further ones that all tokens together need
-    go to the minibatches with the largest remainders.
-    """
-    whole_U = [tokens // micro_tokens for tokens in tokens_U]
-    more = -(-sum(tokens_U) // micro_tokens) - sum(whole_U)
-    by_rest = sorted(range(len(tokens_U)), key=lambda u: (-(tokens_U[u] % micro_tokens), u))
-    for u in by_rest[:more]:
-        whole_U[u] += 1
-    return np.array(whole_U) * micro_tokens - np.array(tokens_U)

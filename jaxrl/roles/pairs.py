@@ -74,7 +74,10 @@ def pack_pairs(
         "positions": pack(lambda pair: (np.arange(_length(a)) for a in pair[:2]), np.int32),
         "segment_ids": np.where(inside, 2 * packing.segment_ids - 1 + second, 0).astype(np.int32),
         "sequence": packing.sequence,
-        "loss_mask": pack(lambda pair: map(_on_response, pair[:2]), np.float32),
+        "loss_mask": pack(
+            lambda pair: (np.repeat([0, 1], [len(x) for x in answer]) for answer in pair[:2]),
+            np.float32,
+        ),
         "num_micro_U": packing.num_micro_U,
         "ref_logprob": np.zeros(inside.shape, np.float32),
         "margin": pack(lambda pair: map(_at_end, pair[:2], (pair.margin, 0)), np.float32),
@@ -88,11 +91,6 @@ def pack_pairs(
 def _length(answer: Answer) -> int:
     prompt, response = answer
     return len(prompt) + len(response)
-
-
-def _on_response(answer: Answer) -> np.ndarray:
-    prompt, response = answer
-    return np.concatenate([np.zeros(len(prompt)), np.ones(len(response))])
 
 
 def _at_end(answer: Answer, value: float) -> np.ndarray:
@@ -148,11 +146,6 @@ def _of_both(what: str, values: tuple[jax.Array, jax.Array]) -> dict[str, jax.Ar
     return {f"chosen_{what}": values[0], f"rejected_{what}": values[1]}
 
 
-def _present(micro: PairBatch) -> jax.Array:
-    """1 for each pair in a row, 0 for the unused places, [R, P]."""
-    return pair_sums(last_tokens(micro.loss_mask, micro.segment_ids), micro.segment_ids)[0]
-
-
 def _pair_objective(
     name: str,
     options: dict[str, Any],
@@ -166,17 +159,16 @@ def _pair_objective(
     check_options(function, options, what)
 
     def by_token(outputs: Any, micro: PairBatch) -> tuple[jax.Array, Stats]:
-        values = on_pairs(function, inputs(outputs, micro), _present(micro), **options)
+        ids_RT = micro.segment_ids
+        ends_RT = last_tokens(micro.loss_mask, ids_RT)
+        present_RP, _ = pair_sums(ends_RT, ids_RT)
+        values = on_pairs(function, inputs(outputs, micro), present_RP, **options)
+        # A pair's value goes to the last trained token of its chosen answer, whose segment id is odd.
+        ends_RT = masked(ends_RT, ids_RT % 2)
+        pair_RT = jnp.minimum(ids_RT // 2, present_RP.shape[1] - 1)
         return jax.tree.map(
-            lambda x_RP: _on_chosen(x_RP, micro.loss_mask, micro.segment_ids), values
+            lambda x_RP: masked(jnp.take_along_axis(x_RP, pair_RT, axis=1), ends_RT), values
         )
 
     pair_mean = Aggregation(token_mean().weigh, lambda counts: counts.sequences / 2.0)
     return Objective(by_token, pair_mean, stats=pair_mean)
-
-
-def _on_chosen(x_RP: jax.Array, mask_RT: jax.Array, segment_ids_RT: jax.Array) -> jax.Array:
-    """The value of each pair on the last trained token of its chosen answer, 0 elsewhere, [R, T]."""
-    ends_RT = masked(last_tokens(mask_RT, segment_ids_RT), segment_ids_RT % 2)
-    pair_RT = jnp.minimum(segment_ids_RT // 2, x_RP.shape[1] - 1)
-    return masked(jnp.take_along_axis(x_RP, pair_RT, axis=1), ends_RT)

@@ -6,7 +6,7 @@ U minibatches   M microbatches   R rows   T tokens of a row
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,9 @@ from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding, Transfer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.decoder import Params, decoder_graph, weight_types
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.weight_types import weight_types
 from jaxrl.roles.learner import Learner, TrainState
 from jaxrl.roles.losses import Objective, PolicyOutputs, Stats
 from jaxrl.roles.packed_model import Frozen, PackedModel, each_micro, micro_of
@@ -77,8 +76,8 @@ class Actor(Learner):
         self._shares_mesh = backend is not None and backend.mesh == mesh
         if backend is not None:
             self.resharding = self._resharding_to(backend)
-        # Whether the backend has the current weights.
-        self._can_sample = False
+        # Whether the backend has the current weights, so that `generate` moves none.
+        self.can_sample = False
         self.logprobs_program = jax.jit(
             functools.partial(
                 self.packed_logprobs, self.graph, temperature=temperature, truncation=truncation
@@ -115,11 +114,6 @@ class Actor(Learner):
 
     # Where the weights are
 
-    @property
-    def can_sample(self) -> bool:
-        """Whether the backend has the current weights, so that `generate` moves none."""
-        return self._can_sample
-
     def for_training(self) -> TrainState:
         """The training state on its devices; first brings weights back from the backend or the host."""
         self._onload()
@@ -135,25 +129,26 @@ class Actor(Learner):
         Does not move weights that are there already. If both layouts have the same type, the training copy
         becomes the generation copy.
         """
-        if not self._can_sample:
+        if not self.can_sample:
             state = self.for_training()
             # Drop the old generation copy before the new one is made: both together may not fit.
             self._unloaded()
             self.backend.load(self.resharding.to_generate(state.params))
             if self.resharding.donate:
+                # The buffers of the training copy have become those of the generation copy.
                 self._state = state.replace(params=None)
-            self._can_sample = True
+            self.can_sample = True
         self.offload()
 
     def _before_change(self) -> None:
-        self._can_sample = False
+        self.can_sample = False
         # On the training mesh the backend's weights may share buffers with those that an update donates, and
         # they take memory that the update needs. On its own mesh the sampler may still be using them.
         if self._shares_mesh:
             self._unloaded()
 
     def _unloaded(self) -> Params | None:
-        self._can_sample = False
+        self.can_sample = False
         return self.backend.unload()
 
     # Sampling
@@ -167,11 +162,6 @@ class Actor(Learner):
         """Continues unfinished groups, and may leave some; arguments as for `RolloutBackend.resume`."""
         self.for_sampling()
         return self.backend.resume(prompts, options, **further)
-
-    @property
-    def sampling_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last sampling that has ended; see `RolloutBackend.metrics`."""
-        return self.backend.metrics
 
     def continuous(
         self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
@@ -265,17 +255,11 @@ class Actor(Learner):
         first = {name: getattr(batch, name).at[0].set(x_MRT) for name, x_MRT in this_pass.items()}
         return metrics, batch.replace(**first)
 
-    def _outputs(self, params: Params, micro: Any) -> tuple[PolicyOutputs, Routing | None]:
-        return self._outputs_within(self.truncation, params, micro)
-
-    def _supervised_outputs(
-        self, params: Params, micro: Any
+    def _outputs(
+        self, params: Params, micro: Any, *, supervised: bool = False
     ) -> tuple[PolicyOutputs, Routing | None]:
-        return self._outputs_within(None, params, micro)
-
-    def _outputs_within(
-        self, truncation: Truncation | None, params: Params, micro: Any
-    ) -> tuple[PolicyOutputs, Routing | None]:
+        # The limits of sampling may forbid a token of an example.
+        truncation = None if supervised else self.truncation
         settings: Any = {"temperature": self._temperature, "truncation": truncation}
         logprob, entropy, routing = self.policy(self.graph, params, micro, **settings)
         return PolicyOutputs(logprob, entropy, jnp.zeros_like(logprob)), routing

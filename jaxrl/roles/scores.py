@@ -41,11 +41,7 @@ class ScoreLearner(Learner):
         return self.by_token_program(self.for_training().params, batch)
 
     def _packed_by_token(self, params: Params, batch: PackedBatch) -> jax.Array:
-        def of_micro(micro: Any) -> jax.Array:
-            outputs, _ = self._outputs(params, micro)
-            return outputs[0]
-
-        return each_micro(of_micro, batch)
+        return each_micro(lambda micro: self._outputs(params, micro)[0][0], batch)
 
 
 class Critic(ScoreLearner):
@@ -56,7 +52,10 @@ class Critic(ScoreLearner):
         """Value of the state before every token, float32 [U, M, R, T]; 0 at the first token of a sequence."""
         return self.by_token(batch)
 
-    def _outputs(self, params: Params, micro: Any) -> tuple[ValueOutputs, Routing | None]:
+    def _outputs(
+        self, params: Params, micro: Any, *, supervised: bool = False
+    ) -> tuple[ValueOutputs, Routing | None]:
+        del supervised
         scores_RTS, routing = self.scores(params, micro)
         return ValueOutputs(values_before(scores_RTS[..., 0], micro.segment_ids)), routing
 
@@ -78,11 +77,10 @@ class RewardModel(Frozen):
         return self.scores_program(self.onloaded(), batch)
 
     def _packed_scores(self, params: Params, batch: PackedBatch) -> jax.Array:
-        def of_micro(micro: PackedBatch) -> jax.Array:
-            scores_RTS, _ = self.scores(params, micro)
-            return last_scores(scores_RTS, micro.segment_ids)[..., 0]
-
-        return each_micro(of_micro, batch)
+        return each_micro(
+            lambda micro: last_scores(self.scores(params, micro)[0], micro.segment_ids)[..., 0],
+            batch,
+        )
 
 
 class RewardModelLearner(ScoreLearner):
@@ -93,7 +91,10 @@ class RewardModelLearner(ScoreLearner):
         """The score of each sequence on its last token, 0 elsewhere, float32 [U, M, R, T]."""
         return self.by_token(batch)
 
-    def _outputs(self, params: Params, micro: Any) -> tuple[ScoreOutputs, Routing | None]:
+    def _outputs(
+        self, params: Params, micro: Any, *, supervised: bool = False
+    ) -> tuple[ScoreOutputs, Routing | None]:
+        del supervised
         scores_RTS, routing = self.scores(params, micro)
         return ScoreOutputs(last_scores(scores_RTS, micro.segment_ids)[..., 0]), routing
 

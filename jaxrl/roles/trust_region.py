@@ -105,11 +105,13 @@ class TrustRegionActor(Actor):
         batch = objective.prepare(batch, jax.random.fold_in(jax.random.key(self._seed), state.step))
         gradient = self._gradient(params, frozen, reference, batch, jnp.int32(0), objective)
 
-        def fisher_product(vector: Params) -> Params:
-            product = self._fisher_product(params, frozen, batch, vector)
-            return combined(product, self._damping, vector)
-
-        x, fisher_x = conjugate_gradients(fisher_product, gradient.grads, iterations=ITERATIONS)
+        x, fisher_x = conjugate_gradients(
+            lambda vector: combined(
+                self._fisher_product(params, frozen, batch, vector), self._damping, vector
+            ),
+            gradient.grads,
+            iterations=ITERATIONS,
+        )
         length = step_length(x, fisher_x, max_kl=self._max_kl)
 
         def moved(fraction: jax.Array) -> Params:

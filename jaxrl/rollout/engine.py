@@ -54,10 +54,9 @@ from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.cache_kind import split_layers
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
-from jaxrl.models.decoder import Params
+from jaxrl.models.decoder import Params, weight_types
 from jaxrl.models.experts import experts_for
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.weight_types import weight_types
 from jaxrl.quantized import stored_in_place
 from jaxrl.rollout.cache_choice import choose_cache
 from jaxrl.rollout.decode_state import DecodeState

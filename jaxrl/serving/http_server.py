@@ -155,21 +155,19 @@ def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
                     "send the key of this server: Authorization: Bearer KEY",
                     code="invalid_api_key",
                 )
-        elif _host_of(headers) not in hosts:
-            refusal = ApiError(
-                421,
-                f"this server answers to {', '.join(hosts)}, unless it is started with --api_key",
-            )
+        else:
+            try:
+                name = urllib.parse.urlsplit(f"//{headers.get('host', '')}").hostname
+            except ValueError:
+                name = None
+            if name not in hosts:
+                refusal = ApiError(
+                    421,
+                    f"this server answers to {', '.join(hosts)}, unless it is started with --api_key",
+                )
         await (JSONResponse(refusal.body, refusal.status) if refusal else app)(scope, receive, send)
 
     return answer
-
-
-def _host_of(headers: Headers) -> str | None:
-    try:
-        return urllib.parse.urlsplit(f"//{headers.get('host', '')}").hostname
-    except ValueError:
-        return None
 
 
 class HttpServer:

@@ -1,26 +1,32 @@
-"""Loads a model directory into an engine, with sequence limits that fit the memory of its devices."""
+"""Reads a model directory, and loads it into an engine with sequence limits that fit its devices.
+
+Evaluation reads directories with it too. `models.huggingface` reads the weights.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.checks import MAX_TOKENS
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
-from jaxrl.mesh.rules import GENERATE_RULES, check_divides
+from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
 from jaxrl.models.decoder import Params, decoder_graph
+from jaxrl.models.huggingface.config_json import read_config, read_config_json
 from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.serving import model_directory
 from jaxrl.serving.serve_config import ServeConfig
 
 # Fraction of a device's memory for weights and caches; the rest is for temporaries of programs.
@@ -36,31 +42,27 @@ class Loaded:
     tokenizer: Tokenizer
 
 
-def load(config: ServeConfig, *, devices: Sequence[Any] | None = None) -> Loaded:
+def load(config: ServeConfig) -> Loaded:
     """Loads a model onto its devices.
-
-    Args:
-      config: settings of the server.
-      devices: devices to choose from; None means all.
 
     Raises:
       UserError: a file is missing or broken, or the model does not fit.
     """
     directory = pathlib.Path(local_model(config.model))
-    model_directory.check_is_directory(directory)
-    if model_directory.is_run_folder(directory):
+    check_is_directory(directory)
+    if is_run_folder(directory):
         raise UserError(
             f"{directory} is the folder of a run; export it first: python launch/convert.py "
             f"--path {directory} --out DIR, and serve DIR"
         )
-    found = model_directory.read_model(directory)
+    found = read_model(directory)
     model, tokenizer = found.model, found.tokenizer
-    mesh = build_generation_mesh(config.mesh, devices)
+    mesh = build_generation_mesh(config.mesh)
     config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
     graph, shapes, _ = decoder_graph(model)
-    where = model_directory.generation_shardings(model, mesh)
+    where = generation_shardings(model, mesh)
 
     def engine_of(lengths: TokenLimits) -> Engine:
         chunk = min(config.prefill_chunk_tokens, lengths.context)
@@ -108,7 +110,7 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     """
     prompt, response = config.max_prompt_tokens, config.max_response_tokens
     if not prompt and not response:
-        context = min(context, max(fitting(), model_directory.SHORTEST_CONTEXT))
+        context = min(context, max(fitting(), SHORTEST_CONTEXT))
         return TokenLimits(max(context - 1, 1), max(context - 1, 1), context)
     prompt = prompt or context - response
     response = response or context - prompt
@@ -141,3 +143,69 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
     free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
     # A cache, and its predecessor while it grows.
     return free * state.capacity // (2 * cache)
+
+
+# The context of a model whose config.json names none, and the shortest context to offer if memory is short.
+SHORTEST_CONTEXT = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDirectory:
+    """A language model with consistent files; its weights are not loaded.
+
+    Attributes:
+      model: Shape of the model.
+      tokenizer: Its tokenizer.
+      context_tokens: Number of tokens that it has positions for.
+    """
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    context_tokens: int
+
+
+def read_model(directory: pathlib.Path) -> ModelDirectory:
+    """Reads the config and the tokenizer of a directory.
+
+    Raises:
+      UserError: A file is missing or broken, the model is a scalar model, or the tokenizer has more tokens
+        than the model.
+    """
+    model = read_config(directory)
+    tokenizer = load_tokenizer(directory)
+    if model.num_scores:
+        raise UserError(f"{directory} holds a model of scores; name a language model")
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{model.vocab_size} rows; put two files of one model there"
+        )
+    context = read_config_json(directory).get("max_position_embeddings")
+    context = SHORTEST_CONTEXT if context is None else context
+    if type(context) is not int or context < 2:
+        raise UserError(
+            f"{directory / 'config.json'}: max_position_embeddings is {context!r}; it must be a whole number "
+            "of 2 or more: copy the published file again"
+        )
+    model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
+    return ModelDirectory(model, tokenizer, min(context, MAX_TOKENS))
+
+
+def check_is_directory(path: pathlib.Path, *, or_else: str = "") -> None:
+    """Raises UserError if --model names a file; `or_else` adds the alternatives to the message."""
+    if path.exists() and not path.is_dir():
+        raise UserError(
+            f"--model {path} is a file; name the Hugging Face directory it lies in, with config.json, "
+            f"tokenizer.json and the weights{or_else}"
+        )
+
+
+def is_run_folder(path: pathlib.Path) -> bool:
+    """Whether a directory is the folder of a training run, and not a Hugging Face directory."""
+    return (path / "model").is_dir() and not (path / "config.json").exists()
+
+
+def generation_shardings(model: ModelConfig, mesh: Mesh) -> Any:
+    """The shardings of a model's weights for generation."""
+    _, shapes, axes = decoder_graph(model)
+    return shardings(axes, shapes, GENERATE_RULES, mesh)

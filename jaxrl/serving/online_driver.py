@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from jaxrl.data.text_stream import TextStream
+from jaxrl.data.tokenizer import TextStream
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End

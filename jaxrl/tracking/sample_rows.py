@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.text_stream import TextStream
-from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tokenizer import TextStream, Tokenizer
 from jaxrl.types import PackedBatch, Scored
 
 # The last key of a row.

@@ -34,6 +34,7 @@ class StageCheckpoints(Checkpoints):
 
     Attributes:
       saved_step: step of the newest checkpoint; None without one.
+      record: state of the stage besides the learners', for the next save; set after every step.
     """
 
     def __init__(self, folder: StageFolder, *, keep: int, may_restart: bool):
@@ -48,7 +49,7 @@ class StageCheckpoints(Checkpoints):
         self.saved_step: int | None = None
         self._folder = folder
         self._may_restart = may_restart
-        self._record: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
         # The last step with a written row, and the update count of each learner at that step.
         self._noted_step = 0
         self._num_updates: dict[str, int] = {}
@@ -64,9 +65,9 @@ class StageCheckpoints(Checkpoints):
         like = {name: role.abstract_state() for name, role in learners.items()}
         for name, state in self.restore(step, like).items():
             learners[name].state = state
-        self._record = self.read_record(step)
+        self.record = self.read_record(step)
         self.saved_step = step
-        return self._record
+        return self.record
 
     def check_nothing_is_lost(self) -> None:
         """Raises UserError if the folder has traces of progress but no checkpoint to resume from."""
@@ -100,9 +101,6 @@ class StageCheckpoints(Checkpoints):
 
     # The end of a step
 
-    def note_record(self, record: Mapping[str, Any]) -> None:
-        self._record = dict(record)
-
     def note_finished(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Marks a step as finished and its row as written, so that its state may be saved."""
         # Compared after a failure: equal counts mean that the failed step has changed no weights.
@@ -111,9 +109,7 @@ class StageCheckpoints(Checkpoints):
 
     def start_saving(self, step: int, learners: Mapping[str, Learner]) -> None:
         """Begins to write the states of the learners after a step."""
-        self.save(
-            step, {name: role.for_training() for name, role in learners.items()}, self._record
-        )
+        self.save(step, {name: role.for_training() for name, role in learners.items()}, self.record)
 
     def commit_step(self, step: int, rows: RowChecksum | None) -> None:
         """Completes the checkpoint of a step once the rows of the log have reached it."""

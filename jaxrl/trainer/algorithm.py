@@ -10,16 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from jaxrl.algos.covariance import SELECTIONS
 from jaxrl.algos.policy_losses import POLICY_LOSSES, SEQUENCE_LOSSES
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import array_names, check_options, lookup
+from jaxrl.algos.registry import array_names, check_options, lookup, options_of
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective, shares_forward
+from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.dataflows.dataflow import Dataflow
-from jaxrl.dataflows.lookup import find_dataflow
+from jaxrl.dataflows.lookup import DATAFLOWS, find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Pool, places, read_placement
-from jaxrl.roles.advantage_estimator import BASELINE, SUM_PI_SQUARED, VALUES, Estimator
+from jaxrl.roles import losses
+from jaxrl.roles.advantage_estimator import (
+    BASELINE,
+    IMPORTANCE_WEIGHT,
+    SUM_PI_SQUARED,
+    VALUES,
+    Estimator,
+)
 from jaxrl.roles.losses import Objective
 from jaxrl.rollout import drivers
 from jaxrl.trainer.role_table import ROLES
@@ -53,7 +61,16 @@ def algorithm_of(config: Config) -> Algorithm:
     """
     settings, rollout, coef = config.algorithm, config.rollout, config.train.load_balancing_coef
     flow, roles = find_dataflow(settings.dataflow), roles_of(config)
-    _check_pools(config, roles)
+    pools_of(config, roles)
+    if role := compared_role(roles):
+        # The loss looks at both models in one program.
+        pool = _pool_of(config, "actor")
+        has_reference = role in pool.roles
+        settings.kl.check_pool(
+            pool.name,
+            has_reference=has_reference,
+            same_layout=has_reference and pool.layout_of(role) == pool.layout_of("actor"),
+        )
     _check_sampling(config, flow)
     pairs = config.preference
     if pairs.loss:
@@ -66,10 +83,12 @@ def algorithm_of(config: Config) -> Algorithm:
     computed = {VALUES} if "critic" in flow.roles else set()
     computed |= {BASELINE} if flow.greedy_baseline else set()
     computed |= set(flow.gives)
-    estimator.check_inputs(settings.dataflow, frozenset(computed | {SUM_PI_SQUARED}))
-    estimator.check_uses(settings.dataflow, frozenset(computed))
-    estimator.check_group_size(rollout.num_samples)
-    estimator.check_bypass(bypass=settings.correction.bypass)
+    estimator.check(
+        settings.dataflow,
+        frozenset(computed),
+        num_samples=rollout.num_samples,
+        bypass=settings.correction.bypass,
+    )
     if "score_BK" in estimator.inputs:
         config.reward.check_several_terms(settings.advantage)
         settings.kl.check_separate_rewards(settings.advantage)
@@ -130,19 +149,6 @@ def runs_free(config: Config) -> bool:
     return config.rollout.partial and apart and "actor" not in _pool_of(config, "rollout").roles
 
 
-def _check_pools(config: Config, roles: Sequence[str]) -> None:
-    """Checks the placement, and that a policy and the one it is compared with are together."""
-    pools_of(config, roles)
-    if role := compared_role(roles):
-        pool = _pool_of(config, "actor")
-        has_reference = role in pool.roles
-        config.algorithm.kl.check_pool(
-            pool.name,
-            has_reference=has_reference,
-            same_layout=has_reference and pool.layout_of(role) == pool.layout_of("actor"),
-        )
-
-
 def _check_sampling(config: Config, flow: Dataflow) -> None:
     rollout, num_processes = config.rollout, config.hosts.num_processes
     free = runs_free(config)
@@ -167,3 +173,79 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
 def _pool_of(config: Config, role: str) -> Pool:
     (pool,) = (pool for pool in pools_of(config) if role in pool.roles)
     return pool
+
+
+def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
+    """The advantage estimator.
+
+    Raises:
+      UserError: its name or an option is unknown.
+    """
+    return Estimator.of(
+        algorithm.advantage,
+        algorithm.advantage_options,
+        whiten=algorithm.whiten,
+        kl_estimate=algorithm.kl.reward_estimate,
+    )
+
+
+def shares_forward(algorithm: AlgorithmConfig, load_balancing_coef: float) -> bool:
+    """Whether the first minibatch takes its old log-probabilities from the forward pass of its own update.
+
+    The numbers are those of a forward pass before the updates, because the weights are. A user's dataflow may
+    look at them earlier, and so do these settings:
+    """
+    estimator, correction = estimator_of(algorithm), algorithm.correction
+    arrays = estimator.inputs | set(options_of(estimator.function))
+    seen = {"logprob_BT", SUM_PI_SQUARED} | ({IMPORTANCE_WEIGHT} if correction.weighs else set())
+    corrects = correction.weighs or bool(correction.rejections)
+    adds_terms = bool(algorithm.entropy_coef or algorithm.entropy_target or algorithm.kl.loss_coef)
+    early = (
+        correction.bypass,  # takes the sampler's
+        algorithm.kl.reward_coef > 0,  # penalises rewards by them
+        algorithm.loss in SELECTIONS,  # selects tokens by them
+        arrays & seen,  # the advantage is made of them
+        find_dataflow(algorithm.dataflow).trust_region,  # searches along its step with them
+        algorithm.epochs > 1,  # needs those of all minibatches
+        corrects and algorithm.updates_per_step > 1,  # compares them over all minibatches
+        # Inside the loss their mean is known only at the end of the minibatch.
+        correction.weighs and correction.normalize and adds_terms,
+        corrects and load_balancing_coef > 0,  # counts the tokens that they leave
+    )
+    return algorithm.dataflow in DATAFLOWS and not any(early)
+
+
+def policy_objective(
+    algorithm: AlgorithmConfig, load_balancing_coef: float, *, truncated: bool = False
+) -> Objective:
+    """The actor's loss.
+
+    Args:
+      algorithm: settings of the algorithm.
+      load_balancing_coef: coefficient of the load balancing loss, `train.load_balancing_coef`.
+      truncated: whether log-probabilities are those of truncated sampling.
+
+    Raises:
+      UserError: a name or an option is unknown, or loss and aggregation contradict each other.
+    """
+    correction = algorithm.correction
+    shares = shares_forward(algorithm, load_balancing_coef)
+    corrects = correction.weighs or bool(correction.rejections)
+    # The current policy itself gives the correction ratio if there is no separate old policy, or if both are
+    # equal.
+    inside = correction.bypass or (corrects and shares)
+    return losses.policy(
+        algorithm.loss,
+        algorithm.loss_options,
+        aggregation=algorithm.aggregation,
+        aggregation_options=algorithm.aggregation_options,
+        entropy_coef=algorithm.entropy_coef,
+        adapts_entropy=algorithm.entropy_target > 0,
+        kl_coef=algorithm.kl.loss_coef,
+        kl_estimate=algorithm.kl.loss_estimate,
+        correction=correction if inside else None,
+        shares_forward=shares,
+        # Dynamic sampling has already dropped the groups without advantages.
+        skips_groups=not find_dataflow(algorithm.dataflow).dynamic_sampling,
+        truncated=truncated,
+    )

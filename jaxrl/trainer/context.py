@@ -118,12 +118,13 @@ def build_context(
     found = find_everything(config, kind, pools, devices)
     choice = (config.reward.grader, config.reward.grader_options)
     truths = functools.partial(truth_faults, choice) if kind.grades else None
-    named = kind.needs_problems or found.problems.is_named
+    named = kind.needs_problems or found.problems.readers
     problems = found.problems.read(truths) if named else Problems()
     tokenizer = found.tokenizer
     if tokenizer is None:
         size = config.model.vocab_size
         tokenizer = tokenizer_from(problems, found.demonstrations, config.data, vocab_size=size)
+    # A stage without sampling has the policy alone, whatever the dataflow declares.
     models = role_models(config, algorithm.roles if kind.rewards else ("actor",))
     _check_tokens(config, tokenizer, models)
     train = encode(problems.train, config.data, tokenizer) if kind.rewards else ()

@@ -64,19 +64,16 @@ class Evaluation:
         """Metrics of an actor; the report shows sample answers of "before" and "after" training."""
         scored = answered(actor, self._run.evaluation_prompts, self._options, self._grading)
         if when in ("before", "after") and hosts.is_first():
-            self._keep_samples(scored, when)
+            completions = scored.completions
+            samples = [
+                {
+                    "prompt": completions.prompts.texts[i],
+                    "answer": completions.prompts.answers[i],
+                    "text": completions.texts[i * completions.num_samples],
+                    "correct": bool(scored.correct_B[i * completions.num_samples]),
+                }
+                for i in range(min(_REPORT_SAMPLES, len(completions.prompts)))
+            ]
+            path = self._run.config.run_folder.samples(when)
+            write_atomically(path, json.dumps(samples, indent=1).encode())
         return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}
-
-    def _keep_samples(self, scored: Scored, when: str) -> None:
-        completions = scored.completions
-        samples = [
-            {
-                "prompt": completions.prompts.texts[i],
-                "answer": completions.prompts.answers[i],
-                "text": completions.texts[i * completions.num_samples],
-                "correct": bool(scored.correct_B[i * completions.num_samples]),
-            }
-            for i in range(min(_REPORT_SAMPLES, len(completions.prompts)))
-        ]
-        path = self._run.config.run_folder.samples(when)
-        write_atomically(path, json.dumps(samples, indent=1).encode())

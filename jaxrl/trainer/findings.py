@@ -140,7 +140,11 @@ def find_everything(
     packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
     for package, setting in packages.items():
-        faults(setting, functools.partial(_check_installed, package))
+        if package and importlib.util.find_spec(package) is None:
+            faults.found.append(
+                f"{setting}: the package {package} is not installed; run pip install {package}, or do "
+                "without it"
+            )
     demonstrations, pairs, own_tokenizers = None, {}, {}
     if config.sft.num_steps and config.sft.path:
         read_file = functools.partial(read_demonstrations, config.sft.path, source=config.sft.path)
@@ -186,10 +190,3 @@ def _pairs(config: Config, faults: Faults) -> dict[str, Any]:
             read = functools.partial(read_preferences, path, source=path)
             found[path] = faults(f"preference.{name}", read)
     return found
-
-
-def _check_installed(package: str) -> None:
-    if package and importlib.util.find_spec(package) is None:
-        raise UserError(
-            f"the package {package} is not installed; run pip install {package}, or do without it"
-        )

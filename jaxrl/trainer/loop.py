@@ -180,35 +180,29 @@ class Loop:
         """
         with contextlib.closing(stage):
             record = self._resume(stage.learners)
-            if self._finished:
+            if self._schedule.ends(self.step):
                 return
             stage.begin(record)
             is_new = self._begin(stage)
             if is_new and self._schedule.evaluate_every:
-                self._log_start(stage.evaluate("before"))
+                self._write(_floats(stage.evaluate("before")) | self._timers.take())
+                # The first step's seconds begin after the evaluation.
+                self._step_started_s = time.perf_counter()
             try:
-                while not self._finished:
-                    self._finish_step(self._one_step(stage), stage)
+                while not self._schedule.ends(self.step):
+                    metrics, step = stage.step(), self.step + 1
+                    if self._schedule.evaluates(step):
+                        last = self._schedule.ends(step)
+                        metrics |= stage.evaluate("after" if last else "during")
+                    self._finish_step(_floats(metrics), stage)
             except StopRequested:
                 self._save_last_step(stage.learners)
                 raise
             except Exception:  # a step may raise anything; it is raised again below
                 save = functools.partial(self._save_last_step, stage.learners)
                 if message := self._checkpoints.save_after_failure(stage.learners, save):
-                    self._message(f"{self._title}: {message}")
+                    self._progress.message(f"{self._title}: {message}")
                 raise
-
-    def _one_step(self, stage: TrainingStage) -> dict[str, float]:
-        metrics = stage.step()
-        step = self.step + 1
-        if self._schedule.evaluates(step):
-            metrics |= stage.evaluate("after" if self._schedule.ends(step) else "during")
-        return _floats(metrics)
-
-    @property
-    def _finished(self) -> bool:
-        """Whether all steps are done."""
-        return self._schedule.ends(self.step)
 
     # Timing of a step (StepTimer)
 
@@ -246,6 +240,7 @@ class Loop:
             self._exit.enter_context(self._ownership)
             # Another run may have continued it before this one got the lock.
             step = self._checkpoints.newest_intact()
+        # After the lock on the stack, so before the lock is released.
         self._exit.callback(self._close_checkpoints)
         if step is None:
             hosts.on_first(self._checkpoints.check_nothing_is_lost)
@@ -284,45 +279,48 @@ class Loop:
         if hosts.is_first():
             self._exit.enter_context(self._stop.last_act(self._tell_last_checkpoint))
         if aside:
-            self._message(f"{self._title}: begins again; what was there is in {aside}")
+            self._progress.message(f"{self._title}: begins again; what was there is in {aside}")
         if resumed:
-            self._message(f"{self._title}: going on from the checkpoint of step {self.step}")
-        self._checkpoints.note_record(stage.record())
+            self._progress.message(
+                f"{self._title}: going on from the checkpoint of step {self.step}"
+            )
+        self._checkpoints.record = stage.record()
         self._checkpoints.note_finished(self.step, stage.learners)
         if not resumed:
-            self._start_saving(stage.learners)
+            self._checkpoints.start_saving(self.step, stage.learners)
             self._commit()
         self._step_started_s = time.perf_counter()
         return log_is_empty and self.step == 0
 
     # The end of a step
 
-    def _log_start(self, metrics: Metrics) -> None:
-        """Logs the evaluation before the first step as step 0."""
-        values = _floats(metrics)
-        self._write(values | self._timers.take())
-        self._step_started_s = time.perf_counter()
-
     def _finish_step(self, metrics: dict[str, float], stage: TrainingStage) -> None:
         """Ends a step: logs it, and saves if a save is due or a signal has arrived."""
-        self._check_finite(metrics)
+        bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            saved = self._checkpoints.saved_step
+            raise UserError(
+                f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
+                f"checkpoint: {'none' if saved is None else f'step {saved}'}). Lower the learning rate or "
+                "the gradient clip, or look at the batch of this step"
+            )
         self.step += 1
-        self._checkpoints.note_record(stage.record())
+        self._checkpoints.record = stage.record()
         stopping = self._stop.arrived()
+        # Together: a deadline must not part a row from the checkpoint that counts it.
         with self._stop.saving():
-            self._record_step(metrics, stage, stopping=stopping)
+            self._record_step(metrics, stage, saving=self._schedule.saves(self.step) or stopping)
         if stopping:
             raise StopRequested
 
     def _record_step(
-        self, metrics: dict[str, float], stage: TrainingStage, *, stopping: bool
+        self, metrics: dict[str, float], stage: TrainingStage, *, saving: bool
     ) -> None:
-        """Writes the row of a finished step, and saves if due."""
-        saving = self._schedule.saves(self.step) or stopping
+        """Writes the row of a finished step, and saves."""
         if saving:
             # Before the row is written, so that the seconds of the save count for this step.
             with self._timers("save_checkpoint"):
-                self._start_saving(stage.learners)
+                self._checkpoints.start_saving(self.step, stage.learners)
         seconds = time.perf_counter() - self._step_started_s
         self._step_started_s = time.perf_counter()
         tokens = metrics.get("perf/total_num_tokens", math.nan)
@@ -346,7 +344,7 @@ class Loop:
         """Saves the last finished step if it is not saved yet. No learner may have changed since."""
         if self._checkpoints.saved_step is not None and self._checkpoints.saved_step != self.step:
             with self._stop.saving():
-                self._start_saving(learners)
+                self._checkpoints.start_saving(self.step, learners)
                 self._commit()
 
     def _close_checkpoints(self) -> None:
@@ -358,13 +356,6 @@ class Loop:
         self._progress.stop()
         step = self._checkpoints.newest_complete(timeout_s)
         return f"{self._title}: the last checkpoint is of step {step}"
-
-    def _message(self, text: str) -> None:
-        """Prints a message for the user."""
-        self._progress.message(text)
-
-    def _start_saving(self, learners: Mapping[str, Learner]) -> None:
-        self._checkpoints.start_saving(self.step, learners)
 
     def _commit(self) -> None:
         rows = None if self._writer is None else self._writer.checksum
@@ -378,20 +369,6 @@ class Loop:
         if self._writer is not None:
             self._writer.write(self.step, metrics)
         self._progress.update(self.step, metrics)
-
-    def _check_finite(self, metrics: Mapping[str, float]) -> None:
-        bad = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
-        if bad:
-            kept = (
-                "none"
-                if self._checkpoints.saved_step is None
-                else f"step {self._checkpoints.saved_step}"
-            )
-            raise UserError(
-                f"{self._title} step {self.step + 1}: {', '.join(bad)}; training stops here (last "
-                f"checkpoint: {kept}). Lower the learning rate or the gradient clip, or look at "
-                "the batch of this step"
-            )
 
 
 def open_loop(

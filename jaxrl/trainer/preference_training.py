@@ -75,7 +75,10 @@ class PairStage(ExamplesStage):
             run, evaluation=False, pairs_per_batch=run.config.preference.pairs_per_step
         )
         super().__init__(run, learner, timer, stream, name=name)
-        self._evaluation_pairs = self._read_evaluation_pairs() if _evaluates(run) else None
+        self._evaluation_pairs = None
+        if _evaluates(run):
+            pairs = preference_stream(run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
+            self._evaluation_pairs = self._placed(next(pairs))
 
     def evaluate(self, when: str) -> Metrics:
         """Fraction of evaluation pairs in which the chosen answer ranks higher; ties count half.
@@ -92,6 +95,7 @@ class PairStage(ExamplesStage):
         T = ranks.shape[-1]
         segment_ids_RT = jnp.asarray(segment_ids.reshape(-1, T))
         chosen, rejected = pair_sums(jnp.asarray(ranks.reshape(-1, T)), segment_ids_RT)
+        # A row has fewer pairs than places; unused ones would count as ties.
         there = np.asarray(pair_sums(jnp.asarray(mask.reshape(-1, T)), segment_ids_RT)[0]) > 0
         order = np.sign(np.asarray(chosen - rejected)[there])
         return {"val-core/pairs/accuracy": float((order + 1).mean() / 2)}
@@ -121,10 +125,6 @@ class PairStage(ExamplesStage):
         on_host = hosts.fetch(batch)
         metrics["perf/total_num_tokens"] = float((on_host.segment_ids > 0).sum())
         return metrics | work_metrics(self._learner, on_host)
-
-    def _read_evaluation_pairs(self) -> PairBatch:
-        stream = preference_stream(self._run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
-        return self._placed(next(stream))
 
 
 class RewardModelStage(PairStage):
@@ -174,6 +174,7 @@ class DpoStage(PairStage):
         self._reference = reference
 
     def _begin_weights(self, *, resumed: bool) -> None:
+        # A copy, and first: the start of the actor consumes the weights.
         params = self._starting_params()
         self._reference.load(copied(params, self._reference.train_shardings))
         if not resumed:
@@ -207,7 +208,16 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
         loop.run(
             RewardModelStage(run, learner, loop, functools.partial(starting_params, run, stop))
         )
-    _save(learner, run)
+    directory = config.run_folder.trained_model
+    if not directory.exists() and hosts.is_first():
+        save_checkpoint(
+            learner.for_training().params,
+            learner.model,
+            directory,
+            dtype="float32",
+            source=config.run_folder.model,
+        )
+        print(f"model: {directory}")
 
 
 def learn_preferences(run: RunContext, stop: StopSignal) -> None:
@@ -236,18 +246,3 @@ def _evaluates(run: RunContext) -> bool:
     """Whether there are pairs to measure the accuracy on."""
     options = run.config.preference
     return bool(options.evaluation_path or (options.makes_pairs and run.problems.evaluation))
-
-
-def _save(learner: RewardModelLearner, run: RunContext) -> None:
-    """Saves the model as a Hugging Face directory in `<run>/trained_model`, unless it exists already."""
-    directory = run.config.run_folder.trained_model
-    if directory.exists() or not hosts.is_first():
-        return
-    save_checkpoint(
-        learner.for_training().params,
-        learner.model,
-        directory,
-        dtype="float32",
-        source=run.config.run_folder.model,
-    )
-    print(f"model: {directory}")

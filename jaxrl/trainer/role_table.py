@@ -164,7 +164,7 @@ class CriticKind(RoleKind):
     def build(self, parts: BuildParts) -> Critic:
         """A learner with an optimiser of its own."""
         config = parts.config
-        optim = config.critic.optim(config.optim)
+        optim = dataclasses.replace(config.optim, lr=config.critic.lr)
         return Critic(parts.model, **parts.place, optim=optim, seed=config.seed)
 
     def load(self, role: Critic, model: ModelConfig, directory: str) -> None:
@@ -321,7 +321,9 @@ class JudgeKind(RoleKind):
             "judge",
             options.weight,
             role,
-            JudgeTemplate(options.template, options.max_response_chars, role.special_texts),
+            JudgeTemplate(
+                options.template, options.max_response_chars, role.tokenizer.added_tokens
+            ),
             score_parser(low=0.0, high=10.0),
             0.0,  # the lowest score: nothing is gained by a verdict without one
         )
@@ -335,9 +337,20 @@ class TeacherKind(RoleKind):
     compared = True
 
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
-        """The teacher's tokenizer, if it has one, must have the policy's tokens."""
+        """The teacher's tokenizer, if it has one, must have the policy's tokens; it may have more."""
         super().check_tokens(model, policy, directory)
-        check_same_tokens(policy, self.setting, directory)
+        if not (pathlib.Path(directory) / "tokenizer.json").exists():
+            return
+        theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
+        ours = policy.backend.get_vocab(with_added_tokens=True)
+        differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+        if differing:
+            token = differing[0]
+            raise UserError(
+                f"{self.setting} {directory} has another tokenizer: {len(differing):,} of the policy's "
+                f"{len(ours):,} tokens have another id there, such as {token!r}, {ours[token]} here and "
+                f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
+            )
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
         """Log-probabilities of the student's tokens."""
@@ -362,23 +375,4 @@ def check_vocabulary(model: ModelConfig, tokenizer: Tokenizer, directory: str) -
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model in {directory} "
             f"{model.vocab_size}; it reads the tokens as they are, so use one with the same tokenizer"
-        )
-
-
-def check_same_tokens(policy: Tokenizer, setting: str, directory: str) -> None:
-    """Raises UserError if the tokenizer of a directory has other ids for the policy's tokens.
-
-    Additional tokens are accepted, and so is a directory without a tokenizer.
-    """
-    if not (pathlib.Path(directory) / "tokenizer.json").exists():
-        return
-    theirs = load_tokenizer(directory).backend.get_vocab(with_added_tokens=True)
-    ours = policy.backend.get_vocab(with_added_tokens=True)
-    differing = sorted(token for token, number in ours.items() if theirs.get(token) != number)
-    if differing:
-        token = differing[0]
-        raise UserError(
-            f"{setting} {directory} has another tokenizer: {len(differing):,} of the policy's {len(ours):,} "
-            f"tokens have another id there, such as {token!r}, {ours[token]} here and "
-            f"{theirs.get(token, 'none')} there; name a model with the same tokenizer"
         )

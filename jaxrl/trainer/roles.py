@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl.config.batch_shapes import (
@@ -31,7 +30,7 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.learner import Learner
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import Frozen
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic
@@ -46,12 +45,8 @@ class _NoTokenizer:
 
     stop_ids = (0,)
     chat_template = None
-
-    def decode_batch(self, sequences: Sequence[np.ndarray]) -> list[str]:
-        """Never called, because a plan decodes nothing."""
-        raise AssertionError(
-            f"{len(sequences)} texts of a role that was built for its shapes alone"
-        )
+    # A backend keeps it and never calls it: a plan decodes nothing.
+    decode_batch = None
 
 
 SHAPES_ONLY: Any = _NoTokenizer()
@@ -80,10 +75,6 @@ class RoleModels:
         """The policy's model."""
         return self.by_role["actor"]
 
-    def tokenizer_of(self, role: str) -> Tokenizer:
-        """The tokenizer of a role: its own, else the policy's."""
-        return self.own_tokenizers.get(role, self.tokenizer)
-
     def with_tokenizers(self, policy: Tokenizer, own: Mapping[str, Tokenizer]) -> RoleModels:
         """The same models, each limited to the tokens of its tokenizer.
 
@@ -91,15 +82,14 @@ class RoleModels:
           policy: the policy's tokenizer.
           own: tokenizer of each role that has its own.
         """
-        found = dataclasses.replace(self, tokenizer=policy, own_tokenizers=own)
         # `check_vocabulary` refuses a model that is too small for the policy's tokens.
         sized = {
             role: dataclasses.replace(
-                model, num_tokens=min(model.vocab_size, found.tokenizer_of(role).vocab_size)
+                model, num_tokens=min(model.vocab_size, own.get(role, policy).vocab_size)
             )
             for role, model in self.by_role.items()
         }
-        return dataclasses.replace(found, by_role=sized)
+        return dataclasses.replace(self, by_role=sized, tokenizer=policy, own_tokenizers=own)
 
 
 def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
@@ -224,7 +214,7 @@ class RoleBuilder:
         return ROLES["reference"].build(self._parts(self._models.actor, role))
 
     def _parts(self, model: ModelConfig, role: str) -> BuildParts:
-        tokenizer = self._models.tokenizer_of(role)
+        tokenizer = self._models.own_tokenizers.get(role, self._models.tokenizer)
         return BuildParts(self._config, model, self._common(role), tokenizer)
 
     def _backend(self) -> RolloutBackend:

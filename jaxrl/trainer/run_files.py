@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.model_shape import tokenizer_directory
@@ -11,9 +12,10 @@ from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.mesh import hosts
-from jaxrl.tracking.durable import write_atomically
+from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
+from jaxrl.models.huggingface.model_files import ADAPTER_CONFIG_FILE, copy_companions, write_json
+from jaxrl.tracking.durable import ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import StageFolder, parse_config
-from jaxrl.tracking.run_model_files import write_model_files
 from jaxrl.tracking.stage_checkpoints import lost_rows
 from jaxrl.trainer.context import RunContext
 
@@ -28,7 +30,15 @@ def check_folder(config: Config) -> None:
     Raises:
       UserError: the folder holds a run that this config must not resume, or rows of its metrics are lost.
     """
-    _check_rows(config)
+    for folder in stage_folders(config).values():
+        fault = lost_rows(folder)
+        if fault is not None and config.run.resume != "accept_lost_rows":
+            raise UserError(
+                f"{fault}; what is lost cannot be made again: restore the file from a copy, or go on without "
+                "the lost rows with --config.run.resume=accept_lost_rows"
+            )
+        if fault is not None:
+            logger.warning("%s; going on without the lost rows", fault)
     path = config.run_folder.config
     if not path.exists():
         return
@@ -51,20 +61,6 @@ def check_folder(config: Config) -> None:
     ]
     if changed:
         logger.warning("this run was started with other settings: %s", "; ".join(changed))
-
-
-def _check_rows(config: Config) -> None:
-    accepts = config.run.resume == "accept_lost_rows"
-    for folder in stage_folders(config).values():
-        fault = lost_rows(folder)
-        if fault is None:
-            continue
-        if not accepts:
-            raise UserError(
-                f"{fault}; what is lost cannot be made again: restore the file from a copy, or go on without "
-                "the lost rows with --config.run.resume=accept_lost_rows"
-            )
-        logger.warning("%s; going on without the lost rows", fault)
 
 
 def stage_folders(config: Config) -> dict[str, StageFolder]:
@@ -91,13 +87,25 @@ def keep_run_files(run: RunContext) -> None:
 
 
 def keep_model_files(run: RunContext) -> None:
-    """Writes `model/` into the run's folder: all that an export needs besides weights."""
-    config = run.config
-    write_model_files(
-        config.run_folder.model,
-        run.model,
-        run.tokenizer,
-        tokenizer_directory=tokenizer_directory(config),
-        weights=config.weights,
-        max_positions=config.row_tokens,
-    )
+    """Writes config.json and the tokenizer into `model/` of the run's folder.
+
+    They are all that `tracking.run_weights.export_run` needs besides weights.
+    """
+    config, directory, model = run.config, run.config.run_folder.model, run.model
+    ensure_writable(directory)
+    if read_from := tokenizer_directory(config):
+        copy_companions(pathlib.Path(read_from), directory)
+    else:
+        run.tokenizer.save(directory)
+    if config.weights:
+        # It has what the model's settings lack, such as the ids of special tokens.
+        base = read_config_json(config.weights)
+    else:
+        base = {
+            "max_position_embeddings": config.row_tokens,
+            "eos_token_id": run.tokenizer.stop_ids[0],
+        }
+    write_json(directory / "config.json", config_json(model, dtype="float32", base=base))
+    if model.lora.rank:
+        values = adapter_config_json(model, base=config.weights)
+        write_json(directory / ADAPTER_CONFIG_FILE, values)

@@ -89,6 +89,7 @@ class RunSampling:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
             groups = Sampling(self.generation, rewards)
+        # Inside dynamic sampling, which adds the counts of a step's batches up.
         self.sampler: Sampler = CountedSampling(groups, self.prompts)
         if flow.dynamic_sampling:
             by_correctness = options.keep_groups == "correctness"
@@ -135,15 +136,27 @@ class StepState:
     @staticmethod
     def of(run: RunContext) -> StepState:
         """The state before the first step."""
-        algorithm, cost = run.config.algorithm, run.config.cost
-        kl, entropy = algorithm.kl, None
+        config, algorithm, cost = run.config, run.config.algorithm, run.config.cost
+        kl, entropy, pretraining = algorithm.kl, None, None
         if algorithm.entropy_target:
             entropy = EntropyCoefficient(algorithm.entropy_coef, target=algorithm.entropy_target)
+        if cost.pretrain_coef:
+            # An update learns from as many examples as prompts, so they divide into the updates too.
+            updates, limits = algorithm.updates_per_step, row_limits(config)
+            examples = updates * -(-config.rollout.num_prompts // updates)
+            stream = supervised_stream(
+                run,
+                solutions_of(run.problems.train_records),
+                examples_per_batch=examples,
+                max_tokens=limits.longest,
+            )
+            shape = limits.shape(examples, minibatches=updates)
+            pretraining = Pretraining(stream, shape, likelihood(coef=cost.pretrain_coef))
         return StepState(
             KlCoefficient(kl.reward_coef, target=kl.target, horizon=kl.horizon),
             Multiplier(1.0, limit=cost.limit, learning_rate=MULTIPLIER_LR),
             entropy,
-            _pretraining(run) if cost.pretrain_coef else None,
+            pretraining,
         )
 
     def record(self) -> dict[str, Any]:
@@ -237,18 +250,3 @@ def build_step(
         multiplier=state.multiplier,
         phases={name: phase for name, phase in phases.items() if phase is not None},
     )
-
-
-def _pretraining(run: RunContext) -> Pretraining:
-    config = run.config
-    updates = config.algorithm.updates_per_step
-    examples = updates * -(-config.rollout.num_prompts // updates)
-    limits = row_limits(config)
-    stream = supervised_stream(
-        run,
-        solutions_of(run.problems.train_records),
-        examples_per_batch=examples,
-        max_tokens=limits.longest,
-    )
-    shape = limits.shape(examples, minibatches=updates)
-    return Pretraining(stream, shape, likelihood(coef=config.cost.pretrain_coef))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.config.batch_shapes import row_limits
-from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics
@@ -31,7 +30,6 @@ from jaxrl.roles.learner import Learner
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.scores import Critic
 from jaxrl.trainer.context import RunContext, supervised_stream
 from jaxrl.trainer.loop import Schedule, TrainingStage, open_loop
 from jaxrl.trainer.role_table import ROLES
@@ -46,7 +44,7 @@ def load_or_init(run: RunContext) -> Params:
     `config.adapter`, or new ones.
     """
     config, model = run.config, run.model
-    layout = run.placement.pool_of("actor").pool.config_of("actor")
+    layout = run.placement.pool_of("actor").config_of("actor")
     rules = state_rules(layout.sharding)
     packed = PackedModel(model, run.meshes["actor"], train=config.train, state_rules=rules)
     where = packed.train_shardings
@@ -73,8 +71,23 @@ def load_frozen(roles: Roles, run: RunContext) -> None:
 def start_from(roles: Roles, params: Params, run: RunContext) -> None:
     """Gives every learner and the reference their first weights. The actor takes `params` over."""
     keep_reference(roles, params)
+    directory = run.config.critic.weights
+    # A critic trains all of its weights, so it starts from the base model without the policy's adapters.
+    trunk = lora.split(params)[1] if run.config.model.lora.rank else params
     for critic in roles.critics.values():
-        critic.start_from(_first_of_critic(critic, params, run.config))
+        if directory:
+            # The files of a language model hold no score head.
+            num_scores = read_config(directory).num_scores
+            stored = dataclasses.replace(critic.model, num_scores=num_scores)
+            where = PackedModel(
+                stored, critic.mesh, train=critic.train, state_rules=critic.state_rules
+            ).train_shardings
+            first = load_params(directory, stored, where)
+        else:
+            kept = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
+            first = copied(kept, {name: critic.train_shardings[name] for name in kept})
+        critic.start_from(first)
+    # Last, because it donates the weights that the others have copied.
     roles.actor.start_from(params)
 
 
@@ -84,48 +97,9 @@ def keep_reference(roles: Roles, params: Params) -> None:
         roles.reference.load(copied(params, roles.reference.train_shardings))
 
 
-def _first_of_critic(critic: Critic, params: Params, config: Config) -> Params:
-    directory = config.critic.weights
-    if directory:
-        # The files of a language model hold no score head.
-        num_scores = read_config(directory).num_scores
-        stored = dataclasses.replace(critic.model, num_scores=num_scores)
-        loaded = PackedModel(
-            stored, critic.mesh, train=critic.train, state_rules=critic.state_rules
-        )
-        return load_params(directory, stored, loaded.train_shardings)
-    # A critic trains all of its weights, so it starts from the base model without the policy's adapters.
-    trunk = lora.split(params)[1] if config.model.lora.rank else params
-    trunk = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
-    where = {name: critic.train_shardings[name] for name in trunk}
-    return copied(trunk, where)
-
-
 def copied(params: Params, shardings: Any) -> Params:
     """A copy of weights in new buffers, on the same mesh or another one."""
     return jax.tree.map(lambda x, where: put(jnp.copy(x), where), params, shardings)
-
-
-Examples = TypeVar("Examples")
-Batch = TypeVar("Batch")
-
-
-@dataclasses.dataclass(frozen=True)
-class SupervisedStep(Generic[Examples, Batch]):
-    """The functions of a supervised step.
-
-    Attributes:
-      pack: packs a batch of examples for the device; only responses are trained on.
-      update: runs one optimiser update.
-    """
-
-    pack: Callable[[Examples], Batch]
-    update: Callable[[Batch], Metrics]
-
-
-def sft(step: SupervisedStep[Examples, Batch], examples: Iterator[Examples]) -> Metrics:
-    """Runs one update on the next examples."""
-    return step.update(step.pack(next(examples)))
 
 
 def starting_params(run: RunContext, stop: StopSignal) -> Params:
@@ -150,7 +124,7 @@ def fine_tuned(run: RunContext, stop: StopSignal, *, samples: bool = False) -> A
       StopRequested: a signal arrived; the last finished step is saved.
     """
     options = run.config.sft
-    optim = options.optim.merged_into(run.config.optim)
+    optim = dataclasses.replace(run.config.optim, **vars(options.optim))
     actor = run.roles.actor(optim=optim, samples=samples)
     schedule = Schedule(options.num_steps, options.save_every, options.log_every)
     with open_loop(run, "SFT", run.config.sft_folder, schedule, stop) as loop:
@@ -176,7 +150,6 @@ class ExamplesStage(TrainingStage, abc.ABC):
         self._timer = timer
         self._stream = stream
         self._name = name
-        self._step: SupervisedStep[Any, Any] = SupervisedStep(self._pack, self._update)
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -191,7 +164,7 @@ class ExamplesStage(TrainingStage, abc.ABC):
 
     def step(self) -> Metrics:
         """Runs one optimiser update on the next batch."""
-        return sft(self._step, iter(self._stream))
+        return self._update(self._pack(next(iter(self._stream))))
 
     def record(self) -> dict[str, Any]:
         """The position in the stream."""
@@ -216,7 +189,9 @@ class SupervisedStage(ExamplesStage):
     def __init__(self, run: RunContext, actor: Actor, timer: StepTimer):
         """Raises UserError if there are no examples to learn from."""
         self._actor = actor
-        self._limits = row_limits(run.config, longest=_longest(run.config))
+        # A conversation of a file may fill a whole row.
+        longest = run.config.row_tokens if run.config.sft.path else run.config.longest_sequence
+        self._limits = row_limits(run.config, longest=longest)
         stream = supervised_stream(
             run,
             run.demonstrations or solutions_of(run.problems.train_records),
@@ -253,10 +228,3 @@ class SupervisedStage(ExamplesStage):
             "perf/total_num_tokens": float((on_host.segment_ids > 0).sum()),
             **work_metrics(self._actor, on_host),
         }
-
-
-def _longest(config: Config) -> int:
-    """The maximum number of tokens of an example; a conversation may fill a whole row."""
-    if config.sft.path:
-        return config.row_tokens
-    return config.longest_sequence

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.algos import group_advantages
-from jaxrl.algos.whitening import whiten
+from jaxrl.algos.moments import whiten
 
 B, GROUPS = 9, 6
 few = settings(max_examples=25)

@@ -92,7 +92,7 @@ def test_a_stream_of_made_prompts_resumes_at_its_number():
     sources = read(function(SUMS)), read(function(SUMS, "more.py"), seed=1, weight=3.0)
     prompts = stream(*sources, **settings)
     before = texts(prompts, 20)
-    state = json.loads(json.dumps(prompts.state(again=[])))
+    state = json.loads(json.dumps(prompts.state()))
     expected = texts(prompts, 20)
     restored = stream(*sources, **settings)
     restored.restore(state)

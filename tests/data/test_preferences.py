@@ -229,7 +229,7 @@ def test_pairs_that_prefer_nothing_or_are_too_long_are_dropped_and_counted(caplo
     )
     pairs = stream([*PAIRS, same, long_chosen, long_rejected], max_tokens=8)
 
-    assert pairs.num_examples == 6
+    assert pairs.state()["num_rows"] == 6
     assert [record.getMessage() for record in caplog.records] == [
         "1 of 9 pairs dropped: the chosen answer is the rejected one",
         "2 of 8 pairs dropped: longer than max_tokens 8 (the longest has 14 tokens)",

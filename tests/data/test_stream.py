@@ -275,20 +275,3 @@ def test_a_mixture_resumes_to_the_same_order():
 def test_one_source_is_in_grains_own_order():
     rows = grain.MapDataset.range(7).shuffle(seed=5).repeat()
     assert texts(prompts(), 7) == [RECORDS[rows[i]].prompt for i in range(21)]
-
-
-def test_what_was_drawn_may_be_drawn_again_first():
-    stream = mixture(prompts_per_batch=4)
-    (drawn,) = take(stream, 1)
-    state = json.loads(json.dumps(stream.state(again=drawn[0])))
-    after = take(stream, 2)
-    restored = mixture(prompts_per_batch=4)
-    restored.restore(state)
-    assert take(restored, 3) == [drawn, *after]
-    # In other batches too, of which one ends in the midst of them.
-    wider = mixture(prompts_per_batch=3)
-    wider.restore(state)
-    next(wider)
-    again = mixture(prompts_per_batch=4)
-    again.restore(wider.state())
-    assert take(again, 1)[0][0] == [drawn[0][3], *after[0][0][:3]]

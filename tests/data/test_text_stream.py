@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.text_stream import TextStream
+from jaxrl.data.tokenizer import TextStream
 from jaxrl.rollout.stop_strings import end_of_stop, tokens_to_search
 
 

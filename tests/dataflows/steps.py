@@ -47,10 +47,6 @@ class SamplingPolicy:
     def can_sample(self) -> bool:
         return self.loaded == self.version
 
-    @property
-    def sampling_metrics(self):
-        return self.backend.metrics
-
     def for_sampling(self) -> None:
         self.loaded = self.version
 
@@ -87,16 +83,13 @@ class NumberedPrompts:
     def __init__(self, per_batch: int = 4):
         self._per_batch = per_batch
         self._next = 0
-        self._again: list[int] = []
 
     def __iter__(self):
         return self
 
     def __next__(self) -> Prompts:
-        numbers, self._again = self._again, []
-        if not numbers:
-            numbers = range(self._next, self._next + self._per_batch)
-            self._next += self._per_batch
+        numbers = range(self._next, self._next + self._per_batch)
+        self._next += self._per_batch
         return Prompts(
             ids_N=np.array(numbers, np.int64),
             tokens=tuple(np.array([n + 2], np.int32) for n in numbers),
@@ -105,11 +98,11 @@ class NumberedPrompts:
             sources=("numbers",) * self._per_batch,
         )
 
-    def state(self, *, again=()):
-        return {"next": self._next, "again": [int(n) for n in again]}
+    def state(self):
+        return {"next": self._next}
 
     def restore(self, state):
-        self._next, self._again = state["next"], list(state.get("again", ()))
+        self._next = state["next"]
 
 
 class CountingGrader:

@@ -15,7 +15,7 @@ from jaxrl.mesh.compilation_cache import cache_folder
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

@@ -37,7 +37,7 @@ def test_pools_take_devices_one_after_the_other():
     placement = take_devices(read_placement(NEMO, MESH, ROLES), jax.devices())
     assert ids(placement, "actor") == ids(placement, "reference") == [0, 1, 2, 3]
     assert ids(placement, "critic") == ids(placement, "reward") == [4, 5, 6, 7]
-    layout = placement.pool_of("actor").pool.layout_of("actor")
+    layout = placement.pool_of("actor").layout_of("actor")
     assert layout.name == "1-2-2 / 1-1-2-2"
     # What a row does not say is as in `mesh`.
     assert layout.fsdp == 2
@@ -60,7 +60,7 @@ def test_roles_of_a_pool_may_be_split_otherwise():
     critic, reward = mesh_of(placement, "critic"), mesh_of(placement, "reward")
     assert ids(placement, "critic") == ids(placement, "reward") == [4, 5, 6, 7]
     assert critic.shape["fsdp"] == 4 and reward.shape["stage_gen"] == 2
-    assert placement.pool_of("reward").pool.layout_of("reward").name == "2-2-1 / 2-2-1-1"
+    assert placement.pool_of("reward").layout_of("reward").name == "2-2-1 / 2-2-1-1"
     assert mesh_of(placement, "actor") is mesh_of(placement, "reference")
 
 

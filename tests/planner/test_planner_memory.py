@@ -23,7 +23,7 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers, phase_bytes
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.engine import Engine
 

@@ -15,7 +15,7 @@ from small import prompts_of
 from jaxrl.models import lora
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.losses import SUPERVISED, policy
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions

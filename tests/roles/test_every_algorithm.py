@@ -12,13 +12,12 @@ from jaxrl.algos.aggregation import AGGREGATIONS, count
 from jaxrl.algos.policy_losses import POLICY_LOSSES
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
 from jaxrl.config.schema import Config
-from jaxrl.dataflows.algorithm_parts import estimator_of, policy_objective
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.losses import Objective
 from jaxrl.roles.policy import Actor, PolicyOutputs
-from jaxrl.trainer.algorithm import algorithm_of
+from jaxrl.trainer.algorithm import algorithm_of, estimator_of, policy_objective
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4

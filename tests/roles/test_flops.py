@@ -19,7 +19,7 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.planner.compiled.programs import abstract_batch, matmul_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

@@ -12,7 +12,7 @@ from packed import TWO_UPDATES, packed, sequences
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 

@@ -5,7 +5,7 @@ import pytest
 from packed import SHAPES, packed, sequences
 
 from jaxrl.errors import UserError
-from jaxrl.roles.advantage_estimator import BASELINE, VALUES, Estimator
+from jaxrl.roles.advantage_estimator import BASELINE, Estimator
 
 ROWS = sequences()
 GROUP = np.arange(8, dtype=np.int32) // 4
@@ -95,14 +95,16 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step(shape):
         (lambda: Estimator.of("grpo", {"num_groups": 3}), "no option num_groups"),
         (lambda: Estimator.of("gae", {}, kl_estimate="k4"), "KL estimate 'k4' is not known"),
         (
-            lambda: Estimator.of("gae", {}).check_inputs("grpo", frozenset({BASELINE})),
+            lambda: Estimator.of("gae", {}).check(
+                "grpo", frozenset({BASELINE}), num_samples=2, bypass=False
+            ),
             "advantage 'gae' needs value_BT, which dataflow 'grpo' does not compute",
         ),
         (
-            lambda: Estimator.of("optimal_token_baseline", {}).check_inputs(
-                "ppo", frozenset({VALUES})
+            lambda: Estimator.of("optimal_token_baseline", {}).check(
+                "grpo", frozenset(), num_samples=2, bypass=True
             ),
-            "needs sum_pi_squared_BT",
+            "looks at the trainer's probabilities of the whole vocabulary",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from small import MODEL
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.pairs import (
     pack_pairs,

@@ -11,7 +11,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.sharding_strategies import ZERO, state_rules
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 

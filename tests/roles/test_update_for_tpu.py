@@ -12,7 +12,7 @@ from jaxrl.planner.compiled.ahead import compile_piece
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.planner.hardware.cluster import read_topology
 from jaxrl.roles.losses import policy
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

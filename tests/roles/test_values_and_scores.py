@@ -12,7 +12,7 @@ from small import MODEL
 
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.roles.losses import clipped_values
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Reference
 from jaxrl.roles.scores import Critic, RewardModel
 from jaxrl.roles.train_config import TrainConfig

@@ -12,7 +12,7 @@ from small import prompts_of, whole_rows
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions

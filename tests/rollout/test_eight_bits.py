@@ -25,9 +25,8 @@ from test_engine import (
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.resharding import Transfer
-from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.decoder import decoder_graph, weight_types
 from jaxrl.models.model_config import LoraConfig
-from jaxrl.models.weight_types import weight_types
 from jaxrl.quantized import Quantized
 from jaxrl.rollout.driver import OfflineBackend
 

@@ -21,7 +21,7 @@ from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import sampler_shapes
 from jaxrl.roles.learner import TrainState
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig

@@ -15,7 +15,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rewards.reward_config import RewardConfig
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics

@@ -29,7 +29,7 @@ from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.roles.optim_config import OptimConfig
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.durable import run_lock

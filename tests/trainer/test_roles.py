@@ -95,12 +95,6 @@ def test_a_plan_has_the_roles_of_the_run():
     assert len({str(shapes_and_specs(each)) for each in slots}) == 1
 
 
-def test_text_that_is_asked_of_shapes_is_a_fault_of_ours():
-    models = role_models(config_of("grpo_tiny"), ("actor",))
-    with pytest.raises(AssertionError, match="built for its shapes alone"):
-        models.tokenizer.decode_batch([[1, 2]])
-
-
 def test_a_stage_is_built_whole(tmp_path):
     config = config_of("ppo_tiny", run__output=str(tmp_path))
     run = build_context(config, jax.devices()[:1], kind=REINFORCEMENT)

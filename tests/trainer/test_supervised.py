@@ -14,7 +14,7 @@ from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
-from jaxrl.roles.optim_config import StageOptimConfig
+from jaxrl.roles.optimizer import StageOptimConfig
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.tracking.metrics import read_metrics

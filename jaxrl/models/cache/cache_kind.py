@@ -155,7 +155,7 @@ class CacheKind:
 
     def axes(self, cache: Cache) -> Cache:
         """The logical axes of every leaf of a cache or buffer; "batch" counts slots."""
-        return jax.tree.map(cache_axes, cache, is_leaf=_is_cache)
+        return jax.tree.map(cache_axes, cache, is_leaf=lambda part: isinstance(part, KVCache))
 
     # Forward passes
 
@@ -258,7 +258,12 @@ class CacheKind:
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
         """Writes token `i` of all slots to the buffer."""
-        return jax.tree.map(lambda old, one: put_token(old, one, i), buffer, new, is_leaf=_is_cache)
+        return jax.tree.map(
+            lambda old, one: put_token(old, one, i),
+            buffer,
+            new,
+            is_leaf=lambda part: isinstance(part, KVCache),
+        )
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:
         """Writes all tokens of `new`, a buffer or the result of a pass, to live slots at position `start_B`.
@@ -281,10 +286,6 @@ class CacheKind:
     def resize(self, cache: Cache, capacity: int) -> Cache:
         """Changes the capacity of all slots."""
         return with_capacity(cache, self.axes(cache), capacity)
-
-
-def _is_cache(part: Any) -> bool:
-    return isinstance(part, KVCache)
 
 
 def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:

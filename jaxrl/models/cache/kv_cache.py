@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.bits import moved_as_bits
+from jaxrl.models.compute import moved_as_bits
 from jaxrl.quantized import quantize
 
 

@@ -122,25 +122,22 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
     return stored
 
 
-def load_adapter(
-    directory: str | pathlib.Path, config: ModelConfig, shardings: Any, *, dtype: Any = jnp.float32
-) -> Params:
+def load_adapter(directory: str | pathlib.Path, config: ModelConfig, shardings: Any) -> Params:
     """Loads the adapters of a PEFT directory (adapter_model.safetensors) directly into their shards.
 
     Args:
       directory: a directory written by `save_adapter` or PEFT's save_pretrained.
       config: the shape; `config.lora` describes the adapters.
       shardings: tree of the parameters with a Sharding at each leaf.
-      dtype: type of the result.
 
     Returns:
-      A tree with the adapters only, for `lora.join`.
+      A tree with the adapters only, in float32, for `lora.join`.
 
     Raises:
       UserError: as `load_params`.
     """
     stored = check_adapter(directory, config)
-    return _load_table(stored, adapter_table(config), shardings, jnp.dtype(dtype))
+    return _load_table(stored, adapter_table(config), shardings, jnp.dtype(jnp.float32))
 
 
 def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:

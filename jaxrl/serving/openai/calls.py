@@ -89,16 +89,6 @@ class Call:
     include_usage: bool
     logprobs: bool
 
-    @property
-    def num_choices(self) -> int:
-        """Number of samples of all prompts; choice i is sample i % n of prompt i // n."""
-        return sum(request.options.num_samples for request in self.requests)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens of all prompts, each prompt counted once."""
-        return sum(len(request.prompt) for request in self.requests)
-
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
@@ -362,7 +352,9 @@ class Answer:
             "created": int(time.time()),
             "model": model,
         }
-        self._choices = [Choice() for _ in range(call.num_choices)]
+        # Choice i is sample i % n of prompt i // n.
+        num_choices = sum(request.options.num_samples for request in call.requests)
+        self._choices = [Choice() for _ in range(num_choices)]
         self._begun: set[int] = set()
 
     @property
@@ -396,7 +388,7 @@ class Answer:
 
     def _usage(self) -> Json:
         """Every prompt counts once, however many choices it has."""
-        prompt = self._call.prompt_tokens
+        prompt = sum(len(request.prompt) for request in self._call.requests)
         completion = sum(choice.num_tokens for choice in self._choices)
         return {
             "usage": {

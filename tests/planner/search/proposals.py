@@ -14,7 +14,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import device_grid
 from jaxrl.mesh.hardware import CHIPS
 from jaxrl.mesh.layout import AXES, ParallelLayout
-from jaxrl.mesh.pools import PlacedPool, take_devices
+from jaxrl.mesh.pools import Pool, take_devices
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.make_plan import trace_plan
@@ -149,11 +149,11 @@ def check_devices(config: Config, cluster: Cluster) -> None:
     """Checks the pools of a run with a process on each host: their meshes, and what crosses hosts there."""
     for pool in take_devices(pools_of(config), _devices_of(cluster)).pools:
         assert len({d.process_index for d in pool.devices}) == cluster.num_hosts
-        for layout in set(pool.pool.layouts.values()):
+        for layout in set(pool.layouts.values()):
             _check_mesh(pool, layout, cluster)
 
 
-def _check_mesh(pool: PlacedPool, layout: ParallelLayout, cluster: Cluster) -> None:
+def _check_mesh(pool: Pool, layout: ParallelLayout, cluster: Cluster) -> None:
     grid = device_grid(layout.axis_sizes, pool.devices)
     if cluster.accelerator.arrangement == "torus":
         # Its mesh follows the torus, and the simulation knows no distances there.
