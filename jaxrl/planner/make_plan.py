@@ -4,15 +4,13 @@
                  |
                  +-- every program of a step is traced: a wrong shape or sharding is an error
                  +-- memory.py: bytes per device of resident buffers and of the largest temporaries
-                 +-- batch_flow.py: numbers of samples that a step draws, keeps and trains on
+                 +-- plan.py: numbers of samples that a step draws, keeps and trains on
                  |
                  v
                Plan
 
 The totals cover every term that follows from shapes, for every role and pool. Only compiling the programs
-shows their other temporaries (`compile_plan.py`).
-
-`compile_plan` compiles the programs for a topology instead; its devices need not be present.
+shows their other temporaries: `compile_plan` compiles them for a topology, whose devices need not be present.
 """
 
 from __future__ import annotations
