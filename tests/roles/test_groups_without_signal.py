@@ -77,6 +77,7 @@ def test_the_update_is_the_one_with_all_groups(name, aggregation, layout):
 
 def test_a_term_beside_the_advantage_keeps_every_group():
     assert not policy("clipped", OPTIONS, skips_groups=True, entropy_coef=0.1).needs_advantage
+    assert not policy("clipped", OPTIONS, skips_groups=True, adapts_entropy=True).needs_advantage
     assert not policy("clipped", OPTIONS, skips_groups=True, kl_coef=0.1).needs_advantage
     for name in HAVE_OTHER_TERMS:
         assert not policy(name, LOSS_OPTIONS[name], skips_groups=True).needs_advantage
