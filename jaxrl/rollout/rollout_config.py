@@ -76,6 +76,20 @@ class RolloutConfig(EngineSettings):
     "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and
     returns token ids to append, or None to end the sample. "" means no environment.
     """
+    agent: Annotated[str, PATH] = ""
+    """Function that answers a prompt by as many requests to the policy as it likes,
+    "path/to/file.py:agent" or "package.module:agent" (docs/agents.md). `max_response_tokens` then
+    limits a conversation after its first prompt, and the cache is paged. "" samples one response.
+    """
+    agent_turns: Annotated[int, count(1)] = 32
+    """Maximum number of sampled turns of an agent's sample; further requests are refused."""
+    agent_seconds: Annotated[float, positive(at_most=86_400)] = 600.0
+    """Seconds after which an agent is late, and its sample left out."""
+    history: Literal["kept", "as_template"] = "kept"
+    """What a turn of an agent sees of earlier ones. "kept" is every sampled token. "as_template" is
+    what the chat template makes of them, such as no earlier thinking; a turn is then a
+    conversation of its own if the template changes something.
+    """
     max_staleness: Annotated[int, between(0, 1000)] = 0
     """Maximum number of steps between the weights that sampled a token and the step that trains
     on it. With 0 every step samples its groups to their end. Above 0 all slots are kept busy
@@ -107,6 +121,11 @@ class RolloutConfig(EngineSettings):
                 "on_shortage 'fill' completes a step after its last generation batch, and "
                 "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
                 "on_shortage to error"
+            )
+        if self.agent and self.partial:
+            raise ValueError(
+                f"max_staleness {self.max_staleness} leaves samples unfinished at the end of a step, and agent "
+                f"{self.agent!r} runs to its end; set max_staleness to 0"
             )
         if "" in self.stop_strings:
             raise ValueError(

@@ -12,6 +12,7 @@ is less robust: there a rounding difference can change a token at every boundary
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -117,6 +118,19 @@ def sample_keys(
         return jax.random.key_data(key)
 
     return jax.vmap(one)(prompt_ids, sample_indices)
+
+
+def turn_seed(prompt_id: int, sample: int, context: np.ndarray) -> int:
+    """The number that takes the prompt's id in the sampling key of an agent's turn, below 2**31.
+
+    The same context has the same noise, in whatever order the turns of a step arrive.
+
+    Args:
+      prompt_id, sample: number of the prompt, and of the sample among those of the prompt.
+      context: int32 [T], all tokens before the turn.
+    """
+    own = np.array([prompt_id, sample], np.int64).tobytes()
+    return zlib.crc32(context.astype(np.int32).tobytes(), zlib.crc32(own)) >> 1
 
 
 def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> jax.Array:

@@ -227,9 +227,10 @@ class RoleBuilder:
             dynamic_sampling=find_dataflow(self._config.algorithm.dataflow).dynamic_sampling,
             replicas=shards_of("batch", GENERATE_RULES, mesh),
         )
-        return build_backend(
+        backend = build_backend(
             options.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
         )
+        return with_agent(backend, options, tokenizer)
 
     def _common(self, role: str) -> dict[str, Any]:
         """Keyword arguments of every constructor that follow from the placement."""

@@ -1,0 +1,84 @@
+"""The worker processes of a run's agents: started for its first sessions, and again when one dies or hangs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+
+from jaxrl.agents.sessions import Sessions
+from jaxrl.agents.worker import load_agent
+from jaxrl.errors import UserError
+from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
+
+# Agents mostly wait for answers and tools, so there may be more processes than cores.
+_MOST_WORKERS = 8
+# Each asks for sessions more often than this, unless an agent keeps its event loop to itself.
+SILENT_S = 60.0
+# The longest that a worker runs; it asks for its limit of time, and has none.
+_FOREVER_S = 1e9
+
+
+class Runner:
+    """Worker processes for one agent.
+
+    Attributes:
+      sessions: sessions that the workers run.
+    """
+
+    def __init__(self, path: str, sessions: Sessions, *, seconds: float):
+        """Starts no process yet.
+
+        Args:
+          path: path of the agent.
+          sessions: the sessions to run.
+          seconds: time that a session has.
+        """
+        self.sessions = sessions
+        self._path, self._seconds = path, seconds
+        self._size = max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
+        self._pool = ProcessPool(
+            (path,), load_agent, what="agent", patience_s=_FOREVER_S, workers=self._size
+        )
+        self._threads = concurrent.futures.ThreadPoolExecutor(self._size, "agents")
+        self._heard: dict[str, float] = {}
+        self._refused: UserError | None = None
+        self._begun: list[concurrent.futures.Future[None]] = []
+
+    def start(self, url: str) -> None:
+        """Starts the workers, if they are not there yet. They ask `url` for sessions.
+
+        Raises:
+          UserError: the agent cannot be loaded.
+        """
+        if not self._begun:
+            # The first alone: an error of the user's file is told once.
+            self._pool.start()
+            numbers = range(self._size)
+            self._begun = [self._threads.submit(self._keep, f"worker-{n}", url) for n in numbers]
+
+    def heard(self, worker: str) -> int:
+        """Notes that a worker has asked for sessions; returns how many it may run."""
+        self._heard[worker] = time.monotonic()
+        waiting = sum(not s.ended for s in self.sessions.all())
+        return -(-waiting // self._size)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.sessions.close()
+        self._pool.close()
+        self._threads.shutdown()
+
+    def _keep(self, worker: str, url: str) -> None:
+        """Keeps one worker process running until the sessions are closed."""
+        while not self.sessions.closed:
+            self._heard[worker] = time.monotonic()
+            with contextlib.suppress(WorkerFault, Interrupted):
+                self._pool.call(
+                    self._path,
+                    (url, worker, self._seconds),
+                    interrupted=lambda: time.monotonic() - self._heard[worker] > SILENT_S,
+                )
+            self.sessions.lost(worker)
