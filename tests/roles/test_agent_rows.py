@@ -68,7 +68,7 @@ def test_branches_lie_with_their_sample_and_share_its_advantage():
     # Rewards 0 and 1 of prompt 0: deviations from their mean are -.5 and .5, whatever the branches.
     group_B, num_groups = _groups(completions)
     score_B = np.array([0, 1, 1, 1], np.float32)
-    advantage, _, _ = Estimator.of("grpo", {"normalize": False})(
+    advantage, _, _ = Estimator.of("grpo", {"normalize_std": False})(
         batch, score_B, group_B, num_groups=num_groups
     )
     trained = (np.asarray(batch.loss_mask) > 0) & np.isin(number, (1, 5, 9))
@@ -91,7 +91,7 @@ def test_a_failed_agent_counts_in_no_baseline():
     batch = pack_completions(completions, PackedShape(1, 4, 1, 8))
     group_B, num_groups = _groups(completions)
     assert (group_B.tolist(), num_groups) == ([0, 0, 1], 2)
-    advantage, _, _ = Estimator.of("grpo", {"normalize": False})(
+    advantage, _, _ = Estimator.of("grpo", {"normalize_std": False})(
         batch, np.array([1, 0, -9], np.float32), group_B, num_groups=num_groups
     )
     # The mean of 1 and 0.
