@@ -10,7 +10,6 @@ import time
 
 from jaxrl.agents.sessions import Sessions
 from jaxrl.agents.worker import load_agent
-from jaxrl.errors import UserError
 from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
 
 # Agents mostly wait for answers and tools, so there may be more processes than cores.
@@ -44,7 +43,6 @@ class Runner:
         )
         self._threads = concurrent.futures.ThreadPoolExecutor(self._size, "agents")
         self._heard: dict[str, float] = {}
-        self._refused: UserError | None = None
         self._begun: list[concurrent.futures.Future[None]] = []
 
     def start(self, url: str) -> None:
@@ -62,8 +60,7 @@ class Runner:
     def heard(self, worker: str) -> int:
         """Notes that a worker has asked for sessions; returns how many it may run."""
         self._heard[worker] = time.monotonic()
-        waiting = sum(not s.ended for s in self.sessions.all())
-        return -(-waiting // self._size)
+        return -(-self.sessions.num_open // self._size)
 
     def close(self) -> None:
         """Ends the processes."""

@@ -86,6 +86,7 @@ class Sessions:
             taken: list[Session] = []
             for session in list(self._waiting.values()):
                 beside = [*running, *taken, session]
+                # A suspect is run beside few others, and others are not run beside it.
                 if len(beside) > min(most, *(_TOGETHER[s.deaths] for s in beside)):
                     continue
                 del self._waiting[session.key]
@@ -135,9 +136,9 @@ class Sessions:
                 self.end(key, None, "the run has ended")
 
     @property
-    def num_waiting(self) -> int:
-        """The number of sessions that no worker runs."""
-        return len(self._waiting)
+    def num_open(self) -> int:
+        """The number of sessions that have not ended."""
+        return len(self._by_key)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
         """Waits until something has changed and `ready` returns True, or the time is over."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
@@ -18,6 +18,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import DecodeTexts, RolloutBackend
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.user_code import load_function
 
@@ -112,3 +113,18 @@ def build_backend(
       UserError: the driver does not exist, or its extra is not installed.
     """
     return lookup_driver(driver).build(model, mesh, config, decode_texts)
+
+
+def with_agent(
+    backend: RolloutBackend, settings: RolloutConfig, tokenizer: Any
+) -> RolloutBackend:
+    """The backend that runs `rollout.agent` with answers of `backend`; `backend` itself without an agent.
+
+    Raises:
+      UserError: the agent cannot be loaded, or the tokenizer has no chat template.
+    """
+    if not settings.agent:
+        return backend
+    # By its path, because it stands on this package, and a run without agents does not import it.
+    build = load_function("jaxrl.agents.agent_backend:AgentBackend", "rollout.agent")
+    return build(backend, settings, tokenizer)

@@ -36,7 +36,7 @@ from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic
 from jaxrl.roles.trust_region import TrustRegionActor
 from jaxrl.rollout.backend import RolloutBackend
-from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.trainer.role_table import ROLES, BuildParts
 
 
