@@ -256,7 +256,7 @@ def evaluate(
     name = "-".join(path.absolute().parts[-2:] if is_run(path) else path.absolute().parts[-1:])
     crc = zlib.crc32(settings.encode())
     folder = EvaluationFolder(pathlib.Path(out or f"evaluations/{name}-{crc:08x}"))
-    training = config.rollout.sampling(config.seed, tokenizer)
+    training = config.rollout.sampling(config.seed)
     options = config.evaluation.sampling(training, step=EVALUATION_STEP)
     stop_ids = (*tokenizer.stop_ids, *config.rollout.stop_ids)
     engine = engine_config(

@@ -40,7 +40,7 @@ class Driver:
     package: str = ""
 
 
-PARTIAL, ENVIRONMENT = "rollout.max_staleness", "rollout.environment"
+PARTIAL = "rollout.max_staleness"
 PAGED = "rollout.cache='paged'"
 SPECULATE = "rollout.speculate"
 SEVERAL_PROCESSES = "hosts.num_processes above 1"
@@ -62,7 +62,7 @@ DRIVERS = {
     # By its path, because it stands on this package: nothing here imports it.
     "jetstream": Driver(
         lambda *given: _named("jaxrl.jetstream.jetstream_backend:build")(*given),
-        frozenset({PARTIAL, ENVIRONMENT, PAGED, SPECULATE, SEVERAL_PROCESSES}),
+        frozenset({PARTIAL, PAGED, SPECULATE, SEVERAL_PROCESSES}),
         package="jetstream",
     ),
 }
@@ -89,8 +89,7 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 
     Args:
       name: name of the driver.
-      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT`, `PAGED`, `SPECULATE` and
-        `SEVERAL_PROCESSES`.
+      wanted: the features that the run uses, of `PARTIAL`, `PAGED`, `SPECULATE` and `SEVERAL_PROCESSES`.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(

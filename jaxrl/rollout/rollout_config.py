@@ -17,7 +17,6 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.environment import TokenizerLike, environment_of
 from jaxrl.rollout.sampling import (
     MIN_P,
     TEMPERATURE,
@@ -71,11 +70,6 @@ class RolloutConfig(EngineSettings):
     """Token ids that end a response, in addition to the tokenizer's own."""
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     """Texts that end a response."""
-    environment: Annotated[str, PATH] = ""
-    """Function that answers each finished turn, "path/to/file.py:function" or
-    "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and
-    returns token ids to append, or None to end the sample. "" means no environment.
-    """
     agent: Annotated[str, PATH] = ""
     """Function that answers a prompt by as many requests to the policy as it likes,
     "path/to/file.py:agent" or "package.module:agent" (docs/agents.md). `max_response_tokens` then
@@ -151,18 +145,12 @@ class RolloutConfig(EngineSettings):
             renormalized=renormalized,
         )
 
-    def sampling(
-        self, seed: int, tokenizer: TokenizerLike, *, renormalized: bool = False
-    ) -> SamplingOptions:
+    def sampling(self, seed: int, *, renormalized: bool = False) -> SamplingOptions:
         """Options of sampling training data. The step is set for each call.
 
         Args:
           seed: seed of the run.
-          tokenizer: tokenizer of the policy, for the environment.
           renormalized: whether log-probabilities are those of the kept tokens.
-
-        Raises:
-          UserError: the environment cannot be loaded.
         """
         return SamplingOptions(
             num_samples=self.num_samples,
@@ -171,7 +159,6 @@ class RolloutConfig(EngineSettings):
             temperature=self.temperature,
             truncation=self.truncation(renormalized=renormalized),
             stop_strings=tuple(self.stop_strings),
-            environment=environment_of(self.environment, tokenizer),
         )
 
     def check_partial(self, dataflow: str, *, dynamic_sampling: bool, runs_free: bool) -> None:

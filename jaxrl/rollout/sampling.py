@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxrl.algos.truncation import Truncation, as_rows, least_before_top_p, total
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
-from jaxrl.rollout.environment import Environment
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
@@ -82,8 +81,7 @@ class SamplingOptions:
       temperature: sampling temperature; 0 is greedy.
       truncation: limits on the tokens that can be drawn, as scalars, and whether log-probabilities are
         renormalised over these tokens.
-      stop_strings: texts that end a turn, as a stop id does. Tokens after the stop string are removed.
-      environment: function that answers a finished turn; None ends every sample after its first turn.
+      stop_strings: texts that end a sample, as a stop id does. Tokens after the stop string are removed.
       budget_tokens: maximum number of tokens that one call adds to a sample, which is then left unfinished; 0
         means no limit.
     """
@@ -94,7 +92,6 @@ class SamplingOptions:
     temperature: float = 1.0
     truncation: Truncation = dataclasses.field(default_factory=truncation_of)
     stop_strings: tuple[str, ...] = ()
-    environment: Environment | None = None
     budget_tokens: int = 0
 
     def replace(self, **changes: Any) -> SamplingOptions:

@@ -24,7 +24,6 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, take_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
-from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
@@ -152,8 +151,6 @@ def find_everything(
     if kind.grades:
         sources = config.data.training_sources | config.data.evaluation_sources
         faults("reward.grader", lambda: graders_of(config, sources))
-        if path := config.rollout.environment:
-            faults("rollout.environment", lambda: load_environment(path))
     if kind.rewards:
         for name, function in config.reward.functions.items():
             path = function["path"]
