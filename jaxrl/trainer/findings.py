@@ -27,7 +27,7 @@ from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
-from jaxrl.user_code import load_function
+from jaxrl.user_code import bundled_file, load_function
 
 T = TypeVar("T")
 
@@ -131,7 +131,8 @@ def find_everything(
     faults("weights", lambda: check_weights(config))
     directory, tokenizer = tokenizer_directory(config), None
     if directory:
-        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory))
+        template = bundled_file(config.tokenizer.chat_template)
+        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory, chat_template=template))
     problems = ProblemReader(config.data, needs_truths=not kind.rewards or needs_truths(config))
     for name, read in problems.readers.items():
         faults(name, read)
