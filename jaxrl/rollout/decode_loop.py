@@ -5,9 +5,9 @@
 
 The loop has no thread and no clock, and it does not know where samples come from. Three callers feed it:
 
-    generate (rollout/driver.py)          adds the samples of a batch, dispatches until none is left
-    resume   (rollout/driver.py)          adds samples as slots fall free; unfinished ones continue later
-    serving  (serving/online_driver.py)   adds samples as requests arrive, and drops cancelled ones
+    generate (rollout/driver.py)      adds the samples of a batch, dispatches until none is left
+    resume   (rollout/driver.py)      adds samples as slots fall free; unfinished ones continue later
+    live     (rollout/live_loop.py)   adds samples as requests arrive, and drops cancelled ones
 
 A dispatch takes these steps, in this order:
 
@@ -61,7 +61,8 @@ class Decoded(NamedTuple):
     Attributes:
       sample: the sample.
       tokens: int32 [R], without tokens after a stop string.
-      logprob: float32 [R].
+      logprob, entropy: float32 [R].
+      version: version of the weights that drew them.
       end: reason why the sample has ended; None if it continues.
       num_before: number of tokens of the prompt and the sample before the dispatch.
     """
@@ -69,6 +70,8 @@ class Decoded(NamedTuple):
     sample: Sample
     tokens: np.ndarray
     logprob: np.ndarray
+    entropy: np.ndarray
+    version: int
     end: End | None
     num_before: int
 
@@ -249,9 +252,20 @@ class DecodeLoop:
         results = []
         for slot in busy.tolist() if self._streams else ends:
             kept = decoded.count[slot] - cuts.get(slot, 0)
-            tokens, logprob = decoded.token[slot, :kept], decoded.logprob[slot, :kept]
-            sample, num_before = self.scheduler.owners[slot], int(before_n[slot])
-            results.append(Decoded(sample, tokens, logprob, ends.get(slot), num_before))
+            tokens, logprob, entropy = (
+                x[slot, :kept] for x in (decoded.token, decoded.logprob, decoded.entropy)
+            )
+            results.append(
+                Decoded(
+                    self.scheduler.owners[slot],
+                    tokens,
+                    logprob,
+                    entropy,
+                    self._version,
+                    ends.get(slot),
+                    num_before=int(before_n[slot]),
+                )
+            )
         self._free(list(ends))
         return results
 
@@ -268,12 +282,16 @@ class DecodeLoop:
     def renew(self, params: Params, version: int) -> None:
         """Decodes on with other weights. No dispatch may have begun.
 
-        Samples keep their slots and caches. Sequences that are prefilled and wait for a slot keep theirs too.
+        Samples keep their slots and caches. Those that wait are prefilled with the new weights, and with
+        `reuse_prefixes` they share nothing that older weights have cached.
         """
         assert not self._begun, "a dispatch in progress has the weights that it began with"
         self.give_tokens()
         self._slots.load(params)
         self._version = version
+        self.scheduler.forget_batch()
+        if self._reuses and self._pages is not None:
+            self._pages.pool.forget()
 
     def release_weights(self) -> None:
         """Forgets the weights, so that their memory can be freed before `renew`."""
@@ -298,7 +316,7 @@ class DecodeLoop:
         """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
         if self._pages is None:
             return
-        if not (dropped := self._pages.grow(self._sequence if self._reuses else None)):
+        if not (dropped := self._pages.grow(self._reusable if self._reuses else None)):
             return
         self._slots.release(dropped)
         for slot in dropped:
@@ -309,10 +327,12 @@ class DecodeLoop:
             sample.start = Start(sample.sequence)
             self.scheduler.add_first(sample, sample.start)
 
-    def _sequence(self, slot: int) -> np.ndarray:
-        """The sequence in a slot, int32 [T]."""
+    def _reusable(self, slot: int) -> np.ndarray:
+        """The sequence in a slot, int32 [T], as far as later samples may share its pages."""
         self._give_tokens(slot)
-        return self.scheduler.owners[slot].sequence
+        sample = self.scheduler.owners[slot]
+        # The weights of its first token have prefilled its prompt.
+        return sample.sequence[: None if sample.oldest_version >= self._version else 0]
 
     # Into slots
 
@@ -351,14 +371,14 @@ class DecodeLoop:
     # Out of slots
 
     def _free(self, ended: list[int]) -> None:
+        if self._reuses and self._pages is not None:
+            for slot in ended:
+                self._pages.remember(slot, self._reusable(slot))
         self._log.stop(np.array(ended, int))
         samples = self.scheduler.finish(ended)
         if self._pages is None:
             return
         finished = [s for s, sample in zip(ended, samples, strict=True) if sample.finished]
-        if self._reuses:
-            for slot, sample in zip(ended, samples, strict=True):
-                self._pages.remember(slot, sample.sequence)
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 

@@ -26,8 +26,9 @@ from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.live_loop import LiveError, NotFinite, Request
 from jaxrl.serving.model_loading import Loaded, load
-from jaxrl.serving.online_driver import Delta, NotFinite, OnlineDriver, Request, ServingError
+from jaxrl.serving.online_driver import Delta, OnlineDriver
 from jaxrl.serving.serve_config import ServeConfig
 
 # Longest prompt that a cache with many capacities is compiled for before the first request.
@@ -166,12 +167,12 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
         # Other tokens than those of the prompts before, whose pages would be reused.
         prompt = np.full(length, done, np.int32)
         for _ in range(1 if engine.pages is None else 2):
-            events: queue.SimpleQueue[Delta | ServingError] = queue.SimpleQueue()
+            events: queue.SimpleQueue[Delta | LiveError] = queue.SimpleQueue()
             driver.submit(Request(prompt, max_tokens=1, seed=0), events.put)
             failure = events.get()
             if isinstance(failure, NotFinite):
                 raise UserError(f"a first sample could not be drawn: {failure}")
-            if isinstance(failure, ServingError):
+            if isinstance(failure, LiveError):
                 raise UserError(
                     f"a first sample could not be drawn: {failure}. Choose fewer --slots or shorter prompts "
                     "and responses, or more devices with --mesh"

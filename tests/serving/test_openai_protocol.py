@@ -9,8 +9,9 @@ from extras import import_extra
 import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
+from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
-from jaxrl.serving.online_driver import Delta, Request  # noqa: E402
+from jaxrl.serving.online_driver import Delta  # noqa: E402
 from jaxrl.serving.openai.calls import CHAT, COMPLETION, Answer, Call  # noqa: E402
 from jaxrl.serving.openai.protocol import (  # noqa: E402
     ChatRequest,

@@ -49,8 +49,7 @@ def folder(tmp_path_factory):
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     (folder / "rewards.py").write_text(
-        "def good(responses):\n    return [0.0] * len(responses)\n"
-        "def alone():\n    return 0\n"
+        "def good(responses):\n    return [0.0] * len(responses)\ndef alone():\n    return 0\n"
     )
     (folder / "broken.py").write_text("import no_such_package\n")
     (folder / "talks.jsonl").write_text('{"prompt": "1", "response": "1"}\n')

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
-from jaxrl.serving.online_driver import Delta, Request
+from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,

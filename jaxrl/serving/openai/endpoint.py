@@ -25,7 +25,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.errors import UserError
-from jaxrl.serving.online_driver import Delta, OnlineDriver, Overloaded, ServingError, Stopped
+from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
+from jaxrl.serving.online_driver import Delta, OnlineDriver
 from jaxrl.serving.openai.calls import (
     CHAT,
     COMPLETION,
@@ -56,23 +57,23 @@ class _Inbox:
     def __init__(self, driver: OnlineDriver, call: Call):
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
         n = call.requests[0].options.num_samples
         self._tickets = driver.submit_all(
             [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)]
         )
 
-    def _put(self, first: int, event: Delta | ServingError) -> None:
+    def _put(self, first: int, event: Delta | LiveError) -> None:
         """Takes an event of a request, of which `first` is the index of the first choice."""
-        item = event if isinstance(event, ServingError) else (first + event.index, event)
+        item = event if isinstance(event, LiveError) else (first + event.index, event)
         # The loop is closed only after the server has stopped, so nobody reads any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
     async def get(self) -> tuple[int, Delta]:
-        """The next delta with the index of its choice; raises ServingError if the call has failed."""
+        """The next delta with the index of its choice; raises LiveError if the call has failed."""
         item = await self._events.get()
-        if isinstance(item, ServingError):
+        if isinstance(item, LiveError):
             raise item
         return item
 
@@ -155,7 +156,7 @@ def build_app(
         ],
         # Starlette logs an `Exception` with its traceback after sending the answer.
         exception_handlers=dict.fromkeys(
-            (ApiError, UserError, ServingError, HTTPException, Exception), _refuse
+            (ApiError, UserError, LiveError, HTTPException, Exception), _refuse
         ),
     )
 
@@ -219,7 +220,7 @@ async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncItera
             index, delta = await inbox.get()
             answer.add(index, delta)
             yield _event(answer.event(index))
-    except ServingError as error:
+    except LiveError as error:
         # The status was already sent, so the error goes into an event; OpenAI's client raises it.
         yield _event(json.dumps(_as_api_error(error).body))
         return
@@ -253,7 +254,7 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, f"{error.detail}: see /v1/models and the documentation")
-    if not isinstance(error, ServingError):
+    if not isinstance(error, LiveError):
         return ApiError(500, "the server has made a mistake; its log says which")
     status = 429 if isinstance(error, Overloaded) else 503 if isinstance(error, Stopped) else 500
     return ApiError(status, str(error))
