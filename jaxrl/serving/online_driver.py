@@ -46,6 +46,8 @@ class Delta:
       index: index of the sample in its request.
       tokens: int32 [R], including the token that ended the sample.
       logprob: float32 [R], log-probability of each token under the tempered distribution before truncation.
+      entropy: float32 [R], entropy of that distribution in nats.
+      version: version of the weights that drew the tokens.
       pieces: text of each of the R tokens; "" for an incomplete character and for special tokens.
       text: text to show now, without stop strings; it lags behind the pieces while one may have begun.
       finish: "stop" or "length" if the sample has ended, else "".
@@ -54,6 +56,8 @@ class Delta:
     index: int
     tokens: np.ndarray
     logprob: np.ndarray
+    entropy: np.ndarray
+    version: int
     pieces: tuple[str, ...]
     text: str
     finish: str
@@ -83,43 +87,22 @@ class _Answer:
         if event.end is not None:
             text += stream.end(at_stop_string=event.end is End.STOP_STRING)
         finish = _FINISH[event.end]
-        self._listener(Delta(event.index, event.tokens, event.logprob, pieces, text, finish))
+        values = (event.tokens, event.logprob, event.entropy, event.version)
+        self._listener(Delta(event.index, *values, pieces, text, finish))
 
 
-class OnlineDriver:
-    """Serves requests from its own thread until it is closed."""
+class LiveText:
+    """A live loop whose listeners get text, too. Somebody else turns the loop."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        params: Params,
-        decode_text: Callable[[np.ndarray], str],
-        *,
-        max_waiting: int = 10_000,
-    ):
-        """Starts the thread.
-
-        Args:
-          engine, params: engine of the model, and its weights in the generation layout.
-          decode_text: function that turns token ids into text.
-          max_waiting: maximum number of samples that wait for a slot; more are refused.
-        """
+    def __init__(self, live: LiveLoop, decode_text: Callable[[np.ndarray], str]):
+        """Args: the loop; a function that turns token ids into text."""
+        self._live = live
         self._decode_text = decode_text
-        self._live = LiveLoop(engine, params, StopSearch(decode_text), max_waiting=max_waiting)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> OnlineDriver:
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
     @property
     def alive(self) -> bool:
         """Whether requests are accepted."""
-        return self._thread.is_alive() and self._live.accepting
+        return self._live.accepting
 
     @property
     def load(self) -> tuple[int, int]:
@@ -143,6 +126,42 @@ class OnlineDriver:
     def cancel(self, ticket: int) -> None:
         """Ends a request and frees its slots with the next dispatch. Ignores a request that has ended."""
         self._live.cancel(ticket)
+
+
+class OnlineDriver(LiveText):
+    """Serves requests from its own thread until it is closed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        decode_text: Callable[[np.ndarray], str],
+        *,
+        max_waiting: int = 10_000,
+    ):
+        """Starts the thread.
+
+        Args:
+          engine, params: engine of the model, and its weights in the generation layout.
+          decode_text: function that turns token ids into text.
+          max_waiting: maximum number of samples that wait for a slot; more are refused.
+        """
+        live = LiveLoop(engine, params, StopSearch(decode_text), max_waiting=max_waiting)
+        super().__init__(live, decode_text)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="online-driver", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> OnlineDriver:
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are accepted."""
+        return self._thread.is_alive() and super().alive
 
     def close(self, grace_s: float = 0.0) -> None:
         """Refuses new requests. Requests not answered within `grace_s` seconds get `Stopped`."""

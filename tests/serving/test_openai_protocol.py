@@ -210,7 +210,7 @@ def answer_of(form, *, logprobs: bool = True, include_usage: bool = False) -> An
 
 def delta(index: int, finish: str = "") -> Delta:
     logprob = np.array([-0.5, -1.0], np.float32)
-    return Delta(index, np.array([5, 6], np.int32), logprob, ("a", "é"), "aé", finish)
+    return Delta(index, np.array([5, 6], np.int32), logprob, -logprob, 0, ("a", "é"), "aé", finish)
 
 
 def read_by_openai(kind: str, answer: str) -> dict:
