@@ -25,4 +25,6 @@ def get_config():
     config.rollout.max_response_tokens = 64
     config.reward.overlong_buffer_tokens = 0
     config.train.row_tokens = 256
+    # The game is learned soon; what SFT shows is mostly noise.
+    config.sft.num_steps = 300
     return config

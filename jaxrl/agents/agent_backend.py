@@ -13,25 +13,21 @@ N prompts   G samples of each
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import zlib
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.agents.endpoint import Endpoint
-from jaxrl.agents.runner import Runner
-from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.rollout_config import RolloutConfig
-from jaxrl.types import Branch, Completions, Prompts
+from jaxrl.types import Completions, Prompts
 
 # Seconds between two looks at the sessions while no request waits or decodes.
 _LOOK_EVERY_S = 0.05
@@ -60,7 +56,6 @@ class AgentBackend:
         self.metrics: Mapping[str, float] = {}
         self._settings = settings
         self._tokenizer = tokenizer
-        self._running = contextlib.ExitStack()
         self._endpoint: Endpoint | None = None
 
     def load(self, params: Params) -> None:
@@ -73,7 +68,8 @@ class AgentBackend:
 
     def close(self) -> None:
         """Ends workers and endpoint."""
-        self._running.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         self.inner.close()
 
     def generate(
@@ -86,23 +82,42 @@ class AgentBackend:
     ) -> Completions:
         """Runs G agents for each prompt, all at once, until all have ended."""
         del expected_tokens_N
-        live = self.inner.live(options)
-        found: dict[int, Completions] = {}
-        if hosts.is_first():
-            self._started().begin(live, options, prompts)
-        while len(found) < len(prompts):
+        live = self.inner.live(version=options.step)
+        endpoint = self._started() if hosts.is_first() else None
+        if endpoint is not None:
+            endpoint.begin(live, options, prompts)
+        # What the samples of each prompt have left, in the first process.
+        left: dict[int, dict[int, Talk]] = collections.defaultdict(dict)
+
+        def ended() -> list[tuple[int, list[dict[str, Any]]]]:
+            """Prompts of which the last sample has ended, as plain data for all processes."""
+            assert endpoint is not None, "only the first process is asked"
+            numbers = []
+            for session in endpoint.take_done():
+                talks = left[session.prompt]
+                talks[session.sample] = Talk.of(session)
+                if len(talks) == options.num_samples:
+                    numbers.append(session.prompt)
+            return [(n, [left[n][g].to_plain() for g in sorted(left[n])]) for n in numbers]
+
+        groups: dict[int, Completions] = {}
+        while len(groups) < len(prompts):
             live.turn(wait_s=_LOOK_EVERY_S)
-            for n, talks in hosts.on_first(self._ended):
-                group = group_of(
+            for n, talks in hosts.on_first(ended):
+                groups[n] = group_of(
                     prompts.take([n]),
-                    [_from_plain(talk) for talk in talks],
+                    [Talk.of_plain(talk) for talk in talks],
                     options.step,
                     self._tokenizer.decode_batch,
                 )
-                found[n] = group
                 if on_group is not None:
-                    on_group(group)
-        if self._endpoint is not None:
-            self.metrics = self._endpoint.finish()
+                    on_group(groups[n])
         live.close()
-        return Completions.concatenate([found[n] for n in range(len(prompts))])
+        return Completions.concatenate([groups[n] for n in range(len(prompts))])
+
+    def _started(self) -> Endpoint:
+        """The endpoint, which starts with the first batch."""
+        if self._endpoint is None:
+            config = self.inner.engine.config
+            self._endpoint = Endpoint(self._settings, self._tokenizer, config.max_context_tokens)
+        return self._endpoint

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl.agents.sessions import Session
+from jaxrl.serving.online_driver import LENGTH
 from jaxrl.types import AgentRows, Branch, Completions, Prompts, TurnText
 
 DecodeTexts = Callable[[Sequence[np.ndarray]], Iterable[str]]
@@ -38,6 +40,21 @@ class Talk:
     score: float | None
     failed: bool
 
+    def to_plain(self) -> dict[str, Any]:
+        """In types of JSON, which keep float32 exactly."""
+        branches = [{k: v.tolist() for k, v in vars(branch).items()} for branch in self.branches]
+        return {**vars(self), "branches": branches}
+
+    @staticmethod
+    def of_plain(plain: dict[str, Any]) -> Talk:
+        """The talk that `to_plain` was called on."""
+        types = {"tokens": np.int32}
+        branches = tuple(
+            Branch(**{k: np.array(v, types.get(k, np.float32)) for k, v in branch.items()})
+            for branch in plain["branches"]
+        )
+        return Talk(**{**plain, "branches": branches})
+
     @staticmethod
     def of(session: Session) -> Talk:
         """The talk of a session that has ended. Nothing is trained on what a failed agent said."""
@@ -45,8 +62,8 @@ class Talk:
         failed = bool(session.error) or not found
         return Talk(
             tuple(Branch(b.tokens, b.logprob, b.entropy, b.mask) for b in found),
-            found[0].first_sampled if found else 0,
-            bool(found) and found[0].finish == "length",
+            found[0].start if found else 0,
+            bool(found) and found[0].finish == LENGTH,
             session.score,
             failed,
         )
@@ -101,14 +118,11 @@ def _common_prefix(sequences: Sequence[np.ndarray]) -> int:
     return int(np.argmin(np.append(same, False)))
 
 
-def _turns(
-    tokens: np.ndarray, mask: np.ndarray, decode_texts: DecodeTexts
-) -> tuple[TurnText, ...]:
+def _turns(tokens: np.ndarray, mask: np.ndarray, decode_texts: DecodeTexts) -> tuple[TurnText, ...]:
     """The turns of a response, of which the tokens of each have one mask."""
     starts = np.flatnonzero(np.diff(mask)) + 1
     parts = np.split(tokens, starts) if len(tokens) else []
     by_policy = mask[np.append(0, starts)] > 0 if len(tokens) else []
     return tuple(
-        TurnText(bool(own), text)
-        for own, text in zip(by_policy, decode_texts(parts), strict=True)
+        TurnText(bool(own), text) for own, text in zip(by_policy, decode_texts(parts), strict=True)
     )

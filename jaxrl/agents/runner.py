@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import threading
+import secrets
 import time
 
 from jaxrl.agents.sessions import Sessions
@@ -54,8 +54,8 @@ class Runner:
         if not self._begun:
             # The first alone: an error of the user's file is told once.
             self._pool.start()
-            numbers = range(self._size)
-            self._begun = [self._threads.submit(self._keep, f"worker-{n}", url) for n in numbers]
+            keys = [secrets.token_urlsafe(18) for _ in range(self._size)]
+            self._begun = [self._threads.submit(self._keep, key, url) for key in keys]
 
     def heard(self, worker: str) -> int:
         """Notes that a worker has asked for sessions; returns how many it may run."""

@@ -10,6 +10,7 @@ and then alone, in a worker; one that has been in three dead workers has failed.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 import threading
@@ -40,6 +41,9 @@ class Session:
       score: score that the agent gave; None for none.
       error: why it failed; "" if it did not.
       ended: whether it is done.
+      turns: number of sampled turns.
+      tickets: requests that are being answered.
+      lock: held by the endpoint while it uses the conversation.
     """
 
     prompt: int
@@ -54,6 +58,9 @@ class Session:
     score: float | None = None
     error: str = ""
     ended: bool = False
+    turns: int = 0
+    tickets: set[int] = dataclasses.field(default_factory=set)
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
 
 class Sessions:

@@ -230,7 +230,8 @@ class RoleBuilder:
         backend = build_backend(
             options.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
         )
-        return with_agent(backend, options, tokenizer)
+        # A plan runs no agents.
+        return backend if tokenizer is SHAPES_ONLY else with_agent(backend, options, tokenizer)
 
     def _common(self, role: str) -> dict[str, Any]:
         """Keyword arguments of every constructor that follow from the placement."""
