@@ -40,7 +40,7 @@ from jaxrl.types import Prompts  # noqa: E402
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "serve.py"
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% for m in messages %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
     "{% if enable_thinking is defined and not enable_thinking %} briefly{% endif %}"
 )
@@ -321,7 +321,7 @@ def test_a_request_that_cannot_be_served_says_why(body, status, message, server)
     "body, message",
     [
         ({"messages": []}, "messages must be a list of messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the id of no call in the messages"),
     ],
 )
 def test_so_does_a_chat(body, message, server):
