@@ -461,7 +461,7 @@ def _chat_choice(
     return {"index": index, **part, "finish_reason": choice.finish}
 
 
-def _generate_choice(index: int, choice: Choice, call: Call, _: bool = True) -> Json:
+def _generate_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
     _, tokens, ids, _ = choice.take()
     # Named by its id: the text of a token may be a part of a character.
     content = [

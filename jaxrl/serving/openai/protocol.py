@@ -514,7 +514,13 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
         where = _path((*location, *context["path"]))
         return InvalidRequest(f"{where} {context['fault']}", where)
     parts = (StreamOptions, SamplingParams, CalledFunction, ToolCallPart, Message, kind)
-    rules = {name: field.description for part in parts for name, field in part.model_fields.items()}
+    rules = {
+        name: field.description
+        for part in parts
+        for name, field in part.model_fields.items()
+        # Who gets the type of a part wrong is told the form of the whole.
+        if name != "type"
+    }
     # After the field names pydantic lists branches of a union; only the union as a whole is reported.
     known = list(itertools.takewhile(lambda p: isinstance(p, int) or p in rules, location))
     while isinstance(known[-1], int):

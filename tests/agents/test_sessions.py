@@ -1,0 +1,87 @@
+"""Agents over HTTP: whatever a client sends back, the tokens of its branches are what the model saw."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from chats import CHATML, chat_tokenizer
+from extras import import_extra
+
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
+openai = import_extra("dev", "openai")
+
+from scripted_driver import ScriptedDriver, serving  # noqa: E402
+
+from jaxrl.agents.conversation import ChatModel  # noqa: E402
+from jaxrl.agents.sessions import Sessions  # noqa: E402
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+# Spaces and keys that no template writes, and a token for each byte.
+CALL = '<tool_call> {"arguments":{"b":2,  "a":1}, "name":"add"}</tool_call>'
+
+
+def agent(url, key, *, session_header=False):
+    """Asks, calls the tool, asks again; repeats its last request."""
+    headers = {"X-Session-ID": key} if session_header else {}
+    api_key = "other" if session_header else key
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key=api_key, default_headers=headers, max_retries=0
+    ) as client:
+        messages = [{"role": "user", "content": f"1 + 2? ({key})"}]
+        for _ in range(3):
+            answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or []:
+                value = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(value)})
+        again = client.chat.completions.create(model="m", messages=messages[:-2], tools=TOOLS)
+        assert again.choices[0].message == message
+
+
+def test_agents_at_once_leave_exact_branches():
+    tokenizer = chat_tokenizer(CHATML)
+    sampled = []
+
+    def say(prompt):
+        tokens = tokenizer.encode(f"{CALL}<|im_end|>")
+        sampled.append((prompt, tokens))
+        return tokens
+
+    sessions = Sessions(ChatModel(tokenizer))
+    keys = [f"key-{i}" for i in range(4)]
+    for key in keys:
+        sessions.begin(key)
+    driver = ScriptedDriver(tokenizer, say)
+    with serving(driver, tokenizer, prompts=sessions) as url:
+        threads = [
+            threading.Thread(
+                target=agent, args=(url, key), kwargs={"session_header": key == keys[0]}
+            )
+            for key in keys
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Three requests each; the repeated one was not sampled again.
+        assert len(sampled) == 12
+        seen = {np.concatenate(pair).tobytes() for pair in sampled}
+        for key in keys:
+            (branch,), counts = sessions.end(key)
+            assert branch.turns == 3 and branch.tokens.tobytes() in seen
+            assert branch.mask.sum() == counts.sampled == sum(len(t) for _, t in sampled) / 4
+            assert counts.encoded + counts.sampled == len(branch.tokens)
+            first = tokenizer.encode(f"{CALL}<|im_end|>")
+            assert np.array_equal(branch.tokens[branch.start :][: len(first)], first)
+            parts = -np.arange(len(first), dtype=np.float32) / 8
+            assert np.array_equal(branch.logprob[branch.start :][: len(first)], parts)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0], max_retries=0) as client:
+            ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+            with pytest.raises(openai.AuthenticationError, match="no open session with that key"):
+                client.chat.completions.create(**ask)
+            sessions.begin(keys[0])
+            with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
+                client.chat.completions.create(**ask, n=2)
