@@ -352,3 +352,27 @@ def test_ids_are_what_the_model_saw(template, data):
 @given(data=st.data())
 def test_also_with_qwens_tokenizer(data):
     play(data, "qwen", turns=10)
+
+
+@given(data=st.data())
+def test_as_template_every_prompt_is_the_templates_and_every_token_is_trained_once(data):
+    model, words = model_of(THINKING), st.text("ab 1\n", max_size=4)
+    conversation = Conversation(model, history="as_template")
+    history, seen = [], {}
+    for i in range(6):
+        for _ in range(data.draw(st.integers(1, 2))):
+            text = data.draw(words)
+            history.append(user(text) if not i or data.draw(st.booleans()) else tool(text))
+        turn = conversation.extend(history)
+        shown = model.tokenizer.backend.decode(turn.prompt_ids.tolist(), skip_special_tokens=False)
+        assert shown == model.renderer.whole(history)
+        said = data.draw(st.sampled_from(["<think>\nR\n</think>\n\n", "<think>R</think>", ""]))
+        said += "said" + data.draw(words) + data.draw(st.sampled_from(["<|im_end|>", ""]))
+        view = say(conversation, turn, said, THINKING)
+        history.append(view.to_message())
+        seen[turn.prompt_ids.tobytes() + turn.answer.tokens.tobytes()] = len(turn.answer.tokens)
+    branches = conversation.branches()
+    assert {branch.tokens.tobytes() for branch in branches} <= seen.keys()
+    assert sum(branch.mask.sum() for branch in branches) == sum(seen.values())
+    assert [m["content"] for m in branches[0].messages] == [m["content"] for m in history]
+    assert conversation.counts.sampled == sum(seen.values())

@@ -144,7 +144,7 @@ CALLED = [
             {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         ],
     },
-    {"role": "tool", "content": "y", "tool_call_id": "c"},
+    {"role": "tool", "content": "y", "tool_call_id": "c", "name": "f"},
 ]
 WITH_TOOLS = {"model": "m", "messages": CALLED, "tools": [TOOL], "tool_choice": "auto"}
 CALL = ("messages", 1, "tool_calls")
@@ -159,7 +159,12 @@ FUNCTION = ("tools", 0, "function")
         *((*FUNCTION, "parameters", "properties"), (*FUNCTION, "parameters", "type")),
         *(CALL, (*CALL, 0), (*CALL, 0, "id"), (*CALL, 0, "type"), (*CALL, 0, "function")),
         *((*CALL, 0, "function", "name"), (*CALL, 0, "function", "arguments")),
-        *(("messages", 1, "content"), ("messages", 2, "tool_call_id"), ("tool_choice",)),
+        *(
+            ("messages", 1, "content"),
+            ("messages", 2, "tool_call_id"),
+            ("messages", 2, "name"),
+            ("tool_choice",),
+        ),
     ],
     ids=lambda path: ".".join(map(str, path)),
 )

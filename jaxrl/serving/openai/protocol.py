@@ -249,7 +249,7 @@ class Message(_RequestPart):
         default=None, description="a text, or a list of text parts"
     )
     # Shown to the model with results of tools only.
-    name: Any = None
+    name: _Text = Field(default="", description="a text")
     reasoning_content: _Text = Field(default="", description="a text")
     tool_calls: Annotated[list[ToolCallPart], Field(fail_fast=True)] = Field(
         default=[], description="a list of calls, each with an id and a function"
@@ -281,8 +281,7 @@ class Message(_RequestPart):
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "tool":
             message["tool_call_id"] = self.tool_call_id
-            if isinstance(self.name, str):
-                message["name"] = self.name
+            message["name"] = self.name
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
