@@ -75,7 +75,7 @@ class Sessions:
             )
         with session.lock:
             turn = session.conversation.extend(
-                query.messages, query.tools, start=query.start, **query.variables
+                query.messages, query.tools, start=query.start, variables=query.variables
             )
             known = session.deltas.get(turn.key, ())
         answered = functools.partial(self._answered, session, turn, query)

@@ -148,6 +148,17 @@ def test_a_repeated_request_gets_the_same_answer():
     assert len({turn.key, *(other.key for other in others)}) == 3
 
 
+def test_variables_of_the_template_may_have_any_name():
+    conversation = Conversation(model_of(CHATML))
+    names = {"start": 1, "system": 2, "variables": 3, "mark": 4, "text": 5}
+    turn = conversation.extend([user("x")], variables=names)
+    say(conversation, turn, "4<|im_end|>")
+    later = conversation.extend([user("x"), assistant("4"), user("y")], variables=names)
+    assert later.parent is turn
+    # Another way to show the conversation is another conversation.
+    assert conversation.extend([user("x"), assistant("4"), user("y")]).parent is None
+
+
 def test_the_beginning_of_a_call_can_be_given():
     conversation = Conversation(model_of(CHATML))
     start = '<tool_call>\n{"name": "'
@@ -298,7 +309,7 @@ class Client:
         assert np.array_equal(turn.prompt_ids[: len(before)], before)
         self.encoded += len(turn.prompt_ids) - len(before)
         if self.exact:
-            whole = self.model.renderer.whole(self.history, tools=TOOLS)
+            whole = self.model.renderer.whole(self.history, {"tools": TOOLS})
             assert np.array_equal(turn.prompt_ids, self.model.tokenizer.encode(whole))
         tokens, exact = self.sample()
         tokens = np.array(tokens, np.int32)

@@ -29,15 +29,17 @@ def agent(url, key, *, session_header=False):
     with openai.OpenAI(
         base_url=f"{url}/v1", api_key=api_key, default_headers=headers, max_retries=0
     ) as client:
+        ask = {"model": "m", "tools": TOOLS}
+        ask["extra_body"] = {"chat_template_kwargs": {"start": 1, "system": "x", "key": 2}}
         messages = [{"role": "user", "content": f"1 + 2? ({key})"}]
         for _ in range(3):
-            answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            answer = client.chat.completions.create(**ask, messages=messages)
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             for call in message.tool_calls or []:
                 value = sum(json.loads(call.function.arguments).values())
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": str(value)})
-        again = client.chat.completions.create(model="m", messages=messages[:-2], tools=TOOLS)
+        again = client.chat.completions.create(**ask, messages=messages[:-2])
         assert again.choices[0].message == message
 
 
