@@ -32,6 +32,7 @@ LINES = (
     ("roles", "testing", "serving", "jetstream"),
     ("dataflows",),
     ("tracking",),
+    ("agents",),
     ("config", "evaluation"),
     ("trainer",),
     ("planner",),

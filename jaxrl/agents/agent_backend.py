@@ -26,6 +26,7 @@ from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.types import Completions, Prompts
 
@@ -56,6 +57,7 @@ class AgentBackend:
         self.metrics: Mapping[str, float] = {}
         self._settings = settings
         self._tokenizer = tokenizer
+        self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
 
     def load(self, params: Params) -> None:
@@ -63,7 +65,9 @@ class AgentBackend:
         self.inner.load(params)
 
     def unload(self) -> Params | None:
-        """Returns the weights and releases them; None if none are loaded."""
+        """Returns the weights and releases them with the cache; None if none are loaded."""
+        if self._live is not None:
+            self._live.pause()
         return self.inner.unload()
 
     def close(self) -> None:
@@ -82,10 +86,10 @@ class AgentBackend:
     ) -> Completions:
         """Runs G agents for each prompt, all at once, until all have ended."""
         del expected_tokens_N
-        live = self.inner.live(version=options.step)
-        endpoint = self._started() if hosts.is_first() else None
+        live = self._turned(options.step)
+        endpoint = self._started(live) if hosts.is_first() else None
         if endpoint is not None:
-            endpoint.begin(live, options, prompts)
+            endpoint.begin(options, prompts)
         # What the samples of each prompt have left, in the first process.
         left: dict[int, dict[int, Talk]] = collections.defaultdict(dict)
 
@@ -112,12 +116,19 @@ class AgentBackend:
                 )
                 if on_group is not None:
                     on_group(groups[n])
-        live.close()
         return Completions.concatenate([groups[n] for n in range(len(prompts))])
 
-    def _started(self) -> Endpoint:
+    def _turned(self, version: int) -> LiveLoop:
+        """The live loop, with the weights that are loaded."""
+        if self._live is None:
+            self._live = self.inner.live(version=version)
+        else:
+            self._live.renew(self.inner.params, version)
+        return self._live
+
+    def _started(self, live: LiveLoop) -> Endpoint:
         """The endpoint, which starts with the first batch."""
         if self._endpoint is None:
-            config = self.inner.engine.config
-            self._endpoint = Endpoint(self._settings, self._tokenizer, config.max_context_tokens)
+            sizes = self.inner.engine.config
+            self._endpoint = Endpoint(live, self._settings, self._tokenizer, sizes)
         return self._endpoint

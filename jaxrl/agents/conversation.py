@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -207,7 +208,12 @@ class Conversation:
         self.counts = Counts()
 
     def extend(
-        self, messages: Messages, tools: Sequence[Any] = (), *, start: str = "", **variables: Any
+        self,
+        messages: Messages,
+        tools: Sequence[Any] = (),
+        *,
+        start: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Turn:
         """Finds or makes the turn of a request.
 
@@ -215,7 +221,7 @@ class Conversation:
           messages: all messages of the conversation in OpenAI's form, as a client sends them.
           tools: tools as the template reads them.
           start: beginning of the answer, given to the model; for example that of a call.
-          **variables: further variables of the template.
+          variables: further variables of the template.
 
         Returns:
           The turn. It is the same one if a request is repeated; `Turn.answer` may be there then.
@@ -225,7 +231,7 @@ class Conversation:
         """
         given = [template_message(message) for message in messages]
         keys = [self._compared(message) for message in given]
-        variables = variables | ({"tools": list(tools)} if tools else {})
+        variables = {**variables, **({"tools": list(tools)} if tools else {})}
         root = json.dumps(variables, sort_keys=True)
         # Only added once the turn is made, so that a refused request leaves nothing.
         roots = self._roots.get(root, {})
@@ -375,13 +381,13 @@ class Conversation:
             "has_tools": "tools" in variables,
         }
         if parent is None:
-            text = renderer.whole(given, **variables) + start
+            text = renderer.whole(given, variables) + start
             return Turn("", _fixed(encode(text), np.int32), text=text, **common)
         answer = _answer_of(parent)
         system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
-        text = renderer.after(new, system=system, **variables) + start
+        text = renderer.after(new, variables, system=system) + start
         if renderer.rewrites or self._history == "as_template":
-            shown = renderer.whole([*self._messages_before(parent), *new], **variables) + start
+            shown = renderer.whole([*self._messages_before(parent), *new], variables) + start
             self._count_rewritten(parent, shown)
             if self._history == "as_template" and shown != self._text_before(parent) + text:
                 return Turn("", _fixed(encode(shown), np.int32), text=shown, **common)

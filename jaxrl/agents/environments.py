@@ -32,7 +32,7 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> tuple[Sequence[Message], float, bool]:
-        """Takes the policy's turn; returns the messages that answer it, its reward, and whether it is over."""
+        """Takes a turn of the policy; returns the messages that answer it, its reward, and whether it ends."""
         ...
 
     def close(self) -> None:
@@ -57,11 +57,11 @@ def environment_agent(
     async def agent(client: openai.AsyncOpenAI, problem: Problem) -> float:
         environment = await asyncio.to_thread(make, problem)
         try:
-            messages = [*await asyncio.to_thread(environment.start, problem.seed)]
+            messages: list[Any] = [*await asyncio.to_thread(environment.start, problem.seed)]
             score, weight = 0.0, 1.0
             while True:
                 try:
-                    answer = await client.chat.completions.create(
+                    answer: Any = await client.chat.completions.create(
                         model="policy", messages=messages, **request
                     )
                 except openai.BadRequestError as error:

@@ -1,4 +1,4 @@
-"""The worker processes of a run's agents: started for its first sessions, and again when one dies or hangs."""
+"""The worker processes of a run's agents: started for its first sessions, and again if one dies or hangs."""
 
 from __future__ import annotations
 

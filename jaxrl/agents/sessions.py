@@ -10,15 +10,16 @@ and then alone, in a worker; one that has been in three dead workers has failed.
 
 from __future__ import annotations
 
-import asyncio
+import collections
 import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from jaxrl.agents.conversation import Conversation
+from jaxrl.serving.online_driver import Delta
 
 # By how often its worker has died: the most sessions that a worker runs beside one.
 _TOGETHER = (1 << 30, 4, 1)
@@ -42,8 +43,8 @@ class Session:
       error: why it failed; "" if it did not.
       ended: whether it is done.
       turns: number of sampled turns.
-      tickets: requests that are being answered.
-      lock: held by the endpoint while it uses the conversation.
+      lock: held while the conversation is read or changed, not while the model answers.
+      deltas: of each turn that was answered, for requests that are repeated.
     """
 
     prompt: int
@@ -59,8 +60,8 @@ class Session:
     error: str = ""
     ended: bool = False
     turns: int = 0
-    tickets: set[int] = dataclasses.field(default_factory=set)
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    deltas: dict[str, tuple[Delta, ...]] = dataclasses.field(default_factory=dict)
 
 
 class Sessions:
@@ -69,18 +70,19 @@ class Sessions:
     def __init__(self, seconds: float):
         """Args: seconds that a session has from when a worker takes it."""
         self._seconds = seconds
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._by_key: dict[str, Session] = {}
         self._waiting: dict[str, Session] = {}
+        # By worker.
+        self._running: dict[str, dict[str, Session]] = collections.defaultdict(dict)
         self._done: list[Session] = []
         self.closed = False
 
-    def open(self, sessions: Sequence[Session]) -> None:
+    def open(self, sessions: Iterable[Session]) -> None:
         """Queues sessions for the workers."""
-        with self._changed:
+        with self._lock:
             for session in sessions:
                 self._by_key[session.key] = self._waiting[session.key] = session
-            self._changed.notify_all()
 
     def find(self, key: str) -> Session | None:
         """The open session of a key; None if there is none."""
@@ -88,34 +90,38 @@ class Sessions:
 
     def take(self, worker: str, most: int) -> list[Session]:
         """Sessions that a worker runs from now on, as many as it may run at the same time."""
-        with self._changed:
-            running = [s for s in self._by_key.values() if s.worker == worker]
+        with self._lock:
+            running = self._running[worker]
+            room = min((most, *(_TOGETHER[s.deaths] for s in running.values())))
             taken: list[Session] = []
-            for session in list(self._waiting.values()):
-                beside = [*running, *taken, session]
+            for key, session in list(self._waiting.items()):
                 # A suspect is run beside few others, and others are not run beside it.
-                if len(beside) > min(most, *(_TOGETHER[s.deaths] for s in beside)):
+                if len(running) >= min(room, _TOGETHER[session.deaths]):
+                    if len(running) >= room:
+                        break
                     continue
-                del self._waiting[session.key]
+                room = min(room, _TOGETHER[session.deaths])
+                del self._waiting[key]
                 session.worker, session.until = worker, time.monotonic() + self._seconds
+                running[key] = session
                 taken.append(session)
             return taken
 
     def end(self, key: str, score: float | None, error: str = "") -> None:
         """Ends a session. Ignores one that has ended: an agent may answer twice, or too late."""
-        with self._changed:
+        with self._lock:
             session = self._by_key.pop(key, None)
             if session is None:
                 return
             self._waiting.pop(key, None)
+            self._running[session.worker].pop(key, None)
             session.score, session.error, session.ended = score, error, True
             self._done.append(session)
-            self._changed.notify_all()
 
     def lost(self, worker: str) -> None:
         """Queues the sessions of a dead worker again; those that have seen too many die have failed."""
-        with self._changed:
-            for session in [s for s in self._by_key.values() if s.worker == worker]:
+        with self._lock:
+            for session in self._running.pop(worker, {}).values():
                 session.worker, session.until = "", float("inf")
                 session.deaths += 1
                 if session.deaths == len(_TOGETHER):
@@ -126,18 +132,19 @@ class Sessions:
     def end_late(self) -> None:
         """Ends sessions whose time is over; their worker should have done so."""
         now = time.monotonic()
-        for session in [s for s in list(self._by_key.values()) if s.until < now]:
-            self.end(session.key, None, f"took longer than {self._seconds:g} s")
+        with self._lock:
+            for session in [s for s in self._by_key.values() if s.until < now]:
+                self.end(session.key, None, f"took longer than {self._seconds:g} s")
 
     def take_done(self) -> list[Session]:
         """The sessions that have ended since the last call, in that order."""
-        with self._changed:
+        with self._lock:
             done, self._done = self._done, []
         return done
 
     def close(self) -> None:
         """Fails all open sessions; workers get no more."""
-        with self._changed:
+        with self._lock:
             self.closed = True
             for key in list(self._by_key):
                 self.end(key, None, "the run has ended")
@@ -146,8 +153,3 @@ class Sessions:
     def num_open(self) -> int:
         """The number of sessions that have not ended."""
         return len(self._by_key)
-
-    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Waits until something has changed and `ready` returns True, or the time is over."""
-        with self._changed:
-            self._changed.wait_for(ready, seconds)

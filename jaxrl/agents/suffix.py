@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from jaxrl.data.tool_calls import END_THINK, THINK
 from jaxrl.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 _TOOL = {
     "type": "function",
@@ -83,17 +86,19 @@ class ChatRenderer:
             'keeps the sampled tokens (history "kept") or starts a branch there ("as_template")'
         )
 
-    def whole(self, messages: Messages, **variables: Any) -> str:
+    def whole(self, messages: Messages, variables: Mapping[str, Any] = _NONE) -> str:
         """The text of a whole conversation, up to the start of the assistant's turn."""
         return self._template.render(messages, **variables)
 
-    def after(self, messages: Messages, *, system: Messages = (), **variables: Any) -> str:
+    def after(
+        self, messages: Messages, variables: Mapping[str, Any] = _NONE, *, system: Messages = ()
+    ) -> str:
         """The text of all new messages after a sampled turn, from its terminator on.
 
         Args:
           messages: the new messages; none if the model is to speak again.
+          variables: tools and further variables of the template.
           system: the system message of the conversation, if it has one. Some templates show it late.
-          **variables: tools and further variables of the template.
         """
         said = repr((messages, system, variables))
         mark = next(m for i in itertools.count() if (m := f"turn{i}mark") not in said)
@@ -150,8 +155,8 @@ class ChatRenderer:
         """Compares the text that a model has seen and written with what the template shows a turn later."""
 
         def is_kept(said: str, *, spaces: bool = False, **variables: Any) -> bool:
-            before = self.whole([_user("u")], **variables) + said
-            after = self.whole([_user("u"), _plain(said), _user("v")], **variables)
+            before = self.whole([_user("u")], variables) + said
+            after = self.whole([_user("u"), _plain(said), _user("v")], variables)
             if not spaces:
                 before, after = ("".join(text.split()) for text in (before, after))
             return after.startswith(before)

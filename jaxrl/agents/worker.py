@@ -1,4 +1,4 @@
-"""The process that runs agents: it asks the trainer for sessions, runs an agent for each, and tells how each ended.
+"""The process that runs agents: it asks for sessions, runs an agent for each, and tells how each ended.
 
     the trainer (agents.endpoint)                   a worker: one event loop
       POST /agents/next      <------------------      asks for sessions as they open

@@ -154,20 +154,23 @@ class CallFormat:
         """
         return self.forced + (self.forced_name.replace("{}", name) if name else "")
 
-    def visible(self, text: str) -> int:
-        """The length of the beginning of `text` that is content, whatever follows.
+    def visible(self, text: str) -> str:
+        """The beginning of a text that is content, whatever follows.
 
         `text` is the beginning of an answer, without its reasoning.
         """
         if self.bare and text.lstrip().startswith("{"):
-            return 0
-        if (at := text.find(self.opening)) >= 0:
-            return len(text[:at].rstrip())
-        for length in range(min(len(self.opening) - 1, len(text)), 0, -1):
-            if text.endswith(self.opening[:length]):
-                text = text[:-length]
-                break
-        return len(text.rstrip())
+            return ""
+        return _before(text, self.opening).rstrip()
+
+
+def _before(text: str, mark: str) -> str:
+    """What precedes `mark`, or precedes an end of `text` that may become it."""
+    if (at := text.find(mark)) >= 0:
+        return text[:at]
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    begun = next((length for length in lengths if text.endswith(mark[:length])), 0)
+    return text[: len(text) - begun]
 
 
 def _call(value: Any, arguments: str = "arguments") -> ToolCall:
@@ -264,6 +267,11 @@ class AnswerParser:
         texts = [self._tokenizer.decode(part) for part in parts]
         return self.format.opening.join(texts)
 
+    @property
+    def hides_calls(self) -> bool:
+        """Whether the beginning of calls is missing in the text of the tokenizer's own `decode`."""
+        return self._opening_id is not None
+
     def opens_reasoning(self, prompt: np.ndarray) -> bool:
         """Whether a prompt ends with the beginning of reasoning, as the templates of some models do."""
         return self._reasons and self.decode(prompt[-_LAST_TOKENS:]).rstrip().endswith(THINK)
@@ -280,6 +288,23 @@ class AnswerParser:
             return "", text
         reasoning, _, rest = begun.removeprefix(THINK).partition(END_THINK)
         return reasoning.strip("\n"), rest.lstrip("\n")
+
+    def visible(self, text: str, *, opened: bool, calls: bool) -> tuple[str, str]:
+        """The parts of an unfinished answer's reasoning and content that its view will begin with.
+
+        Args:
+          text: the text so far.
+          opened: whether the prompt has the opening tag of reasoning.
+          calls: whether calls are parsed.
+        """
+        if self._reasons and not opened and THINK.startswith(text.lstrip()):
+            return "", ""  # it may become the tag
+        if END_THINK not in text:
+            text = _before(text, END_THINK) if self._reasons else text
+        reasoning, content = self.split_reasoning(text, opened=opened)
+        if calls and self.format is not None:
+            content = self.format.visible(content)
+        return reasoning, content
 
     def view(
         self,

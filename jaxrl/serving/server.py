@@ -128,6 +128,7 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
         sizes.max_prompt_tokens,
         sizes.max_response_tokens,
         sizes.max_context_tokens,
+        stop_ids=tokenizer.stop_ids,
     )
     with contextlib.ExitStack() as stack:
         driver = OnlineDriver(

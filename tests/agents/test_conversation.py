@@ -148,6 +148,17 @@ def test_a_repeated_request_gets_the_same_answer():
     assert len({turn.key, *(other.key for other in others)}) == 3
 
 
+def test_variables_of_the_template_may_have_any_name():
+    conversation = Conversation(model_of(CHATML))
+    names = {"start": 1, "system": 2, "variables": 3, "mark": 4, "text": 5}
+    turn = conversation.extend([user("x")], variables=names)
+    say(conversation, turn, "4<|im_end|>")
+    later = conversation.extend([user("x"), assistant("4"), user("y")], variables=names)
+    assert later.parent is turn
+    # Another way to show the conversation is another conversation.
+    assert conversation.extend([user("x"), assistant("4"), user("y")]).parent is None
+
+
 def test_the_beginning_of_a_call_can_be_given():
     conversation = Conversation(model_of(CHATML))
     start = '<tool_call>\n{"name": "'
@@ -298,7 +309,7 @@ class Client:
         assert np.array_equal(turn.prompt_ids[: len(before)], before)
         self.encoded += len(turn.prompt_ids) - len(before)
         if self.exact:
-            whole = self.model.renderer.whole(self.history, tools=TOOLS)
+            whole = self.model.renderer.whole(self.history, {"tools": TOOLS})
             assert np.array_equal(turn.prompt_ids, self.model.tokenizer.encode(whole))
         tokens, exact = self.sample()
         tokens = np.array(tokens, np.int32)
@@ -352,3 +363,27 @@ def test_ids_are_what_the_model_saw(template, data):
 @given(data=st.data())
 def test_also_with_qwens_tokenizer(data):
     play(data, "qwen", turns=10)
+
+
+@given(data=st.data())
+def test_as_template_every_prompt_is_the_templates_and_every_token_is_trained_once(data):
+    model, words = model_of(THINKING), st.text("ab 1\n", max_size=4)
+    conversation = Conversation(model, history="as_template")
+    history, seen = [], {}
+    for i in range(6):
+        for _ in range(data.draw(st.integers(1, 2))):
+            text = data.draw(words)
+            history.append(user(text) if not i or data.draw(st.booleans()) else tool(text))
+        turn = conversation.extend(history)
+        shown = model.tokenizer.backend.decode(turn.prompt_ids.tolist(), skip_special_tokens=False)
+        assert shown == model.renderer.whole(history)
+        said = data.draw(st.sampled_from(["<think>\nR\n</think>\n\n", "<think>R</think>", ""]))
+        said += "said" + data.draw(words) + data.draw(st.sampled_from(["<|im_end|>", ""]))
+        view = say(conversation, turn, said, THINKING)
+        history.append(view.to_message())
+        seen[turn.prompt_ids.tobytes() + turn.answer.tokens.tobytes()] = len(turn.answer.tokens)
+    branches = conversation.branches()
+    assert {branch.tokens.tobytes() for branch in branches} <= seen.keys()
+    assert sum(branch.mask.sum() for branch in branches) == sum(seen.values())
+    assert [m["content"] for m in branches[0].messages] == [m["content"] for m in history]
+    assert conversation.counts.sampled == sum(seen.values())

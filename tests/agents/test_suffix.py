@@ -63,7 +63,7 @@ def test_suffixes_by_hand(template, terminator, rewrites, of_results, of_a_quest
     assert bool(renderer.note) == bool(rewrites) and "\n" not in renderer.note
     ended, cut = (tokenizer.encode(text) for text in (f"4{terminator}", "4"))
     for messages, text in (([RESULT, RESULT], of_results), ([QUESTION], of_a_question)):
-        after = renderer.after(messages, tools=TOOLS)
+        after = renderer.after(messages, {"tools": TOOLS})
         assert after == terminator + text
         assert np.array_equal(renderer.encode_after(after, cut), tokenizer.encode(after))
         assert np.array_equal(renderer.encode_after(after, ended), tokenizer.encode(text))
@@ -107,7 +107,7 @@ def test_published_templates_of_qwen():
     renderer = ChatRenderer(tokenizer)
     assert (renderer.terminator, renderer.note) == ("<|im_end|>", "")
     results = "\n<tool_response>\n1\n</tool_response>" * 2
-    assert renderer.after([RESULT, RESULT], tools=TOOLS) == (
+    assert renderer.after([RESULT, RESULT], {"tools": TOOLS}) == (
         f"<|im_end|>\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
     )
     config = json.loads((TOKENIZERS / "qwen3/tokenizer_config.json").read_text())
@@ -116,4 +116,6 @@ def test_published_templates_of_qwen():
     )
     renderer = ChatRenderer(dataclasses.replace(tokenizer, chat_template=template))
     assert renderer.rewrites == ("drops earlier reasoning",)
-    assert renderer.after([QUESTION], enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+    assert renderer.after([QUESTION], {"enable_thinking": False}).endswith(
+        "<think>\n\n</think>\n\n"
+    )

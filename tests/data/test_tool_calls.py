@@ -123,18 +123,25 @@ def test_formats_are_known_by_the_template():
 @pytest.mark.parametrize(
     ("template", "text", "visible"),
     [
-        (CHATML, "I add", 5),
-        (CHATML, "I add.\n", 6),
-        (CHATML, "I add.\n<tool", 6),
-        (CHATML, "a <tool> b", 10),
-        (CHATML, "I add.\n<tool_call>{", 6),
-        (LLAMA, ' {"a', 0),
-        (LLAMA, 'x {"a', 5),
-        (MISTRAL, "x [TOOL_", 1),
+        (CHATML, "I add", ("", "I add")),
+        (CHATML, "I add.\n", ("", "I add.")),
+        (CHATML, "I add.\n<tool", ("", "I add.")),
+        (CHATML, "a <tool> b", ("", "a <tool> b")),
+        (CHATML, "I add.\n<tool_call>{", ("", "I add.")),
+        (CHATML, "<think>", ("", "<think>")),
+        (LLAMA, ' {"a', ("", "")),
+        (LLAMA, 'x {"a', ("", 'x {"a')),
+        (MISTRAL, "x [TOOL_", ("", "x")),
+        (THINKING, "", ("", "")),
+        (THINKING, "<thi", ("", "")),
+        (THINKING, "<this", ("", "<this")),
+        (THINKING, "<think>\nR\n</thi", ("R", "")),
+        (THINKING, "<think>\nR\n</think>\n\nx", ("R", "x")),
     ],
 )
 def test_what_can_be_shown_before_the_answer_ends(template, text, visible):
-    assert call_format(template).visible(text) == visible
+    parser = AnswerParser(TOKENIZERS[template])
+    assert parser.visible(text, opened=False, calls=True) == visible
 
 
 def test_messages_for_clients_and_for_templates():

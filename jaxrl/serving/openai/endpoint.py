@@ -2,6 +2,7 @@
 
     GET  /health, /v1/models, /v1/models/NAME
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
+    POST /inference/v1/generate                   whole
 
 Bodies are limited in size and in arrival time. If a client disconnects, its requests end and their slots are
 freed. Bodies must be declared as JSON: a browser then lets no page of another site send one.
@@ -10,11 +11,12 @@ freed. Bodies must be declared as JSON: a browser then lets no page of another s
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
 
 from starlette.applications import Starlette
@@ -24,37 +26,41 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
-from jaxrl.serving.online_driver import Delta, OnlineDriver
+from jaxrl.serving.online_driver import Delta, LiveText
 from jaxrl.serving.openai.calls import (
     CHAT,
     COMPLETION,
+    GENERATE,
     Answer,
     ApiError,
     Call,
     Form,
     Json,
     RequestLimits,
-    RequestTokenizer,
     check_model,
     read_chat,
     read_completion,
+    read_generate,
     to_json,
 )
+from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
 # nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
-Reader: TypeAlias = Callable[[Json, RequestTokenizer, RequestLimits], Call]
+# Reads a body; the second argument is the client's key.
+Reader: TypeAlias = Callable[[Json, str], Call]
 
 
 class _Inbox:
     """Passes the deltas of a call from the driver's thread to the event loop; closing it ends the call."""
 
-    def __init__(self, driver: OnlineDriver, call: Call):
+    def __init__(self, driver: LiveText, call: Call):
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
@@ -83,10 +89,23 @@ class _Inbox:
             self._driver.cancel(ticket)
 
 
+class _Replay:
+    """An inbox of a chat that was answered before: the same answer once more."""
+
+    def __init__(self, deltas: Sequence[Delta]):
+        self._deltas = collections.deque(deltas)
+
+    async def get(self) -> tuple[int, Delta]:
+        return 0, self._deltas.popleft()
+
+    def close(self) -> None:
+        """There is nothing to cancel."""
+
+
 class _Events(StreamingResponse):
     """Server-sent events that always close their inbox, even after a disconnect."""
 
-    def __init__(self, inbox: _Inbox, events: AsyncIterator[str]):
+    def __init__(self, inbox: _Inbox | _Replay, events: AsyncIterator[str]):
         super().__init__(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
@@ -100,7 +119,12 @@ class _Events(StreamingResponse):
 
 
 def build_app(
-    driver: OnlineDriver, tokenizer: RequestTokenizer, limits: RequestLimits, *, max_body_bytes: int
+    driver: LiveText,
+    tokenizer: RequestTokenizer,
+    limits: RequestLimits,
+    *,
+    max_body_bytes: int,
+    prompts: ChatPrompts | None = None,
 ) -> Starlette:
     """Makes the endpoint as an ASGI application.
 
@@ -109,7 +133,11 @@ def build_app(
       tokenizer: tokenizer of the model.
       limits: limits of requests.
       max_body_bytes: maximum size of a body; larger ones are refused.
+      prompts: where chats get their prompts from; by default each request is rendered by itself.
     """
+    parser = AnswerParser(tokenizer)
+    if prompts is None:
+        prompts = RenderedPrompts(tokenizer, parser)
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
@@ -132,13 +160,23 @@ def build_app(
         check_model(request.path_params["name"], limits)
         return _json(to_json(model))
 
+    def completion(body: Json, key: str) -> Call:
+        return read_completion(body, tokenizer, limits)
+
+    def chat(body: Json, key: str) -> Call:
+        return read_chat(body, tokenizer, limits, prompts=prompts, parser=parser, key=key)
+
+    def generate(body: Json, key: str) -> Call:
+        return read_generate(body, tokenizer, limits)
+
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
-            body = await _body_of(request, max_body_bytes)
+            body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
-            call = await asyncio.to_thread(read, body, tokenizer, limits)
-            inbox = _Inbox(driver, call)
-            result = Answer(call, form, limits.model)
+            call = await asyncio.to_thread(read, body, key_of(request))
+            known = call.turn.known if call.turn is not None else ()
+            inbox = _Replay(known) if known else _Inbox(driver, call)
+            result = Answer(call, form, limits.model, parser)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
             return await _whole(request, inbox, result)
@@ -151,8 +189,9 @@ def build_app(
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/completions", endpoint(read_completion, COMPLETION), methods=["POST"]),
-            Route("/v1/chat/completions", endpoint(read_chat, CHAT), methods=["POST"]),
+            Route("/v1/completions", endpoint(completion, COMPLETION), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
+            Route("/inference/v1/generate", endpoint(generate, GENERATE), methods=["POST"]),
         ],
         # Starlette logs an `Exception` with its traceback after sending the answer.
         exception_handlers=dict.fromkeys(
@@ -161,7 +200,15 @@ def build_app(
     )
 
 
-async def _body_of(request: Request, max_bytes: int) -> Json:
+def key_of(request: Request) -> str:
+    """The client's name for its conversation: a header of its own, else its bearer token."""
+    if session := request.headers.get("x-session-id", "").strip():
+        return session
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+async def body_of(request: Request, max_bytes: int) -> Json:
     """Reads the body of a request as a JSON object."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -195,7 +242,7 @@ async def _body_of(request: Request, max_bytes: int) -> Json:
     return body
 
 
-async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
+async def _whole(request: Request, inbox: _Inbox | _Replay, answer: Answer) -> Response:
     """The whole answer; ends the call if the client disconnects."""
 
     async def collected() -> Response:
@@ -214,7 +261,7 @@ async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
         inbox.close()
 
 
-async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
+async def _event_stream(inbox: _Inbox | _Replay, call: Call, answer: Answer) -> AsyncIterator[str]:
     try:
         while not answer.complete:
             index, delta = await inbox.get()
