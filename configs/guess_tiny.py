@@ -20,9 +20,13 @@ def get_config():
         split.options = {}
     config.data.template = "{prompt}"
     # Positions with five guesses, of which SFT learns.
-    config.data.max_prompt_tokens = 112
+    config.data.max_prompt_tokens = 128
     config.rollout.agent = "shared/number_game.py:play"
     config.rollout.max_response_tokens = 64
+    # A turn has at most four tokens.
+    config.rollout.tokens_per_dispatch = 4
+    config.rollout.num_prompts = 16
+    config.rollout.generation_prompts = 24
     config.reward.overlong_buffer_tokens = 0
     config.train.row_tokens = 256
     # The game is learned soon; what SFT shows is mostly noise.

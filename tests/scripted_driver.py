@@ -49,7 +49,7 @@ class ScriptedDriver:
                 finish = "stop" if stopped else "length"
                 text += stream.end(at_stop_string=at_stop_string)
             logprob = -np.arange(first, first + len(part), dtype=np.float32) / 8
-            listener(Delta(index, part, logprob, pieces, text, finish))
+            listener(Delta(index, part, logprob, -logprob, 0, pieces, text, finish))
 
 
 @contextlib.contextmanager
