@@ -10,7 +10,7 @@
 If grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
 wrong. `token_pieces` is the last key, so that lists of samples can skip parsing it: `text` has the string of
 each token, `rollout_logprob` its log-probability under the sampler, `old_logprob` that under the trainer (if
-known), and `given` the indices of tokens that were not sampled, or are trained in another conversation. Further
+known), and `given` the indices of tokens that were not sampled, or are trained elsewhere. Further
 conversations of an agent's sample are in `branches`, a list of such objects. Prompts and completions are
 untrusted.
 """
