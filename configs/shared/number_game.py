@@ -5,7 +5,7 @@
     user        It is higher.
     assistant   15
 
-The right guess has reward 1 and ends the game. Any other one has a tenth if it agrees with all answers so far.
+The right guess has reward 1 and ends the game; any other one has a tenth if it agrees with all answers so far.
 So a game that is won has a score of 1 or more, and no other has.
 
     rollout.agent = "shared/number_game.py:play"       plays against a policy
