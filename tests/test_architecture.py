@@ -32,6 +32,7 @@ LINES = (
     ("roles", "testing", "serving", "jetstream"),
     ("dataflows",),
     ("tracking",),
+    ("tinker",),
     ("config", "evaluation"),
     ("trainer",),
     ("planner",),
