@@ -110,7 +110,7 @@ class AccumulatingActor(Actor):
         self.forward_program = jax.jit(self._forward, static_argnames="loss")
         self.score_program = jax.jit(self._score, static_argnames="top_k")
         self.apply_program = jax.jit(
-            self._apply, donate_argnums=(0, 1), out_shardings=(self.state_shardings(), None)
+            self._apply, donate_argnums=0, out_shardings=(self.state_shardings(), None)
         )
         self._gradients: Params | None = None
 
