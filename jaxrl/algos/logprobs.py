@@ -132,9 +132,7 @@ def from_past(
     has_past_BT = has_past_BT.at[:, 0].set(False)
     needed_BT = has_past_BT if trained_BT is None else has_past_BT & trained_BT
     past = jax.tree.map(lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0))), hidden)
-    return at_places(
-        function, past, tokens_BT, needed_BT, chunk_tokens=chunk_tokens, shards=shards
-    )
+    return at_places(function, past, tokens_BT, needed_BT, chunk_tokens=chunk_tokens, shards=shards)
 
 
 def at_places(

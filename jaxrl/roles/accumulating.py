@@ -146,9 +146,7 @@ class AccumulatingActor(Actor):
         """What `accumulate` returns, without a gradient."""
         return self.forward_program(self.for_training().params, batch, loss=loss)
 
-    def score(
-        self, params: Params, batch: TargetBatch, *, top_k: int = 0
-    ) -> tuple[jax.Array, ...]:
+    def score(self, params: Params, batch: TargetBatch, *, top_k: int = 0) -> tuple[jax.Array, ...]:
         """Log-probabilities under any weights on this mesh, in any layout.
 
         Returns:
@@ -168,7 +166,7 @@ class AccumulatingActor(Actor):
         self._before_change()
         self._gradients = None
         self._num_updates += 1
-        traced = AdamNumbers(*map(np.float32, numbers))
+        traced: Any = AdamNumbers(*map(np.float32, numbers))  # pyright: ignore[reportArgumentType]
         self.state, grad_norm = self.apply_program(state, gradients, traced)
         return {"grad_norm": float(grad_norm)}
 
@@ -202,17 +200,13 @@ class AccumulatingActor(Actor):
     ) -> tuple[jax.Array, jax.Array]:
         return _over_microbatches(lambda micro: self._loss(params, micro, loss)[::-1], batch)
 
-    def _score(
-        self, params: Params, batch: TargetBatch, *, top_k: int
-    ) -> tuple[jax.Array, ...]:
+    def _score(self, params: Params, batch: TargetBatch, *, top_k: int) -> tuple[jax.Array, ...]:
         found, _ = _over_microbatches(
             lambda micro: (self._target_logprobs(params, micro, top_k), jnp.float32(0)), batch
         )
         return found
 
-    def _loss(
-        self, params: Params, micro: TargetBatch, loss: str
-    ) -> tuple[jax.Array, jax.Array]:
+    def _loss(self, params: Params, micro: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
         """(sum of the loss, log-probabilities [K, R, T]) of a microbatch."""
         (logprob_KRT,) = self._target_logprobs(params, micro, 0)
         function, given = SUMMED_LOSSES[loss].function, micro.inputs
@@ -342,10 +336,12 @@ def pack_targets(
         # Best-fit finds the same rows for these sequences alone.
         indices = sorted(i for row in rows[first : first + most] for i in row)
         chosen = [sequences[i] for i in indices]
-        packing = plan_packing(lengths[indices], shape, shards=shards)
+        packing = plan_packing(lengths[indices].tolist(), shape, shards=shards)
 
         def pack(arrays: Sequence[np.ndarray], dtype: Any, packing: Packing = packing) -> Any:
-            of_k = [packing.pack([x[:, k] for x in arrays], dtype) for k in range(arrays[0].shape[1])]
+            of_k = [
+                packing.pack([x[:, k] for x in arrays], dtype) for k in range(arrays[0].shape[1])
+            ]
             return np.stack(of_k, axis=2)
 
         batch = TargetBatch(

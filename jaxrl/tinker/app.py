@@ -189,7 +189,11 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             )
 
     def training(
-        kind: str, model_id: Any, seq_id: Any, content: bytes, work_of: Callable[[TrainedModel], Any]
+        kind: str,
+        model_id: Any,
+        seq_id: Any,
+        content: bytes,
+        work_of: Callable[[TrainedModel], Any],
     ) -> Json:
         """Submits a training call; `work_of` makes the function that the models' thread calls."""
         model = models.model_of(str(model_id))
@@ -273,7 +277,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     async def forward_backward(request: Request) -> Response:
         content = await read_body(request, max_body_bytes)
         if coding := request.headers.get("content-encoding"):
-            raise ApiError(415, f"content-encoding {coding!r} is not served; send the body as it is")
+            raise ApiError(
+                415, f"content-encoding {coding!r} is not served; send the body as it is"
+            )
         message = await asyncio.to_thread(parse, "ForwardBackwardRequest", content)
         return JSONResponse(
             training(
@@ -353,7 +359,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     def asample(body: Json, content: bytes) -> Json:
         sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
         if sampler_id is None or type(seq_id) is not int:
-            raise ApiError(400, "send sampling_session_id and seq_id; create a sampling session first")
+            raise ApiError(
+                400, "send sampling_session_id and seq_id; create a sampling session first"
+            )
         sampler, weights = clients.sampler(sampler_id)
         if service.sampler.is_full:
             raise ApiError(429, "too many samples wait already; come again later")

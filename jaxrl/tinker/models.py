@@ -427,7 +427,9 @@ def _read_datum(
     for name in loss.arrays:
         if name not in tensors:
             if name not in numbers:
-                raise UserError(f"{where} has no {name} in loss_fn_inputs, which {request.loss_fn} needs")
+                raise UserError(
+                    f"{where} has no {name} in loss_fn_inputs, which {request.loss_fn} needs"
+                )
             values = np.full(targets.shape, numbers[name], np.float32)
         else:
             values = array_of(tensors[name], f"{where}: {name}").astype(np.float32)
@@ -437,6 +439,8 @@ def _read_datum(
                     "arrays of one shape"
                 )
             if not np.isfinite(values).all():
-                raise UserError(f"{where}: {name} has values that are not finite; remove NaN and infinity")
+                raise UserError(
+                    f"{where}: {name} has values that are not finite; remove NaN and infinity"
+                )
         inputs[name] = values.reshape(len(tokens), -1)
     return Targets(tokens, targets.astype(np.int32).reshape(len(tokens), -1), inputs)

@@ -468,7 +468,11 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
     last = body.get("prompt_logprobs_last_n")
     wanted = 0
     if body.get("prompt_logprobs"):
-        wanted = N if last is None else _int(body, "prompt_logprobs_last_n", N, low=1, high=max(1, N - 1))
+        wanted = (
+            N
+            if last is None
+            else _int(body, "prompt_logprobs_last_n", N, low=1, high=max(1, N - 1))
+        )
     elif last is not None:
         raise UserError("prompt_logprobs_last_n needs prompt_logprobs; set it to true")
     targets = body.get("target_prompt_logprobs")
@@ -523,7 +527,9 @@ def _tokens(prompt: Mapping[str, Any], limits: SamplingLimits) -> np.ndarray:
     for chunk in chunks:
         kind = chunk.get("type") if isinstance(chunk, dict) else None
         if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
-            raise UserError(f"a chunk of the prompt is of type {kind!r}; this model reads encoded_text")
+            raise UserError(
+                f"a chunk of the prompt is of type {kind!r}; this model reads encoded_text"
+            )
         tokens += chunk["tokens"]
     if not tokens:
         raise UserError("the prompt is empty; write one")
@@ -541,8 +547,9 @@ def _stops(stop: Any, limits: SamplingLimits) -> tuple[frozenset[int], tuple[str
         return frozenset(limits.stop_ids), ()
     stops = [stop] if isinstance(stop, str) else stop
     if isinstance(stops, list) and len(stops) <= 64:
-        if all(type(each) is int for each in stops):
-            return frozenset(stops), ()
+        ids = [each for each in stops if type(each) is int]
+        if len(ids) == len(stops):
+            return frozenset(ids), ()
         if all(isinstance(each, str) and 0 < len(each) <= 1000 for each in stops):
             return frozenset(), tuple(stops)
     raise UserError("stop takes a text, up to 64 texts, or up to 64 token ids; none may be empty")
@@ -554,7 +561,9 @@ def _targets(tensor: Any, length: int, vocabulary: int) -> np.ndarray:
     try:
         shape, data = tuple(tensor["shape"]), np.array(tensor["data"], np.int64).reshape(-1)
         if len(shape) != 2 or shape[0] != length - 1 or not 1 <= shape[1] <= 1000:
-            raise UserError(f"{what}, K up to 1,000; it has shape {list(shape)}: send one row per token")
+            raise UserError(
+                f"{what}, K up to 1,000; it has shape {list(shape)}: send one row per token"
+            )
         if tensor.get("sparse_crow_indices") is None:
             targets = data.reshape(shape)
         else:

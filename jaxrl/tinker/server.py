@@ -4,8 +4,8 @@
 
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python loop.py
 
-DIR is a Hugging Face directory. One client at a time trains all of the model's weights; any number may sample.
-Weights that clients save by name are in --folder.
+DIR is a Hugging Face directory. One client at a time trains all of the model's weights, and any number
+may sample. Weights that clients save by name are in --folder.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser, TinkerConfig)
     parser.add_argument("--tinker", action="store_true", help="serve the Tinker API")
     parser.add_argument(
-        "--port", dest="http_port", type=int, default=argparse.SUPPRESS, help="short for --http_port"
+        "--port",
+        dest="http_port",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="short for --http_port",
     )
     try:
         config = settings_of(TinkerConfig, parser.parse_args(arguments))
@@ -88,10 +92,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with running(config) as server:
             url = f"http://{config.host}:{server.http_port}"
-            print(
-                f"{config.model_name}: TINKER_BASE_URL={url}, sequences of up to {server.shape.tokens} tokens",
-                flush=True,
-            )
+            print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
+            print(f", sequences of up to {server.shape.tokens} tokens", flush=True)
             ended.wait()
     finally:
         for number, handler in previous.items():

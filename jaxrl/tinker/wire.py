@@ -121,6 +121,8 @@ def _messages(text: str) -> dict[str, Any]:
             optional.append((message, field))
 
     optional: list[tuple[Any, Any]] = []
+    message: Any = None
+    enum: Any = None
     for keyword in tokens:
         name, _ = next(tokens), next(tokens)
         if keyword == "enum":
@@ -222,7 +224,9 @@ def _from_csr(tensor: Any, shape: tuple[int, ...], name: str, fill: float) -> np
     fits = len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(values) == len(columns)
     inside = not len(columns) or (columns.min() >= 0 and columns.max() < shape[1])
     if not fits or not inside or (counts < 0).any():
-        raise UserError(f"{name}: its CSR indices do not describe {list(shape)}; send them as PyTorch")
+        raise UserError(
+            f"{name}: its CSR indices do not describe {list(shape)}; send them as PyTorch"
+        )
     dense = np.full(shape, fill, values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense

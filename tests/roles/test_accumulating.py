@@ -95,7 +95,9 @@ def plain_loss(loss, logprob, x):
 
 def plain_total(params, sequences, loss):
     found = [plain_logprobs(params, jnp.array(s.tokens), jnp.array(s.targets)) for s in sequences]
-    return sum(plain_loss(loss, lp, s.inputs) for lp, s in zip(found, sequences, strict=True)), found
+    return sum(
+        plain_loss(loss, lp, s.inputs) for lp, s in zip(found, sequences, strict=True)
+    ), found
 
 
 class PlainAdam:
@@ -157,7 +159,9 @@ def train(actor, loss, steps, *, shape=SHAPE, shards=1, plain=None):
         halves = [[sequence_of(rng, n, loss) for n in LENGTHS] for _ in range(2)]
         if plain is not None:
             params = jax.tree.map(lambda x: x.astype(np.float32), plain.params)
-            values, grads = zip(*(gradient(params, half, loss=loss) for half in halves), strict=True)
+            values, grads = zip(
+                *(gradient(params, half, loss=loss) for half in halves), strict=True
+            )
             norm = plain.step(jax.tree.map(np.add, *grads), numbers)
         for i, half in enumerate(halves):
             logprobs, total = accumulated(actor, half, loss, shape, shards)
@@ -214,7 +218,9 @@ def test_several_targets_of_a_place_have_weights_of_their_own():
     rng = np.random.default_rng(3)
     several = sequence_of(rng, 9, "cross_entropy", K=3)
     one_each = [
-        Targets(several.tokens, several.targets[:, [k]], {"weights": several.inputs["weights"][:, [k]]})
+        Targets(
+            several.tokens, several.targets[:, [k]], {"weights": several.inputs["weights"][:, [k]]}
+        )
         for k in range(3)
     ]
     together, apart = actor_of(), actor_of()
