@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
-from jaxrl.serving import server as openai_server
-from jaxrl.tinker import server as tinker_server
+from jaxrl.errors import UserError
+from jaxrl.serving import server
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command with program name and arguments; returns the exit status."""
-    serving = tinker_server if "--tinker" in argv else openai_server
-    return serving.main(argv)
+    """Runs the command with program name and arguments; returns the exit status.
+
+    Raises:
+      UserError: an extra is not installed, or as the server that it runs.
+    """
+    if "--tinker" not in argv:
+        return server.main(argv)
+    modules = {"protobuf": "google", "starlette": "starlette", "uvicorn": "uvicorn"}
+    absent = [name for name, module in modules.items() if not importlib.util.find_spec(module)]
+    if absent:
+        raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
+    from jaxrl.tinker.server import main as serve_tinker
+
+    return serve_tinker(argv)

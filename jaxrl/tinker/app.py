@@ -1,8 +1,8 @@
 """The routes of the Tinker API as an ASGI application, for tinker 0.38 and the cookbook.
 
 Submissions answer `{"request_id": ..}` at once, and the result is fetched by `retrieve_future`. What is wrong
-with a submission is said in its result: `{"error": .., "category": "user"}`, so that the calls behind it still
-find their turn. What cannot be a submission, such as a body cut short, is refused with a status:
+with a submission is said in its result, `{"error": .., "category": "user"}`, and calls behind it still find
+their turn. What cannot be a submission, such as a body cut short, is refused with a status:
 
     400  malformed           410  session, model or request unknown, or over
     404  no such route       413, 415  body too large, or of another kind
@@ -38,6 +38,8 @@ from jaxrl.tinker.wire import parse
 
 # Clients hold a request for 45 s and ask again at once after 408.
 _HOLD_S = 30.0
+# Bodies of more bytes are parsed on another thread.
+_LONG_BODY = 100_000
 # Sampling sessions of snapshots that are kept: each holds a copy of the weights on the host.
 _MAX_SNAPSHOTS = 4
 
@@ -166,7 +168,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         if not content:
             return {}, content
         try:
-            body = json.loads(content)
+            # A long body must not delay other answers.
+            is_long = len(content) > _LONG_BODY
+            body = await asyncio.to_thread(json.loads, content) if is_long else json.loads(content)
         # A deeply nested body raises RecursionError in the parser.
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON ({error})") from error

@@ -99,8 +99,8 @@ class Futures:
         self._by_key: dict[Hashable, Future] = {}
         # Finished requests of each channel, in order; a cursor counts them.
         self._finished: dict[str, list[tuple[str, bool, int]]] = collections.defaultdict(list)
-        # Called, from the loop that it names, whenever a future finishes.
-        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        # Who waits for a request or a channel; a finished one wakes only those.
+        self._waiters: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     def submit(
         self,
@@ -150,12 +150,17 @@ class Futures:
             if future.result is not None:
                 return
             future.result = result
-            self._bytes += len(result.body)
-            if future.channel:
-                event = (future.request_id, result.failed, len(result.body))
-                self._finished[future.channel].append(event)
-            self._make_room()
-            waiters = list(self._waiters)
+            # Its session may have ended meanwhile.
+            if future.request_id in self._futures:
+                self._bytes += len(result.body)
+                if future.channel:
+                    event = (future.request_id, result.failed, len(result.body))
+                    self._finished[future.channel].append(event)
+                self._make_room()
+            waiters = [
+                *self._waiters.get(future.request_id, ()),
+                *self._waiters.get(future.channel, ()),
+            ]
         for loop, event in waiters:
             # The loop may have ended meanwhile, and nobody waits any more.
             with contextlib.suppress(RuntimeError):
@@ -179,7 +184,7 @@ class Futures:
             future = self._futures.get(request_id)
         if future is None:
             raise Gone(f"request {request_id!r} is not known here, or no longer")
-        if await self._wait(lambda: future.result is not None, timeout_s):
+        if await self._wait(request_id, lambda: future.result is not None, timeout_s):
             future.fetched = True
         return future.result
 
@@ -188,7 +193,7 @@ class Futures:
     ) -> tuple[list[tuple[str, bool, int]], int]:
         """Requests of a channel that finished after a cursor: (id, failed, bytes), and the next cursor."""
         events = self._finished[channel]
-        await self._wait(lambda: len(events) > cursor, timeout_s)
+        await self._wait(channel, lambda: len(events) > cursor, timeout_s)
         return events[cursor:], max(len(events), cursor)
 
     def end_session(self, session_id: str) -> None:
@@ -200,11 +205,11 @@ class Futures:
             kept = self._futures
             self._by_key = {k: f for k, f in self._by_key.items() if f.request_id in kept}
 
-    async def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+    async def _wait(self, name: str, condition: Callable[[], bool], timeout_s: float) -> bool:
         event = asyncio.Event()
         waiter = (asyncio.get_running_loop(), event)
         with self._lock:
-            self._waiters.add(waiter)
+            self._waiters.setdefault(name, []).append(waiter)
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition():
@@ -214,7 +219,9 @@ class Futures:
             pass
         finally:
             with self._lock:
-                self._waiters.discard(waiter)
+                self._waiters[name].remove(waiter)
+                if not self._waiters[name]:
+                    del self._waiters[name]
         return condition()
 
     def _make_room(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -153,12 +154,21 @@ class Models:
                     f"{before.session_id} has it; try again when it has ended"
                 )
             self._model = model
-            self._at_once.append((future, work))
+            self._at_once.append((future, functools.partial(self._begin, model, work)))
             self._changed.notify_all()
         if before is not None:
             for call in before.waiting.values():
                 replaced = UserError(f"{before.model_id} was replaced by {model.model_id}")
                 self._futures.finish(call.future, Result.error(replaced))
+
+    def _begin(self, model: TrainedModel, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception:
+            # The weights are those of the model before it, or none.
+            with self._changed:
+                self._model = None if self._model is model else self._model
+            raise
 
     def submit(
         self, model: TrainedModel, seq_id: int, future: Future, work: Callable[[], Any]
@@ -206,8 +216,8 @@ class Models:
         model.next_seq = last + 1
         for seq_id, call in waiting.items():
             error = UserError(
-                f"seq_id {seq_id} waited {self._gap_timeout_s:g} s for {missing}, which never came; send every "
-                "seq_id"
+                f"seq_id {seq_id} waited {self._gap_timeout_s:g} s for {missing}, which never came; send "
+                "every seq_id"
             )
             self._futures.finish(call.future, Result.error(error))
 
@@ -341,8 +351,8 @@ def check_loss(name: str, config: Mapping[str, Any]) -> None:
         )
     if name not in SUMMED_LOSSES:
         raise UserError(
-            f"loss_fn {name[:80]!r} is not served; use one of {', '.join(SUMMED_LOSSES)}, or a custom loss of "
-            "your own by forward_backward_custom"
+            f"loss_fn {name[:80]!r} is not served; use one of {', '.join(SUMMED_LOSSES)}, or a loss of your "
+            "own by forward_backward_custom"
         )
     known = SUMMED_LOSSES[name].numbers
     for key, value in config.items():

@@ -152,6 +152,7 @@ class Sampler:
         self._max_waiting = max_waiting
         # What happens, as functions that the thread calls; None ends it.
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._num_waiting = 0
         # Used only by the thread.
         self._waiting: collections.deque[_Job] = collections.deque()
@@ -170,8 +171,12 @@ class Sampler:
     def submit(self, call: SampleCall, weights: SamplerWeights, future: Future) -> None:
         """Queues a call."""
         job = _Job(call, weights, future, [_OpenSample() for _ in range(call.num_samples)])
-        self._num_waiting += call.num_samples
+        self._count(call.num_samples)
         self._events.put(functools.partial(self._waiting.append, job))
+
+    def _count(self, samples: int) -> None:
+        with self._lock:
+            self._num_waiting += samples
 
     def cancel(self, request_id: str) -> None:
         """Ends a call that nobody waits for."""
@@ -208,7 +213,7 @@ class Sampler:
             except Exception as error:  # one call's failure is not the sampler's
                 self._end(job, Result.error(error))
             self._waiting.popleft()
-            self._num_waiting -= job.call.num_samples
+            self._count(-job.call.num_samples)
 
     @property
     def _is_alive(self) -> bool:
@@ -283,7 +288,7 @@ class Sampler:
             self._drop(self._open[request_id], cancelled)
         for job in [job for job in self._waiting if job.future.request_id == request_id]:
             self._waiting.remove(job)
-            self._num_waiting -= job.call.num_samples
+            self._count(-job.call.num_samples)
             self._end(job, cancelled)
 
     def _drop(self, job: _Job, result: Result) -> None:
@@ -375,8 +380,8 @@ class Sampler:
         most = self._shape.tokens + 1
         if (longest := max(map(len, sequences))) > most:
             raise UserError(
-                f"log-probabilities of a sequence of {longest} tokens were asked for, and this server computes "
-                f"them for {most} at most; start it with more --train_tokens"
+                f"log-probabilities of a sequence of {longest} tokens were asked for, and this server "
+                f"computes them for {most} at most; start it with more --train_tokens"
             )
         K = 0 if targets is None else targets.shape[1]
         given = []
@@ -457,8 +462,8 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
     max_tokens = _int(params, "max_tokens", room, low=1)
     if max_tokens > room:
         raise UserError(
-            f"max_tokens {max_tokens} after a prompt of {len(prompt)}: this server has room for {room}; ask for "
-            "as many"
+            f"max_tokens {max_tokens} after a prompt of {len(prompt)}: this server has room for {room}; ask "
+            "for as many"
         )
     temperature = _number(params, "temperature", 1.0, 0.0, 100.0)
     top_k = _int(params, "top_k", -1, low=-1, high=limits.vocabulary)
@@ -535,8 +540,8 @@ def _tokens(prompt: Mapping[str, Any], limits: SamplingLimits) -> np.ndarray:
         raise UserError("the prompt is empty; write one")
     if not all(type(token) is int and 0 <= token < limits.vocabulary for token in tokens):
         raise UserError(
-            f"the prompt has tokens that are no ids of this model, which go from 0 to {limits.vocabulary - 1}; "
-            "use its own tokenizer"
+            f"the prompt has tokens that are no ids of this model, which go from 0 to "
+            f"{limits.vocabulary - 1}; use its own tokenizer"
         )
     return np.array(tokens, np.int32)
 

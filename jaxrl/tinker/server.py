@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import pathlib
 import signal
@@ -81,8 +80,6 @@ def main(argv: Sequence[str]) -> int:
         config = settings_of(TinkerConfig, parser.parse_args(arguments))
     except ValueError as error:
         parser.error(str(error))
-    if absent := [n for n in ("google.protobuf", "starlette", "uvicorn") if not _is_installed(n)]:
-        raise UserError(f"{', '.join(absent)} not installed; pip install 'jaxrl[tinker]'")
     keep_compiled_programs()
     ended = threading.Event()
     previous = {
@@ -99,13 +96,6 @@ def main(argv: Sequence[str]) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
     return 0
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it lies in
-        return False
 
 
 @contextlib.contextmanager

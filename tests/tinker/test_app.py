@@ -1,6 +1,7 @@
-"""The bodies that tinker 0.38 and its cookbook were recorded with, over a socket, and bodies that are wrong."""
+"""Bodies as recorded with tinker 0.38 and its cookbook, over a socket, and bodies that are wrong."""
 
 import http.client
+import itertools
 import json
 import pathlib
 
@@ -221,7 +222,7 @@ def decoded(body):
         found = record.fields["logprobs"]
         ends = np.frombuffer(found.offsets, "<i8") // 4
         flat = np.frombuffer(found.data, "<f4")
-        logprobs += [flat[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        logprobs += [flat[a:b] for a, b in itertools.pairwise(ends)]
     return logprobs, dict(output.metrics)
 
 
