@@ -48,13 +48,7 @@ def load(config: ServeConfig) -> Loaded:
     Raises:
       UserError: a file is missing or broken, or the model does not fit.
     """
-    directory = pathlib.Path(local_model(config.model))
-    check_is_directory(directory)
-    if is_run_folder(directory):
-        raise UserError(
-            f"{directory} is the folder of a run; export it first: python launch/convert.py "
-            f"--path {directory} --out DIR, and serve DIR"
-        )
+    directory = model_directory(config.model)
     found = read_model(directory)
     mesh = build_generation_mesh(config.mesh)
     config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
@@ -62,6 +56,22 @@ def load(config: ServeConfig) -> Loaded:
     where = generation_shardings(found.model, mesh)
     params = load_params(directory, found.model, where, dtype=config.dtype)
     return Loaded(engine, params, found.tokenizer)
+
+
+def model_directory(name: str) -> pathlib.Path:
+    """The directory of a model to serve, from a path or a hub name.
+
+    Raises:
+      UserError: it is none.
+    """
+    directory = pathlib.Path(local_model(name))
+    check_is_directory(directory)
+    if is_run_folder(directory):
+        raise UserError(
+            f"{directory} is the folder of a run; export it first: python launch/convert.py "
+            f"--path {directory} --out DIR, and serve DIR"
+        )
+    return directory
 
 
 def build_engine(

@@ -39,6 +39,7 @@ from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Targets, pack_targets
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
+from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import array_of, forward_backward_output, tokens_of
 from jaxrl.tracking.checkpoints import Checkpoints
 
@@ -84,6 +85,7 @@ class Models:
         *,
         shards: int,
         source: pathlib.Path,
+        turns: Turns,
         gap_timeout_s: float = 300.0,
     ):
         """Starts the thread.
@@ -95,6 +97,7 @@ class Models:
           futures: futures, which the thread finishes.
           folder: folder of named weights.
           source: directory of the base model.
+          turns: turns on the devices.
           gap_timeout_s: how long calls wait for a missing one.
         """
         self._actor = actor
@@ -104,6 +107,7 @@ class Models:
         self._futures = futures
         self._folder = folder
         self._source = source
+        self._turns = turns
         self._gap_timeout_s = gap_timeout_s
         self._changed = threading.Condition()
         self._at_once: collections.deque[tuple[Future, Callable[[], Any]]] = collections.deque()
@@ -190,7 +194,8 @@ class Models:
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
-            self._futures.run(*call)
+            with self._turns.training():
+                self._futures.run(*call)
 
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
         with self._changed:

@@ -23,6 +23,7 @@ import hashlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from jaxrl.serving.online_driver import (
     ServingError,
 )
 from jaxrl.tinker.futures import Future, Futures, Result
+from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import MESSAGES, tensor_of, topk_of
 
 _LOG = logging.getLogger(__name__)
@@ -131,6 +133,7 @@ class Sampler:
         futures: Futures,
         *,
         shards: int,
+        turns: Turns,
         max_waiting: int,
     ):
         """Starts the thread.
@@ -141,6 +144,7 @@ class Sampler:
           shape, shards: shape of its batches, and the devices that split their rows.
           decode_text: function from token ids to text.
           futures: futures, which the thread finishes.
+          turns: turns on the devices.
           max_waiting: most samples that may wait.
         """
         self._engine = engine
@@ -149,6 +153,7 @@ class Sampler:
         self._decode_text = decode_text
         self._futures = futures
         self._shards = shards
+        self._turns = turns
         self._max_waiting = max_waiting
         # What happens, as functions that the thread calls; None ends it.
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -160,6 +165,7 @@ class Sampler:
         self._weights: SamplerWeights | None = None
         self._params: Params | None = None
         self._driver: OnlineDriver | None = None
+        turns.on_free = lambda: self._events.put(lambda: None)
         self._thread = threading.Thread(target=self._serve, name="tinker-sampler", daemon=True)
         self._thread.start()
 
@@ -194,11 +200,13 @@ class Sampler:
             while (event := self._events.get()) is not None:
                 event()
                 self._start_waiting()
+                if not self._open:
+                    self._rest()
         finally:
             self._unload()
 
     def _start_waiting(self) -> None:
-        while self._waiting:
+        while self._waiting and self._turns.may_sample():
             job = self._waiting[0]
             try:
                 if job.weights is not self._weights or not self._is_alive:
@@ -214,6 +222,12 @@ class Sampler:
                 self._end(job, Result.error(error))
             self._waiting.popleft()
             self._count(-job.call.num_samples)
+
+    def _rest(self) -> None:
+        """Ends the turn once the driver has dropped what was cancelled."""
+        while self._driver is not None and self._driver.alive and self._driver.load != (0, 0):
+            time.sleep(0.001)
+        self._turns.end_sampling()
 
     @property
     def _is_alive(self) -> bool:

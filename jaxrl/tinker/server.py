@@ -24,9 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser, settings_of
-from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.resharding import Resharding
@@ -37,12 +35,18 @@ from jaxrl.roles.accumulating import AccumulatingActor
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.serving.http_server import HttpServer
-from jaxrl.serving.model_loading import build_engine, generation_shardings, read_model
+from jaxrl.serving.model_loading import (
+    build_engine,
+    generation_shardings,
+    model_directory,
+    read_model,
+)
 from jaxrl.tinker.app import Service, build_app
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.models import Models
 from jaxrl.tinker.sampling import Sampler, SamplerWeights, SamplingLimits
 from jaxrl.tinker.settings import TinkerConfig
+from jaxrl.tinker.turns import Turns
 
 # Longest sequence to train on if --train_tokens does not say.
 _TRAIN_TOKENS = 1024
@@ -105,7 +109,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     Raises:
       UserError: the model cannot be served, or the port is not available.
     """
-    directory = pathlib.Path(local_model(config.model))
+    directory = model_directory(config.model)
     found = read_model(directory)
     model, tokenizer = found.model, found.tokenizer
     # The state is split over all replicas: it takes four times the memory of the weights.
@@ -156,7 +160,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         sizes.max_context_tokens,
         tuple(tokenizer.stop_ids),
     )
-    futures = Futures()
+    futures, turns = Futures(), Turns(exclusive=mesh.size > 1)
     with contextlib.ExitStack() as stack:
         models = Models(
             actor,
@@ -166,6 +170,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             pathlib.Path(config.folder),
             shards=shards,
             source=directory,
+            turns=turns,
         )
         stack.callback(models.close)
         sampler = Sampler(
@@ -175,6 +180,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             tokenizer.decode,
             futures,
             shards=shards,
+            turns=turns,
             max_waiting=config.max_waiting,
         )
         stack.callback(sampler.close)

@@ -45,25 +45,27 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return root
 
 
+def config_of(folder: pathlib.Path, **changes) -> TinkerConfig:
+    given = {
+        "name": "Qwen/Qwen3-8B",
+        "folder": str(folder / "saved"),
+        "http_port": 0,
+        # Few sizes, so that little is compiled.
+        "slots": 8,
+        "prefill_prompts": 1,
+        "max_prompt_tokens": 24,
+        "max_response_tokens": 8,
+        "tokens_per_dispatch": 4,
+        "train_tokens": 32,
+        "train_microbatches": 4,
+        "max_body_bytes": 100_000,
+    }
+    return TinkerConfig(model=str(folder / "tiny"), **{**given, **changes})
+
+
 @pytest.fixture(scope="module")
 def server(folder):
-    config = TinkerConfig(
-        model=str(folder / "tiny"),
-        name="Qwen/Qwen3-8B",
-        folder=str(folder / "saved"),
-        http_port=0,
-        # Few sizes, so that little is compiled.
-        slots=8,
-        prefill_prompts=1,
-        max_prompt_tokens=24,
-        max_response_tokens=8,
-        tokens_per_dispatch=4,
-        train_tokens=32,
-        train_microbatches=4,
-        lease_s=300.0,
-        max_body_bytes=100_000,
-    )
-    with running(config) as server:
+    with running(config_of(folder)) as server:
         yield server
 
 
@@ -184,33 +186,38 @@ class Trainer(Client):
         assert saved["path"] is None
         return saved["sampling_session_id"]
 
-    def sample(self, sampler, *, seq_id=0, prompt=PROMPT, num_samples=2, params=(), **fields):
-        body = {
-            "num_samples": num_samples,
-            "prompt": {"chunks": [{"tokens": [t], "type": "encoded_text"} for t in prompt]},
-            "sampling_params": {
-                "max_tokens": 6,
-                "stop": [],
-                "temperature": 1.0,
-                "top_k": -1,
-                "top_p": 1.0,
-                **dict(params),
-            },
-            "sampling_session_id": sampler,
-            "seq_id": seq_id,
-            "prompt_logprobs": False,
-            "topk_prompt_logprobs": 0,
-            "topk_sample_logprobs": 0,
-            "prompt_alt_tokens_k": 0,
-            "record_stability_info": False,
-            "type": "sample",
-            **fields,
-        }
+    def sample(self, sampler, seq_id=0, *, num_samples=2, **fields):
+        body = asked(sampler, seq_id, num_samples=num_samples, **fields)
         submitted = self.post("asample", body)
         ids = submitted["sample_sequence_ids"]
         assert ids == [f"{submitted['request_id']}/{i}" for i in range(num_samples)]
         found = self.result(submitted)
         return parse("SampleResponse", found) if isinstance(found, bytes) else found
+
+
+def asked(sampler, seq_id, *, prompt=PROMPT, num_samples=2, params=(), **fields):
+    """The body of `asample`."""
+    return {
+        "num_samples": num_samples,
+        "prompt": {"chunks": [{"tokens": [t], "type": "encoded_text"} for t in prompt]},
+        "sampling_params": {
+            "max_tokens": 6,
+            "stop": [],
+            "temperature": 1.0,
+            "top_k": -1,
+            "top_p": 1.0,
+            **dict(params),
+        },
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+        "type": "sample",
+        **fields,
+    }
 
 
 def decoded(body):
@@ -433,6 +440,10 @@ def test_calls_without_a_gradient_and_of_strangers_are_refused(trainer, server):
     assert failed["category"] == "user" and "learning_rate" in failed["error"]
     failed = trainer.call("optim_step", optimizer_params={"type": "dimuon"})
     assert failed["category"] == "user"
+    # A number that was used with another body.
+    stale = {"model_id": trainer.model_id, "seq_id": 1, "adam_params": {}}
+    status, answer = trainer.send("optim_step", stale)
+    assert status == 400 and "another body" in answer["error"]
     # All that was wrong has had its turn.
     trainer.train(DATA)
     assert "metrics" in trainer.step(0.0)
@@ -510,3 +521,31 @@ def test_only_the_newest_snapshots_are_kept(trainer):
     status, answer = trainer.send("asample", body)
     assert status == 400 and "by name" in answer["error"]
     assert trainer.sample(last).sequences
+
+
+def steps_on(folder, **changes):
+    """(losses of two steps while samples are drawn, tokens and log-probabilities of a sample after them)."""
+    with running(config_of(folder, **changes)) as server:
+        trainer = Trainer(server.http_port)
+        sampler = trainer.snapshot()
+        losses = []
+        for step in range(2):
+            body = trainer.batch(DATA)
+            # Both are under way at the same time, and the devices are the same.
+            samples = [trainer.post("asample", asked(sampler, 10 * step + i)) for i in range(3)]
+            trained = trainer.post("forward_backward", body, kind=PROTOBUF)
+            losses.append(decoded(trainer.result(trained))[1]["loss:sum"])
+            assert all(isinstance(trainer.result(each), bytes) for each in samples)
+            trainer.step()
+        response = trainer.sample(trainer.snapshot(), params={"seed": 1})
+        return losses, [sampled(sequence) for sequence in response.sequences]
+
+
+@pytest.mark.long
+def test_eight_devices_train_and_sample_the_same(folder):
+    alone = steps_on(folder)
+    changes = {"mesh": "1-2-4", "prefill_prompts": 4}
+    spread = steps_on(folder, **changes)
+    assert [tokens for tokens, _ in spread[1]] == [tokens for tokens, _ in alone[1]]
+    assert_close([x for _, x in spread[1]], [x for _, x in alone[1]], scale=1)
+    assert_close(spread[0], alone[0], scale=1)

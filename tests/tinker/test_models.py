@@ -12,6 +12,7 @@ from jaxrl.errors import UserError
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Futures, Gone
 from jaxrl.tinker.models import Models, TrainedModel, read_data
+from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import MESSAGES, tensor_of
 
 SHAPE = PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4)
@@ -23,6 +24,7 @@ class Client:
     def __init__(self, **options):
         self.futures = Futures()
         unused: dict = {"actor": None, "load_base": None, "shards": 1}
+        unused["turns"] = Turns(exclusive=False)
         place = pathlib.Path()
         self.models = Models(
             shape=SHAPE, futures=self.futures, folder=place, source=place, **unused, **options
