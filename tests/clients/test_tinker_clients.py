@@ -164,6 +164,14 @@ def test_a_script_of_the_sdk(folder, url):
     assert max(found["differences"].values()) < 1e-5, found["differences"]
 
 
+def test_a_custom_loss_of_the_sdk(folder, url):
+    script = pathlib.Path(__file__).with_name("custom_loss.py")
+    losses = json.loads(run(python_of("cookbook"), script, url, cwd=folder).splitlines()[-1])
+    # At first each of the 58 log-probabilities is about log(1 / 409), 2 from what is wanted.
+    assert losses[0] > losses[1] > losses[2]
+    np.testing.assert_allclose(losses[0], 58 * (np.log(409) - 4) ** 2, rtol=0.1)
+
+
 def test_sl_loop_learns(folder, url):
     settings = ("batch_size=4", "max_length=256", "max_steps=16", "learning_rate=5e-2")
     nll = [row["train_mean_nll"] for row in loop("sl_loop", folder, url, *settings)]
