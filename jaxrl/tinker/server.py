@@ -2,7 +2,7 @@
 
     jaxrl serve --tinker --model DIR [--mesh 1-1-1]
 
-    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python loop.py
+    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python my_loop.py
 
 DIR is a Hugging Face directory. One client at a time trains all of the model's weights, and any number
 may sample. Weights that clients save by name are in --folder.

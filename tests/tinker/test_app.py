@@ -271,7 +271,7 @@ def test_the_first_calls_of_every_client(server):
     assert client.send("session_heartbeat", beat)[0] == 410
 
 
-def test_steps_of_sl_loop_lower_the_loss_and_chunks_come_in_any_order(trainer):
+def test_steps_of_sl_loop_lower_the_loss_and_chunks_come_in_any_order(trainer, server):
     losses = []
     for _ in range(3):
         _, metrics = trainer.train(DATA)
@@ -294,6 +294,11 @@ def test_steps_of_sl_loop_lower_the_loss_and_chunks_come_in_any_order(trainer):
     assert_close(of_second, of_first, scale=1)
     trainer.train([*DATA, DATA[0]])
     assert_close(trainer.step(0.0)["metrics"]["grad_norm:mean"], both)
+    # Nothing more is compiled for other lengths, of more than a batch holds.
+    compiled = server.actor.accumulate_program._cache_size()
+    found, _ = trainer.train([supervised(range(40, 42 + i)) for i in range(31)])
+    assert [len(x) for x in found] == list(range(1, 32))
+    assert server.actor.accumulate_program._cache_size() == compiled
 
 
 def test_a_step_of_rl_loop(trainer):
