@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import threading
 import time
 
 import numpy as np
@@ -180,3 +181,22 @@ def test_closing_ends_the_thread_soon():
     began = time.monotonic()
     client.models.close()
     assert time.monotonic() - began < 10
+
+
+def test_the_trainer_waits_for_samples_at_work_and_goes_before_others():
+    turns, order = Turns(exclusive=True), []
+    turns.on_free = lambda: order.append("free")
+
+    def train():
+        with turns.training():
+            order.append("training")
+
+    assert turns.may_sample() and turns.may_sample()
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    while turns.may_sample():
+        time.sleep(0.001)
+    assert order == []
+    turns.end_sampling()
+    trainer.join(20)
+    assert order == ["training", "free"] and turns.may_sample()
