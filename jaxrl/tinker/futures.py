@@ -64,7 +64,8 @@ class Result:
             category, message = "user", str(error)
         else:
             _LOG.error("a request has failed: %s: %s", type(error).__name__, error)
-            category, message = "server", f"the server has failed: {str(error).splitlines()[:1]}"
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            category, message = "server", f"the server has failed: {reason}"
         body = json.dumps({"error": message, "category": category}).encode()
         return Result(body, failed=True)
 

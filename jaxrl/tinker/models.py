@@ -261,7 +261,13 @@ class Models:
             raise UserError(
                 "optim_step has no gradient to apply; call forward_backward after the optim_step before it"
             )
-        norm = self._actor.apply(numbers)["grad_norm"]
+        try:
+            norm = self._actor.apply(numbers)["grad_norm"]
+        except jax.errors.JaxRuntimeError:
+            # The step has consumed the weights: the model is gone, and its next calls say so.
+            with self._changed:
+                self._model = None
+            raise
         if not math.isfinite(norm):
             raise UserError(
                 f"the gradient's norm is {norm}, so nothing was changed; look for extreme weights, "
