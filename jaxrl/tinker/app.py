@@ -17,8 +17,8 @@ import functools
 import json
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
 from starlette.applications import Starlette
@@ -100,14 +100,18 @@ class Service:
 class _Clients:
     """Sessions and samplers of all clients. Any thread may call it."""
 
-    def __init__(self, futures: Futures):
+    def __init__(self, futures: Futures, lease_s: float):
         self._futures = futures
+        self._lease_s = lease_s
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, SamplingSession] = {}
 
     def open(self) -> Session:
-        session = Session(f"s{secrets.token_hex(8)}", time.monotonic())
+        """A new session. Many clients just end, so those that are silent are ended now."""
+        for silent in filter(self.is_silent, list(self._sessions)):
+            self.end(silent)
+        session = Session(f"s{secrets.token_hex(8)}", monotonic())
         with self._lock:
             self._sessions[session.session_id] = session
         return session
@@ -117,13 +121,13 @@ class _Clients:
         session = self._sessions.get(session_id) if isinstance(session_id, str) else None
         if session is None:
             raise Gone(f"session {session_id!r} is not known here, or has ended; create one")
-        session.heard = time.monotonic()
+        session.heard = monotonic()
         return session
 
-    def is_silent(self, session_id: str, seconds: float) -> bool:
-        """Whether a session has ended, or was not heard of for so long."""
+    def is_silent(self, session_id: str) -> bool:
+        """Whether a session has ended, or was not heard of for the time of its lease."""
         session = self._sessions.get(session_id)
-        return session is None or time.monotonic() - session.heard > seconds
+        return session is None or monotonic() - session.heard > self._lease_s
 
     def end(self, session_id: str) -> None:
         with self._lock:
@@ -161,7 +165,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
       max_body_bytes: maximum size of a body.
     """
     futures, models = service.futures, service.models
-    clients = _Clients(futures)
+    clients = _Clients(futures, service.lease_s)
 
     async def json_of(request: Request) -> tuple[Json, bytes]:
         content = await read_body(request, max_body_bytes)
@@ -253,7 +257,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             may_replace = (
                 now is None
                 or now.session_id == session.session_id
-                or clients.is_silent(now.session_id, service.lease_s)
+                or clients.is_silent(now.session_id)
             )
             work = functools.partial(_run, work_of, model)
             models.create(model, future, work, may_replace=may_replace)

@@ -513,6 +513,16 @@ def test_samples_that_cannot_be_drawn_say_why(trainer):
     assert "snapshot" in kind["error"]
 
 
+def test_a_session_that_is_not_heard_of_loses_its_model(server, monkeypatch):
+    silent = Trainer(server.http_port)
+    later = tinker_app.monotonic() + 1000
+    monkeypatch.setattr(tinker_app, "monotonic", lambda: later)
+    other = Trainer(server.http_port)
+    status, answer = silent.send("get_info", {"model_id": silent.model_id})
+    assert status == 410 and other.model_id in answer["error"]
+    other.post(f"sessions/{other.session_id}/finish", {})
+
+
 def test_a_pending_result_is_asked_for_again(trainer, monkeypatch):
     monkeypatch.setattr(tinker_app, "_HOLD_S", 0.05)
     waiting = trainer.post("optim_step", NOWHERE | {"model_id": trainer.model_id, "seq_id": 2})
