@@ -139,9 +139,8 @@ class _Clients:
     def add_sampler(self, sampler_id: str, session_id: str, weights: SamplerWeights) -> None:
         with self._lock:
             self._samplers[sampler_id] = SamplingSession(session_id, weights)
-            # Weights with a name are read again; snapshots are gone once they are dropped.
-            unnamed = [s for s in self._samplers.values() if s.weights and not s.weights.path]
-            for sampler in unnamed[:-_MAX_SNAPSHOTS]:
+            held = [s for s in self._samplers.values() if s.weights and s.weights.in_memory]
+            for sampler in held[:-_MAX_SNAPSHOTS]:
                 sampler.weights = None
 
     def sampler(self, sampler_id: Any) -> tuple[SamplingSession, SamplerWeights]:
@@ -203,14 +202,14 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         content: bytes,
         work_of: Callable[[TrainedModel], Any],
     ) -> Json:
-        """Submits a training call; `work_of` makes the function that the models' thread calls."""
+        """Submits a training call; `work_of` is what the models' thread does for the model."""
         model = models.model_of(str(model_id))
         clients.heard(model.session_id)
         if type(seq_id) is not int or seq_id < 1:
             raise ApiError(400, f"seq_id is {seq_id!r}; count from 1 for each model")
 
         def start(future: Future) -> None:
-            models.submit(model, seq_id, future, functools.partial(_run, work_of, model))
+            models.submit(model, seq_id, future, functools.partial(work_of, model))
 
         key = ("train", model.model_id, seq_id)
         future = futures.submit(kind, key, content, start, session_id=model.session_id)
@@ -259,7 +258,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
                 or now.session_id == session.session_id
                 or clients.is_silent(now.session_id)
             )
-            work = functools.partial(_run, work_of, model)
+            work = functools.partial(work_of, model)
             models.create(model, future, work, may_replace=may_replace)
 
         key = ("model", session.session_id, number)
@@ -458,10 +457,6 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             (ApiError, UserError, Gone, HTTPException, Exception), _refuse
         ),
     )
-
-
-def _run(work_of: Callable[[TrainedModel], Any], model: TrainedModel) -> Any:
-    return work_of(model)
 
 
 def _adam(body: Mapping[str, Any]) -> AdamNumbers:

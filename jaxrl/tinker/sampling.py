@@ -62,11 +62,13 @@ class SamplerWeights:
 
     Attributes:
       load: function that returns them on the devices, in the generation layout.
-      path: their path, if they have a name; else None.
+      path: their path, if a client has given them a name; else None.
+      in_memory: whether they are in the host's memory, and gone when they are dropped; else in files.
     """
 
     load: Callable[[], Params]
     path: str | None = None
+    in_memory: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import signal
@@ -138,6 +139,8 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         weight_types(model, config.dtype, config.weights_dtype),
     )
 
+    # One object for a path: it is what tells the sampler that the devices have these weights.
+    @functools.cache
     def sampled_from(folder: pathlib.Path, path: str | None) -> SamplerWeights:
         def load() -> Params:
             params = load_params(folder, model, generate, dtype=config.dtype)
@@ -150,7 +153,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         params = resharding.to_generate(models.params())
         where = jax.tree.map(lambda x: x.sharding, params)
         host = jax.tree.map(lambda x: np.array(jax.device_get(x)), params)
-        return SamplerWeights(lambda: jax.device_put(host, where))
+        return SamplerWeights(lambda: jax.device_put(host, where), in_memory=True)
 
     sizes = engine.config
     limits = SamplingLimits(

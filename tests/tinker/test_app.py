@@ -531,11 +531,14 @@ def test_a_pending_result_is_asked_for_again(trainer, monkeypatch):
 
 
 def test_only_the_newest_snapshots_are_kept(trainer):
+    base = {"session_id": trainer.session_id, "base_model": "Qwen/Qwen3-8B"}
+    base = trainer.post("create_sampling_session", {**base, "sampling_session_seq_id": 99})
     first, *_, last = [trainer.snapshot() for _ in range(5)]
     body = {"sampling_session_id": first, "seq_id": 0, "num_samples": 1}
     status, answer = trainer.send("asample", body)
     assert status == 400 and "by name" in answer["error"]
     assert trainer.sample(last).sequences
+    assert trainer.sample(base["sampling_session_id"]).sequences
 
 
 def steps_on(folder, **changes):
