@@ -246,20 +246,17 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(400, f"model_seq_id is {number!r}; count from 0")
         model = TrainedModel(f"{session.session_id}:train:{number}", session.session_id)
 
+        def may_replace(before: TrainedModel) -> bool:
+            same = before.session_id == session.session_id
+            return same or clients.is_silent(before.session_id)
+
         def start(future: Future) -> None:
             if "base_model" in body and body["base_model"] is not None:
                 check_base(body["base_model"])
-            optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
-            if optimizer != "adamw":
-                raise UserError(f"optimizer {optimizer!r} is not served; use adamw")
-            now = models.current
-            may_replace = (
-                now is None
-                or now.session_id == session.session_id
-                or clients.is_silent(now.session_id)
-            )
-            work = functools.partial(work_of, model)
-            models.create(model, future, work, may_replace=may_replace)
+            optimizer = body.get("optimizer_config")
+            if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
+                raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
+            models.create(model, future, functools.partial(work_of, model), may_replace)
 
         key = ("model", session.session_id, number)
         future = futures.submit(kind, key, content, start, session_id=session.session_id)
@@ -400,6 +397,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         result = await futures.retrieve(request_id, _HOLD_S)
         if result is None:
             pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            if reason := futures.find(request_id).waits_for:
+                pending |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
             return JSONResponse(pending, 408)
         kind = "application/x-protobuf" if result.is_protobuf else "application/json"
         return Response(result.body, media_type=kind)

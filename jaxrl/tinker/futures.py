@@ -77,6 +77,7 @@ class Future:
       request_id: its id.
       session_id: session that it ends with.
       channel: what `Futures.finished_of` finds it by, such as a sampling session; "" for none.
+      waits_for: why it is not being worked at; "" if it is only its turn that it waits for.
     """
 
     def __init__(self, request_id: str, session_id: str, channel: str, digest: bytes):
@@ -86,6 +87,7 @@ class Future:
         self.digest = digest
         self.result: Result | None = None
         self.fetched = False
+        self.waits_for = ""
 
 
 class Futures:
@@ -175,16 +177,21 @@ class Futures:
             result = Result.error(error)
         self.finish(future, result)
 
+    def find(self, request_id: str) -> Future:
+        """The future of an id; raises Gone if there is none."""
+        with self._lock:
+            future = self._futures.get(request_id)
+        if future is None:
+            raise Gone(f"request {request_id!r} is not known here, or no longer")
+        return future
+
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
         """The result of a request; None if it is still pending after some seconds.
 
         Raises:
           Gone: there is no such request.
         """
-        with self._lock:
-            future = self._futures.get(request_id)
-        if future is None:
-            raise Gone(f"request {request_id!r} is not known here, or no longer")
+        future = self.find(request_id)
         if await self._wait(request_id, lambda: future.result is not None, timeout_s):
             future.fetched = True
         return future.result

@@ -4,8 +4,8 @@
     forward_backward, optim_step,   in the order of their seq_id, which counts from 1 without gaps; they
     save_weights, load_weights, ..  arrive in any order, and those after a gap wait for it
 
-One model is trained at a time, all of its weights. Another session may have it when the one before has ended
-or has not been heard of for a while; another model of the same session replaces the one before.
+One model is trained at a time, all of its weights. Another session's model waits until the session before has
+ended, or was not heard of for a while; another model of the same session replaces the one before.
 
 Weights of a name lie in the server's folder, and outlive it:
 
@@ -72,6 +72,16 @@ class TrainedModel:
     waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NewModel:
+    """A model that waits to be the one that is trained; `Models.create` explains the fields."""
+
+    model: TrainedModel
+    future: Future
+    work: Callable[[], Any]
+    may_replace: Callable[[TrainedModel], bool]
+
+
 class Models:
     """Training calls, done one after the other on a thread of their own."""
 
@@ -110,7 +120,7 @@ class Models:
         self._turns = turns
         self._gap_timeout_s = gap_timeout_s
         self._changed = threading.Condition()
-        self._at_once: collections.deque[tuple[Future, Callable[[], Any]]] = collections.deque()
+        self._new: list[_NewModel] = []
         self._model: TrainedModel | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="tinker-models", daemon=True)
@@ -122,10 +132,6 @@ class Models:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-
-    @property
-    def current(self) -> TrainedModel | None:
-        return self._model
 
     def model_of(self, model_id: str) -> TrainedModel:
         """The model of an id.
@@ -143,31 +149,33 @@ class Models:
         return model
 
     def create(
-        self, model: TrainedModel, future: Future, work: Callable[[], Any], *, may_replace: bool
+        self,
+        model: TrainedModel,
+        future: Future,
+        work: Callable[[], Any],
+        may_replace: Callable[[TrainedModel], bool],
     ) -> None:
-        """Makes `model` the one that is trained; `work` gives it weights.
+        """Queues `model`, to become the one that is trained.
 
-        Raises:
-          UserError: another one is trained, and may not be replaced.
+        Args:
+          model, future: the model, and the future of its creation.
+          work: function that gives it weights.
+          may_replace: whether it may take the place of a model.
         """
         with self._changed:
-            before = self._model
-            if before is not None and not may_replace:
-                raise UserError(
-                    f"this server trains all weights of one model at a time, and session "
-                    f"{before.session_id} has it; try again when it has ended"
-                )
-            self._model = model
-            self._at_once.append((future, functools.partial(self._begin, model, work)))
+            self._new.append(_NewModel(model, future, work, may_replace))
+            if self._model is not None and not may_replace(self._model):
+                future.waits_for = f"this server trains one model at a time, and session {self._model.session_id} has it"
             self._changed.notify_all()
-        if before is not None:
-            for call in before.waiting.values():
-                replaced = UserError(f"{before.model_id} was replaced by {model.model_id}")
-                self._futures.finish(call.future, Result.error(replaced))
 
-    def _begin(self, model: TrainedModel, work: Callable[[], Any]) -> Any:
+    def _begin(self, new: _NewModel, before: TrainedModel | None) -> Any:
+        model = new.model
+        if before is not None:
+            replaced = UserError(f"{before.model_id} was replaced by {model.model_id}")
+            for call in before.waiting.values():
+                self._futures.finish(call.future, Result.error(replaced))
         try:
-            return work()
+            return new.work()
         except Exception:
             # The weights are those of the model before it, or none.
             with self._changed:
@@ -200,9 +208,13 @@ class Models:
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
         with self._changed:
             while not self._closing:
-                if self._at_once:
-                    return self._at_once.popleft()
                 model = self._model
+                for new in self._new:
+                    if model is None or new.may_replace(model):
+                        self._new.remove(new)
+                        self._model = new.model
+                        new.future.waits_for = ""
+                        return new.future, functools.partial(self._begin, new, model)
                 if model is not None and model.waiting:
                     if call := model.waiting.pop(model.next_seq, None):
                         model.next_seq += 1

@@ -435,7 +435,9 @@ def test_weights_are_saved_and_loaded_with_the_optimizer_and_sampled_from_by_nam
     assert polled["cursor"] == 1 and polled["completions"][0]["state"] == "finished"
 
 
-def test_calls_without_a_gradient_and_of_strangers_are_refused(trainer, server):
+def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
+    trainer, server, monkeypatch
+):
     assert "no gradient" in trainer.step()["error"]
     failed = trainer.future(
         "forward_backward", trainer.batch(DATA, "stable_reinforce"), kind=PROTOBUF
@@ -455,11 +457,18 @@ def test_calls_without_a_gradient_and_of_strangers_are_refused(trainer, server):
     # Another session may not take the model while this one is heard of.
     other = Client(server.http_port)
     session = other.post("create_session", {"tags": []})["session_id"]
-    create = {"session_id": session, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
-    refused = other.future("create_model", create)
-    assert refused["category"] == "user" and "one model at a time" in refused["error"]
-    create |= {"model_seq_id": 1, "base_model": "Other/Model"}
+    create = {"session_id": session, "model_seq_id": 1, "base_model": "Other/Model"}
     assert "this server has" in other.future("create_model", create)["error"]
+    create |= {"model_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
+    waiting = other.post("create_model", create)
+    monkeypatch.setattr(tinker_app, "_HOLD_S", 0.05)
+    status, answer = other.send("retrieve_future", waiting)
+    assert (status, answer["queue_state"]) == (408, "paused_capacity")
+    assert trainer.session_id in answer["queue_state_reason"]
+    trainer.post(f"sessions/{trainer.session_id}/finish", {})
+    monkeypatch.undo()
+    assert other.result(waiting)["model_id"] == f"{session}:train:0"
+    other.post(f"sessions/{session}/finish", {})
 
 
 NOWHERE = {"model_id": "s1:train:0", "seq_id": 1}
@@ -567,3 +576,81 @@ def test_eight_devices_train_and_sample_the_same(folder):
     assert [tokens for tokens, _ in spread[1]] == [tokens for tokens, _ in alone[1]]
     assert_close([x for _, x in spread[1]], [x for _, x in alone[1]], scale=1)
     assert_close(spread[0], alone[0], scale=1)
+
+
+ODD = (None, [], {}, "x", -1, 10**30, 1e308, True, [[1]], {"type": 1})
+
+
+def odd_bodies(body):
+    """The body with each of its values, and of those inside its objects, replaced by odd ones."""
+    for key, value in body.items():
+        yield from ({**body, key: odd} for odd in ODD)
+        if isinstance(value, dict):
+            yield from ({**body, key: inside} for inside in odd_bodies(value))
+
+
+@pytest.mark.long
+def test_odd_values_are_the_clients_mistake_and_never_the_servers(trainer):
+    adam = {"learning_rate": 0.0, "beta1": 0.9, "eps": 1e-8}
+    saving = {"sampling_session_seq_id": 0, "kind": "snapshot", "path": None}
+    of_model = [
+        ("optim_step", {"adam_params": adam, "optimizer_params": None}),
+        ("save_weights_for_sampler", saving),
+        ("load_weights", {"path": "tinker://r/weights/n", "optimizer": False}),
+        ("save_weights", {"path": "../x", "overwrite": False}),
+    ]
+    sampler = trainer.snapshot()
+    session = {"session_id": trainer.session_id}
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    further = {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}}
+    others = [
+        ("asample", {**asked(sampler, 10**6), **further}),
+        ("retrieve_futures", {"target": target, "prev_cursor": 0, "timeout": 0.0}),
+        ("create_sampling_session", {**session, "sampling_session_seq_id": 50, "model_path": "x"}),
+        ("get_info", {"model_id": trainer.model_id}),
+        ("session_heartbeat", session),
+        ("retrieve_future", {"request_id": "x"}),
+        ("cancel_future", {"request_id": "x"}),
+        (
+            "create_model",
+            {
+                **session,
+                "model_seq_id": 90,
+                "base_model": "Qwen/Qwen3-8B",
+                "optimizer_config": {"type": "adamw"},
+            },
+        ),
+    ]
+    seq_id = itertools.count(2 * 10**6)
+    for route, body in [*of_model, *others]:
+        for odd in odd_bodies(body):
+            if (route, body) in of_model:
+                odd |= {"model_id": trainer.model_id, "seq_id": trainer.next()}
+            elif route == "create_model" and odd["model_seq_id"] == body["model_seq_id"]:
+                odd["model_seq_id"] = next(seq_id)
+            elif route == "asample" and odd["seq_id"] == body["seq_id"]:
+                odd["seq_id"] = next(seq_id)
+            status, answer = trainer.send(route, odd)
+            assert status < 500, (route, odd, answer)
+            if status == 200 and "request_id" in answer:
+                found = trainer.result(answer)
+                assert isinstance(found, bytes) or found.get("category") != "server", (odd, found)
+
+
+@pytest.mark.long
+def test_flipped_bytes_of_a_batch_are_no_mistake_of_the_server(trainer):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        body = bytearray(trainer.batch(DATA[:2], forward_only=bool(rng.integers(2))))
+        for _ in range(rng.integers(1, 4)):
+            body[rng.integers(len(body))] = rng.integers(256)
+        if rng.integers(4) == 0:
+            del body[rng.integers(len(body)) :]
+        status, answer = trainer.send("forward_backward", bytes(body), kind=PROTOBUF)
+        assert status < 500, answer
+        if status == 200:
+            found = trainer.result(answer) if answer else None
+            assert isinstance(found, bytes) or found.get("category") == "user", found
+        else:
+            # The number was not used, and those behind would wait for it.
+            trainer.seq_id -= 1

@@ -31,9 +31,9 @@ class Client:
             shape=SHAPE, futures=self.futures, folder=place, source=place, **unused, **options
         )
 
-    def create(self, number=0, work=lambda: {}, *, may_replace=True):
-        self.model = TrainedModel(f"s:train:{number}", "s")
-        start = lambda f: self.models.create(self.model, f, work, may_replace=may_replace)  # noqa: E731
+    def create(self, number=0, work=lambda: {}, *, may_replace=lambda before: True):
+        self.model = model = TrainedModel(f"s:train:{number}", "s")
+        start = lambda f: self.models.create(model, f, work, may_replace)  # noqa: E731
         return self.futures.submit("create_model", number, b"", start, session_id="s")
 
     def call(self, seq_id, work=lambda: {}):
@@ -86,9 +86,14 @@ def test_calls_after_a_gap_wait_for_it_and_not_for_ever(client):
 def test_a_model_that_was_replaced_fails_its_calls_and_is_gone(client):
     client.result(client.create())
     waiting, before = client.call(2), client.model
-    refused = client.create(1, may_replace=False)
-    assert "one model at a time" in client.result(refused)["error"]
+    # One that may not replace it waits until it may, and holds up nobody.
+    ended = threading.Event()
+    later = client.create(1, may_replace=lambda model: ended.is_set())
+    assert client.result(later, 0.05) is None and "one model at a time" in later.waits_for
     client.result(client.create(2))
+    ended.set()
+    assert client.result(later) == {} and not later.waits_for
+    client.result(client.create(2.5))
     assert "was replaced by s:train:2" in client.result(waiting)["error"]
     with pytest.raises(Gone, match="is not here"):
         client.models.model_of(before.model_id)
