@@ -165,7 +165,8 @@ class Models:
         with self._changed:
             self._new.append(_NewModel(model, future, work, may_replace))
             if self._model is not None and not may_replace(self._model):
-                future.waits_for = f"this server trains one model at a time, and session {self._model.session_id} has it"
+                holder = self._model.session_id
+                future.waits_for = f"one model at a time is trained here, now that of {holder}"
             self._changed.notify_all()
 
     def _begin(self, new: _NewModel, before: TrainedModel | None) -> Any:
@@ -189,8 +190,11 @@ class Models:
 
         Raises:
           UserError: its turn is over.
+          Gone: the model was replaced.
         """
         with self._changed:
+            if model is not self._model and all(new.model is not model for new in self._new):
+                raise Gone(f"model {model.model_id} was replaced")
             if seq_id < model.next_seq:
                 raise UserError(
                     f"seq_id {seq_id} was used: the next one of {model.model_id} is {model.next_seq}"
