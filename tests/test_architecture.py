@@ -32,7 +32,7 @@ LINES = (
     ("roles", "testing", "serving", "jetstream"),
     ("dataflows",),
     ("tracking",),
-    ("agents",),
+    ("agents", "tinker"),
     ("config", "evaluation"),
     ("trainer",),
     ("planner",),
@@ -59,6 +59,7 @@ LATE_IMPORTS = {
         "jaxrl/tracking/browse/browse_command.py",
         "jaxrl.tracking.browse.browse_app",
     ): "extra `serve`",
+    ("jaxrl/commands/serve_command.py", "jaxrl.tinker.server"): "extra `tinker`",
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     (
         "jaxrl/tracking/run_report.py",
