@@ -5,8 +5,8 @@
     user        It is higher.
     assistant   15
 
-The right guess has reward 1 and ends the game; any other one has a tenth if it agrees with all answers so far.
-So a game that is won has a score of 1 or more, and no other has.
+The right guess has reward 1 and ends the game. Any other one has a tenth if it agrees with all answers so
+far. So a game that is won has a score of 1 or more, and no other has.
 
     rollout.agent = "shared/number_game.py:play"       plays against a policy
     data.train.path = "shared/number_game.py:make"     positions of games, each with a next guess, for SFT
