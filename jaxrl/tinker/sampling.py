@@ -57,12 +57,13 @@ class SamplerWeights:
     Attributes:
       load: function that returns them on the devices, in the generation layout.
       path: their path, if a client has given them a name; else None.
-      in_memory: whether they are in the host's memory, and gone when they are dropped; else in files.
+      taken_by: request that copied them to the host's memory, where they are gone when they are dropped; ""
+        if they are in files.
     """
 
     load: Callable[[], Params]
     path: str | None = None
-    in_memory: bool = False
+    taken_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,8 +150,12 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path, setting: str = "--config.name") -> Iterator[None]:
     """Holds the lock of a run folder inside the block. Collective: the first process holds it for all.
+
+    Args:
+      folder: the folder.
+      setting: setting that chooses another one.
 
     Raises:
       UserError: if another run holds the lock (the message names its process), or the lock file cannot be
@@ -161,7 +165,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     def take() -> None:
         ensure_writable(folder)
-        held.append(_take(folder))
+        held.append(_take(folder, setting))
 
     hosts.on_first(take)
     try:
@@ -171,21 +175,21 @@ def run_lock(folder: Path) -> Iterator[None]:
             file.close()
 
 
-def _take(folder: Path) -> IO[str]:
+def _take(folder: Path, setting: str) -> IO[str]:
     # Takes the lock and returns its open file, which child processes do not inherit.
     path = RunFolder(folder).lock
     # Opening a pipe would block.
     if path.exists() and not path.is_file():
         raise UserError(
             f"{path} is no file, and the lock of a run has to be one; remove it, or give this run another "
-            "--config.name"
+            f"{setting}"
         )
     try:
         file = path.open("a+", errors="replace")
     except OSError as error:
         raise UserError(
             f"{path} cannot be opened ({error.strerror}); grant write permission, or give this run another "
-            "--config.name"
+            f"{setting}"
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +202,7 @@ def _take(folder: Path) -> IO[str]:
         file.close()
         raise UserError(
             f"{folder} is in use by {owner or 'another process'}; wait for its end or stop it, or give this "
-            "run another --config.name"
+            f"run another {setting}"
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:

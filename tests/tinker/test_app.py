@@ -20,6 +20,7 @@ from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.tinker import app as tinker_app  # noqa: E402
+from jaxrl.tinker import clients as tinker_clients  # noqa: E402
 from jaxrl.tinker.server import running  # noqa: E402
 from jaxrl.tinker.settings import TinkerConfig  # noqa: E402
 from jaxrl.tinker.wire import MESSAGES, array_of, parse, tensor_of  # noqa: E402
@@ -524,8 +525,8 @@ def test_samples_that_cannot_be_drawn_say_why(trainer):
 
 def test_a_session_that_is_not_heard_of_loses_its_model(server, monkeypatch):
     silent = Trainer(server.http_port)
-    later = tinker_app.monotonic() + 1000
-    monkeypatch.setattr(tinker_app, "monotonic", lambda: later)
+    later = tinker_clients.monotonic() + 1000
+    monkeypatch.setattr(tinker_clients, "monotonic", lambda: later)
     other = Trainer(server.http_port)
     status, answer = silent.send("get_info", {"model_id": silent.model_id})
     assert status == 410 and other.model_id in answer["error"]
@@ -570,8 +571,8 @@ def steps_on(folder, **changes):
 
 @pytest.mark.long
 def test_eight_devices_train_and_sample_the_same(folder):
-    alone = steps_on(folder)
-    changes = {"mesh": "1-2-4", "prefill_prompts": 4}
+    alone = steps_on(folder, folder=str(folder / "alone"))
+    changes = {"mesh": "1-2-4", "prefill_prompts": 4, "folder": str(folder / "spread")}
     spread = steps_on(folder, **changes)
     assert [tokens for tokens, _ in spread[1]] == [tokens for tokens, _ in alone[1]]
     assert_close([x for _, x in spread[1]], [x for _, x in alone[1]], scale=1)
