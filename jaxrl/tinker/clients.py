@@ -13,6 +13,8 @@ from jaxrl.errors import UserError
 from jaxrl.tinker.futures import Futures, Gone
 from jaxrl.tinker.sampling import SamplerWeights
 
+# Time for clients to come back after a restart, before others may train. They send heartbeats every 10 s.
+_RETURN_S = 60.0
 # Snapshots that are kept: each holds a copy of the weights on the host.
 MAX_SNAPSHOTS = 4
 
@@ -48,12 +50,12 @@ class Clients:
             self.end(silent)
         session_id = f"s{secrets.token_hex(8)}"
         self._write("session", session_id)
-        self.restore(session_id)
+        self._heard[session_id] = monotonic()
         return session_id
 
     def restore(self, session_id: str) -> None:
-        """Goes on with a session of the log."""
-        self._heard[session_id] = monotonic()
+        """Goes on with a session of the log, if its client comes back soon."""
+        self._heard[session_id] = monotonic() - max(0.0, self._lease_s - _RETURN_S)
 
     def heard(self, session_id: Any) -> str:
         """The id of a session that was heard of now; raises Gone."""

@@ -290,8 +290,8 @@ class Models:
         self, done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
     ) -> None:
         """Tells of calls that come again after a restart; the arguments are those of `plan_redo`."""
-        self._plan = plan_redo(done, checkpoints, held)
-        self._checkpoints = set(checkpoints)
+        self._checkpoints = {each for each in checkpoints if self._checkpoint_of(each).exists()}
+        self._plan = plan_redo(done, self._checkpoints, held)
 
     def _redo(self, future: Future, work: Callable[[], Any]) -> None:
         """Does on the caller's thread what the plan says about a call that has its result already."""
@@ -304,8 +304,8 @@ class Models:
                 self._read(self._checkpoint_of(future.request_id), optimizer=True)
                 self._unsaved_steps = 0
             elif action == "run":
+                # No checkpoint now: what is not needed for the calls until here would be removed.
                 work()
-                self._save_checkpoint(future)
         except Exception as error:
             if not result.failed:
                 raise CannotRedo(f"{future.request_id}: {error}") from error
@@ -315,7 +315,8 @@ class Models:
 
     def _save_checkpoint(self, future: Future) -> None:
         """Saves the state after a call if it is time, and removes checkpoints that no restart needs."""
-        if self._unsaved_steps < self._checkpoint_steps or self._actor.has_gradients:
+        changes = future.route in ("optim_step", "load_weights")
+        if not changes or self._unsaved_steps < self._checkpoint_steps:
             return
         self._unsaved_steps = 0
         folder = self._checkpoint_of(future.request_id)

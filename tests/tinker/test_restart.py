@@ -38,6 +38,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return write_model(tmp_path_factory.mktemp("tinker"))
 
 
+@pytest.mark.long
 def test_a_client_goes_on_with_the_server_after(folder):
     config = config_of(folder, checkpoint_steps=2)
     with running(config) as server:
@@ -49,7 +50,10 @@ def test_a_client_goes_on_with_the_server_after(folder):
                 sampler = trainer.snapshot()
         drawn = trainer.post("asample", asked(sampler, 0))
         tokens = trainer.result(drawn)
-        named = trainer.call("save_weights_for_sampler", path="named")["path"]
+        seq_id = trainer.next()
+        saving = {"model_id": trainer.model_id, "seq_id": seq_id, "path": "named"}
+        saved = trainer.post("save_weights_for_sampler", saving)
+        named = trainer.result(saved)["path"]
         before = trainer.train(DATA, forward_only=True)
         trainer.train(DATA)
         # A step that waits for the batch before it.
@@ -59,8 +63,15 @@ def test_a_client_goes_on_with_the_server_after(folder):
         other = Client(server.http_port)
         over = other.post("create_session", {})["session_id"]
         other.post(f"sessions/{over}/finish", {})
+    # As if it was killed after the folder was there and before that was in the log.
+    log = folder / "saved" / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    lost = [f'"id": "{saved["request_id"]}", "ran": true' in line for line in lines]
+    assert sum(lost) == 1
+    log.write_text("".join(line for line, gone in zip(lines, lost, strict=True) if not gone))
     with running(config) as server:
         trainer.port = server.http_port
+        assert trainer.result(saved)["path"] == named
         # Results are there, and calls whose answers were lost get the same ones.
         assert trainer.result(drawn) == tokens
         assert trainer.post("asample", asked(sampler, 0)) == drawn
