@@ -252,7 +252,7 @@ class Sampler:
             truncation=truncation_of(top_k=call.top_k, top_p=call.top_p),
             stop_strings=call.stop_strings,
         )
-        # A request for each sample, so that one that ends early frees its slot.
+        # A request for each sample, so that one that ends early frees its slot. They share a prefill.
         requests = []
         for i, sample in enumerate(job.samples):
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1

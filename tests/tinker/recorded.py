@@ -36,7 +36,7 @@ def write_model(root: pathlib.Path) -> pathlib.Path:
     return root
 
 
-def config_of(folder: pathlib.Path, **changes) -> TinkerConfig:
+def config_of(folder: pathlib.Path, /, **changes) -> TinkerConfig:
     given = {
         "name": "Qwen/Qwen3-8B",
         "folder": str(folder / "saved"),

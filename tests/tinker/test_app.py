@@ -346,7 +346,7 @@ def test_only_the_newest_snapshots_are_kept(trainer):
     assert trainer.sample(base["sampling_session_id"]).sequences
 
 
-def steps_on(folder, **changes):
+def steps_on(folder, /, **changes):
     """(losses of two steps while samples are drawn, tokens and log-probabilities of a sample after them)."""
     with running(config_of(folder, **changes)) as server:
         trainer = Trainer(server.http_port)
