@@ -97,11 +97,16 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(400, "the body must be a JSON object")
         return body, content
 
-    def route(handle: Callable[[Json, bytes], Any]):
+    async def logged(answer: Json) -> Response:
+        """An answer that is given once what it promises is on disk."""
+        await asyncio.to_thread(service.log.sync, service.log.written)
+        return JSONResponse(answer)
+
+    def route(handle: Callable[[Json, bytes], Json]):
         """A route whose answer is a function of its body."""
 
         async def answer(request: Request) -> Response:
-            return JSONResponse(handle(*await json_of(request)))
+            return await logged(handle(*await json_of(request)))
 
         return answer
 
@@ -143,7 +148,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def finish_session(request: Request) -> Response:
         clients.end(request.path_params["session_id"])
-        return JSONResponse({})
+        return await logged({})
 
     async def capabilities(_: Request) -> Response:
         model = {
@@ -210,7 +215,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
                 415, f"content-encoding {coding!r} is not served; send the body as it is"
             )
         message = await asyncio.to_thread(parse, "ForwardBackwardRequest", content)
-        return JSONResponse(forward_backward(message, content))
+        return await logged(forward_backward(message, content))
 
     def optim_step(body: Json, content: bytes) -> Json:
         work = lambda *_: models.optim_step(_adam(body))  # noqa: E731

@@ -7,8 +7,9 @@
     checkpoint  the state after the call of that id is in a checkpoint  once it is on disk
     end         the session is over
 
-A line is a JSON object, with bytes in base64, and names its kind and its session. It is on disk when `write`
-returns. The line that a killed server was writing is dropped, and so are the lines of sessions that are over.
+A line is a JSON object, with bytes in base64, and names its kind and its session. A killed server leaves all
+lines that `write` has written. For a power cut `sync` waits for the disk before an answer; answers at the same
+time wait together. A line that is cut short is dropped, and so are the lines of sessions that are over.
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ class Log:
         write_atomically(path, b"".join(map(_line, self.records)))
         self._file = AppendedFile(path)
         self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
         self._failed: OSError | None = None
+        self._written = self._synced = 0
+
+    @property
+    def written(self) -> int:
+        """Number of records written until now."""
+        return self._written
 
     def write(self, kind: str, session_id: str, **fields: Any) -> None:
         """Appends a record.
@@ -60,11 +68,24 @@ class Log:
             if self._failed is not None:
                 raise self._failed
             try:
-                self._file.append(line)
+                self._file.append(line, durable=False)
+                self._written += 1
             except OSError as error:
                 _LOG.error("nothing more is submitted: the log cannot be written (%s)", error)
                 self._failed = error
                 raise
+
+    def sync(self, count: int) -> None:
+        """Waits until the first `count` records are on disk."""
+        with self._sync_lock:
+            if self._synced < count:
+                written = self._written
+                try:
+                    self._file.sync()
+                except OSError as error:
+                    self._failed = error
+                    raise
+                self._synced = written
 
     def close(self) -> None:
         with self._lock:

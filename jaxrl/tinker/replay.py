@@ -61,10 +61,11 @@ def replay(
         names = {"session_id": call["session"], "channel": call["channel"]}
         futures.submit(call["route"], call["id"], call["body"], refuse, **names)
 
+    sessions = [record["session"] for record in records if record["kind"] == "session"]
+    for session_id in sessions:
+        clients.restore(session_id)
     for record in records:
-        if record["kind"] == "session":
-            clients.restore(record["session"])
-        elif record["kind"] == "sampler":
+        if record["kind"] == "sampler":
             # Its weights may have been removed.
             with contextlib.suppress(Gone, UserError):
                 submit("create_sampling_session", record["body"])
@@ -97,3 +98,6 @@ def replay(
     for request_id, call in calls.items():
         if request_id not in results:
             again(call, handled=True)
+    # Nobody was heard of by what was done here.
+    for session_id in sessions:
+        clients.restore(session_id)

@@ -100,15 +100,19 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 class AppendedFile:
-    """A file that is extended by complete records. A record is on disk when `append` returns."""
+    """A file that is extended by complete records, which the end of this process does not tear."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = path
         # Unbuffered: a buffer would try to write a failed record again when the file is closed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
-    def append(self, record: bytes) -> None:
+    def append(self, record: bytes, *, durable: bool = True) -> None:
         """Appends a record.
+
+        Args:
+          record: the record.
+          durable: whether to wait until it is on disk; else `sync` does.
 
         Raises:
           OSError: if the disk does not accept the record; the file is unchanged.
@@ -117,10 +121,15 @@ class AppendedFile:
         size = os.fstat(self._descriptor).st_size
         try:
             _write_all(self._descriptor, record)
-            os.fsync(self._descriptor)
+            if durable:
+                self.sync()
         except OSError as error:
             os.ftruncate(self._descriptor, size)
             raise _named(error, self._path) from error
+
+    def sync(self) -> None:
+        """Waits until all records are on disk."""
+        os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Closes the file. Further calls do nothing."""
