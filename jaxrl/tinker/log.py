@@ -8,8 +8,8 @@
     end         the session is over
 
 A line is a JSON object, with bytes in base64, and names its kind and its session. A killed server leaves all
-lines that `write` has written. For a power cut `sync` waits for the disk before an answer; answers at the same
-time wait together. A line that is cut short is dropped, and so are the lines of sessions that are over.
+lines that `write` has written. Because of power cuts `sync` waits for the disk before an answer, for all that
+come at the same time together. A line that is cut short is dropped, and so are those of sessions that are over.
 """
 
 from __future__ import annotations
