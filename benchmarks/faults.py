@@ -1,6 +1,6 @@
 """What a run survives: killed at random moments, and every file of its folder damaged in turn.
 
-    python benchmarks/faults.py --record benchmarks/results/2026-11-24-faults.md    # both of these
+    python benchmarks/faults.py --record benchmarks/results/2026-11-25-faults.md    # both of these
     python benchmarks/faults.py kill --rounds 8
     python benchmarks/faults.py damage
 

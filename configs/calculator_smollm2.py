@@ -2,8 +2,8 @@
 
     python launch/train.py --config configs/calculator_smollm2.py
 
-The agent is configs/shared/calculator.py, written with the openai client; the model's own chat template has no
-tools, so configs/shared/chatml_tools.jinja takes its place. Hardware: any two cores, 6 GB of memory, no
+The agent is configs/shared/calculator.py, written with the openai client. The model's own chat template has
+no tools, so configs/shared/chatml_tools.jinja takes its place. Hardware: any two cores, 6 GB of memory, no
 accelerator. Score to expect: docs/agents.md.
 """
 

@@ -27,6 +27,9 @@ from jaxrl.errors import UserError
 _CLONE = pathlib.Path(__file__).parents[1] / "configs"
 _PACKAGE = pathlib.Path(__file__).parent / "recipes"
 
+# How `load_function` loads an agent (docs/agents.md).
+AGENT_CALL: Mapping[str, Any] = {"takes": ("client", "problem"), "own_process": True}
+
 _FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
 
 

@@ -1,12 +1,12 @@
 """An agent with a tool, written with the openai client as for any other endpoint.
 
-    user        What is 58 - 31?
-    assistant   <tool_call>{"name": "calculate", "arguments": {"expression": "58 - 31"}}</tool_call>
-    tool        27
-    assistant   58 - 31 = 27.                        the grader reads the last number
+user        What is 58 - 31?
+assistant   <tool_call>{"name": "calculate", "arguments": {"expression": "58 - 31"}}</tool_call>
+tool        27
+assistant   58 - 31 = 27.                        the grader reads the last number
 
-    rollout.agent = "shared/calculator.py:agent"
-    data.train.path = "shared/calculator.py:make"    sums and differences of two-digit numbers
+rollout.agent = "shared/calculator.py:agent"
+data.train.path = "shared/calculator.py:make"    sums and differences of two-digit numbers
 """
 
 from __future__ import annotations

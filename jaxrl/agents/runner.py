@@ -9,7 +9,7 @@ import secrets
 import time
 
 from jaxrl.agents.sessions import Sessions
-from jaxrl.agents.worker import load_agent
+from jaxrl.agents.worker import load_worker
 from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
 
 # Agents mostly wait for answers and tools, so there may be more processes than cores.
@@ -39,7 +39,7 @@ class Runner:
         self._path, self._seconds = path, seconds
         self._size = max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
         self._pool = ProcessPool(
-            (path,), load_agent, what="agent", patience_s=_FOREVER_S, workers=self._size
+            (path,), load_worker, what="agent", patience_s=_FOREVER_S, workers=self._size
         )
         self._threads = concurrent.futures.ThreadPoolExecutor(self._size, "agents")
         self._heard: dict[str, float] = {}

@@ -21,7 +21,7 @@ from typing import Any
 
 import openai
 
-from jaxrl.user_code import load_function
+from jaxrl.user_code import AGENT_CALL, load_function
 
 # An answer may take as long as its sampling does.
 _NO_LIMIT = 24 * 3600.0
@@ -48,7 +48,7 @@ class Problem:
     sample: int
 
 
-def load_agent(path: str) -> Callable[[tuple[str, str, float]], None]:
+def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
     """The function of a worker: runs the sessions of a trainer until it says that there are no more.
 
     Args:
@@ -57,7 +57,7 @@ def load_agent(path: str) -> Callable[[tuple[str, str, float]], None]:
     Raises:
       UserError: the agent cannot be loaded.
     """
-    agent = load_function(path, "rollout.agent", takes=("client", "problem"), own_process=True)
+    agent = load_function(path, "rollout.agent", **AGENT_CALL)
 
     def run(where: tuple[str, str, float]) -> None:
         url, key, seconds = where

@@ -209,7 +209,9 @@ def plan_packing(
     tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
     if minibatch_B is None:
-        assert len(tokens_of) % U == 0, f"{len(tokens_of)} sequences do not divide into {U} minibatches"
+        assert len(tokens_of) % U == 0, (
+            f"{len(tokens_of)} sequences do not divide into {U} minibatches"
+        )
         minibatch_B = np.repeat(np.arange(U), len(tokens_of) // U)
     assert np.all((tokens_of > 0) & (tokens_of <= T)), f"sequences must have 1 to {T} tokens"
     assert R % shards == 0, f"{R} rows do not divide into {shards} shards"

@@ -1,9 +1,9 @@
 """How many of the sampler's tokens the trainer would have drawn, from its own logits and the same noise.
 
 The sampler draws argmax(logits / temperature + noise), and the noise depends only on the key of the sample,
-or of an agent's turn, and the position in it (`rollout.sampling`). So the draw can be repeated with the logits of the trainer. Both agree on all
-tokens if both compute the same logits; each disagreement is a token where rounding, or a difference of
-weights, changed the draw:
+or of an agent's turn, and the position in it (`rollout.sampling`). So the draw can be repeated with the
+logits of the trainer. Both agree on all tokens if both compute the same logits; each disagreement is a token
+where rounding, or a difference of weights, changed the draw:
 
     token           17    4     9     23
     sampler drew    17    4     9     23

@@ -114,9 +114,7 @@ def build_backend(
     return lookup_driver(driver).build(model, mesh, config, decode_texts)
 
 
-def with_agent(
-    backend: RolloutBackend, settings: RolloutConfig, tokenizer: Any
-) -> RolloutBackend:
+def with_agent(backend: RolloutBackend, settings: RolloutConfig, tokenizer: Any) -> RolloutBackend:
     """The backend that runs `rollout.agent` with answers of `backend`; `backend` itself without an agent.
 
     Raises:

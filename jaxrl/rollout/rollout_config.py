@@ -118,8 +118,8 @@ class RolloutConfig(EngineSettings):
             )
         if self.agent and self.partial:
             raise ValueError(
-                f"max_staleness {self.max_staleness} leaves samples unfinished at the end of a step, and agent "
-                f"{self.agent!r} runs to its end; set max_staleness to 0"
+                f"max_staleness {self.max_staleness} leaves samples unfinished at the end of a step, and "
+                f"agent {self.agent!r} runs to its end; set max_staleness to 0"
             )
         if "" in self.stop_strings:
             raise ValueError(

@@ -27,7 +27,7 @@ from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
-from jaxrl.user_code import bundled_file, load_function
+from jaxrl.user_code import AGENT_CALL, bundled_file, load_function
 
 T = TypeVar("T")
 
@@ -139,6 +139,11 @@ def find_everything(
     loggers = [split_logger(entry)[0] for entry in config.run.loggers]
     packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
+    if path := config.rollout.agent:
+        packages |= dict.fromkeys(("openai", "pydantic", "starlette", "uvicorn"), "rollout.agent")
+        faults(
+            "rollout.agent", functools.partial(load_function, path, "rollout.agent", **AGENT_CALL)
+        )
     for package, setting in packages.items():
         if package and importlib.util.find_spec(package) is None:
             faults.found.append(
