@@ -5,7 +5,8 @@
 
     play = environment_agent(guess)        # rollout.agent = "file.py:play"
 
-The environment decides what the policy is told; the policy answers with a turn of text.
+The environment decides what the policy is told; the policy answers with a turn of text. Environments of other
+packages: `jaxrl.agents.adapters`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ Message = Mapping[str, Any]
 
 # Codes of the endpoint's refusals at which a conversation is over, as it stands.
 LIMITS = ("context_length_exceeded", "turn_limit")
+
+
+def user_message(text: str) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": text}
 
 
 class Environment(Protocol):

@@ -1,0 +1,148 @@
+"""One episode of each adapter with the real package, in its environment, against the endpoint of agents.
+
+The policy is a script: it halves the range of a guessing game. Two games are played at the same time.
+"""
+
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from chats import chat_tokenizer
+from environments import python_of
+from processes import free_port, started
+from scripted_driver import ScriptedDriver, serving
+
+from jaxrl.agents.conversation import ChatModel, Conversation
+from jaxrl.agents.session_prompts import SessionPrompts
+from jaxrl.agents.sessions import Session, Sessions
+from jaxrl.rollout.sampling import SamplingOptions
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+
+HERE = pathlib.Path(__file__).parent
+SEEDS = (7, 8)
+
+
+def middles(most, hints):
+    """The guesses of a policy that halves the range, one more than there are hints."""
+    low, high, guesses = 1, most, []
+    for hint in [*hints, None]:
+        guesses.append((low + high) // 2)
+        low, high = (guesses[-1] + 1, high) if hint == "higher" else (low, guesses[-1] - 1)
+    return guesses
+
+
+def guesser(most, form):
+    return lambda said: form.format(middles(most, re.findall("higher|lower", said))[-1])
+
+
+def guesses_of(seed, most):
+    """The number of guesses by hand: games draw the number first after they are seeded."""
+    number, hints = random.Random(seed).randint(1, most), []
+    while (guess := middles(most, hints)[-1]) != number:
+        hints.append("higher" if number > guess else "lower")
+    return len(hints) + 1
+
+
+def play(name, environment, policy, *, extra=""):
+    """Plays a game for each seed; returns the scores, and the messages of each game."""
+    tokenizer = chat_tokenizer()
+
+    def say(prompt):
+        # What follows the first turn of the user: the policy's turns and the answers to them.
+        text = tokenizer.decode(prompt)
+        return tokenizer.encode(policy(text.partition("assistant\n")[2]) + "<|im_end|>")
+
+    model, sessions = ChatModel(tokenizer), Sessions(600.0)
+    opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(len(SEEDS))]
+    sessions.open(opened)
+    prompts = SessionPrompts(model, sessions, most_turns=12)
+    prompts.options = SamplingOptions()
+    given = [f"{session.key}={seed}{extra}" for session, seed in zip(opened, SEEDS, strict=True)]
+    driver = ScriptedDriver(tokenizer, say)
+    with serving(driver, tokenizer, model="policy", prompts=prompts) as url:
+        done = subprocess.run(
+            [str(python_of(environment)), "-P", str(HERE / "play_games.py"), name, url, *given],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(HERE)))},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    games = []
+    for session in opened:
+        (branch,), counts = session.conversation.branches(), session.conversation.counts
+        assert branch.mask.sum() == counts.sampled
+        assert counts.encoded + counts.sampled == len(branch.tokens)
+        games.append([m["content"] for m in branch.messages])
+    return json.loads(done.stdout.splitlines()[-1]), games
+
+
+def test_gymnasium_frozen_lake():
+    """From the first to the last square around the holes; a jump is no action."""
+    path = ["jump", "down", "down", "right", "down", "right", "right"]
+    scores, games = play("frozen_lake", "gymnasium", lambda said: path[said.count("assistant\n")])
+    assert scores == [1.0, 1.0]
+    squares = [0, None, 4, 8, 9, 13, 14]
+    shown = ["This is no action." if s is None else f"You are on square {s}." for s in squares]
+    assert games == [[text for pair in zip(shown, path, strict=True) for text in pair]] * 2
+
+
+def test_textarena_guess_the_number():
+    scores, games = play("textarena", "textarena", guesser(20, "[{}]"))
+    assert scores == [1.0, 1.0]
+    assert [len(game) // 2 for game in games] == [guesses_of(seed, 20) for seed in SEEDS]
+    assert games[0][0].startswith("You are Player 0. You are playing Guess The Number.")
+    assert all(
+        re.fullmatch("The target number is (higher|lower).", hint) for hint in games[0][2::2]
+    )
+
+
+def test_skyrl_gym_gsm8k_in_turns():
+    """A wrong answer in the right form has a third of .2."""
+    answers = ["Let me see.", "#### 8", "#### 7"]
+    scores, games = play("gsm8k", "skyrl_gym", lambda said: answers[said.count("assistant\n")])
+    assert scores == pytest.approx([0.2 / 3 + 1] * 2)
+    assert games[0][:2] == ["What is 3 + 4?", "Let me see."] and "'#### ANSWER'" in games[0][2]
+
+
+def test_gem_guess_the_number():
+    scores, games = play("gem", "gem", guesser(10, "\\boxed{{{}}}"))
+    assert scores == [1.0, 1.0]
+    assert [len(game) // 2 for game in games] == [guesses_of(seed, 10) for seed in SEEDS]
+    assert games[0][0].endswith("Enter your next guess.")
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_openenv_of_a_class_and_of_a_server(served):
+    policy = guesser(20, "{}")
+    if served:
+        port = free_port()
+        app = [str(python_of("openenv")), "-m", "uvicorn", "openenv_app:app", "--port", str(port)]
+        url = f"http://127.0.0.1:{port}"
+        with started([app], cwd=HERE):
+            wait_for(f"{url}/health")
+            scores, games = play("openenv_server", "openenv", policy, extra=f"={url}")
+    else:
+        scores, games = play("openenv_class", "openenv", policy)
+    lengths = [guesses_of(seed, 20) for seed in SEEDS]
+    assert scores == pytest.approx([1 - 0.1 * (n - 1) for n in lengths])
+    assert [len(game) // 2 for game in games] == lengths
+    assert games[0][0] == "Guess my number from 1 to 20."
+
+
+def wait_for(url):
+    for _ in range(300):
+        try:
+            return urllib.request.urlopen(url).close()
+        except urllib.error.URLError:
+            time.sleep(0.2)
+    raise AssertionError(f"{url} does not answer")
