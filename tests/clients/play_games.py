@@ -59,12 +59,19 @@ def openenv_server(problem):
     return OpenEnv(problem.extra["url"], act=lambda text: {"number": int(text)})
 
 
+def verifiers():
+    from jaxrl.agents.adapters.verifiers import verifiers_agent
+
+    agent = {"harness": {"id": "vf_guess"}, "runtime": {"type": "subprocess"}}
+    return verifiers_agent(taskset={"id": "vf_guess"}, agent=agent)
+
+
 async def main(adapter, url, *sessions):
-    play = environment_agent(globals()[adapter])
+    play = verifiers() if adapter == "verifiers" else environment_agent(globals()[adapter])
 
     async def score(session):
         key, seed, *more = session.split("=", 2)
-        extra = {"url": more[0]} if more else {}
+        extra = {"url": more[0]} if more else {"task": int(seed) - 1}
         problem = Problem("What is 3 + 4?", "7", "test", extra, int(seed), 0)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
             return await play(client, problem)

@@ -51,7 +51,7 @@ def guesses_of(seed, most):
     return len(hints) + 1
 
 
-def play(name, environment, policy, *, extra=""):
+def play(name, environment, policy, *, extra="", most_turns=12):
     """Plays a game for each seed; returns the scores, and the messages of each game."""
     tokenizer = chat_tokenizer()
 
@@ -63,7 +63,7 @@ def play(name, environment, policy, *, extra=""):
     model, sessions = ChatModel(tokenizer), Sessions(600.0)
     opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(len(SEEDS))]
     sessions.open(opened)
-    prompts = SessionPrompts(model, sessions, most_turns=12)
+    prompts = SessionPrompts(model, sessions, most_turns=most_turns)
     prompts.options = SamplingOptions()
     given = [f"{session.key}={seed}{extra}" for session, seed in zip(opened, SEEDS, strict=True)]
     driver = ScriptedDriver(tokenizer, say)
@@ -81,7 +81,8 @@ def play(name, environment, policy, *, extra=""):
     for session in opened:
         (branch,), counts = session.conversation.branches(), session.conversation.counts
         assert branch.mask.sum() == counts.sampled
-        assert counts.encoded + counts.sampled == len(branch.tokens)
+        # A refused request is encoded, too.
+        assert branch.turns == most_turns or counts.encoded + counts.sampled == len(branch.tokens)
         games.append([m["content"] for m in branch.messages])
     return json.loads(done.stdout.splitlines()[-1]), games
 
@@ -137,6 +138,20 @@ def test_openenv_of_a_class_and_of_a_server(served):
     assert scores == pytest.approx([1 - 0.1 * (n - 1) for n in lengths])
     assert [len(game) // 2 for game in games] == lengths
     assert games[0][0] == "Guess my number from 1 to 20."
+
+
+def test_verifiers_with_a_harness_of_its_own():
+    """Rewards are weighted: 2 for a win, -.1 for each turn; the number is the seed."""
+    scores, games = play("verifiers", "verifiers", guesser(20, "{}"))
+    # 10, 5, 7 and 10, 5, 7, 8.
+    assert [game[1::2] for game in games] == [["10", "5", "7"], ["10", "5", "7", "8"]]
+    assert scores == pytest.approx([2 - 0.3, 2 - 0.4])
+
+
+def test_a_run_of_verifiers_ends_at_the_limit_of_turns():
+    scores, games = play("verifiers", "verifiers", guesser(20, "{}"), most_turns=3)
+    assert [len(game) // 2 for game in games] == [3, 3]
+    assert scores == pytest.approx([2 - 0.3, 0])
 
 
 def wait_for(url):

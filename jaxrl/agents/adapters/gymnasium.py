@@ -32,7 +32,7 @@ class Gymnasium:
         Args:
           game: name of the game, with its options, or an object.
           show: function from an observation to text.
-          act: function from the policy's text to an action, or to None if it is none. None: actions are texts.
+          act: function from the policy's text to an action, or to None if it is none. None for texts.
           refusal: message after a text that is no action. The game does not see that turn; its reward is 0.
 
         Raises:
