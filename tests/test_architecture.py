@@ -46,6 +46,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
+    ("jaxrl/api.py", "jaxrl.agents.served"): "extra `agents`",
     ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/rewards/sandboxed_graders.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/hub/smollm2.py", "gguf"): "extra `gguf`",
