@@ -32,7 +32,7 @@ LINES = (
     ("roles", "testing", "serving", "jetstream"),
     ("dataflows",),
     ("tracking",),
-    ("agents",),
+    ("agents", "tinker"),
     ("config", "evaluation"),
     ("trainer",),
     ("planner",),
@@ -46,6 +46,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
+    ("jaxrl/api.py", "jaxrl.agents.served"): "extra `agents`",
     ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/rewards/sandboxed_graders.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/hub/smollm2.py", "gguf"): "extra `gguf`",
@@ -59,6 +60,7 @@ LATE_IMPORTS = {
         "jaxrl/tracking/browse/browse_command.py",
         "jaxrl.tracking.browse.browse_app",
     ): "extra `serve`",
+    ("jaxrl/commands/serve_command.py", "jaxrl.tinker.server"): "extra `tinker`",
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     (
         "jaxrl/tracking/run_report.py",

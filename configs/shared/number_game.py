@@ -4,7 +4,9 @@
     assistant   10
     user        It is higher.
     assistant   15
-    user        Yes.                                   a game that is won has score 1, any other 0
+
+The right guess has reward 1 and ends the game. Any other one has a tenth if it agrees with all answers so
+far. So a game that is won has a score of 1 or more, and no other has.
 
     rollout.agent = "shared/number_game.py:play"       plays against a policy
     data.train.path = "shared/number_game.py:make"     positions of games, each with a next guess, for SFT
@@ -26,6 +28,8 @@ from jaxrl.agents.environments import environment_agent
 
 NUMBERS, TURNS = 20, 6
 QUESTION = f"Guess my number from 1 to {NUMBERS}."
+# Reward of a wrong guess that agrees with what was said.
+LISTENED = 0.1
 # Share of the guesses to learn from that agree with all answers so far.
 LISTENS = 0.25
 
@@ -40,7 +44,7 @@ class NumberGame:
     def start(self, seed: int) -> Sequence[dict[str, str]]:
         """Chooses the number."""
         self._number = random.Random(seed).randint(1, NUMBERS)
-        self._turns = 0
+        self._turns, self._low, self._high = 0, 1, NUMBERS
         return (_user(QUESTION),)
 
     def step(self, text: str) -> tuple[Sequence[dict[str, str]], float, bool]:
@@ -50,7 +54,11 @@ class NumberGame:
         guess = int(found[1]) if found else None
         if guess == self._number:
             return (), 1.0, True
-        return (_user(answer_to(guess, self._number)),), 0.0, self._turns == TURNS
+        reward = 0.0
+        if guess is not None:
+            reward = LISTENED if self._low <= guess <= self._high else 0.0
+            self._low, self._high = narrowed(guess, self._number, self._low, self._high)
+        return (_user(answer_to(guess, self._number)),), reward, self._turns == TURNS
 
     def close(self) -> None:
         """Nothing to end."""
@@ -61,6 +69,11 @@ def answer_to(guess: int | None, number: int) -> str:
     if guess is None:
         return "Say a number."
     return f"It is {'higher' if number > guess else 'lower'}."
+
+
+def narrowed(guess: int, number: int, low: int, high: int) -> tuple[int, int]:
+    """The range that is left after a wrong guess."""
+    return (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
 
 
 play = environment_agent(lambda problem: NumberGame(), max_tokens=4)
@@ -76,7 +89,7 @@ def make(index: int, rng: np.random.Generator) -> dict[str, Any]:
         guess = _guess(choose, low, high)
         if guess == number:
             break
-        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+        low, high = narrowed(guess, number, low, high)
         said = answer_to(guess, number)
         messages += [{"role": "assistant", "content": str(guess)}, _user(said)]
     guess = _guess(choose, low, high)

@@ -4,7 +4,7 @@
 
 DIR is a Hugging Face directory. launch/convert.py --from run makes one from the result of a run. The server
 listens only on this machine unless --host is given, which needs a key. After SIGTERM or Ctrl-C it finishes
-open requests.
+open requests. With --tinker it serves the Tinker API instead; --tinker --help lists the arguments of that.
 """
 
 from __future__ import annotations

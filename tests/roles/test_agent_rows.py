@@ -1,11 +1,11 @@
-"""Conversations of agents in training: turns of their own keys, branches that share an advantage, failures."""
+"""Conversations of agents in training: turns with keys of their own, branches, failures."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 from small import prompts_of
-from test_redraw import OPTIONS, SHAPE, actor_of, fraction
+from test_redraw import OPTIONS, actor_of, fraction
 
 from jaxrl.dataflows.preparation import _groups
 from jaxrl.rewards.grading import Verdict

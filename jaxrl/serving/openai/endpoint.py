@@ -215,6 +215,19 @@ async def body_of(request: Request, max_bytes: int) -> Json:
         raise ApiError(
             415, f"the body is declared as {kind[:80]!r}; send content-type: application/json"
         )
+    content = await read_body(request, max_bytes)
+    try:
+        body = json.loads(content)
+    # A deeply nested body raises RecursionError in the parser.
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request; ApiError if it is too large or does not arrive in time."""
     too_large = ApiError(
         413, f"the request is larger than {max_bytes} bytes, which is what this server takes"
     )
@@ -232,14 +245,7 @@ async def body_of(request: Request, max_bytes: int) -> Json:
         raise ApiError(408, f"the request did not arrive within {_BODY_TIMEOUT_S:g} s") from error
     except ClientDisconnect as error:
         raise ApiError(_CLIENT_GONE, "the client has gone") from error
-    try:
-        body = json.loads(content)
-    # A deeply nested body raises RecursionError in the parser.
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON ({error})") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return body
+    return bytes(content)
 
 
 async def _whole(request: Request, inbox: _Inbox | _Replay, answer: Answer) -> Response:
