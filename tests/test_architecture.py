@@ -71,6 +71,7 @@ LATE_IMPORTS = {
 # Whoever imports what a text names, which `imports_of` cannot see.
 IMPORTS_BY_NAME = {
     "jaxrl/__init__.py": "`import jaxrl` and the command line do not wait for JAX",
+    "jaxrl/agents/adapters/packages.py": "packages of environments",
     "jaxrl/cli.py": "a list of all commands need not wait for JAX; test_cli.py looks them up",
     "jaxrl/commands/training_commands.py": "a slip on the command line is told before JAX is imported",
     "jaxrl/tracking/loggers.py": "extras `wandb` and `trackio`",

@@ -25,7 +25,7 @@ from jaxrl.data.tokenizer import TextStream
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import End
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.live_loop import LiveError, LiveLoop, Request, Tokens
+from jaxrl.rollout.live_loop import LiveCounts, LiveError, LiveLoop, Request, Tokens
 from jaxrl.rollout.stop_strings import StopSearch
 
 STOP, LENGTH = "stop", "length"
@@ -108,6 +108,11 @@ class LiveText:
     def load(self) -> tuple[int, int]:
         """The numbers of waiting samples and of samples in the decode loop."""
         return self._live.load
+
+    @property
+    def counts(self) -> LiveCounts:
+        """The load, and the numbers of tokens so far."""
+        return self._live.counts
 
     def submit(self, request: Request, listener: Listener) -> int:
         """Queues a request; see `LiveLoop.submit`.

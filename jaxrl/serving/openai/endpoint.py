@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoint of an online driver, as an ASGI application.
 
-    GET  /health, /v1/models, /v1/models/NAME
+    GET  /health, /metrics, /v1/models, /v1/models/NAME
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
     POST /inference/v1/generate                   whole
 
@@ -47,6 +47,7 @@ from jaxrl.serving.openai.calls import (
     to_json,
 )
 from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
+from jaxrl.serving.openai.prometheus import MEDIA_TYPE, exposition
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
@@ -144,6 +145,9 @@ def build_app(
         body = {"alive": driver.alive, "waiting": waiting, "running": running}
         return JSONResponse(body, 200 if driver.alive else 503)
 
+    async def metrics(request: Request) -> Response:
+        return Response(exposition(driver.counts), media_type=MEDIA_TYPE)
+
     model = {
         "id": limits.model,
         "object": "model",
@@ -186,6 +190,7 @@ def build_app(
     return Starlette(
         routes=[
             Route("/health", health),
+            Route("/metrics", metrics),
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
