@@ -1,6 +1,8 @@
-"""Environments of GEM (gem-llm), which needs Python 3.12.0 or older.
+"""Environments of GEM (gem-llm).
 
-play = environment_agent(lambda problem: Gem("game:GuessTheNumber-v0-easy"))
+    play = environment_agent(lambda problem: Gem("game:GuessTheNumber-v0-easy"))
+
+GEM needs Python 3.12.0 or older, and an older reasoning-gym than the extra `tasks`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Environments of Gymnasium.
 
-MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
-show = "You are on square {}. Say left, down, right or up.".format
-play = environment_agent(lambda problem: Gymnasium("FrozenLake-v1", show=show, act=MOVES.get))
-"""
+    MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
+    show = "You are on square {}. Say left, down, right or up.".format
+    play = environment_agent(lambda problem: Gymnasium("FrozenLake-v1", show=show, act=MOVES.get))
 
-from __future__ import annotations
+The seed of a problem seeds the game.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,19 +24,15 @@ class Gymnasium:
         *,
         show: Callable[[Any], str] = str,
         act: Callable[[str], Any] | None = None,
-        refusal: str = "This is no action.",
         **options: Any,
     ):
-        """Makes the game.
+        """Makes the game. Raises UserError if Gymnasium is not installed, or `act` is missing.
 
         Args:
           game: name of the game, with its options, or an object.
           show: function from an observation to text.
           act: function from the policy's text to an action, or to None if it is none. None for texts.
-          refusal: message after a text that is no action. The game does not see that turn; its reward is 0.
-
-        Raises:
-          UserError: Gymnasium is not installed, or the game needs `act`.
+            Such a turn has no reward, and the game does not see it.
         """
         gymnasium = package("gymnasium", "gymnasium>=1.0")
         self._game = gymnasium.make(game, **options) if isinstance(game, str) else game
@@ -47,7 +43,6 @@ class Gymnasium:
             )
         self._show = show
         self._act = act or (lambda text: text if actions.contains(text) else None)
-        self._refusal = refusal
 
     def start(self, seed: int) -> Sequence[Message]:
         observation, _ = self._game.reset(seed=seed)
@@ -56,7 +51,7 @@ class Gymnasium:
     def step(self, text: str) -> tuple[Sequence[Message], float, bool]:
         action = self._act(text)
         if action is None:
-            return [user_message(self._refusal)], 0.0, False
+            return [user_message("This is no action.")], 0.0, False
         observation, reward, terminated, truncated, _ = self._game.step(action)
         return [user_message(self._show(observation))], float(reward), bool(terminated or truncated)
 

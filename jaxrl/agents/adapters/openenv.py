@@ -6,8 +6,6 @@
 A server must allow a session for each sample (`max_concurrent_envs`). UserError if OpenEnv is not installed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,12 +1,14 @@
 """Environments of skyrl-gym.
 
-play = environment_agent(
-    lambda problem: SkyRLGym(
-        "gsm8k_multi_turn",
-        [user_message(problem.prompt)],
-        extras={"reward_spec": {"ground_truth": problem.answer}, "max_turns": 3},
+    play = environment_agent(
+        lambda problem: SkyRLGym(
+            "gsm8k_multi_turn",
+            [user_message(problem.prompt)],
+            extras={"reward_spec": {"ground_truth": problem.answer}, "max_turns": 3},
+        )
     )
-)
+
+They have no seed. A `postprocessed_action` is ignored: the policy goes on after what it has said.
 """
 
 from __future__ import annotations
@@ -19,10 +21,7 @@ from jaxrl.agents.environments import Message
 
 
 class SkyRLGym:
-    """A task; see `environments.Environment`.
-
-    It has no seed. A `postprocessed_action` is ignored: the policy goes on after what it has said.
-    """
+    """A task; see `environments.Environment`."""
 
     def __init__(self, name: str, prompt: Sequence[Message], **options: Any):
         """Makes the task.
