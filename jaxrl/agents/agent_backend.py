@@ -14,6 +14,7 @@ N prompts   G samples of each
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.agents.endpoint import Endpoint
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import OnGroup, SamplingOptions
@@ -32,6 +34,10 @@ from jaxrl.types import Completions, Prompts
 
 # Seconds between two looks at the sessions while no request waits or decodes.
 _LOOK_EVERY_S = 0.05
+# Different errors of agents that are told; a metric counts all failures.
+_MOST_REASONS = 5
+
+_LOG = logging.getLogger(__name__)
 
 
 class AgentBackend:
@@ -59,6 +65,9 @@ class AgentBackend:
         self._tokenizer = tokenizer
         self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
+        # Whether any agent has come to an end, and why others have not, as far as that was told.
+        self._any_ended = False
+        self._reasons: set[str] = set()
 
     def load(self, params: Params) -> None:
         """Takes weights in the generation layout."""
@@ -84,7 +93,11 @@ class AgentBackend:
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """Runs G agents for each prompt, all at once, until all have ended."""
+        """Runs G agents for each prompt, all at once, until all have ended.
+
+        Raises:
+          UserError: all agents have failed, and no agent has ever ended.
+        """
         del expected_tokens_N
         live = self._turned(options.step)
         endpoint = self._started(live) if hosts.is_first() else None
@@ -100,6 +113,10 @@ class AgentBackend:
             for session in endpoint.take_done():
                 talks = left[session.prompt]
                 talks[session.sample] = Talk.of(session)
+                new = session.error and session.error not in self._reasons
+                if new and len(self._reasons) < _MOST_REASONS:
+                    self._reasons.add(session.error)
+                    _LOG.warning("an agent has failed: %s", session.error)
                 if len(talks) == options.num_samples:
                     numbers.append(session.prompt)
             return [(n, [left[n][g].to_plain() for g in sorted(left[n])]) for n in numbers]
@@ -116,7 +133,21 @@ class AgentBackend:
                 )
                 if on_group is not None:
                     on_group(groups[n])
-        return Completions.concatenate([groups[n] for n in range(len(prompts))])
+        completions = Completions.concatenate([groups[n] for n in range(len(prompts))])
+        self._check(completions)
+        return completions
+
+    def _check(self, completions: Completions) -> None:
+        """Raises UserError if no agent has ever ended. Later a whole batch may fail for want of a tool."""
+        assert completions.of_agents is not None, "these are of agents"
+        failed_B = completions.of_agents.failed_B
+        self._any_ended |= not failed_B.all()
+        if not self._any_ended:
+            reasons = hosts.on_first(lambda: sorted(self._reasons)) or ["they have asked nothing"]
+            raise UserError(
+                f"all {len(failed_B)} samples of {self._settings.agent!r} have failed: {reasons[0]}; there "
+                "is nothing to train before the agent works"
+            )
 
     def _turned(self, version: int) -> LiveLoop:
         """The live loop, with the weights that are loaded."""
