@@ -3,7 +3,7 @@
     POST /v1/chat/completions    by an agent, with the key of its session
     POST /agents/next, /done     by a worker, with its own key: `worker`
 
-The routes of `serving.openai` are all there; a chat's prompt comes from its session (`session_prompts`).
+A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import LiveText
 from jaxrl.serving.openai.calls import RequestLimits
-from jaxrl.serving.openai.endpoint import body_of, build_app, key_of
+from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
 from jaxrl.types import Prompts
 
 # A worker's question is answered after so long, if no session opens before.
@@ -115,7 +115,7 @@ class Endpoint:
     # Requests of workers
 
     async def _next(self, request: Request) -> Response:
-        worker = key_of(request)
+        _, worker = keys_of(request)
         most = self._runner.heard(worker)
         until = time.monotonic() + _PATIENCE_S
         while not (taken := self._sessions.take(worker, most)) and time.monotonic() < until:
@@ -128,7 +128,8 @@ class Endpoint:
         )
 
     async def _done(self, request: Request) -> Response:
-        self._runner.heard(key_of(request))
+        _, worker = keys_of(request)
+        self._runner.heard(worker)
         body = await body_of(request, _MAX_BODY_BYTES)
         score, error = body.get("score"), str(body.get("error", ""))
         if score is not None and not np.isfinite(score):

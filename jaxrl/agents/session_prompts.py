@@ -38,14 +38,15 @@ class SessionPrompts:
         self._sessions = sessions
         self._most_turns = most_turns
 
-    def open(self, query: ChatQuery, key: str) -> ChatTurn:
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
         """The turn of a request.
 
         Raises:
-          ApiError: no open session has this key, several answers are asked for, or it has had its turns.
+          ApiError: no open session has one of these keys, it has had its turns, or n is not 1.
           UserError: the template refuses the messages.
         """
-        session = self._sessions.find(key)
+        # A client may have a name of its own for its session, besides the key that it was given.
+        session = next((found for key in keys if (found := self._sessions.find(key))), None)
         if session is None:
             raise ApiError(
                 401,

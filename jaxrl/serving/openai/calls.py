@@ -150,7 +150,7 @@ def read_chat(
     *,
     prompts: ChatPrompts,
     parser: AnswerParser,
-    key: str = "",
+    keys: Sequence[str] = (),
 ) -> Call:
     """Parses the body of POST /v1/chat/completions.
 
@@ -159,7 +159,7 @@ def read_chat(
       tokenizer, limits: what the model takes.
       prompts: where the prompt comes from.
       parser: parser of the model's answers.
-      key: the client's key, for `prompts`.
+      keys: the client's keys, for `prompts`.
 
     Raises:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
@@ -192,7 +192,7 @@ def read_chat(
         for message in request.messages
     ]
     _check_length("".join([*said, json.dumps(tools) if tools else ""]), tokenizer, limits)
-    turn = prompts.open(query, key)
+    turn = prompts.open(query, keys)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens

@@ -54,8 +54,8 @@ _BODY_TIMEOUT_S = 60.0
 # nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
-# Reads a body; the second argument is the client's key.
-Reader: TypeAlias = Callable[[Json, str], Call]
+# Reads a body; the second argument is what `keys_of` returns.
+Reader: TypeAlias = Callable[[Json, Sequence[str]], Call]
 
 
 class _Inbox:
@@ -134,11 +134,11 @@ def build_app(
       tokenizer: tokenizer of the model.
       limits: limits of requests.
       max_body_bytes: maximum size of a body; larger ones are refused.
-      prompts: where chats get their prompts from; by default each request is rendered by itself.
+      prompts: where chats get their prompts from; by default each request is rendered by itself. With a
+        source that keeps conversations there are no other requests, since it would not know of them.
     """
     parser = AnswerParser(tokenizer)
-    if prompts is None:
-        prompts = RenderedPrompts(tokenizer, parser)
+    source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
@@ -164,20 +164,26 @@ def build_app(
         check_model(request.path_params["name"], limits)
         return _json(to_json(model))
 
-    def completion(body: Json, key: str) -> Call:
+    def completion(body: Json, keys: Sequence[str]) -> Call:
         return read_completion(body, tokenizer, limits)
 
-    def chat(body: Json, key: str) -> Call:
-        return read_chat(body, tokenizer, limits, prompts=prompts, parser=parser, key=key)
+    def chat(body: Json, keys: Sequence[str]) -> Call:
+        return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
 
-    def generate(body: Json, key: str) -> Call:
+    def generate(body: Json, keys: Sequence[str]) -> Call:
         return read_generate(body, tokenizer, limits)
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
+            if prompts is not None and form is not CHAT:
+                raise ApiError(
+                    400,
+                    f"{request.url.path} would not be part of a conversation, which this server keeps; ask "
+                    "/v1/chat/completions",
+                )
             body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
-            call = await asyncio.to_thread(read, body, key_of(request))
+            call = await asyncio.to_thread(read, body, keys_of(request))
             known = call.turn.known if call.turn is not None else ()
             inbox = _Replay(known) if known else _Inbox(driver, call)
             result = Answer(call, form, limits.model, parser)
@@ -205,12 +211,11 @@ def build_app(
     )
 
 
-def key_of(request: Request) -> str:
-    """The client's name for its conversation: a header of its own, else its bearer token."""
-    if session := request.headers.get("x-session-id", "").strip():
-        return session
+def keys_of(request: Request) -> tuple[str, str]:
+    """The client's names for its conversation: its header X-Session-ID and its bearer token, or "" each."""
+    session = request.headers.get("x-session-id", "").strip()
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    return session, token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def body_of(request: Request, max_bytes: int) -> Json:
