@@ -3,6 +3,7 @@
 The policy is a script: it halves the range of a guessing game. Two games are played at the same time.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -53,6 +54,18 @@ def guesses_of(seed, most):
 
 def play(name, environment, policy, *, extra="", most_turns=12):
     """Plays a game for each seed; returns the scores, and the messages of each game."""
+    script = ["-P", HERE / "play_games.py", name]
+    with endpoint(policy, len(SEEDS), most_turns) as (url, opened):
+        seeds = zip(opened, SEEDS, strict=True)
+        given = [f"{session.key}={seed}{extra}" for session, seed in seeds]
+        out = run(python_of(environment), *script, url, *given, cwd=HERE)
+    games = [messages_of(session, whole=most_turns > 3) for session in opened]
+    return json.loads(out.splitlines()[-1]), games
+
+
+@contextlib.contextmanager
+def endpoint(policy, num_sessions, most_turns=12):
+    """The endpoint of agents, with open sessions; a function from what was said so far is the policy."""
     tokenizer = chat_tokenizer()
 
     def say(prompt):
@@ -61,30 +74,39 @@ def play(name, environment, policy, *, extra="", most_turns=12):
         return tokenizer.encode(policy(text.partition("assistant\n")[2]) + "<|im_end|>")
 
     model, sessions = ChatModel(tokenizer), Sessions(600.0)
-    opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(len(SEEDS))]
+    opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(num_sessions)]
     sessions.open(opened)
     prompts = SessionPrompts(model, sessions, most_turns=most_turns)
     prompts.options = SamplingOptions()
-    given = [f"{session.key}={seed}{extra}" for session, seed in zip(opened, SEEDS, strict=True)]
     driver = ScriptedDriver(tokenizer, say)
     with serving(driver, tokenizer, model="policy", prompts=prompts) as url:
-        done = subprocess.run(
-            [str(python_of(environment)), "-P", str(HERE / "play_games.py"), name, url, *given],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(HERE)))},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        yield url, opened
+
+
+def run(*command, cwd, **environment):
+    path = {"PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), str(HERE)))}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, **path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    games = []
-    for session in opened:
-        (branch,), counts = session.conversation.branches(), session.conversation.counts
-        assert branch.mask.sum() == counts.sampled
-        # A refused request is encoded, too.
-        assert branch.turns == most_turns or counts.encoded + counts.sampled == len(branch.tokens)
-        games.append([m["content"] for m in branch.messages])
-    return json.loads(done.stdout.splitlines()[-1]), games
+    return done.stdout
+
+
+def messages_of(session, *, whole=True):
+    """The texts of a session's only branch, whose tokens are what was encoded and sampled.
+
+    `whole` is false where a request was refused, which was encoded, too.
+    """
+    (branch,), counts = session.conversation.branches(), session.conversation.counts
+    assert branch.mask.sum() == counts.sampled
+    assert not whole or counts.encoded + counts.sampled == len(branch.tokens)
+    return [message["content"] for message in branch.messages]
 
 
 def test_gymnasium_frozen_lake():
@@ -152,6 +174,20 @@ def test_a_run_of_verifiers_ends_at_the_limit_of_turns():
     scores, games = play("verifiers", "verifiers", guesser(20, "{}"), most_turns=3)
     assert [len(game) // 2 for game in games] == [3, 3]
     assert scores == pytest.approx([2 - 0.3, 0])
+
+
+def test_the_command_of_verifiers_as_an_agent(tmp_path):
+    """In an environment of its own, with the URL and the key of a session; it names the session, too."""
+    harness = ["--env.agent.harness.id", "vf_guess", "--env.agent.runtime.type", "subprocess"]
+    with endpoint(guesser(20, "{}"), 1) as (url, (session,)):
+        client = ["--client.base-url", f"{url}/v1", "--client.api-key-var", "SESSION_KEY"]
+        command = [python_of("verifiers").with_name("vf-eval"), "vf_guess", "-m", "policy", *client]
+        options = [*harness, "-n", "1", "--no-push", "--no-rich"]
+        run(*command, *options, cwd=tmp_path, SESSION_KEY=session.key)
+    # The first number is 1.
+    assert messages_of(session)[1::2] == ["10", "5", "2", "1"]
+    (traces,) = tmp_path.rglob("traces.jsonl")
+    assert '"score":1.0' in traces.read_text().replace(" ", "")
 
 
 def wait_for(url):
