@@ -1,0 +1,136 @@
+"""Agents of a user's file sample through the endpoint: what they leave, and what they can break."""
+
+
+import contextlib
+
+import numpy as np
+import pytest
+from agent_runs import OPTIONS, agent_backend, problems
+
+from jaxrl.types import Branch, Completions
+
+
+@pytest.fixture(scope="module")
+def backend():
+    backend = agent_backend(seconds=60.0)
+    yield backend
+    backend.close()
+
+
+def conversations(done: Completions, b: int) -> list[Branch]:
+    """The conversations of a sample with their prompts, the main one first."""
+    assert done.of_agents is not None
+    if not len(done.tokens[b]):
+        return list(done.of_agents.branches[b])
+    prompt = done.prompts.tokens[b // done.num_samples]
+    zeros = np.zeros(len(prompt), np.float32)
+    values = (done.rollout_logprob[b], done.entropy[b], done.mask[b])
+    main = Branch(np.append(prompt, done.tokens[b]), *(np.append(zeros, x) for x in values))
+    return [main, *done.of_agents.branches[b]]
+
+
+def sampled(done: Completions, b: int) -> float:
+    return sum(float(x.mask.sum()) for x in conversations(done, b))
+
+
+def said(done: Completions) -> list[list[tuple[int, ...]]]:
+    """The tokens of each sample's conversations, in an order that does not depend on time."""
+    return [
+        sorted(tuple(x.tokens.tolist()) for x in conversations(done, b)) for b in range(len(done))
+    ]
+
+
+def scores(done: Completions) -> list[float]:
+    """Scores of the samples; None of those that failed."""
+    agents = done.of_agents
+    return [
+        None if failed else float(score)
+        for score, failed in zip(agents.score_B, agents.failed_B, strict=True)
+    ]
+
+
+def test_rows_and_branches(backend):
+    groups = []
+    done = backend.generate(problems(["talk", "threads"]), OPTIONS, on_group=groups.append)
+    assert sorted(int(group.prompts.ids_N[0]) for group in groups) == [10, 11]
+    assert done.prompts.ids_N.tolist() == [10, 11]
+    assert [len(conversations(done, b)) for b in range(4)] == [1, 1, 3, 3]
+    # The agents count the tokens of different requests.
+    assert scores(done) == [sampled(done, b) for b in range(4)]
+    decode = backend.inner._decode_text
+    # Special tokens are not shown.
+    assert decode(done.prompts.tokens[0]) == "user\nproblem 0\nassistant\n"
+    for b in range(2):
+        (only,) = conversations(done, b)
+        assert [turn.by_policy for turn in done.turns[b]] == [True, False, True, False, True]
+        assert "tool 0" in done.turns[b][1].text and "tool 1" in done.turns[b][3].text
+        assert np.all((only.rollout_logprob < 0) == (only.mask > 0))
+        assert done.truncated_B[b] == (only.mask[-3:].sum() == 3)
+    for b in (2, 3):
+        # The last answer is that to "another question" or an end of the first one, which is trained once.
+        texts = sorted(decode(x.tokens).split("\n")[1] for x in conversations(done, b))
+        assert texts == ["another question", "problem 1", "problem 1"]
+    assert backend.inner.engine.config.cache == "paged"
+
+
+def test_limits(backend):
+    done = backend.generate(problems(["fork", "fill"]), OPTIONS)
+    # Eight turns, and 256 tokens.
+    assert scores(done)[:2] == [8, 8] and sampled(done, 0) <= 24
+    assert all(1 <= score <= 8 for score in scores(done)[2:])
+    assert all(100 < len(conversations(done, b)[0].tokens) <= 256 for b in (2, 3))
+
+
+def test_agents_that_fail_cost_only_their_own_sample(backend):
+    kinds = ["talk", "raises", "slow_tool", "exits", "nan", "text", "none", "silent", "goes_on"]
+    errors = {}
+    take, backend._endpoint.take_done = backend._endpoint.take_done, None
+
+    def watched():
+        done = take()
+        errors.update({(s.prompt, s.sample): s.error for s in done})
+        return done
+
+    backend._endpoint.take_done = watched
+    done = backend.generate(problems(kinds), OPTIONS)
+    backend._endpoint.take_done = take
+    told = {kinds[n]: error for (n, _), error in errors.items()}
+    assert {kind: error for kind, error in told.items() if error} == {
+        "raises": "LookupError: no such tool",
+        "slow_tool": "TimeoutError: the tool was slow",
+        "exits": "SystemExit: 3",
+        "nan": "returned nan, which is no score; return a number or None",
+        "text": "returned 'good', which is no score; return a number or None",
+    }
+    failed = done.of_agents.failed_B.reshape(-1, 2).all(1)
+    assert [k for k, f in zip(kinds, failed, strict=True) if f] == [
+        "raises", "slow_tool", "exits", "nan", "text", "silent",
+    ]  # fmt: skip
+    assert np.isnan(done.of_agents.score_B[12:14]).all() and scores(done)[16] == sampled(done, 16)
+    # What an agent asks after its end is refused.
+    assert sampled(done, 16) <= 3
+
+
+def test_the_order_of_arrival_does_not_matter(backend):
+    first, second = (backend.generate(problems(["naps"] * 6), OPTIONS) for _ in range(2))
+    assert said(first) == said(second) and scores(first) == scores(second)
+    other = backend.generate(problems(["naps"] * 6), OPTIONS.replace(step=4))
+    assert said(other) != said(first)
+
+
+@pytest.mark.long
+def test_workers_that_die_lose_no_other_agent(backend):
+    kinds = ["dies" if n % 10 == 3 else "naps" for n in range(20)]
+    calm = backend.generate(problems(["naps"] * 20), OPTIONS)
+    done = backend.generate(problems(kinds), OPTIONS)
+    assert done.of_agents.failed_B.tolist() == [kind == "dies" for kind in kinds for _ in range(2)]
+    for ours, theirs, kind in zip(said(done), said(calm), np.repeat(kinds, 2), strict=True):
+        assert ours == ([] if kind == "dies" else theirs)
+
+
+@pytest.mark.long
+def test_agents_that_hang_are_late_and_lose_no_other():
+    kinds = ["naps", "hangs", "blocks", "naps", "naps"]
+    with contextlib.closing(agent_backend(seconds=20.0)) as backend:
+        done = backend.generate(problems(kinds), OPTIONS.replace(num_samples=1))
+    assert done.of_agents.failed_B.tolist() == [False, True, True, False, False]
