@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.agents.agent_rows import Talk, group_of
+from jaxrl.agents.conversation import ChatModel
 from jaxrl.agents.endpoint import Endpoint
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mesh import hosts
@@ -57,6 +58,7 @@ class AgentBackend:
         self.metrics: Mapping[str, float] = {}
         self._settings = settings
         self._tokenizer = tokenizer
+        self._model = ChatModel(tokenizer)
         self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
 
@@ -130,5 +132,5 @@ class AgentBackend:
         """The endpoint, which starts with the first batch."""
         if self._endpoint is None:
             sizes = self.inner.engine.config
-            self._endpoint = Endpoint(live, self._settings, self._tokenizer, sizes)
+            self._endpoint = Endpoint(live, self._settings, self._model, sizes)
         return self._endpoint

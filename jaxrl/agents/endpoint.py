@@ -21,7 +21,6 @@ from jaxrl.agents.conversation import ChatModel, Conversation, History
 from jaxrl.agents.runner import Runner
 from jaxrl.agents.session_prompts import SessionPrompts
 from jaxrl.agents.sessions import Session, Sessions
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.sampling import SamplingOptions
@@ -43,21 +42,21 @@ class Endpoint:
     """The sessions of a run, answered over HTTP."""
 
     def __init__(
-        self, live: LiveLoop, settings: RolloutConfig, tokenizer: Tokenizer, sizes: EngineConfig
+        self, live: LiveLoop, settings: RolloutConfig, model: ChatModel, sizes: EngineConfig
     ):
         """Listens on a free port, and starts the workers.
 
         Args:
           live: loop that answers the requests; somebody else turns it.
           settings: settings of sampling, with an agent.
-          tokenizer: tokenizer of the policy.
+          model: chat format of the policy.
           sizes: sizes of the engine.
 
         Raises:
-          UserError: the agent cannot be loaded, or the tokenizer has no chat template.
+          UserError: the agent cannot be loaded.
         """
         self._history: History = settings.history
-        self._model = ChatModel(tokenizer)
+        self._model = model
         self._sessions = Sessions(settings.agent_seconds)
         self._prompts = SessionPrompts(self._model, self._sessions, most_turns=settings.agent_turns)
         self._runner = Runner(settings.agent, self._sessions, seconds=settings.agent_seconds)
@@ -69,8 +68,8 @@ class Endpoint:
             stop_ids=sizes.stop_ids,
         )
         app = build_app(
-            LiveText(live, tokenizer.decode),
-            tokenizer,
+            LiveText(live, model.tokenizer.decode),
+            model.tokenizer,
             limits,
             max_body_bytes=_MAX_BODY_BYTES,
             prompts=self._prompts,
@@ -140,7 +139,9 @@ class Endpoint:
         try:
             return self._runner.heard(worker)
         except KeyError as error:
-            raise ApiError(401, "only workers of this run ask this", code="invalid_api_key") from error
+            raise ApiError(
+                401, "only workers of this run ask this", code="invalid_api_key"
+            ) from error
 
 
 def _problem(prompts: Prompts, n: int, sample: int) -> dict[str, Any]:

@@ -89,14 +89,17 @@ class Runner:
         """Keeps one worker process running until the sessions are closed."""
         while not self.sessions.closed:
             # A key for each process: what a dead one has asked for last is answered to nobody.
-            worker = secrets.token_urlsafe(18)
-            # Importing what the agent needs may take longer than a silence.
-            self._heard[worker] = math.inf
-            with contextlib.suppress(WorkerFault, Interrupted):
-                self._pool.call(
-                    self._path,
-                    (url, worker, self._seconds),
-                    interrupted=lambda: time.monotonic() - self._heard[worker] > self.silent_s,
-                )
-            del self._heard[worker]
-            self.sessions.lost(worker)
+            self._run_process(secrets.token_urlsafe(18), url)
+
+    def _run_process(self, worker: str, url: str) -> None:
+        """Runs a worker process until it ends."""
+        # Importing what the agent needs may take longer than a silence.
+        self._heard[worker] = math.inf
+        with contextlib.suppress(WorkerFault, Interrupted):
+            self._pool.call(
+                self._path,
+                (url, worker, self._seconds),
+                interrupted=lambda: time.monotonic() - self._heard[worker] > self.silent_s,
+            )
+        del self._heard[worker]
+        self.sessions.lost(worker)

@@ -115,7 +115,9 @@ def _score(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError):
         score = math.nan
     if score is not None and not math.isfinite(score):
-        return {"error": f"returned {reprlib.repr(value)}, which is no score; return a number or None"}
+        return {
+            "error": f"returned {reprlib.repr(value)}, which is no score; return a number or None"
+        }
     return {"score": score}
 
 

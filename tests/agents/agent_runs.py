@@ -60,8 +60,8 @@ def agent_backend(seconds: float = 60.0, **changes) -> AgentBackend:
     return backend
 
 
-def problems(kinds: Sequence[str]) -> Prompts:
-    """A prompt for each kind of agent."""
+def problems(kinds: Sequence[str], nap_s: float = 0.0) -> Prompts:
+    """A prompt for each kind of agent, with naps of up to so many seconds between its requests."""
     N = len(kinds)
     texts = tuple(f"problem {n}" for n in range(N))
     return Prompts(
@@ -70,5 +70,5 @@ def problems(kinds: Sequence[str]) -> Prompts:
         texts,
         ("4",) * N,
         ("tests",) * N,
-        tuple({"kind": kind} for kind in kinds),
+        tuple({"kind": kind, "nap_s": nap_s} for kind in kinds),
     )

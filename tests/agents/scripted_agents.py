@@ -1,6 +1,6 @@
 """Agents for tests: what each does stands in the row of its problem (`kind`), or follows from its number.
 
-    rollout.agent = "tests/agents/scripted_agents.py:agent"
+rollout.agent = "tests/agents/scripted_agents.py:agent"
 """
 
 import asyncio
@@ -59,9 +59,9 @@ async def fork(client, problem):
     ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, Exception)]
-    assert all(
-        isinstance(e, openai.BadRequestError) and e.code == "turn_limit" for e in refused
-    ), refused
+    assert all(isinstance(e, openai.BadRequestError) and e.code == "turn_limit" for e in refused), (
+        refused
+    )
     return len(answers) - len(refused)
 
 
@@ -130,7 +130,7 @@ async def agent(client, problem):
     if kind == "silent":
         await client.close()
         return 1.0
-    if kind == "naps":
-        return await (talk, threads)[problem.seed % 2](client, problem, nap_s=0.1)
-    others = {"talk": talk, "threads": threads, "fork": fork, "fill": fill, "goes_on": goes_on}
-    return await others[kind](client, problem)
+    if kind in ("talk", "threads"):
+        function = {"talk": talk, "threads": threads}[kind]
+        return await function(client, problem, nap_s=problem.extra.get("nap_s", 0.0))
+    return await {"fork": fork, "fill": fill, "goes_on": goes_on}[kind](client, problem)

@@ -1,6 +1,5 @@
 """Agents of a user's file sample through the endpoint: what they leave, and what they can break."""
 
-
 import contextlib
 
 import numpy as np
@@ -112,25 +111,27 @@ def test_agents_that_fail_cost_only_their_own_sample(backend):
 
 
 def test_the_order_of_arrival_does_not_matter(backend):
-    first, second = (backend.generate(problems(["naps"] * 6), OPTIONS) for _ in range(2))
+    prompts = problems(["talk", "threads"] * 3, nap_s=0.1)
+    first, second = (backend.generate(prompts, OPTIONS) for _ in range(2))
     assert said(first) == said(second) and scores(first) == scores(second)
-    other = backend.generate(problems(["naps"] * 6), OPTIONS.replace(step=4))
+    other = backend.generate(prompts, OPTIONS.replace(step=4))
     assert said(other) != said(first)
 
 
 @pytest.mark.long
 def test_workers_that_die_lose_no_other_agent(backend):
-    kinds = ["dies" if n % 10 == 3 else "naps" for n in range(20)]
-    calm = backend.generate(problems(["naps"] * 20), OPTIONS)
-    done = backend.generate(problems(kinds), OPTIONS)
-    assert done.of_agents.failed_B.tolist() == [kind == "dies" for kind in kinds for _ in range(2)]
-    for ours, theirs, kind in zip(said(done), said(calm), np.repeat(kinds, 2), strict=True):
-        assert ours == ([] if kind == "dies" else theirs)
+    calm = ["talk", "threads"] * 10
+    kinds = ["dies" if n % 10 == 3 else kind for n, kind in enumerate(calm)]
+    expected, done = (backend.generate(problems(some, 0.1), OPTIONS) for some in (calm, kinds))
+    died = [kind == "dies" for kind in kinds for _ in range(2)]
+    assert done.of_agents.failed_B.tolist() == died
+    for ours, theirs, gone in zip(said(done), said(expected), died, strict=True):
+        assert ours == ([] if gone else theirs)
 
 
 @pytest.mark.long
 def test_agents_that_hang_are_late_and_lose_no_other():
-    kinds = ["naps", "hangs", "blocks", "naps", "naps"]
+    kinds = ["talk", "hangs", "blocks", "threads", "talk"]
     with contextlib.closing(agent_backend(seconds=20.0)) as backend:
         done = backend.generate(problems(kinds), OPTIONS.replace(num_samples=1))
     assert done.of_agents.failed_B.tolist() == [False, True, True, False, False]
