@@ -14,12 +14,13 @@ N prompts   G samples of each
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxrl.agents.agent_rows import Talk, group_of
+from jaxrl.agents.agent_rows import Talk, Tally, group_of
 from jaxrl.agents.conversation import ChatModel
 from jaxrl.agents.endpoint import Endpoint
 from jaxrl.data.tokenizer import Tokenizer
@@ -30,6 +31,8 @@ from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.types import Completions, Prompts
+
+_LOG = logging.getLogger(__name__)
 
 # Seconds between two looks at the sessions while no request waits or decodes.
 _LOOK_EVERY_S = 0.05
@@ -59,6 +62,10 @@ class AgentBackend:
         self._settings = settings
         self._tokenizer = tokenizer
         self._model = ChatModel(tokenizer)
+        # Errors that were logged.
+        self._told: set[str] = set()
+        if self._model.renderer.note and hosts.is_first():
+            _LOG.warning("%s", self._model.renderer.note)
         self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
 
@@ -94,12 +101,15 @@ class AgentBackend:
             endpoint.begin(options, prompts)
         # What the samples of each prompt have left, in the first process.
         left: dict[int, dict[int, Talk]] = collections.defaultdict(dict)
+        tally = Tally()
+        before = np.array(live.prompt_tokens)
 
         def ended() -> list[tuple[int, list[dict[str, Any]]]]:
             """Prompts of which the last sample has ended, as plain data for all processes."""
             assert endpoint is not None, "only the first process is asked"
             numbers = []
             for session in endpoint.take_done():
+                tally.add(session)
                 talks = left[session.prompt]
                 talks[session.sample] = Talk.of(session)
                 if len(talks) == options.num_samples:
@@ -118,7 +128,21 @@ class AgentBackend:
                 )
                 if on_group is not None:
                     on_group(groups[n])
+        whole, known = np.array(live.prompt_tokens) - before
+        metrics = {
+            **hosts.on_first(tally.metrics),
+            "prompt_share_from_pages": known / max(whole, 1),
+        }
+        self.metrics = {f"agent/{name}": float(value) for name, value in metrics.items()}
+        self._tell(tally)
         return Completions.concatenate([groups[n] for n in range(len(prompts))])
+
+    def _tell(self, tally: Tally) -> None:
+        """Logs the most frequent error, unless it was logged before."""
+        for error, _ in tally.errors.most_common(1):
+            if error not in self._told:
+                self._told.add(error)
+                _LOG.warning("%d agents failed, most of them so: %s", tally.errors.total(), error)
 
     def _turned(self, version: int) -> LiveLoop:
         """The live loop, with the weights that are loaded."""

@@ -39,6 +39,7 @@ class Session:
       worker: key of the worker that runs it; "" while it waits.
       deaths: number of workers that have died under it.
       until: time by which it has to end, once it was taken.
+      seconds: time from when it was last taken to its end.
       score: score that the agent gave; None for none.
       error: why it failed; "" if it did not.
       ended: whether it is done.
@@ -56,6 +57,7 @@ class Session:
     worker: str = ""
     deaths: int = 0
     until: float = float("inf")
+    seconds: float = 0.0
     score: float | None = None
     error: str = ""
     ended: bool = False
@@ -119,6 +121,7 @@ class Sessions:
             self._waiting.pop(key, None)
             self._running[session.worker].pop(key, None)
             session.score, session.error, session.ended = score, error, True
+            session.seconds = max(0.0, time.monotonic() + self._seconds - session.until)
             self._done.append(session)
 
     def lost(self, worker: str) -> None:

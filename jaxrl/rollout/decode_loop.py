@@ -82,6 +82,8 @@ class DecodeLoop:
     Attributes:
       scheduler: the samples that wait or decode.
       speculation: the decisions to speculate, and their metrics.
+      prompt_tokens: number of tokens of the sequences that were prefilled so far, and of those among them
+        that known pages held, int [2]; 0 without `reuse_prefixes`.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class DecodeLoop:
         self._slots = Slots(engine, params)
         self._texts = AnswerTexts(0) if texts is None else texts
         self.speculation = Speculation()
+        self.prompt_tokens = np.zeros(2, int)
         self.clear()
 
     def clear(self) -> None:
@@ -342,9 +345,11 @@ class DecodeLoop:
             return {}
         found = {}
         for index, start in enumerate(admission.sources):
+            self.prompt_tokens[0] += len(start.tokens)
             shards, pages = self._pages.pool.holders(start.tokens[:-1])
             if pages:
                 found[index] = (shards[0], pages, start.tokens)
+                self.prompt_tokens[1] += len(pages) * self._pages.pool.page_tokens
         return found
 
     def _admit(self, admission: Admission, known: Mapping[int, Any]) -> None:

@@ -165,6 +165,12 @@ class LiveLoop:
         """The numbers of waiting samples and of samples in the decode loop."""
         return self._num_waiting, len(self._in_loop)
 
+    @property
+    def prompt_tokens(self) -> tuple[int, int]:
+        """The number of prompt tokens so far, and of those that known pages held."""
+        whole, known = self._loop.prompt_tokens.tolist()
+        return whole, known
+
     def check(self, request: Request) -> None:
         """Raises UserError for a request that is too long or too large.
 
