@@ -105,7 +105,9 @@ class Watch:
             return results
 
         loop.finish = finished
-        names = "prefill extend widen reuse insert release resize with_pages generate init_decode_state"
+        names = (
+            "prefill extend widen reuse insert release resize with_pages generate init_decode_state"
+        )
         for name in names.split():
             setattr(engine, name, self._timed(getattr(engine, name)))
         decoded = loop._slots.decoded
@@ -163,7 +165,7 @@ def main() -> None:
         serve = uvicorn.Server.run
 
         def profiled(*given, **options):
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.thread_time)
             profile.runcall(serve, *given, **options)
             profile.dump_stats(f"{args.profile}-http.prof")
 
@@ -183,8 +185,8 @@ def main() -> None:
 
     tokenizer = chat_tokenizer()
     model = ModelConfig(
-        vocab_size=320, num_tokens=tokenizer.vocab_size, num_layers=3, d_model=128, d_ff=384,
-        num_heads=4, num_kv_heads=2, head_dim=32,
+        vocab_size=320, num_tokens=tokenizer.vocab_size, num_layers=2, d_model=64, d_ff=128,
+        num_heads=4, num_kv_heads=2, head_dim=16,
     )  # fmt: skip
     graph, shapes, _ = decoder_graph(model)
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig(train="1-1-1")), jax.devices()[:1])
@@ -217,7 +219,9 @@ def main() -> None:
         for batch in range(args.batches):
             watch.reset()
             before, cpu = thread_seconds(), time.process_time()
-            profile = cProfile.Profile() if args.profile else contextlib.nullcontext()
+            profile = (
+                cProfile.Profile(time.thread_time) if args.profile else contextlib.nullcontext()
+            )
             begun = time.monotonic()
             with profile:
                 done: Any = backend.generate(prompts, options.replace(step=batch + 1))
@@ -234,16 +238,22 @@ def main() -> None:
             print(
                 json.dumps(
                     {
-                        "agents": args.agents, "slots": args.slots, "turns": args.turns,
-                        "tools_ms": args.tools_ms, "failed": int(done.of_agents.failed_B.sum()),
-                        "first_s": round(first_s, 1), "wall_s": round(wall, 2),
+                        "agents": args.agents,
+                        "slots": args.slots,
+                        "turns": args.turns,
+                        "tools_ms": args.tools_ms,
+                        "failed": int(done.of_agents.failed_B.sum()),
+                        "first_s": round(first_s, 1),
+                        "wall_s": round(wall, 2),
                         "requests_per_s": round(requests / wall, 1),
                         "dispatches": watch.dispatches,
                         "dispatches_with_waiting": len(watch.busy),
                         "busy": round(statistics.mean(watch.busy or [0]), 3),
                         "useful": round(statistics.mean(watch.useful or [0]), 3),
                         "host_ms_per_request": round(1000 * sum(host.values()) / requests, 3),
-                        "host_ms": {k: round(1000 * v / requests, 3) for k, v in host.items() if v > 1e-3},
+                        "host_ms": {
+                            k: round(1000 * v / requests, 3) for k, v in host.items() if v > 1e-3
+                        },
                         "programs_ms_per_request": round(1000 * watch.programs_s / requests, 3),
                         "process_ms_per_request": round(1000 * cpu / requests, 3),
                         "pages": round(backend.metrics["agent/prompt_share_from_pages"], 3),

@@ -31,7 +31,7 @@ from jaxrl.serving.openai.calls import ApiError, RequestLimits
 from jaxrl.serving.openai.endpoint import body_of, build_app, key_of
 from jaxrl.types import Prompts
 
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.05
 _MAX_BODY_BYTES = 10_000_000
 _MOST_CONNECTIONS = 10_000
 # The name of the policy in requests.
