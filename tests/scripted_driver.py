@@ -25,7 +25,7 @@ class ScriptedDriver:
         self._tokenizer, self._say = tokenizer, say
         self.prompts: list[np.ndarray] = []
 
-    def submit_all(self, requests):
+    def submit_all(self, requests, texts=True):
         for request, listener in requests:
             self.prompts.append(request.prompt)
             for index in range(request.options.num_samples):

@@ -38,7 +38,7 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> tuple[Sequence[Message], float, bool]:
-        """Takes a turn of the policy; returns messages that answer it, its reward, and whether it ends."""
+        """Takes a turn of the policy; returns the answering messages, its reward, and whether it ends."""
         ...
 
     def close(self) -> None:

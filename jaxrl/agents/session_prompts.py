@@ -64,12 +64,14 @@ class SessionPrompts:
             turn = session.conversation.extend(
                 query.messages, query.tools, start=query.start, variables=query.variables
             )
-            if turn.answer is None and len(session.deltas) >= self._most_turns:
+            if turn.key not in session.turns and len(session.turns) >= self._most_turns:
                 raise ApiError(
                     400,
                     f"this session has had {self._most_turns} turns, which is rollout.agent_turns; end it",
                     code="turn_limit",
                 )
+            # Before the answer: an agent may ask for any number of turns at once.
+            session.turns.add(turn.key)
             known = session.deltas.get(turn.key, ())
         answered = functools.partial(self._answered, session, turn, query)
         return ChatTurn(

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,18 +93,32 @@ async def _run(
 ) -> None:
     """Runs an agent, and sends its score or its error."""
     ended: dict[str, Any] = {"key": session["key"]}
+    limit = asyncio.timeout(seconds)
     try:
         # Clients are closed inside their event loop; otherwise they complain when it ends.
-        async with asyncio.timeout(seconds), _client(f"{url}/v1", session["key"]) as client:
+        async with limit, _client(f"{url}/v1", session["key"]) as client:
             score = agent(client, Problem(**session["problem"]))
             if inspect.isawaitable(score):
                 score = await score
-        ended |= {"score": None if score is None else float(score)}
-    except TimeoutError:
-        ended |= {"error": f"took longer than {seconds:g} s"}
-    except Exception as error:  # a user's agent may raise anything
-        ended |= {"error": f"{type(error).__name__}: {error}"[:1000]}
+        ended |= _score(score)
+    except (Exception, SystemExit) as error:  # a user's agent may raise anything
+        late = isinstance(error, TimeoutError) and limit.expired()
+        said = f"took longer than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
+        ended |= {"error": said[:1000]}
     await _post(trainer, "/agents/done", ended)
+
+
+def _score(value: Any) -> dict[str, Any]:
+    """The score, or the error, of what an agent has returned."""
+    try:
+        score = None if value is None else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if score is not None and not math.isfinite(score):
+        return {
+            "error": f"returned {reprlib.repr(value)}, which is no score; return a number or None"
+        }
+    return {"score": score}
 
 
 def _client(url: str, key: str) -> openai.AsyncOpenAI:

@@ -87,6 +87,11 @@ class Call:
     token_ids: bool = False
     turn: ChatTurn | None = None
 
+    @property
+    def needs_texts(self) -> bool:
+        """Whether the texts of deltas are shown. The view of a whole chat is made of its ids."""
+        return self.stream or self.logprobs or self.turn is None
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
@@ -367,7 +372,7 @@ class ChatChoice(Choice):
       view: the view of the whole answer; None before it has ended.
     """
 
-    def __init__(self, index: int, turn: ChatTurn, parser: AnswerParser):
+    def __init__(self, index: int, turn: ChatTurn, parser: AnswerParser, *, stream: bool):
         super().__init__()
         self._index, self._turn, self._parser = index, turn, parser
         self._deltas: list[Delta] = []
@@ -375,7 +380,8 @@ class ChatChoice(Choice):
         # For the events of a stream: the text so far, and how much of reasoning and content was sent.
         self._whole = turn.query.start
         self._opened = not self._whole and parser.opens_reasoning(turn.prompt_ids)
-        self._stream = TextStream(parser.decode, turn.query.stop) if parser.hides_calls else None
+        hides = stream and parser.hides_calls
+        self._stream = TextStream(parser.decode, turn.query.stop) if hides else None
         self._sent = 0, 0
 
     def add(self, delta: Delta) -> None:
@@ -505,7 +511,8 @@ class Answer:
         num_choices = sum(request.options.num_samples for request in call.requests)
         turn = call.turn
         self._choices = [
-            Choice() if turn is None else ChatChoice(i, turn, parser) for i in range(num_choices)
+            Choice() if turn is None else ChatChoice(i, turn, parser, stream=call.stream)
+            for i in range(num_choices)
         ]
         self._begun: set[int] = set()
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
@@ -67,7 +70,8 @@ class _Inbox:
         self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
         n = call.requests[0].options.num_samples
         self._tickets = driver.submit_all(
-            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)]
+            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)],
+            texts=call.needs_texts,
         )
 
     def _put(self, first: int, event: Delta | LiveError) -> None:
@@ -91,10 +95,13 @@ class _Inbox:
 
 
 class _Replay:
-    """An inbox of a chat that was answered before: the same answer once more."""
+    """An inbox of a chat that was answered before: the same answer once more, with the text of each token."""
 
-    def __init__(self, deltas: Sequence[Delta]):
-        self._deltas = collections.deque(deltas)
+    def __init__(self, deltas: Sequence[Delta], decode_text: Callable[[np.ndarray], str]):
+        add = TextStream(decode_text).add
+        self._deltas = collections.deque(
+            dataclasses.replace(delta, pieces=add(delta.tokens)[0], text="") for delta in deltas
+        )
 
     async def get(self) -> tuple[int, Delta]:
         return 0, self._deltas.popleft()
@@ -185,7 +192,7 @@ def build_app(
             # On another thread: a long text or a slow template must not delay other answers.
             call = await asyncio.to_thread(read, body, keys_of(request))
             known = call.turn.known if call.turn is not None else ()
-            inbox = _Replay(known) if known else _Inbox(driver, call)
+            inbox = _Replay(known, parser.decode) if known else _Inbox(driver, call)
             result = Answer(call, form, limits.model, parser)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
