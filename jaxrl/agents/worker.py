@@ -71,7 +71,9 @@ def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
 async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -> None:
     """Runs the sessions of the trainer at `url`, each for at most so many seconds."""
     running: set[asyncio.Task[None]] = set()
-    async with _client(url, key) as trainer:
+    http = _Connections()
+    trainer = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT, http_client=http)
+    try:
         while True:
             given = await _post(trainer, "/agents/next", {})
             if given.get("closed"):
@@ -80,8 +82,10 @@ async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -
                 task = asyncio.create_task(_run(agent, trainer, url, session, seconds))
                 running.add(task)
                 task.add_done_callback(running.discard)
+    finally:
         for task in running:
             task.cancel()
+        await http.close()
 
 
 async def _run(
@@ -95,8 +99,8 @@ async def _run(
     ended: dict[str, Any] = {"key": session["key"]}
     limit = asyncio.timeout(seconds)
     try:
-        # Clients are closed inside their event loop; otherwise they complain when it ends.
-        async with limit, _client(f"{url}/v1", session["key"]) as client:
+        client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
+        async with limit:
             score = agent(client, Problem(**session["problem"]))
             if inspect.isawaitable(score):
                 score = await score
@@ -121,8 +125,18 @@ def _score(value: Any) -> dict[str, Any]:
     return {"score": score}
 
 
-def _client(url: str, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT)
+class _Connections(openai.DefaultAsyncHttpxClient):
+    """The connections of all clients of a process, since making them takes longer than most requests.
+
+    An agent that closes its client closes nothing. In the end they are closed inside their event loop;
+    otherwise they complain.
+    """
+
+    async def aclose(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        await super().aclose()
 
 
 async def _post(client: openai.AsyncOpenAI, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
