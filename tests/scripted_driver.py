@@ -25,7 +25,7 @@ class ScriptedDriver:
         self._tokenizer, self._say = tokenizer, say
         self.prompts: list[np.ndarray] = []
 
-    def submit_all(self, requests):
+    def submit_all(self, requests, texts=True):
         for request, listener in requests:
             self.prompts.append(request.prompt)
             for index in range(request.options.num_samples):
@@ -53,9 +53,11 @@ class ScriptedDriver:
 
 
 @contextlib.contextmanager
-def serving(driver: ScriptedDriver, tokenizer: Tokenizer, **settings) -> Iterator[str]:
-    """Runs the endpoint of a model called "m" with a context of 2000 tokens; gives its address."""
-    limits = RequestLimits("m", 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
+def serving(
+    driver: ScriptedDriver, tokenizer: Tokenizer, *, model: str = "m", **settings
+) -> Iterator[str]:
+    """Runs the endpoint of a model with a context of 2000 tokens; gives its address."""
+    limits = RequestLimits(model, 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
     app = build_app(driver, tokenizer, limits, max_body_bytes=100_000, **settings)  # pyright: ignore
     server = HttpServer(app, host="127.0.0.1", port=0)
     try:

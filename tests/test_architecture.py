@@ -46,6 +46,7 @@ LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 # Imports inside functions, each with its reason; anywhere else they mark a ring.
 LATE_IMPORTS = {
     ("jaxrl/mesh/hosts.py", "pathwaysutils"): "only on Pathways",
+    ("jaxrl/api.py", "jaxrl.agents.served"): "extra `agents`",
     ("jaxrl/data/generated_problems.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/rewards/sandboxed_graders.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/hub/smollm2.py", "gguf"): "extra `gguf`",
@@ -70,6 +71,7 @@ LATE_IMPORTS = {
 # Whoever imports what a text names, which `imports_of` cannot see.
 IMPORTS_BY_NAME = {
     "jaxrl/__init__.py": "`import jaxrl` and the command line do not wait for JAX",
+    "jaxrl/agents/adapters/packages.py": "packages of environments",
     "jaxrl/cli.py": "a list of all commands need not wait for JAX; test_cli.py looks them up",
     "jaxrl/commands/training_commands.py": "a slip on the command line is told before JAX is imported",
     "jaxrl/tracking/loggers.py": "extras `wandb` and `trackio`",

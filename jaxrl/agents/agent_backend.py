@@ -14,14 +14,17 @@ N prompts   G samples of each
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxrl.agents.agent_rows import Talk, group_of
+from jaxrl.agents.agent_rows import Talk, Tally, group_of
+from jaxrl.agents.conversation import ChatModel
 from jaxrl.agents.endpoint import Endpoint
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.backend import OnGroup, SamplingOptions
@@ -29,6 +32,8 @@ from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.types import Completions, Prompts
+
+_LOG = logging.getLogger(__name__)
 
 # Seconds between two looks at the sessions while no request waits or decodes.
 _LOOK_EVERY_S = 0.05
@@ -57,8 +62,15 @@ class AgentBackend:
         self.metrics: Mapping[str, float] = {}
         self._settings = settings
         self._tokenizer = tokenizer
+        self._model = ChatModel(tokenizer)
+        # Errors that were logged.
+        self._told: set[str] = set()
+        if self._model.renderer.note and hosts.is_first():
+            _LOG.warning("%s", self._model.renderer.note)
         self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
+        # Whether any agent has come to an end.
+        self._any_ended = False
 
     def load(self, params: Params) -> None:
         """Takes weights in the generation layout."""
@@ -84,7 +96,11 @@ class AgentBackend:
         on_group: OnGroup | None = None,
         expected_tokens_N: np.ndarray | None = None,
     ) -> Completions:
-        """Runs G agents for each prompt, all at once, until all have ended."""
+        """Runs G agents for each prompt, all at once, until all have ended.
+
+        Raises:
+          UserError: all agents have failed, and no agent has ever ended.
+        """
         del expected_tokens_N
         live = self._turned(options.step)
         endpoint = self._started(live) if hosts.is_first() else None
@@ -92,12 +108,15 @@ class AgentBackend:
             endpoint.begin(options, prompts)
         # What the samples of each prompt have left, in the first process.
         left: dict[int, dict[int, Talk]] = collections.defaultdict(dict)
+        tally = Tally()
+        before = live.counts
 
         def ended() -> list[tuple[int, list[dict[str, Any]]]]:
             """Prompts of which the last sample has ended, as plain data for all processes."""
             assert endpoint is not None, "only the first process is asked"
             numbers = []
             for session in endpoint.take_done():
+                tally.add(session)
                 talks = left[session.prompt]
                 talks[session.sample] = Talk.of(session)
                 if len(talks) == options.num_samples:
@@ -116,7 +135,33 @@ class AgentBackend:
                 )
                 if on_group is not None:
                     on_group(groups[n])
-        return Completions.concatenate([groups[n] for n in range(len(prompts))])
+        counts = live.counts
+        share = (counts.known - before.known) / max(counts.prompt - before.prompt, 1)
+        metrics = {**hosts.on_first(tally.metrics), "prompt_share_from_pages": share}
+        self.metrics = {f"agent/{name}": float(value) for name, value in metrics.items()}
+        self._tell(tally)
+        completions = Completions.concatenate([groups[n] for n in range(len(prompts))])
+        self._check(completions, tally)
+        return completions
+
+    def _check(self, completions: Completions, tally: Tally) -> None:
+        """Raises UserError if no agent has ever ended. Later a whole batch may fail for want of a tool."""
+        assert completions.of_agents is not None, "these are of agents"
+        failed_B = completions.of_agents.failed_B
+        self._any_ended |= not failed_B.all()
+        if not self._any_ended:
+            reasons = hosts.on_first(lambda: [error for error, _ in tally.errors.most_common(1)])
+            raise UserError(
+                f"all {len(failed_B)} samples of {self._settings.agent!r} have failed: {reasons[0]}; there "
+                "is nothing to train before the agent works"
+            )
+
+    def _tell(self, tally: Tally) -> None:
+        """Logs the most frequent error, unless it was logged before."""
+        for error, _ in tally.errors.most_common(1):
+            if error not in self._told:
+                self._told.add(error)
+                _LOG.warning("%d agents failed, most of them so: %s", tally.errors.total(), error)
 
     def _turned(self, version: int) -> LiveLoop:
         """The live loop, with the weights that are loaded."""
@@ -130,5 +175,5 @@ class AgentBackend:
         """The endpoint, which starts with the first batch."""
         if self._endpoint is None:
             sizes = self.inner.engine.config
-            self._endpoint = Endpoint(live, self._settings, self._tokenizer, sizes)
+            self._endpoint = Endpoint(live, self._settings, self._model, sizes)
         return self._endpoint

@@ -9,6 +9,7 @@ N prompts   G samples of each   T tokens
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 from jaxrl.agents.sessions import Session
 from jaxrl.serving.online_driver import LENGTH
 from jaxrl.types import AgentRows, Branch, Completions, Prompts, TurnText
+
+_SILENT = "ended without an answer of the policy, so there is nothing to learn from"
 
 DecodeTexts = Callable[[Sequence[np.ndarray]], Iterable[str]]
 
@@ -67,6 +70,36 @@ class Talk:
             session.score,
             failed,
         )
+
+
+class Tally:
+    """Numbers of the sessions of a batch, for its metrics.
+
+    Attributes:
+      errors: how often each error has ended one.
+    """
+
+    def __init__(self):
+        self.errors: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seconds: list[float] = []
+
+    def add(self, session: Session) -> None:
+        """Counts a session that has ended."""
+        counts = session.conversation.counts
+        error = session.error or ("" if counts.sampled else _SILENT)
+        if error:
+            self.errors[error] += 1
+        self._counts.update(vars(counts))
+        self._seconds.append(session.seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens by `conversation.Counts`, of failed agents too, and the time of a session in seconds."""
+        return {
+            **{f"{name}_tokens": float(count) for name, count in self._counts.items()},
+            "seconds/mean": float(np.mean(self._seconds)),
+            "seconds/max": max(self._seconds),
+        }
 
 
 def group_of(

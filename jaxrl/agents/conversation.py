@@ -444,8 +444,8 @@ class Conversation:
             )
 
     def _count(self, **more: int) -> None:
-        old = dataclasses.asdict(self.counts)
-        self.counts = Counts(**{name: old[name] + more.get(name, 0) for name in old})
+        added = {name: getattr(self.counts, name) + count for name, count in more.items()}
+        self.counts = dataclasses.replace(self.counts, **added)
 
 
 def _answer_of(turn: Turn) -> Answer:

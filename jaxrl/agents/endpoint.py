@@ -3,7 +3,7 @@
     POST /v1/chat/completions    by an agent, with the key of its session
     POST /agents/next, /done     by a worker, with its own key: `worker`
 
-The routes of `serving.openai` are all there; a chat's prompt comes from its session (`session_prompts`).
+A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 import zlib
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,20 +21,17 @@ from jaxrl.agents.conversation import ChatModel, Conversation, History
 from jaxrl.agents.runner import Runner
 from jaxrl.agents.session_prompts import SessionPrompts
 from jaxrl.agents.sessions import Session, Sessions
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import LiveText
-from jaxrl.serving.openai.calls import RequestLimits
-from jaxrl.serving.openai.endpoint import body_of, build_app, key_of
+from jaxrl.serving.openai.calls import ApiError, RequestLimits
+from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
 from jaxrl.types import Prompts
 
-# A worker's question is answered after so long, if no session opens before.
-_PATIENCE_S = 10.0
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.05
 _MAX_BODY_BYTES = 10_000_000
 _MOST_CONNECTIONS = 10_000
 # The name of the policy in requests.
@@ -46,21 +42,21 @@ class Endpoint:
     """The sessions of a run, answered over HTTP."""
 
     def __init__(
-        self, live: LiveLoop, settings: RolloutConfig, tokenizer: Tokenizer, sizes: EngineConfig
+        self, live: LiveLoop, settings: RolloutConfig, model: ChatModel, sizes: EngineConfig
     ):
         """Listens on a free port, and starts the workers.
 
         Args:
           live: loop that answers the requests; somebody else turns it.
           settings: settings of sampling, with an agent.
-          tokenizer: tokenizer of the policy.
+          model: chat format of the policy.
           sizes: sizes of the engine.
 
         Raises:
-          UserError: the agent cannot be loaded, or the tokenizer has no chat template.
+          UserError: the agent cannot be loaded.
         """
         self._history: History = settings.history
-        self._model = ChatModel(tokenizer)
+        self._model = model
         self._sessions = Sessions(settings.agent_seconds)
         self._prompts = SessionPrompts(self._model, self._sessions, most_turns=settings.agent_turns)
         self._runner = Runner(settings.agent, self._sessions, seconds=settings.agent_seconds)
@@ -72,8 +68,8 @@ class Endpoint:
             stop_ids=sizes.stop_ids,
         )
         app = build_app(
-            LiveText(live, tokenizer.decode),
-            tokenizer,
+            LiveText(live, model.tokenizer.decode),
+            model.tokenizer,
             limits,
             max_body_bytes=_MAX_BODY_BYTES,
             prompts=self._prompts,
@@ -108,33 +104,45 @@ class Endpoint:
         )
 
     def take_done(self) -> list[Session]:
-        """The sessions that have ended since the last call, in that order."""
+        """The sessions that have ended since the last call, in that order.
+
+        Raises:
+          UserError: a worker was to start again, and the agent cannot be loaded any more.
+        """
+        self._runner.check()
         self._sessions.end_late()
         return self._sessions.take_done()
 
     # Requests of workers
 
     async def _next(self, request: Request) -> Response:
-        worker = key_of(request)
-        most = self._runner.heard(worker)
-        until = time.monotonic() + _PATIENCE_S
+        _, worker = keys_of(request)
+        most = self._heard(worker)
+        until = time.monotonic() + self._runner.silent_s / 4
         while not (taken := self._sessions.take(worker, most)) and time.monotonic() < until:
             if self._sessions.closed:
                 return JSONResponse({"closed": True})
-            most = self._runner.heard(worker)
+            most = self._heard(worker)
             await asyncio.sleep(_LOOK_EVERY_S)
         return JSONResponse(
             {"sessions": [{"key": session.key, "problem": session.problem} for session in taken]}
         )
 
     async def _done(self, request: Request) -> Response:
-        self._runner.heard(key_of(request))
+        _, worker = keys_of(request)
+        self._heard(worker)
         body = await body_of(request, _MAX_BODY_BYTES)
-        score, error = body.get("score"), str(body.get("error", ""))
-        if score is not None and not np.isfinite(score):
-            score, error = None, f"gave the score {score}"
-        self._sessions.end(str(body["key"]), score, error)
+        self._sessions.end(body["key"], body.get("score"), body.get("error", ""))
         return JSONResponse({})
+
+    def _heard(self, worker: str) -> int:
+        """Notes that a worker lives; returns how many sessions it may run."""
+        try:
+            return self._runner.heard(worker)
+        except KeyError as error:
+            raise ApiError(
+                401, "only workers of this run ask this", code="invalid_api_key"
+            ) from error
 
 
 def _problem(prompts: Prompts, n: int, sample: int) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 
     play = environment_agent(guess)        # rollout.agent = "file.py:play"
 
-The environment decides what the policy is told; the policy answers with a turn of text.
+The environment decides what the policy is told; the policy answers with a turn of text. Environments of other
+packages: `jaxrl.agents.adapters`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ Message = Mapping[str, Any]
 LIMITS = ("context_length_exceeded", "turn_limit")
 
 
+def user_message(text: str) -> Message:
+    """A message of the user."""
+    return {"role": "user", "content": text}
+
+
 class Environment(Protocol):
     """A task of several turns. One object plays one game."""
 
@@ -32,7 +38,7 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> tuple[Sequence[Message], float, bool]:
-        """Takes a turn of the policy; returns messages that answer it, its reward, and whether it ends."""
+        """Takes a turn of the policy; returns the answering messages, its reward, and whether it ends."""
         ...
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -14,8 +15,10 @@ from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
 
 # Agents mostly wait for answers and tools, so there may be more processes than cores.
 _MOST_WORKERS = 8
-# Each asks for sessions more often than this, unless an agent keeps its event loop to itself.
-SILENT_S = 60.0
+# The longest silence of a worker before it is ended.
+_SILENT_S = 60.0
+# Shorter silences are no sign: the trainer may be busy compiling.
+_LEAST_SILENT_S = 5.0
 # The longest that a worker runs; it asks for its limit of time, and has none.
 _FOREVER_S = 1e9
 
@@ -25,6 +28,8 @@ class Runner:
 
     Attributes:
       sessions: sessions that the workers run.
+      silent_s: time after which a worker is ended that has not asked for sessions, because an agent keeps its
+        event loop to itself. The other sessions of the worker should have time left then.
     """
 
     def __init__(self, path: str, sessions: Sessions, *, seconds: float):
@@ -36,6 +41,7 @@ class Runner:
           seconds: time that a session has.
         """
         self.sessions = sessions
+        self.silent_s = min(_SILENT_S, max(_LEAST_SILENT_S, seconds / 4))
         self._path, self._seconds = path, seconds
         self._size = max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
         self._pool = ProcessPool(
@@ -54,13 +60,24 @@ class Runner:
         if not self._begun:
             # The first alone: an error of the user's file is told once.
             self._pool.start()
-            keys = [secrets.token_urlsafe(18) for _ in range(self._size)]
-            self._begun = [self._threads.submit(self._keep, key, url) for key in keys]
+            self._begun = [self._threads.submit(self._keep, url) for _ in range(self._size)]
 
     def heard(self, worker: str) -> int:
-        """Notes that a worker has asked for sessions; returns how many it may run."""
+        """Notes that a worker has asked for something; returns how many sessions it may run.
+
+        Raises:
+          KeyError: no worker that runs has this key.
+        """
+        if worker not in self._heard:
+            raise KeyError(worker)
         self._heard[worker] = time.monotonic()
         return -(-self.sessions.num_open // self._size)
+
+    def check(self) -> None:
+        """Raises UserError if a worker could not start again."""
+        for worker in self._begun:
+            if worker.done():
+                worker.result()
 
     def close(self) -> None:
         """Ends the processes."""
@@ -68,14 +85,21 @@ class Runner:
         self._pool.close()
         self._threads.shutdown()
 
-    def _keep(self, worker: str, url: str) -> None:
+    def _keep(self, url: str) -> None:
         """Keeps one worker process running until the sessions are closed."""
         while not self.sessions.closed:
-            self._heard[worker] = time.monotonic()
-            with contextlib.suppress(WorkerFault, Interrupted):
-                self._pool.call(
-                    self._path,
-                    (url, worker, self._seconds),
-                    interrupted=lambda: time.monotonic() - self._heard[worker] > SILENT_S,
-                )
-            self.sessions.lost(worker)
+            # A key for each process: what a dead one has asked for last is answered to nobody.
+            self._run_process(secrets.token_urlsafe(18), url)
+
+    def _run_process(self, worker: str, url: str) -> None:
+        """Runs a worker process until it ends."""
+        # Importing what the agent needs may take longer than a silence.
+        self._heard[worker] = math.inf
+        with contextlib.suppress(WorkerFault, Interrupted):
+            self._pool.call(
+                self._path,
+                (url, worker, self._seconds),
+                interrupted=lambda: time.monotonic() - self._heard[worker] > self.silent_s,
+            )
+        del self._heard[worker]
+        self.sessions.lost(worker)

@@ -38,14 +38,15 @@ class SessionPrompts:
         self._sessions = sessions
         self._most_turns = most_turns
 
-    def open(self, query: ChatQuery, key: str) -> ChatTurn:
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
         """The turn of a request.
 
         Raises:
-          ApiError: no open session has this key, several answers are asked for, or it has had its turns.
+          ApiError: no open session has one of these keys, it has had its turns, or n is not 1.
           UserError: the template refuses the messages.
         """
-        session = self._sessions.find(key)
+        # A client may have a name of its own for its session, besides the key that it was given.
+        session = next((found for key in keys if (found := self._sessions.find(key))), None)
         if session is None:
             raise ApiError(
                 401,
@@ -63,12 +64,14 @@ class SessionPrompts:
             turn = session.conversation.extend(
                 query.messages, query.tools, start=query.start, variables=query.variables
             )
-            if turn.answer is None and len(session.deltas) >= self._most_turns:
+            if turn.key not in session.turns and len(session.turns) >= self._most_turns:
                 raise ApiError(
                     400,
                     f"this session has had {self._most_turns} turns, which is rollout.agent_turns; end it",
                     code="turn_limit",
                 )
+            # Before the answer: an agent may ask for any number of turns at once.
+            session.turns.add(turn.key)
             known = session.deltas.get(turn.key, ())
         answered = functools.partial(self._answered, session, turn, query)
         return ChatTurn(

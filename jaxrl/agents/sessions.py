@@ -39,10 +39,11 @@ class Session:
       worker: key of the worker that runs it; "" while it waits.
       deaths: number of workers that have died under it.
       until: time by which it has to end, once it was taken.
+      seconds: time from when it was last taken to its end.
       score: score that the agent gave; None for none.
       error: why it failed; "" if it did not.
       ended: whether it is done.
-      turns: number of sampled turns.
+      turns: keys of the turns that were asked for.
       lock: held while the conversation is read or changed, not while the model answers.
       deltas: of each turn that was answered, for requests that are repeated.
     """
@@ -56,10 +57,11 @@ class Session:
     worker: str = ""
     deaths: int = 0
     until: float = float("inf")
+    seconds: float = 0.0
     score: float | None = None
     error: str = ""
     ended: bool = False
-    turns: int = 0
+    turns: set[str] = dataclasses.field(default_factory=set)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     deltas: dict[str, tuple[Delta, ...]] = dataclasses.field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class Sessions:
         self._waiting: dict[str, Session] = {}
         # By worker.
         self._running: dict[str, dict[str, Session]] = collections.defaultdict(dict)
+        self._dead: set[str] = set()
         self._done: list[Session] = []
         self.closed = False
 
@@ -91,6 +94,8 @@ class Sessions:
     def take(self, worker: str, most: int) -> list[Session]:
         """Sessions that a worker runs from now on, as many as it may run at the same time."""
         with self._lock:
+            if worker in self._dead:
+                return []
             running = self._running[worker]
             room = min((most, *(_TOGETHER[s.deaths] for s in running.values())))
             taken: list[Session] = []
@@ -116,11 +121,16 @@ class Sessions:
             self._waiting.pop(key, None)
             self._running[session.worker].pop(key, None)
             session.score, session.error, session.ended = score, error, True
+            session.seconds = max(0.0, time.monotonic() + self._seconds - session.until)
             self._done.append(session)
 
     def lost(self, worker: str) -> None:
-        """Queues the sessions of a dead worker again; those that have seen too many die have failed."""
+        """Queues the sessions of a dead worker again; those that have seen too many die have failed.
+
+        The worker gets no more.
+        """
         with self._lock:
+            self._dead.add(worker)
             for session in self._running.pop(worker, {}).values():
                 session.worker, session.until = "", float("inf")
                 session.deaths += 1

@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,7 +71,9 @@ def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
 async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -> None:
     """Runs the sessions of the trainer at `url`, each for at most so many seconds."""
     running: set[asyncio.Task[None]] = set()
-    async with _client(url, key) as trainer:
+    http = _Connections()
+    trainer = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT, http_client=http)
+    try:
         while True:
             given = await _post(trainer, "/agents/next", {})
             if given.get("closed"):
@@ -78,8 +82,10 @@ async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -
                 task = asyncio.create_task(_run(agent, trainer, url, session, seconds))
                 running.add(task)
                 task.add_done_callback(running.discard)
+    finally:
         for task in running:
             task.cancel()
+        await http.close()
 
 
 async def _run(
@@ -91,22 +97,46 @@ async def _run(
 ) -> None:
     """Runs an agent, and sends its score or its error."""
     ended: dict[str, Any] = {"key": session["key"]}
+    limit = asyncio.timeout(seconds)
     try:
-        # Clients are closed inside their event loop; otherwise they complain when it ends.
-        async with asyncio.timeout(seconds), _client(f"{url}/v1", session["key"]) as client:
+        client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
+        async with limit:
             score = agent(client, Problem(**session["problem"]))
             if inspect.isawaitable(score):
                 score = await score
-        ended |= {"score": None if score is None else float(score)}
-    except TimeoutError:
-        ended |= {"error": f"took longer than {seconds:g} s"}
-    except Exception as error:  # a user's agent may raise anything
-        ended |= {"error": f"{type(error).__name__}: {error}"[:1000]}
+        ended |= _score(score)
+    except (Exception, SystemExit) as error:  # a user's agent may raise anything
+        late = isinstance(error, TimeoutError) and limit.expired()
+        said = f"took longer than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
+        ended |= {"error": said[:1000]}
     await _post(trainer, "/agents/done", ended)
 
 
-def _client(url: str, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT)
+def _score(value: Any) -> dict[str, Any]:
+    """The score, or the error, of what an agent has returned."""
+    try:
+        score = None if value is None else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if score is not None and not math.isfinite(score):
+        return {
+            "error": f"returned {reprlib.repr(value)}, which is no score; return a number or None"
+        }
+    return {"score": score}
+
+
+class _Connections(openai.DefaultAsyncHttpxClient):
+    """The connections of all clients of a process, since making them takes longer than most requests.
+
+    An agent that closes its client closes nothing. In the end they are closed inside their event loop;
+    otherwise they complain.
+    """
+
+    async def aclose(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        await super().aclose()
 
 
 async def _post(client: openai.AsyncOpenAI, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

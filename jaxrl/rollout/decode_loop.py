@@ -82,6 +82,8 @@ class DecodeLoop:
     Attributes:
       scheduler: the samples that wait or decode.
       speculation: the decisions to speculate, and their metrics.
+      prompt_tokens: number of tokens of all prompts so far, each counted once for the samples that share it.
+      known_tokens: those of them whose pages were known, so that the model has not run them again.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class DecodeLoop:
         self._slots = Slots(engine, params)
         self._texts = AnswerTexts(0) if texts is None else texts
         self.speculation = Speculation()
+        self.prompt_tokens = self.known_tokens = 0
         self.clear()
 
     def clear(self) -> None:
@@ -350,6 +353,11 @@ class DecodeLoop:
     def _admit(self, admission: Admission, known: Mapping[int, Any]) -> None:
         """Prefills the batch of an admission if it is new, and inserts its samples."""
         if admission.needs_prefill:
+            self.prompt_tokens += sum(len(start.tokens) for start in admission.sources)
+            if known:
+                assert self._engine.pages is not None, "known sequences have pages"
+                num_pages = sum(len(pages) for _, pages, _ in known.values())
+                self.known_tokens += num_pages * self._engine.pages.page_tokens
             self._prefixes = [
                 (prefix, {index: row for row, index in index_of.items()})
                 for prefix, index_of in self._slots.reuse(known)

@@ -98,6 +98,25 @@ class Tokens:
     end: End | None
 
 
+@dataclasses.dataclass(frozen=True)
+class LiveCounts:
+    """What a loop has to do, and has done since it was made.
+
+    Attributes:
+      waiting: samples that wait.
+      running: samples in the decode loop.
+      sampled: tokens that were sampled.
+      prompt: tokens of prompts, each counted once for the samples of a request.
+      known: those of `prompt` that earlier requests had in the cache.
+    """
+
+    waiting: int
+    running: int
+    sampled: int
+    prompt: int
+    known: int
+
+
 # Called by the thread that turns the loop, with the tokens of each sample in order, or with one error as the
 # last event. It must return at once and must not raise.
 Listener: TypeAlias = Callable[[Tokens | LiveError], None]
@@ -154,6 +173,7 @@ class LiveLoop:
             reuse_prefixes=not engine.config.deterministic,
         )
         self._in_loop: dict[Sample, None] = {}
+        self._sampled = 0
 
     @property
     def accepting(self) -> bool:
@@ -164,6 +184,13 @@ class LiveLoop:
     def load(self) -> tuple[int, int]:
         """The numbers of waiting samples and of samples in the decode loop."""
         return self._num_waiting, len(self._in_loop)
+
+    @property
+    def counts(self) -> LiveCounts:
+        """The load, and the numbers of tokens so far."""
+        return LiveCounts(
+            *self.load, self._sampled, self._loop.prompt_tokens, self._loop.known_tokens
+        )
 
     def check(self, request: Request) -> None:
         """Raises UserError for a request that is too long or too large.
@@ -369,6 +396,7 @@ class LiveLoop:
         broken: dict[int, Decoded] = {}
         for result in results:
             sample, end = result.sample, result.end
+            self._sampled += len(result.tokens)
             if end is not None:
                 del self._in_loop[sample]
             if not np.isfinite(result.logprob).all():

@@ -158,6 +158,9 @@ def find_everything(
         sources = config.data.training_sources | config.data.evaluation_sources
         faults("reward.grader", lambda: graders_of(config, sources))
     if kind.rewards:
+        if agent := config.rollout.agent:
+            takes = ("client", "problem")
+            faults("rollout.agent", lambda: load_function(agent, "rollout.agent", takes=takes))
         for name, function in config.reward.functions.items():
             path = function["path"]
             faults(f"reward.functions.{name}", functools.partial(user_reward, path))

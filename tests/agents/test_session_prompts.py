@@ -92,3 +92,7 @@ def test_agents_at_once_leave_exact_branches():
             sessions.open([Session(0, 0, 7, {}, Conversation(model), key=keys[0])])
             with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
                 client.chat.completions.create(**ask, n=2)
+            # A name of its own for the session, beside the key.
+            client.chat.completions.create(**ask, extra_headers={"X-Session-ID": "trace 1"})
+            with pytest.raises(openai.BadRequestError, match="/v1/completions would not be part"):
+                client.completions.create(model="m", prompt="x")

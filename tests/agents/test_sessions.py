@@ -26,13 +26,14 @@ def test_what_died_with_a_worker_starts_again_with_few_others_and_then_alone():
     sessions, some = opened(6)
     assert sessions.take("a", 99) == some
     sessions.lost("a")
-    assert len(sessions.take("a", 99)) == 4
-    assert len(sessions.take("b", 99)) == 2
-    sessions.lost("b")
-    # Each of these two has seen two workers die.
-    assert len(sessions.take("b", 99)) == 1
-    assert len(sessions.take("c", 99)) == 1
+    assert sessions.take("a", 99) == []
+    assert len(sessions.take("b", 99)) == 4
+    assert len(sessions.take("c", 99)) == 2
     sessions.lost("c")
+    # Each of these two has seen two workers die.
+    assert len(sessions.take("d", 99)) == 1
+    assert len(sessions.take("e", 99)) == 1
+    sessions.lost("e")
     (failed,) = sessions.take_done()
     assert failed.ended and "ended its process" in failed.error
     # All others go on, whoever runs them.

@@ -26,6 +26,15 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
         ["tinker==0.38.0", "tinker-cookbook[math-rl]==0.5.8", "torch==2.13.0"],
         ["--no-deps", "tinker-cookbook==0.6.1"],
     ],
+    # Environments (jaxrl/agents/adapters), with the client that `jaxrl.agents.environments` imports.
+    "gymnasium": [["gymnasium==1.4.0", "openai==3.54.0"]],
+    "textarena": [["textarena==0.7.4", "openai==3.54.0"]],
+    "skyrl_gym": [["skyrl-gym==0.4.0", "openai==3.54.0"]],
+    # Needs Python 3.12.0 or older.
+    "gem": [["gem-llm==0.1.0", "openai==3.54.0"]],
+    "openenv": [["openenv==0.10.0", "openai==3.54.0"]],
+    # Needs openai < 3.
+    "verifiers": [["verifiers==0.4.0"]],
 }
 
 

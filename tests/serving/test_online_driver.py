@@ -271,7 +271,9 @@ def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
             for k in range(request.options.num_samples):
                 assert got.tokens(k) == want.tokens(k)
                 assert_close(got.logprob(k), want.logprob(k), scale=1)
+        counts = paged.counts
     assert seen == [(54, 48), (34, 32)]
+    assert (counts.prompt, counts.known) == (12 + 54 + 34, 48 + 32)
 
 
 def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):

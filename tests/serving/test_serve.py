@@ -426,6 +426,34 @@ def dispatches(loaded, monkeypatch):
     return calls
 
 
+def test_metrics_for_prometheus(server, client):
+    def read():
+        connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        connection.request("GET", "/metrics")
+        response = connection.getresponse()
+        assert response.getheader("content-type").startswith("text/plain; version=0.0.4")
+        lines = response.read().decode().splitlines()
+        connection.close()
+        types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+        values = dict(line.split() for line in lines if not line.startswith("#"))
+        assert types.keys() == values.keys()
+        return {name: int(value) for name, value in values.items()}
+
+    before = read()
+    options = {"prompt": [17, 4, 9], "n": 2, "max_tokens": 5, "extra_body": {"min_tokens": 5}}
+    client.completions.create(**MODEL, **options)
+    wait_until(lambda: server.driver.load == (0, 0))
+    added = {name: value - before[name] for name, value in read().items()}
+    assert added == {
+        "jaxrl_samples_waiting": 0,
+        "jaxrl_samples_running": 0,
+        "jaxrl_sampled_tokens_total": 2 * 5,
+        "jaxrl_prompt_tokens_total": 3,
+        # Shorter than a page.
+        "jaxrl_prompt_tokens_cached_total": 0,
+    }
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slots(stream, server, dispatches):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)

@@ -87,6 +87,11 @@ class Call:
     token_ids: bool = False
     turn: ChatTurn | None = None
 
+    @property
+    def needs_texts(self) -> bool:
+        """Whether the texts of deltas are shown. The view of a whole chat is made of its ids."""
+        return self.stream or self.logprobs or self.turn is None
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
@@ -150,7 +155,7 @@ def read_chat(
     *,
     prompts: ChatPrompts,
     parser: AnswerParser,
-    key: str = "",
+    keys: Sequence[str] = (),
 ) -> Call:
     """Parses the body of POST /v1/chat/completions.
 
@@ -159,7 +164,7 @@ def read_chat(
       tokenizer, limits: what the model takes.
       prompts: where the prompt comes from.
       parser: parser of the model's answers.
-      key: the client's key, for `prompts`.
+      keys: the client's keys, for `prompts`.
 
     Raises:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
@@ -192,7 +197,7 @@ def read_chat(
         for message in request.messages
     ]
     _check_length("".join([*said, json.dumps(tools) if tools else ""]), tokenizer, limits)
-    turn = prompts.open(query, key)
+    turn = prompts.open(query, keys)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
@@ -367,7 +372,7 @@ class ChatChoice(Choice):
       view: the view of the whole answer; None before it has ended.
     """
 
-    def __init__(self, index: int, turn: ChatTurn, parser: AnswerParser):
+    def __init__(self, index: int, turn: ChatTurn, parser: AnswerParser, *, stream: bool):
         super().__init__()
         self._index, self._turn, self._parser = index, turn, parser
         self._deltas: list[Delta] = []
@@ -375,7 +380,8 @@ class ChatChoice(Choice):
         # For the events of a stream: the text so far, and how much of reasoning and content was sent.
         self._whole = turn.query.start
         self._opened = not self._whole and parser.opens_reasoning(turn.prompt_ids)
-        self._stream = TextStream(parser.decode, turn.query.stop) if parser.hides_calls else None
+        hides = stream and parser.hides_calls
+        self._stream = TextStream(parser.decode, turn.query.stop) if hides else None
         self._sent = 0, 0
 
     def add(self, delta: Delta) -> None:
@@ -505,7 +511,8 @@ class Answer:
         num_choices = sum(request.options.num_samples for request in call.requests)
         turn = call.turn
         self._choices = [
-            Choice() if turn is None else ChatChoice(i, turn, parser) for i in range(num_choices)
+            Choice() if turn is None else ChatChoice(i, turn, parser, stream=call.stream)
+            for i in range(num_choices)
         ]
         self._begun: set[int] = set()
 

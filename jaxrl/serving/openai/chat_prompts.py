@@ -77,12 +77,12 @@ class ChatTurn:
 class ChatPrompts(Protocol):
     """Gives chat requests their prompts. Any thread may call it."""
 
-    def open(self, query: ChatQuery, key: str) -> ChatTurn:
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
         """The turn of a request.
 
         Args:
           query: the request.
-          key: what the client sent as `X-Session-ID`, else as bearer token; "" if neither.
+          keys: what the client sent as `X-Session-ID` and as bearer token, "" for what it did not.
 
         Raises:
           ApiError, UserError: the request cannot be served.
@@ -97,7 +97,7 @@ class RenderedPrompts:
         self._tokenizer = tokenizer
         self._parser = parser
 
-    def open(self, query: ChatQuery, key: str) -> ChatTurn:
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
         """The turn of a request, whoever sent it."""
         messages = [template_message(message) for message in query.messages]
         tools = {"tools": list(query.tools)} if query.tools else {}

@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoint of an online driver, as an ASGI application.
 
-    GET  /health, /v1/models, /v1/models/NAME
+    GET  /health, /metrics, /v1/models, /v1/models/NAME
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
     POST /inference/v1/generate                   whole
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
@@ -47,14 +50,15 @@ from jaxrl.serving.openai.calls import (
     to_json,
 )
 from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
+from jaxrl.serving.openai.prometheus import MEDIA_TYPE, exposition
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
 # nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
-# Reads a body; the second argument is the client's key.
-Reader: TypeAlias = Callable[[Json, str], Call]
+# Reads a body; the second argument is what `keys_of` returns.
+Reader: TypeAlias = Callable[[Json, Sequence[str]], Call]
 
 
 class _Inbox:
@@ -66,7 +70,8 @@ class _Inbox:
         self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
         n = call.requests[0].options.num_samples
         self._tickets = driver.submit_all(
-            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)]
+            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)],
+            texts=call.needs_texts,
         )
 
     def _put(self, first: int, event: Delta | LiveError) -> None:
@@ -90,10 +95,13 @@ class _Inbox:
 
 
 class _Replay:
-    """An inbox of a chat that was answered before: the same answer once more."""
+    """An inbox of a chat that was answered before: the same answer once more, with the text of each token."""
 
-    def __init__(self, deltas: Sequence[Delta]):
-        self._deltas = collections.deque(deltas)
+    def __init__(self, deltas: Sequence[Delta], decode_text: Callable[[np.ndarray], str]):
+        add = TextStream(decode_text).add
+        self._deltas = collections.deque(
+            dataclasses.replace(delta, pieces=add(delta.tokens)[0], text="") for delta in deltas
+        )
 
     async def get(self) -> tuple[int, Delta]:
         return 0, self._deltas.popleft()
@@ -133,16 +141,19 @@ def build_app(
       tokenizer: tokenizer of the model.
       limits: limits of requests.
       max_body_bytes: maximum size of a body; larger ones are refused.
-      prompts: where chats get their prompts from; by default each request is rendered by itself.
+      prompts: where chats get their prompts from; by default each request is rendered by itself. With a
+        source that keeps conversations there are no other requests, since it would not know of them.
     """
     parser = AnswerParser(tokenizer)
-    if prompts is None:
-        prompts = RenderedPrompts(tokenizer, parser)
+    source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
         body = {"alive": driver.alive, "waiting": waiting, "running": running}
         return JSONResponse(body, 200 if driver.alive else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(exposition(driver.counts), media_type=MEDIA_TYPE)
 
     model = {
         "id": limits.model,
@@ -160,22 +171,28 @@ def build_app(
         check_model(request.path_params["name"], limits)
         return _json(to_json(model))
 
-    def completion(body: Json, key: str) -> Call:
+    def completion(body: Json, keys: Sequence[str]) -> Call:
         return read_completion(body, tokenizer, limits)
 
-    def chat(body: Json, key: str) -> Call:
-        return read_chat(body, tokenizer, limits, prompts=prompts, parser=parser, key=key)
+    def chat(body: Json, keys: Sequence[str]) -> Call:
+        return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
 
-    def generate(body: Json, key: str) -> Call:
+    def generate(body: Json, keys: Sequence[str]) -> Call:
         return read_generate(body, tokenizer, limits)
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
+            if prompts is not None and form is not CHAT:
+                raise ApiError(
+                    400,
+                    f"{request.url.path} would not be part of a conversation, which this server keeps; ask "
+                    "/v1/chat/completions",
+                )
             body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
-            call = await asyncio.to_thread(read, body, key_of(request))
+            call = await asyncio.to_thread(read, body, keys_of(request))
             known = call.turn.known if call.turn is not None else ()
-            inbox = _Replay(known) if known else _Inbox(driver, call)
+            inbox = _Replay(known, parser.decode) if known else _Inbox(driver, call)
             result = Answer(call, form, limits.model, parser)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
@@ -186,6 +203,7 @@ def build_app(
     return Starlette(
         routes=[
             Route("/health", health),
+            Route("/metrics", metrics),
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
@@ -200,12 +218,11 @@ def build_app(
     )
 
 
-def key_of(request: Request) -> str:
-    """The client's name for its conversation: a header of its own, else its bearer token."""
-    if session := request.headers.get("x-session-id", "").strip():
-        return session
+def keys_of(request: Request) -> tuple[str, str]:
+    """The client's names for its conversation: its header X-Session-ID and its bearer token, or "" each."""
+    session = request.headers.get("x-session-id", "").strip()
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    return session, token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def body_of(request: Request, max_bytes: int) -> Json:
