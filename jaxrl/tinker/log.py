@@ -9,7 +9,7 @@
 
 A line is a JSON object, with bytes in base64, and names its kind and its session. A killed server leaves all
 lines that `write` has written. Because of power cuts `sync` waits for the disk before an answer, for all that
-come at the same time together. A line that is cut short is dropped, and so are those of sessions that are over.
+come at the same time together. A line that is cut short is dropped, and so are those of sessions that ended.
 """
 
 from __future__ import annotations
