@@ -303,11 +303,13 @@ class LiveLoop:
           jax.errors.JaxRuntimeError: a device has failed, which may have destroyed the slots; call `clear`.
         """
         cancelled, arrived = hosts.on_first(functools.partial(self._take, wait_s))
-        new = [
-            sample
-            for ticket, request in arrived
-            for sample in _samples_of(ticket, _from_plain(request))
-        ]
+        new: list[Sample] = []
+        # Equal prompts that arrive together share a prefill.
+        starts: dict[bytes, Start] = {}
+        for ticket, plain in arrived:
+            request = _from_plain(plain)
+            start = starts.setdefault(request.prompt.tobytes(), Start(request.prompt))
+            new += _samples_of(ticket, request, start)
         # First, so that `clear` finds them if a device fails.
         self._in_loop.update(dict.fromkeys(new))
         self._drop(cancelled)
@@ -433,9 +435,8 @@ class LiveLoop:
                 self._changed.notify_all()
 
 
-def _samples_of(ticket: int, request: Request) -> list[Sample]:
+def _samples_of(ticket: int, request: Request, start: Start) -> list[Sample]:
     """The samples of a request; they share a prefill."""
-    start = Start(request.prompt)
     # Samples of requests that differ in their number alone are inserted in one call, too.
     options = request.options.replace(num_samples=1)
     return [

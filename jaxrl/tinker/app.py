@@ -4,6 +4,8 @@ Submissions answer `{"request_id": ..}` at once, and the result is fetched by `r
 with a submission is said in its result, `{"error": .., "category": "user"}`, and calls behind it still find
 their turn. What cannot be a submission, such as a body cut short, is refused with a status:
 
+Submissions are in a log before they are answered, and `build_app` submits those of an earlier server again.
+
     400  malformed           410  session, model or request unknown, or over
     404  no such route       413, 415  body too large, or of another kind
     408  still pending       429  too many samples wait
@@ -15,10 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import json
-import secrets
-import threading
 from collections.abc import Callable, Mapping
-from time import monotonic
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,8 +30,11 @@ from jaxrl.errors import UserError
 from jaxrl.roles.accumulating import AdamNumbers
 from jaxrl.serving.openai.calls import ApiError
 from jaxrl.serving.openai.endpoint import read_body
+from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Future, Futures, Gone
+from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, TrainedModel
+from jaxrl.tinker.replay import replay
 from jaxrl.tinker.sampling import Sampler, SamplerWeights, SamplingLimits, read_call
 from jaxrl.tinker.wire import parse
 
@@ -40,34 +42,8 @@ from jaxrl.tinker.wire import parse
 _HOLD_S = 30.0
 # Bodies of more bytes are parsed on another thread.
 _LONG_BODY = 100_000
-# Sampling sessions of snapshots that are kept: each holds a copy of the weights on the host.
-_MAX_SNAPSHOTS = 4
 
 Json = dict[str, Any]
-
-
-@dataclasses.dataclass
-class Session:
-    """A client's session.
-
-    Attributes:
-      heard: when it was last heard of, in seconds of `time.monotonic`.
-    """
-
-    session_id: str
-    heard: float
-
-
-@dataclasses.dataclass
-class SamplingSession:
-    """A client's sampler.
-
-    Attributes:
-      weights: what it samples from; None once they had to go.
-    """
-
-    session_id: str
-    weights: SamplerWeights | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,83 +53,24 @@ class Service:
     Attributes:
       name: name of the base model.
       tokenizer: name of the tokenizer that clients should load; "" for the model's.
-      futures, models, sampler: the parts.
+      log, clients, futures, models, sampler: the parts.
       base: weights of the base model, to sample from.
-      snapshot: function that copies the trained model's weights, to sample from.
+      snapshot: function that copies the trained model's weights, to sample from; it takes a request's id.
       exported: function from the folder of sampler weights and their path to these weights.
       limits: limits of samples.
-      lease_s: seconds after which a silent session has lost its model.
     """
 
     name: str
     tokenizer: str
+    log: Log
+    clients: Clients
     futures: Futures
     models: Models
     sampler: Sampler
     base: SamplerWeights
-    snapshot: Callable[[], SamplerWeights]
+    snapshot: Callable[[str], SamplerWeights]
     exported: Callable[[Any, str], SamplerWeights]
     limits: SamplingLimits
-    lease_s: float
-
-
-class _Clients:
-    """Sessions and samplers of all clients. Any thread may call it."""
-
-    def __init__(self, futures: Futures, lease_s: float):
-        self._futures = futures
-        self._lease_s = lease_s
-        self._lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
-        self._samplers: dict[str, SamplingSession] = {}
-
-    def open(self) -> Session:
-        """A new session. Many clients just end, so those that are silent are ended now."""
-        for silent in filter(self.is_silent, list(self._sessions)):
-            self.end(silent)
-        session = Session(f"s{secrets.token_hex(8)}", monotonic())
-        with self._lock:
-            self._sessions[session.session_id] = session
-        return session
-
-    def heard(self, session_id: Any) -> Session:
-        """A session that was heard of now; raises Gone."""
-        session = self._sessions.get(session_id) if isinstance(session_id, str) else None
-        if session is None:
-            raise Gone(f"session {session_id!r} is not known here, or has ended; create one")
-        session.heard = monotonic()
-        return session
-
-    def is_silent(self, session_id: str) -> bool:
-        """Whether a session has ended, or was not heard of for the time of its lease."""
-        session = self._sessions.get(session_id)
-        return session is None or monotonic() - session.heard > self._lease_s
-
-    def end(self, session_id: str) -> None:
-        with self._lock:
-            self._sessions.pop(session_id, None)
-            for sampler_id in [k for k, s in self._samplers.items() if s.session_id == session_id]:
-                del self._samplers[sampler_id]
-        self._futures.end_session(session_id)
-
-    def add_sampler(self, sampler_id: str, session_id: str, weights: SamplerWeights) -> None:
-        with self._lock:
-            self._samplers[sampler_id] = SamplingSession(session_id, weights)
-            held = [s for s in self._samplers.values() if s.weights and s.weights.in_memory]
-            for sampler in held[:-_MAX_SNAPSHOTS]:
-                sampler.weights = None
-
-    def sampler(self, sampler_id: Any) -> tuple[SamplingSession, SamplerWeights]:
-        sampler = self._samplers.get(sampler_id) if isinstance(sampler_id, str) else None
-        if sampler is None:
-            raise Gone(f"sampling session {sampler_id!r} is not known here; create one")
-        if sampler.weights is None:
-            raise UserError(
-                f"the weights of {sampler_id} are gone: the newest {_MAX_SNAPSHOTS} snapshots are kept; save "
-                "weights by name (save_weights_for_sampler(name=..)) to sample from them later"
-            )
-        self.heard(sampler.session_id)
-        return sampler, sampler.weights
 
 
 def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
@@ -163,8 +80,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
       service: what it serves.
       max_body_bytes: maximum size of a body.
     """
-    futures, models = service.futures, service.models
-    clients = _Clients(futures, service.lease_s)
+    futures, models, clients = service.futures, service.models, service.clients
 
     async def json_of(request: Request) -> tuple[Json, bytes]:
         content = await read_body(request, max_body_bytes)
@@ -181,11 +97,16 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(400, "the body must be a JSON object")
         return body, content
 
-    def route(handle: Callable[[Json, bytes], Any]):
+    async def logged(answer: Json) -> Response:
+        """An answer that is given once what it promises is on disk."""
+        await asyncio.to_thread(service.log.sync, service.log.written)
+        return JSONResponse(answer)
+
+    def route(handle: Callable[[Json, bytes], Json]):
         """A route whose answer is a function of its body."""
 
         async def answer(request: Request) -> Response:
-            return JSONResponse(handle(*await json_of(request)))
+            return await logged(handle(*await json_of(request)))
 
         return answer
 
@@ -200,25 +121,26 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         model_id: Any,
         seq_id: Any,
         content: bytes,
-        work_of: Callable[[TrainedModel], Any],
+        work_of: Callable[[TrainedModel, str], Any],
     ) -> Json:
-        """Submits a training call; `work_of` is what the models' thread does for the model."""
+        """Submits a training call; its work is that of `work_of` for the model and the request's id."""
         model = models.model_of(str(model_id))
         clients.heard(model.session_id)
         if type(seq_id) is not int or seq_id < 1:
             raise ApiError(400, f"seq_id is {seq_id!r}; count from 1 for each model")
 
         def start(future: Future) -> None:
-            models.submit(model, seq_id, future, functools.partial(work_of, model))
+            work = functools.partial(work_of, model, future.request_id)
+            models.submit(model, seq_id, future, work)
 
-        key = ("train", model.model_id, seq_id)
-        future = futures.submit(kind, key, content, start, session_id=model.session_id)
-        return {"request_id": future.request_id}
+        request_id = f"{model.model_id}/{seq_id}"
+        futures.submit(kind, request_id, content, start, session_id=model.session_id)
+        return {"request_id": request_id}
 
     # Sessions
 
     def create_session(body: Json, _: bytes) -> Json:
-        return {"type": "create_session", "session_id": clients.open().session_id}
+        return {"type": "create_session", "session_id": clients.open()}
 
     def heartbeat(body: Json, _: bytes) -> Json:
         clients.heard(body.get("session_id"))
@@ -226,7 +148,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def finish_session(request: Request) -> Response:
         clients.end(request.path_params["session_id"])
-        return JSONResponse({})
+        return await logged({})
 
     async def capabilities(_: Request) -> Response:
         model = {
@@ -240,15 +162,14 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     # Training
 
     def new_model(body: Json, content: bytes, kind: str, work_of: Any) -> Json:
-        session = clients.heard(body.get("session_id"))
+        session_id = clients.heard(body.get("session_id"))
         number = body.get("model_seq_id")
         if type(number) is not int or number < 0:
             raise ApiError(400, f"model_seq_id is {number!r}; count from 0")
-        model = TrainedModel(f"{session.session_id}:train:{number}", session.session_id)
+        model = TrainedModel(f"{session_id}:train:{number}", session_id)
 
         def may_replace(before: TrainedModel) -> bool:
-            same = before.session_id == session.session_id
-            return same or clients.is_silent(before.session_id)
+            return before.session_id == session_id or clients.is_silent(before.session_id)
 
         def start(future: Future) -> None:
             if "base_model" in body and body["base_model"] is not None:
@@ -256,14 +177,14 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             optimizer = body.get("optimizer_config")
             if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
                 raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
-            models.create(model, future, functools.partial(work_of, model), may_replace)
+            work = functools.partial(work_of, model, future.request_id)
+            models.create(model, future, work, may_replace)
 
-        key = ("model", session.session_id, number)
-        future = futures.submit(kind, key, content, start, session_id=session.session_id)
-        return {"request_id": future.request_id}
+        futures.submit(kind, model.model_id, content, start, session_id=session_id)
+        return {"request_id": model.model_id}
 
     def create_model(body: Json, content: bytes) -> Json:
-        return new_model(body, content, "create_model", lambda m: models.start(m.model_id))
+        return new_model(body, content, "create_model", lambda m, _: models.start(m.model_id))
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
@@ -278,47 +199,48 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             "is_lora": False,
         }
 
-    async def forward_backward(request: Request) -> Response:
+    def forward_backward(message: Any, content: bytes) -> Json:
+        return training(
+            "forward" if message.forward_only else "forward_backward",
+            message.model_id,
+            message.seq_id,
+            content,
+            lambda *_: models.forward_backward(message),
+        )
+
+    async def receive_batch(request: Request) -> Response:
         content = await read_body(request, max_body_bytes)
         if coding := request.headers.get("content-encoding"):
             raise ApiError(
                 415, f"content-encoding {coding!r} is not served; send the body as it is"
             )
         message = await asyncio.to_thread(parse, "ForwardBackwardRequest", content)
-        return JSONResponse(
-            training(
-                "forward" if message.forward_only else "forward_backward",
-                message.model_id,
-                message.seq_id,
-                content,
-                lambda _: models.forward_backward(message),
-            )
-        )
+        return await logged(forward_backward(message, content))
 
     def optim_step(body: Json, content: bytes) -> Json:
-        work = lambda _: models.optim_step(_adam(body))  # noqa: E731
+        work = lambda *_: models.optim_step(_adam(body))  # noqa: E731
         return training("optim_step", body.get("model_id"), body.get("seq_id"), content, work)
 
     def save_weights(body: Json, content: bytes) -> Json:
-        def work(model: TrainedModel) -> Json:
-            name = body.get("path") or f"{body['seq_id']:06d}"
-            return models.save_weights(model, str(name), body.get("overwrite") is True)
+        def work(model: TrainedModel, request_id: str) -> Json:
+            name = str(body.get("path") or f"{body['seq_id']:06d}")
+            return models.save_weights(model, request_id, name, body.get("overwrite") is True)
 
         return training("save_weights", body.get("model_id"), body.get("seq_id"), content, work)
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
-        def work(model: TrainedModel) -> Json:
+        def work(model: TrainedModel, request_id: str) -> Json:
             if body.get("kind", "snapshot") != "snapshot":
                 raise UserError(
                     f"samplers of kind {body['kind']!r} are not served; use snapshot, after each step"
                 )
             if body.get("path"):
-                return models.export(model, str(body["path"]))
+                return models.export(model, request_id, str(body["path"]))
             number = body.get("sampling_session_seq_id")
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
             sampler_id = f"{model.session_id}:sample:{number}"
-            clients.add_sampler(sampler_id, model.session_id, service.snapshot())
+            clients.add_sampler(sampler_id, model.session_id, service.snapshot(request_id))
             return {
                 "type": "save_weights_for_sampler",
                 "path": None,
@@ -330,7 +252,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         )
 
     def load_weights(body: Json, content: bytes) -> Json:
-        def work(model: TrainedModel) -> Json:
+        def work(model: TrainedModel, _: str) -> Json:
             return models.load_weights(model, str(body.get("path")), body.get("optimizer") is True)
 
         if body.get("session_id") is not None:
@@ -339,8 +261,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     # Sampling
 
-    def create_sampling_session(body: Json, _: bytes) -> Json:
-        session = clients.heard(body.get("session_id"))
+    def open_sampler(body: Json) -> str:
+        session_id = clients.heard(body.get("session_id"))
         number, path = body.get("sampling_session_seq_id"), body.get("model_path")
         if type(number) is not int or number < 0:
             raise ApiError(400, f"sampling_session_seq_id is {number!r}; count from 0")
@@ -349,8 +271,13 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             weights = service.base
         else:
             weights = service.exported(models.folder_of(str(path), "sampler_weights"), str(path))
-        sampler_id = f"{session.session_id}:sample:{number}"
-        clients.add_sampler(sampler_id, session.session_id, weights)
+        sampler_id = f"{session_id}:sample:{number}"
+        clients.add_sampler(sampler_id, session_id, weights)
+        return sampler_id
+
+    def create_sampling_session(body: Json, content: bytes) -> Json:
+        sampler_id = open_sampler(body)
+        service.log.write("sampler", str(body["session_id"]), body=content)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def get_sampler(request: Request) -> Response:
@@ -366,7 +293,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(
                 400, "send sampling_session_id and seq_id; create a sampling session first"
             )
-        sampler, weights = clients.sampler(sampler_id)
+        session_id, weights = clients.sampler(sampler_id)
         if service.sampler.is_full:
             raise ApiError(429, "too many samples wait already; come again later")
 
@@ -374,16 +301,16 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             seed = f"{sampler_id}/{seq_id}".encode()
             service.sampler.submit(read_call(body, service.limits, seed), weights, future)
 
-        key = ("sample", sampler_id, seq_id)
         # The name by which a session's finished samples are found: clones count from multiples of 1e9.
         channel = f"{sampler_id}/{seq_id // 1_000_000_000}"
-        future = futures.submit(
-            "sample", key, content, start, session_id=sampler.session_id, channel=channel
+        request_id = f"{sampler_id}/{seq_id}"
+        futures.submit(
+            "asample", request_id, content, start, session_id=session_id, channel=channel
         )
         number = body.get("num_samples", 1)
         count = number if type(number) is int and 0 < number <= 100_000 else 1
-        ids = [f"{future.request_id}/{i}" for i in range(count)]
-        return {"request_id": future.request_id, "sample_sequence_ids": ids}
+        ids = [f"{request_id}/{i}" for i in range(count)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
 
     def cancel(body: Json, _: bytes) -> Json:
         service.sampler.cancel(str(body.get("request_id")))
@@ -426,22 +353,36 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         ]
         return JSONResponse({"completions": completions, "cursor": cursor})
 
+    submissions: dict[str, Callable[[Json, bytes], Json]] = {
+        "create_model": create_model,
+        "optim_step": optim_step,
+        "save_weights": save_weights,
+        "save_weights_for_sampler": save_for_sampler,
+        "load_weights": load_weights,
+        "asample": asample,
+    }
+
+    def submit_again(route: str, content: bytes) -> None:
+        if route in ("forward", "forward_backward"):
+            forward_backward(parse("ForwardBackwardRequest", content), content)
+        elif route == "create_sampling_session":
+            open_sampler(json.loads(content))
+        else:
+            submissions[route](json.loads(content), content)
+
+    replay(service.log.records, clients, futures, models, submit_again)
+    service.log.records.clear()
     posts = {
+        **{path: route(handle) for path, handle in submissions.items()},
         "client/config": route(lambda *_: {}),
         "client/dynamic_config": route(lambda *_: {}),
         "telemetry": route(lambda *_: {"status": "accepted"}),
         "create_session": route(create_session),
         "session_heartbeat": route(heartbeat),
         "sessions/{session_id}/finish": finish_session,
-        "create_model": route(create_model),
         "get_info": route(get_info),
-        "forward_backward": forward_backward,
-        "optim_step": route(optim_step),
-        "save_weights": route(save_weights),
-        "save_weights_for_sampler": route(save_for_sampler),
-        "load_weights": route(load_weights),
+        "forward_backward": receive_batch,
         "create_sampling_session": route(create_sampling_session),
-        "asample": route(asample),
         "cancel_future": route(cancel),
         "retrieve_future": retrieve_future,
         "retrieve_futures": retrieve_futures,

@@ -4,10 +4,13 @@
                                                       pending  -> try again, after some seconds
                                                       unknown  -> gone (410)
 
-A client repeats a submission whose answer it has lost, so each has a key, such as (model, seq_id): the same
-body under the same key gets the same request id, and runs once. It repeats a lost result as well, so results
-stay until their session ends, or until all results together take too much memory: then those that were
-fetched go, the oldest first.
+A client repeats a submission whose answer it has lost, so its request id comes from what it is, such as the
+model and the seq_id: it runs once, and another body under the same id is refused. It repeats a lost result as
+well, so results stay until their session ends, or until all results together take too much memory: then those
+that were fetched go, the oldest first.
+
+Submissions and results are written to a log (`tinker.log`). After a restart the submissions of the log are
+submitted again, and those that were finished have their results already.
 """
 
 from __future__ import annotations
@@ -17,11 +20,10 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl.errors import UserError
@@ -75,13 +77,15 @@ class Future:
 
     Attributes:
       request_id: its id.
+      route: route that it came by.
       session_id: session that it ends with.
       channel: what `Futures.finished_of` finds it by, such as a sampling session; "" for none.
       waits_for: why it is not being worked at; "" if it is only its turn that it waits for.
     """
 
-    def __init__(self, request_id: str, session_id: str, channel: str, digest: bytes):
+    def __init__(self, request_id: str, route: str, session_id: str, channel: str, digest: bytes):
         self.request_id = request_id
+        self.route = route
         self.session_id = session_id
         self.channel = channel
         self.digest = digest
@@ -93,22 +97,29 @@ class Future:
 class Futures:
     """All futures of a server. Any thread may call it."""
 
-    def __init__(self, *, max_bytes: int = _MAX_BYTES):
+    def __init__(
+        self, write: Callable[..., None] = lambda *_, **__: None, *, max_bytes: int = _MAX_BYTES
+    ):
+        """Args: `Log.write`, or what takes its place; and the memory of all results."""
+        self._write = write
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._futures: dict[str, Future] = {}
-        self._by_key: dict[Hashable, Future] = {}
+        self._expected: dict[str, Result | None] = {}
         # Finished requests of each channel, in order; a cursor counts them.
         self._finished: dict[str, list[tuple[str, bool, int]]] = collections.defaultdict(list)
         # Who waits for a request or a channel; a finished one wakes only those.
         self._waiters: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
+    def expect(self, request_id: str, result: Result | None) -> None:
+        """Tells of a submission in the log that comes again, with its result if it is finished."""
+        self._expected[request_id] = result
+
     def submit(
         self,
-        kind: str,
-        key: Hashable,
+        route: str,
+        request_id: str,
         body: bytes,
         start: Callable[[Future], None],
         *,
@@ -118,27 +129,34 @@ class Futures:
         """The future of a submission; a repeated one gets that of the first.
 
         Args:
-          kind: beginning of its id.
-          key: what a repeated submission is known by.
+          route, request_id: where it came from, and its id.
           body: body of the request.
-          start: function that begins the work of a new one, which `finish` ends. It must return at once.
+          start: function that begins the work of a new one, which `finish` ends. It must return at once. One
+            that is finished according to the log has its result when it starts.
           session_id, channel: as in `Future`.
 
         Raises:
-          UserError: the key was used with another body.
+          UserError: the id was used with another body.
         """
         digest = hashlib.sha256(body).digest()
         with self._lock:
-            found = self._by_key.get(key)
+            found = self._futures.get(request_id)
             if found is not None:
                 if found.digest != digest:
                     raise UserError(
-                        f"{kind}: {key} was sent before with another body; count seq_id up by one for each "
-                        "request"
+                        f"{route}: {request_id} was sent before with another body; count seq_id up by one "
+                        "for each request"
                     )
                 return found
-            future = Future(f"{kind}-{next(self._numbers)}", session_id, channel, digest)
-            self._futures[future.request_id] = self._by_key[key] = future
+            if request_id not in self._expected:
+                fields = {"route": route, "id": request_id, "channel": channel, "body": body}
+                self._write("call", session_id, **fields)
+            future = Future(request_id, route, session_id, channel, digest)
+            self._futures[request_id] = future
+            if result := self._expected.pop(request_id, None):
+                # It may have been fetched, and room must be made for others.
+                future.fetched = True
+                self._keep(future, result)
         try:
             start(future)
         except Exception as error:
@@ -147,19 +165,26 @@ class Futures:
                 raise
         return future
 
-    def finish(self, future: Future, result: Result) -> None:
-        """Gives a future its result; a later one is ignored."""
+    def finish(self, future: Future, result: Result, *, ran: bool = False) -> None:
+        """Gives a future its result; a later one is ignored.
+
+        Args:
+          future, result: the future and its result.
+          ran: whether it has had its turn and may have changed the model.
+        """
+        if future.result is not None:
+            return
+        is_kept = self._futures.get(future.request_id) is future
+        # Without its result in the log it is done again after a restart, and so are all after it.
+        with contextlib.suppress(OSError):
+            if is_kept:
+                fields = {**dataclasses.asdict(result), "id": future.request_id, "ran": ran}
+                self._write("result", future.session_id, **fields)
         with self._lock:
-            if future.result is not None:
-                return
-            future.result = result
             # Its session may have ended meanwhile.
-            if future.request_id in self._futures:
-                self._bytes += len(result.body)
-                if future.channel:
-                    event = (future.request_id, result.failed, len(result.body))
-                    self._finished[future.channel].append(event)
-                self._make_room()
+            if self._futures.get(future.request_id) is future:
+                self._keep(future, result)
+            future.result = result
             waiters = [
                 *self._waiters.get(future.request_id, ()),
                 *self._waiters.get(future.channel, ()),
@@ -169,13 +194,21 @@ class Futures:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
 
+    def _keep(self, future: Future, result: Result) -> None:
+        future.result = result
+        self._bytes += len(result.body)
+        if future.channel:
+            event = (future.request_id, result.failed, len(result.body))
+            self._finished[future.channel].append(event)
+        self._make_room()
+
     def run(self, future: Future, work: Callable[[], Any]) -> None:
         """Does the work of a future on this thread, and finishes it with its value or error."""
         try:
             result = Result.of(work())
         except Exception as error:  # one request's failure is not the server's
             result = Result.error(error)
-        self.finish(future, result)
+        self.finish(future, result, ran=True)
 
     def find(self, request_id: str) -> Future:
         """The future of an id; raises Gone if there is none."""
@@ -210,8 +243,6 @@ class Futures:
             for future in [f for f in self._futures.values() if f.session_id == session_id]:
                 self._forget(future)
                 self._finished.pop(future.channel, None)
-            kept = self._futures
-            self._by_key = {k: f for k, f in self._by_key.items() if f.request_id in kept}
 
     async def _wait(self, name: str, condition: Callable[[], bool], timeout_s: float) -> bool:
         event = asyncio.Event()

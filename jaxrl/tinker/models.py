@@ -11,6 +11,10 @@ Weights of a name lie in the server's folder, and outlive it:
 
     RUN/weights/NAME            checkpoint with the optimiser's state (`tracking.checkpoints`)
     RUN/sampler_weights/NAME    Hugging Face directory in float32
+    checkpoints/REQUEST         checkpoint after a request, from which a restart goes on
+
+After a restart the finished calls come again, in the order in which they ran, and `plan_redo` says which of
+them have to be done again, with checkpoints in the place of earlier ones.
 
 N tokens of a sequence   K targets of a place
 """
@@ -18,16 +22,18 @@ N tokens of a sequence   K targets of a place
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import pathlib
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -42,8 +48,13 @@ from jaxrl.tinker.futures import Future, Futures, Gone, Result
 from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import array_of, forward_backward_output, tokens_of
 from jaxrl.tracking.checkpoints import Checkpoints
+from jaxrl.tracking.durable import sync
+
+_LOG = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,127}")
+# File in a folder of weights with the id of the request that has saved them.
+_SAVED_BY = "saved_by"
 _URI = re.compile(r"tinker://([\w:.-]+)/(weights|sampler_weights)/([^/]+)")
 
 
@@ -82,6 +93,53 @@ class _NewModel:
     may_replace: Callable[[TrainedModel], bool]
 
 
+class CannotRedo(Exception):
+    """A call that succeeded before a restart fails after it."""
+
+
+class Done(NamedTuple):
+    """A call that had its turn."""
+
+    request_id: str
+    route: str
+    failed: bool
+
+
+def plan_redo(
+    done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
+) -> dict[str, Literal["run", "restore"]]:
+    """Which calls have to be done again for the model as it is now, and for the snapshots that are held.
+
+    Example, with an optim_step that has a checkpoint and a snapshot after it:
+
+        create_model  forward_backward  optim_step  snapshot  forward_backward  optim_step  save_weights
+        -             -                 restore     run       run               run         -
+
+    Args:
+      done: the calls in order.
+      checkpoints: ids of those after which there is a checkpoint.
+      held: ids of those that took the snapshots.
+
+    Returns:
+      What to do by request id: run it, or restore the checkpoint after it. The others need nothing.
+    """
+    plan: dict[str, Literal["run", "restore"]] = {}
+    # Whether the state after the call matters.
+    wanted = True
+    for call in reversed(done):
+        wanted |= call.request_id in held
+        # A failed step may have dropped the gradients; of other failures nothing stays.
+        starts = call.route in ("create_model", "load_weights") and not call.failed
+        changes = call.route == "forward_backward" and not call.failed
+        changes |= starts or call.route == "optim_step" or call.request_id in held
+        if not wanted or not changes:
+            continue
+        restored = call.request_id in checkpoints
+        plan[call.request_id] = "restore" if restored else "run"
+        wanted = not (restored or starts)
+    return plan
+
+
 class Models:
     """Training calls, done one after the other on a thread of their own."""
 
@@ -96,6 +154,9 @@ class Models:
         shards: int,
         source: pathlib.Path,
         turns: Turns,
+        write: Callable[..., None],
+        held: Callable[[], Collection[str]],
+        checkpoint_steps: int = 10,
         gap_timeout_s: float = 300.0,
     ):
         """Starts the thread.
@@ -108,6 +169,9 @@ class Models:
           folder: folder of named weights.
           source: directory of the base model.
           turns: turns on the devices.
+          write: `Log.write`.
+          held: function that returns the ids of the requests that took the snapshots which are kept.
+          checkpoint_steps: number of optimiser steps between checkpoints.
           gap_timeout_s: how long calls wait for a missing one.
         """
         self._actor = actor
@@ -118,7 +182,15 @@ class Models:
         self._folder = folder
         self._source = source
         self._turns = turns
+        self._write = write
+        self._held = held
+        self._checkpoint_steps = checkpoint_steps
         self._gap_timeout_s = gap_timeout_s
+        self._done: list[Done] = []
+        self._plan: Mapping[str, str] = {}
+        self._checkpoints: set[str] = set()
+        # Steps since the last checkpoint; infinite where one must follow.
+        self._unsaved_steps = 0.0
         self._changed = threading.Condition()
         self._new: list[_NewModel] = []
         self._model: TrainedModel | None = None
@@ -162,6 +234,12 @@ class Models:
           work: function that gives it weights.
           may_replace: whether it may take the place of a model.
         """
+        if future.result is not None:
+            self._model = model
+            self._redo(future, work)
+            if future.result.failed:
+                self._model = None
+            return
         with self._changed:
             self._new.append(_NewModel(model, future, work, may_replace))
             if self._model is not None and not may_replace(self._model):
@@ -192,6 +270,10 @@ class Models:
           UserError: its turn is over.
           Gone: the model was replaced.
         """
+        if future.result is not None:
+            model.next_seq = seq_id + 1
+            self._redo(future, work)
+            return
         with self._changed:
             if model is not self._model and all(new.model is not model for new in self._new):
                 raise Gone(f"model {model.model_id} was replaced")
@@ -202,12 +284,97 @@ class Models:
             model.waiting[seq_id] = _Waiting(future, work, time.monotonic())
             self._changed.notify_all()
 
+    # Checkpoints
+
+    def expect(
+        self, done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
+    ) -> None:
+        """Tells of calls that come again after a restart; the arguments are those of `plan_redo`."""
+        self._checkpoints = {each for each in checkpoints if self._checkpoint_of(each).exists()}
+        self._plan = plan_redo(done, self._checkpoints, held)
+
+    def _redo(self, future: Future, work: Callable[[], Any]) -> None:
+        """Does on the caller's thread what the plan says about a call that has its result already."""
+        result = future.result
+        assert result is not None, "only finished calls are done again"
+        self._done.append(Done(future.request_id, future.route, result.failed))
+        action = self._plan.get(future.request_id)
+        try:
+            if action == "restore":
+                self._read(self._checkpoint_of(future.request_id), optimizer=True)
+                self._unsaved_steps = 0
+            elif action == "run":
+                # No checkpoint now: what is not needed for the calls until here would be removed.
+                work()
+        except Exception as error:
+            if not result.failed:
+                raise CannotRedo(f"{future.request_id}: {error}") from error
+
+    def _checkpoint_of(self, request_id: str) -> pathlib.Path:
+        return self._folder / "checkpoints" / re.sub("[:/]", "-", request_id)
+
+    def _save_checkpoint(self, future: Future) -> None:
+        """Saves the state after a call if it is time, and removes checkpoints that no restart needs."""
+        changes = future.route in ("optim_step", "load_weights")
+        if not changes or self._unsaved_steps < self._checkpoint_steps:
+            return
+        self._unsaved_steps = 0
+        folder = self._checkpoint_of(future.request_id)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._write_state(folder)
+        self._write("checkpoint", future.session_id, id=future.request_id)
+        self._checkpoints.add(future.request_id)
+        plan = plan_redo(self._done, self._checkpoints, self._held())
+        self._checkpoints &= {
+            request_id for request_id, action in plan.items() if action == "restore"
+        }
+        # Calls before the first that is needed are never needed again.
+        first = next(i for i, call in enumerate(self._done) if call.request_id in plan)
+        del self._done[:first]
+        kept = set(map(self._checkpoint_of, self._checkpoints))
+        for path in folder.parent.iterdir():
+            if path not in kept:
+                shutil.rmtree(path)
+
+    def _write_state(self, folder: pathlib.Path) -> None:
+        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
+        try:
+            checkpoints.prepare(None)
+            checkpoints.save(0, {"actor": self._actor.for_training()}, {})
+            checkpoints.commit()
+        finally:
+            checkpoints.close()
+
+    def _read(self, folder: pathlib.Path, *, optimizer: bool) -> None:
+        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
+        try:
+            step = checkpoints.stored.newest_intact()
+            if step is None:
+                raise UserError(f"{folder} is not here, or damaged; save weights first")
+            like = self._actor.abstract_state()
+            if optimizer:
+                self._actor.state = checkpoints.restore(step, {"actor": like})["actor"]
+            else:
+                params = checkpoints.stored.restore_params(step, "actor", like.params)
+                self._actor.start_from(params)
+        finally:
+            checkpoints.close()
+        self._actor.drop_gradients()
+
     # The thread
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
+            future, work = call
             with self._turns.training():
-                self._futures.run(*call)
+                self._futures.run(future, work)
+                result = future.result
+                assert result is not None, "it has just been run"
+                self._done.append(Done(future.request_id, future.route, result.failed))
+                try:
+                    self._save_checkpoint(future)
+                except Exception as error:  # a restart takes longer without it
+                    _LOG.error("no checkpoint after %s: %s", future.request_id, error)
 
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
         with self._changed:
@@ -248,6 +415,7 @@ class Models:
         """Begins with the base model's weights."""
         self._actor.drop_gradients()
         self._actor.start_from(self._load_base())
+        self._unsaved_steps = 0
         return {"type": "create_model", "model_id": model_id}
 
     def forward_backward(self, request: Any) -> bytes:
@@ -284,6 +452,7 @@ class Models:
             with self._changed:
                 self._model = None
             raise
+        self._unsaved_steps += 1
         if not math.isfinite(norm):
             raise UserError(
                 f"the gradient's norm is {norm}, so nothing was changed; look for extreme weights, "
@@ -291,55 +460,53 @@ class Models:
             )
         return {"type": "optim_step", "metrics": {"grad_norm:mean": norm}}
 
-    def save_weights(self, model: TrainedModel, name: str, overwrite: bool) -> Any:
+    def save_weights(self, model: TrainedModel, request_id: str, name: str, overwrite: bool) -> Any:
         """Saves weights and the optimiser's state."""
-        folder = self._path(model.model_id, "weights", name)
-        if folder.exists():
-            if not overwrite:
-                raise UserError(f"weights {name!r} exist; choose another name, or set overwrite")
-            shutil.rmtree(folder)
-        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
-        try:
-            checkpoints.prepare(None)
-            checkpoints.save(0, {"actor": self._actor.for_training()}, {"model": model.model_id})
-            checkpoints.commit()
-        finally:
-            checkpoints.close()
+        out = self._path(model.model_id, "weights", name)
+        with self._saved(out, request_id, overwrite=overwrite) as folder:
+            self._write_state(folder)
         return {"type": "save_weights", "path": f"tinker://{model.model_id}/weights/{name}"}
 
     def load_weights(self, model: TrainedModel, path: str, optimizer: bool) -> Any:
         """Goes on with saved weights, with or without the optimiser's state."""
-        folder = self.folder_of(path, "weights") / "checkpoints"
-        checkpoints = Checkpoints(folder, keep=None)
-        try:
-            step = checkpoints.stored.newest_intact()
-            if step is None:
-                raise UserError(f"{path} is not here, or damaged; save weights first")
-            like = self._actor.abstract_state()
-            if optimizer:
-                state = checkpoints.restore(step, {"actor": like})["actor"]
-                self._actor.state = state
-            else:
-                self._actor.start_from(
-                    checkpoints.stored.restore_params(step, "actor", like.params)
-                )
-        finally:
-            checkpoints.close()
-        self._actor.drop_gradients()
+        self._read(self.folder_of(path, "weights"), optimizer=optimizer)
+        # They may be overwritten later.
+        self._unsaved_steps = math.inf
         return {"type": "load_weights", "model_id": model.model_id, "path": path}
 
-    def export(self, model: TrainedModel, name: str) -> Any:
+    def export(self, model: TrainedModel, request_id: str, name: str) -> Any:
         """Writes the weights as a Hugging Face directory, to sample from."""
         out = self._path(model.model_id, "sampler_weights", name)
-        if out.exists():
-            raise UserError(f"sampler weights {name!r} exist; choose another name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        params = self._actor.for_training().params
-        save_checkpoint(params, self._actor.model, out, dtype="float32", source=self._source)
+        with self._saved(out, request_id, overwrite=False) as folder:
+            params = self._actor.for_training().params
+            save_checkpoint(params, self._actor.model, folder, dtype="float32", source=self._source)
         return {
             "type": "save_weights_for_sampler",
             "path": f"tinker://{model.model_id}/sampler_weights/{name}",
         }
+
+    @contextlib.contextmanager
+    def _saved(
+        self, out: pathlib.Path, request_id: str, *, overwrite: bool
+    ) -> Iterator[pathlib.Path]:
+        """A folder to fill, which then takes the place of `out`: all of it or nothing.
+
+        Raises:
+          UserError: another request has saved `out`.
+        """
+        # After a restart a request may find what it has saved before.
+        if out.exists() and not overwrite and (out / _SAVED_BY).read_text() != request_id:
+            raise UserError(
+                f"weights {out.name!r} exist; choose another name, or set overwrite where there is one"
+            )
+        part = out.with_name(f".{out.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        (part / _SAVED_BY).write_text(request_id)
+        shutil.rmtree(out, ignore_errors=True)
+        part.rename(out)
+        sync(out.parent)
 
     def params(self) -> Params:
         """The weights now, in the training layout."""

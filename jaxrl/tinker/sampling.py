@@ -57,12 +57,13 @@ class SamplerWeights:
     Attributes:
       load: function that returns them on the devices, in the generation layout.
       path: their path, if a client has given them a name; else None.
-      in_memory: whether they are in the host's memory, and gone when they are dropped; else in files.
+      taken_by: request that copied them to the host's memory, where they are gone when they are dropped; ""
+        if they are in files.
     """
 
     load: Callable[[], Params]
     path: str | None = None
-    in_memory: bool = False
+    taken_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +252,7 @@ class Sampler:
             truncation=truncation_of(top_k=call.top_k, top_p=call.top_p),
             stop_strings=call.stop_strings,
         )
-        # A request for each sample, so that one that ends early frees its slot.
+        # A request for each sample, so that one that ends early frees its slot. They share a prefill.
         requests = []
         for i, sample in enumerate(job.samples):
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1

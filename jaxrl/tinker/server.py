@@ -5,7 +5,7 @@
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python my_loop.py
 
 DIR is a Hugging Face directory. One client at a time trains all of the model's weights, and any number
-may sample. Weights that clients save by name are in --folder.
+may sample. In --folder are the weights that clients save by name and what it takes to go on after a restart.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ from jaxrl.serving.model_loading import (
     read_model,
 )
 from jaxrl.tinker.app import Service, build_app
+from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures
+from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models
 from jaxrl.tinker.sampling import Sampler, SamplerWeights, SamplingLimits
 from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tinker.turns import Turns
+from jaxrl.tracking.durable import run_lock
 
 # Longest sequence to train on if --train_tokens does not say.
 _TRAIN_TOKENS = 1024
@@ -148,12 +151,12 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
 
         return SamplerWeights(load, path)
 
-    def snapshot() -> SamplerWeights:
+    def snapshot(request_id: str) -> SamplerWeights:
         # A copy: leaves with one sharding in both layouts are shared, and the next step consumes them.
         params = resharding.to_generate(models.params())
         where = jax.tree.map(lambda x: x.sharding, params)
         host = jax.tree.map(lambda x: np.array(jax.device_get(x)), params)
-        return SamplerWeights(lambda: jax.device_put(host, where), in_memory=True)
+        return SamplerWeights(lambda: jax.device_put(host, where), taken_by=request_id)
 
     sizes = engine.config
     limits = SamplingLimits(
@@ -163,17 +166,25 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         sizes.max_context_tokens,
         tuple(tokenizer.stop_ids),
     )
-    futures, turns = Futures(), Turns(exclusive=mesh.size > 1)
+    turns, folder = Turns(exclusive=mesh.size > 1), pathlib.Path(config.folder)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run_lock(folder, "--folder"))
+        log = Log(folder / "log.jsonl")
+        stack.callback(log.close)
+        futures = Futures(log.write)
+        clients = Clients(futures, log.write, config.lease_s)
         models = Models(
             actor,
             shape,
             lambda: load_params(directory, model, actor.train_shardings, dtype=jnp.float32),
             futures,
-            pathlib.Path(config.folder),
+            folder,
             shards=shards,
             source=directory,
             turns=turns,
+            write=log.write,
+            held=clients.snapshots,
+            checkpoint_steps=config.checkpoint_steps,
         )
         stack.callback(models.close)
         sampler = Sampler(
@@ -190,6 +201,8 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         service = Service(
             config.model_name,
             config.tokenizer,
+            log,
+            clients,
             futures,
             models,
             sampler,
@@ -197,7 +210,6 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             snapshot,
             sampled_from,
             limits,
-            config.lease_s,
         )
         server = HttpServer(
             build_app(service, max_body_bytes=config.max_body_bytes),

@@ -13,7 +13,9 @@ class TinkerConfig(ServeConfig):
     """Settings of a server for the Tinker API; `ServeConfig` documents the inherited ones."""
 
     folder: Annotated[str, PATH] = "runs/tinker"
-    """Folder of the weights that clients save by name."""
+    """Folder of the weights that clients save by name, and of the log that a restart goes on from."""
+    checkpoint_steps: Annotated[int, count(1)] = 10
+    """Number of optimiser steps between checkpoints. A restart repeats the steps after the last one."""
     tokenizer: str = ""
     """Name or directory of the tokenizer that clients should load; "" leaves it to the name of
     the model.

@@ -1,5 +1,6 @@
 """tinker's SDK and the cookbook's loops, unmodified, against `jaxrl serve --tinker`."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -7,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 from environments import python_of
-from processes import started
+from processes import free_port, started
 
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_export import save_checkpoint
@@ -99,13 +101,13 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path):
-    """The address of `jaxrl serve --tinker`, in a process of its own."""
+def serving(folder: pathlib.Path, *, saved: str = "saved", port: int = 0):
+    """The address of `jaxrl serve --tinker`, in a process of its own that is killed in the end."""
     command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", "--model", folder / "model"]
     flags = {
         "name": "Qwen/Qwen3-8B",
-        "folder": folder / "saved",
-        "port": 0,
+        "folder": folder / saved,
+        "port": port,
         "slots": 8,
         "max_prompt_tokens": 448,
         "max_response_tokens": 64,
@@ -162,6 +164,28 @@ def test_a_script_of_the_sdk(folder, url):
     assert found["samples"] == [8] * 4 and found["outputs"] == 1025
     assert "importance_sampling" in found["refused"]
     assert max(found["differences"].values()) < 1e-5, found["differences"]
+
+
+def test_the_sdk_goes_on_when_its_server_is_killed(folder):
+    script = pathlib.Path(__file__).with_name("killed_script.py")
+    log = folder / "killed" / "log.jsonl"
+
+    def client(port: int) -> str:
+        found = run(python_of("tinker"), script, f"http://127.0.0.1:{port}", cwd=folder)
+        return found.splitlines()[-1]
+
+    port = free_port()
+    with serving(folder, saved="undisturbed", port=port):
+        expected = client(port)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        running = None
+        for results in (6, 17, 28):
+            with serving(folder, saved="killed", port=port):
+                running = running or pool.submit(client, port)
+                while log.read_bytes().count(b'"kind": "result"') < results:
+                    time.sleep(0.01)
+        with serving(folder, saved="killed", port=port):
+            assert running.result() == expected
 
 
 def test_a_custom_loss_of_the_sdk(folder, url):

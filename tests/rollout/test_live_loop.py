@@ -151,6 +151,20 @@ def test_a_conversation_takes_its_beginning_from_pages(prefilled):  # noqa: F811
     assert prefilled == list(zip(lengths, known, strict=True)) and known[2] >= 32
 
 
+def test_equal_prompts_that_arrive_together_share_a_prefill(prefilled):  # noqa: F811
+    live, prompt = backend_of(**LONG).live(), prompts_of(0).tokens[0]
+    heard = [Heard() for _ in range(3)]
+    requests = [Request(prompt.copy(), BASE.max_response_tokens, n, OPTIONS) for n in range(3)]
+    live.submit_all(list(zip(requests, heard, strict=True)))
+    drain(live)
+    assert prefilled == [(len(prompt), 0)]
+    blank = ("",) * 3
+    batch = Prompts(np.arange(3), (prompt,) * 3, blank, blank, blank)
+    found = backend_of(max_prompt_tokens=150).generate(batch, OPTIONS)
+    for n in range(3):
+        assert_heard(heard[n], found, n)
+
+
 def test_other_weights_draw_the_next_tokens(prefilled):  # noqa: F811
     """A sample that has started goes on; later ones share nothing that older weights have cached."""
     backend, prompts = backend_of(**LONG), prompts_of(1, count=2)

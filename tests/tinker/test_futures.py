@@ -11,7 +11,7 @@ from jaxrl.tinker.futures import Futures, Gone, Result
 
 
 def submit(futures, key="k", body=b"{}", start=lambda future: None, **options):
-    return futures.submit("kind", key, body, start, **{"session_id": "s", **options})
+    return futures.submit("route", key, body, start, **{"session_id": "s", **options})
 
 
 def retrieve(futures, future, timeout_s=0.0):
@@ -67,7 +67,7 @@ def test_what_is_unknown_is_gone():
     futures.end_session("s")
     with pytest.raises(Gone, match=future.request_id):
         retrieve(futures, future)
-    assert submit(futures).request_id != future.request_id, "its key is free again"
+    assert submit(futures) is not future, "its id is free again"
 
 
 def test_too_many_results_drop_the_oldest_that_were_fetched():

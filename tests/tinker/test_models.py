@@ -26,6 +26,7 @@ class Client:
         self.futures = Futures()
         unused: dict = {"actor": None, "load_base": None, "shards": 1}
         unused["turns"] = Turns(exclusive=False)
+        unused |= {"write": lambda *_, **__: None, "held": set}
         place = pathlib.Path()
         self.models = Models(
             shape=SHAPE, futures=self.futures, folder=place, source=place, **unused, **options
@@ -34,13 +35,13 @@ class Client:
     def create(self, number=0, work=lambda: {}, *, may_replace=lambda before: True):
         self.model = model = TrainedModel(f"s:train:{number}", "s")
         start = lambda f: self.models.create(model, f, work, may_replace)  # noqa: E731
-        return self.futures.submit("create_model", number, b"", start, session_id="s")
+        return self.futures.submit("create_model", model.model_id, b"", start, session_id="s")
 
     def call(self, seq_id, work=lambda: {}):
         model = self.model
         start = lambda f: self.models.submit(model, seq_id, f, work)  # noqa: E731
-        key = (model.model_id, seq_id)
-        return self.futures.submit("call", key, b"", start, session_id="s")
+        request_id = f"{model.model_id}/{seq_id}"
+        return self.futures.submit("optim_step", request_id, b"", start, session_id="s")
 
     def result(self, future, timeout_s=20.0):
         found = asyncio.run(self.futures.retrieve(future.request_id, timeout_s))
