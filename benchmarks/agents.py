@@ -2,8 +2,9 @@
 
     python benchmarks/agents.py --agents 256 --slots 32 --turns 5 --tools_ms 500
 
-A tiny model with random weights answers over HTTP, as in training (`jaxrl.agents`). Each agent speaks for some
-turns, with a tool between two of them that takes a random time. The first batch compiles; the second counts.
+A tiny model with random weights answers over HTTP, as in training (`jaxrl.agents`). Each agent speaks for
+some turns, with a tool between two of them that takes a random time. The first batches compile; the last of
+the lines counts.
 
     busy       slots in use over all slots, mean over the dispatches before which requests waited
     useful     tokens kept over tokens that the dispatches had room for, over the same dispatches
@@ -33,7 +34,8 @@ import threading
 import time
 from typing import Any
 
-WORDS = "the tool has looked and found some of it here but not all so look again at the next one".split()
+TEXT = "the tool has looked and found some of it here but not all so look again at the next one"
+WORDS = TEXT.split()
 TEMPLATE = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -89,22 +91,28 @@ class Watch:
         self.room = self.slots * engine.config.tokens_per_dispatch
         self.reset()
         loop = live._loop
-        finish = loop.finish
+        begin, finish = loop.begin, loop.finish
+        full = False
+
+        def begun():
+            nonlocal full
+            # What arrives while the devices work is not waiting yet.
+            waiting, inside = live.load
+            begin()
+            busy = len(loop.scheduler.busy_slots)
+            full = waiting + inside > busy
+            if full:
+                self.busy.append(busy / self.slots)
 
         def finished():
-            busy = len(loop.scheduler.busy_slots)
-            waiting, inside = live.load
-            before = time.thread_time()
             results = finish()
-            self.finish_s += time.thread_time() - before
-            if waiting + inside - busy:
-                self.busy.append(busy / self.slots)
+            if full:
                 self.useful.append(sum(len(r.tokens) for r in results) / self.room)
             self.dispatches += 1
             self.samples += sum(r.end is not None for r in results)
             return results
 
-        loop.finish = finished
+        loop.begin, loop.finish = begun, finished
         names = (
             "prefill extend widen reuse insert release resize with_pages generate init_decode_state"
         )
@@ -116,7 +124,7 @@ class Watch:
     def reset(self):
         self.busy, self.useful = [], []
         self.dispatches = self.samples = 0
-        self.finish_s = self.programs_s = 0.0
+        self.programs_s = 0.0
 
     def _timed(self, function):
         @functools.wraps(function)
@@ -151,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
         ("agents", 256), ("slots", 32), ("turns", 5), ("tools_ms", 500), ("tokens", 16), ("words", 12),
-        ("tokens_per_dispatch", 8), ("batches", 1),
+        ("tokens_per_dispatch", 8), ("batches", 3),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--profile", default="")
@@ -193,6 +201,8 @@ def main() -> None:
     sizes = EngineConfig(
         slots=args.slots, prefill_prompts=min(32, args.slots), smallest_bucket=args.slots,
         tokens_per_dispatch=args.tokens_per_dispatch, cache="paged", max_prompt_tokens=511,
+        # Whole conversations stay known while tools run.
+        cache_tokens=384 * args.agents,
         max_response_tokens=args.tokens, context_tokens=512, stop_ids=tokenizer.stop_ids,
     )  # fmt: skip
     engine = Engine(model, graph, mesh, sizes)
