@@ -13,6 +13,7 @@ the lines counts.
     pages      prompt tokens that known pages held over all prompt tokens
     turn       time of a request, from sending to the answer, measured by the agent
 
+With `--killed 1` every tenth agent ends its process in its third turn; `lost` are others that failed.
 `--profile PREFIX` writes cProfile's statistics of the HTTP thread and of the main thread.
 """
 
@@ -46,7 +47,10 @@ async def agent(client, problem):
     choose = random.Random(problem.seed * 1000 + problem.sample)
     messages = [{"role": "user", "content": problem.prompt}]
     taken = []
-    for _ in range(problem.extra["turns"]):
+    number = problem.extra["number"] + problem.sample
+    for turn in range(problem.extra["turns"]):
+        if turn == 2 and problem.extra["killed"] and number % 10 == 3:
+            os._exit(1)
         begun = time.monotonic()
         answer = await client.chat.completions.create(
             model="policy", messages=messages, max_tokens=problem.extra["tokens"]
@@ -159,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
         ("agents", 256), ("slots", 32), ("turns", 5), ("tools_ms", 500), ("tokens", 16), ("words", 12),
-        ("tokens_per_dispatch", 8), ("batches", 3),
+        ("tokens_per_dispatch", 8), ("batches", 3), ("killed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--profile", default="")
@@ -215,11 +219,12 @@ def main() -> None:
     num_samples = 8
     N = args.agents // num_samples
     texts = [" ".join(rng.choice(WORDS, 40)) for _ in range(N)]
-    names = ("turns", "tools_ms", "tokens", "words")
+    names = ("turns", "tools_ms", "tokens", "words", "killed")
     prompts = Prompts(
         np.arange(N), (np.zeros(1, np.int32),) * N, tuple(texts), ("",) * N, ("benchmark",) * N,
-        tuple({name: getattr(args, name) for name in names} for _ in range(N)),
+        tuple({"number": n * num_samples, **{k: getattr(args, k) for k in names}} for n in range(N)),
     )  # fmt: skip
+    killed_B = np.arange(args.agents) % 10 == 3 if args.killed else np.zeros(args.agents, bool)
     options = SamplingOptions(num_samples=num_samples, seed=1)
     with contextlib.closing(backend):
         begun = time.monotonic()
@@ -252,7 +257,8 @@ def main() -> None:
                         "slots": args.slots,
                         "turns": args.turns,
                         "tools_ms": args.tools_ms,
-                        "failed": int(done.of_agents.failed_B.sum()),
+                        "killed": int(killed_B.sum()),
+                        "lost": int((done.of_agents.failed_B & ~killed_B).sum()),
                         "first_s": round(first_s, 1),
                         "wall_s": round(wall, 2),
                         "requests_per_s": round(requests / wall, 1),
@@ -267,10 +273,10 @@ def main() -> None:
                         "programs_ms_per_request": round(1000 * watch.programs_s / requests, 3),
                         "process_ms_per_request": round(1000 * cpu / requests, 3),
                         "pages": round(backend.metrics["agent/prompt_share_from_pages"], 3),
-                        "turn_s": round(float(np.mean(done.of_agents.score_B)), 3),
+                        "turn_s": round(float(np.nanmean(done.of_agents.score_B)), 3),
                         "load": load,
                     }
-                )  # fmt: skip
+                )
             )
 
 

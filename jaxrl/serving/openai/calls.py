@@ -118,8 +118,6 @@ class RequestLimits:
 _DEFAULT_COMPLETION_TOKENS = 16
 # Characters per token; twice the value of English prose.
 _CHARS_PER_TOKEN = 8
-# Clients send the same limits with every request, and checking them takes a fifth of reading it.
-_truncation = functools.lru_cache(64, typed=True)(truncation_of)
 # Temperatures below count as greedy: division by them would overflow float32.
 _LOWEST_TEMPERATURE = 1e-5
 
@@ -272,7 +270,7 @@ def _requests(
     sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int, limits: RequestLimits
 ) -> tuple[Request, ...]:
     _check_sizes(sampling, prompts, max_tokens, limits)
-    truncation = _truncation(
+    truncation = truncation_of(
         # Some clients send -1 to disable top_k.
         top_k=max(sampling.top_k, 0),
         top_p=sampling.top_p,
