@@ -145,7 +145,7 @@ class Watch:
 
 def thread_seconds() -> dict[str, float]:
     """Processor time of each Python thread of this process, by its name without a number."""
-    tick, found = os.sysconf("SC_CLK_TCK"), collections.Counter()
+    tick, found = os.sysconf("SC_CLK_TCK"), collections.defaultdict(float)
     for thread in threading.enumerate():
         # Nanoseconds, where the kernel has them; else ticks.
         path = pathlib.Path(f"/proc/self/task/{thread.native_id}")
