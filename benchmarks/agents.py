@@ -13,7 +13,8 @@ the lines counts.
     pages      prompt tokens that known pages held over all prompt tokens
     turn       time of a request, from sending to the answer, measured by the agent
 
-With `--killed 1` every tenth agent ends its process in its third turn; `lost` are others that failed.
+With `--killed 1` every tenth agent ends its process in its third turn; `lost` are others that failed in the
+first batch.
 `--profile PREFIX` writes cProfile's statistics of the HTTP thread and of the main thread.
 """
 
@@ -144,7 +145,7 @@ class Watch:
 
 def thread_seconds() -> dict[str, float]:
     """Processor time of each Python thread of this process, by its name without a number."""
-    tick, found = os.sysconf("SC_CLK_TCK"), collections.Counter()
+    tick, found = os.sysconf("SC_CLK_TCK"), collections.defaultdict(float)
     for thread in threading.enumerate():
         # Nanoseconds, where the kernel has them; else ticks.
         path = pathlib.Path(f"/proc/self/task/{thread.native_id}")
@@ -228,17 +229,19 @@ def main() -> None:
     options = SamplingOptions(num_samples=num_samples, seed=1)
     with contextlib.closing(backend):
         begun = time.monotonic()
-        backend.generate(prompts, options)
-        first_s = time.monotonic() - begun
+        first: Any = backend.generate(prompts, options)
+        lost = {
+            "killed": int(killed_B.sum()),
+            "lost": int((first.of_agents.failed_B & ~killed_B).sum()),
+        }
+        print(json.dumps({"first_s": round(time.monotonic() - begun, 1), **lost}), flush=True)
         watch = Watch(backend._live, engine)
         for batch in range(args.batches):
             watch.reset()
             before, cpu = thread_seconds(), time.process_time()
-            profile = (
-                cProfile.Profile(time.thread_time) if args.profile else contextlib.nullcontext()
-            )
+            profile = cProfile.Profile(time.thread_time)
             begun = time.monotonic()
-            with profile:
+            with profile if args.profile else contextlib.nullcontext():
                 done: Any = backend.generate(prompts, options.replace(step=batch + 1))
             wall = time.monotonic() - begun
             cpu = time.process_time() - cpu
@@ -257,9 +260,6 @@ def main() -> None:
                         "slots": args.slots,
                         "turns": args.turns,
                         "tools_ms": args.tools_ms,
-                        "killed": int(killed_B.sum()),
-                        "lost": int((done.of_agents.failed_B & ~killed_B).sum()),
-                        "first_s": round(first_s, 1),
                         "wall_s": round(wall, 2),
                         "requests_per_s": round(requests / wall, 1),
                         "dispatches": watch.dispatches,
