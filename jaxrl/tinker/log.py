@@ -43,8 +43,13 @@ class Log:
           UserError: it is damaged.
         """
         records = _read(path)
-        ended = {record["session"] for record in records if record["kind"] == "end"}
-        self.records = [record for record in records if record["session"] not in ended]
+        begun, ended = (
+            {record["session"] for record in records if record["kind"] == kind}
+            for kind in ("session", "end")
+        )
+        # Sessions that are not over. What is written after the end of one has no beginning.
+        self._sessions = begun - ended
+        self.records = [record for record in records if record["session"] in self._sessions]
         write_atomically(path, b"".join(map(_line, self.records)))
         self._file = AppendedFile(path)
         self._lock = threading.Lock()
@@ -70,6 +75,12 @@ class Log:
             try:
                 self._file.append(line, durable=False)
                 self._written += 1
+                if kind == "session":
+                    self._sessions.add(session_id)
+                elif kind == "end":
+                    self._sessions.discard(session_id)
+                    if not self._sessions:
+                        self._file.clear()
             except OSError as error:
                 _LOG.error("nothing more is submitted: the log cannot be written (%s)", error)
                 self._failed = error

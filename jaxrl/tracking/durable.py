@@ -131,6 +131,10 @@ class AppendedFile:
         """Waits until all records are on disk."""
         os.fsync(self._descriptor)
 
+    def clear(self) -> None:
+        """Removes all records."""
+        os.ftruncate(self._descriptor, 0)
+
     def close(self) -> None:
         """Closes the file. Further calls do nothing."""
         if self._descriptor >= 0:

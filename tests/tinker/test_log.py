@@ -35,6 +35,9 @@ def test_records_come_back_without_a_torn_line_and_without_sessions_that_are_ove
     # The torn line is gone for good: the next one does not continue it.
     write(path, ("call", "b", {"id": "z", "body": body}))
     assert Log(path).records == [*kept, {**kept[1], "id": "z", "body": body}]
+    # Nothing is left once all sessions are over, whatever comes after.
+    write(path, ("end", "b", {}), ("result", "b", {"id": "z", "body": body}))
+    assert path.read_bytes().count(b"\n") == 1 and not Log(path).records
 
 
 def test_damage_before_the_last_line_is_told(path):
@@ -54,7 +57,7 @@ def test_a_log_that_could_not_be_written_takes_nothing_more(path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr("os.write", full)
         with pytest.raises(OSError, match="No space"):
-            log.write("session", "b")
+            log.write("call", "a")
     with pytest.raises(OSError, match="No space"):
         log.write("session", "c")
     assert [json.loads(line)["session"] for line in path.read_text().splitlines()] == ["a"]
