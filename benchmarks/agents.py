@@ -2,8 +2,9 @@
 
     python benchmarks/agents.py --agents 256 --slots 32 --turns 5 --tools_ms 500
 
-A tiny model with random weights answers over HTTP, as in training (`jaxrl.agents`). Each agent speaks for some
-turns, with a tool between two of them that takes a random time. The first batch compiles; the second counts.
+A tiny model with random weights answers over HTTP, as in training (`jaxrl.agents`). Each agent speaks for
+some turns, with a tool between two of them that takes a random time. The first batches compile; the last of
+the lines counts.
 
     busy       slots in use over all slots, mean over the dispatches before which requests waited
     useful     tokens kept over tokens that the dispatches had room for, over the same dispatches
@@ -12,6 +13,8 @@ turns, with a tool between two of them that takes a random time. The first batch
     pages      prompt tokens that known pages held over all prompt tokens
     turn       time of a request, from sending to the answer, measured by the agent
 
+With `--killed 1` every tenth agent ends its process in its third turn; `lost` are others that failed in the
+first batch.
 `--profile PREFIX` writes cProfile's statistics of the HTTP thread and of the main thread.
 """
 
@@ -33,7 +36,8 @@ import threading
 import time
 from typing import Any
 
-WORDS = "the tool has looked and found some of it here but not all so look again at the next one".split()
+TEXT = "the tool has looked and found some of it here but not all so look again at the next one"
+WORDS = TEXT.split()
 TEMPLATE = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -44,7 +48,10 @@ async def agent(client, problem):
     choose = random.Random(problem.seed * 1000 + problem.sample)
     messages = [{"role": "user", "content": problem.prompt}]
     taken = []
-    for _ in range(problem.extra["turns"]):
+    number = problem.extra["number"] + problem.sample
+    for turn in range(problem.extra["turns"]):
+        if turn == 2 and problem.extra["killed"] and number % 10 == 3:
+            os._exit(1)
         begun = time.monotonic()
         answer = await client.chat.completions.create(
             model="policy", messages=messages, max_tokens=problem.extra["tokens"]
@@ -89,22 +96,28 @@ class Watch:
         self.room = self.slots * engine.config.tokens_per_dispatch
         self.reset()
         loop = live._loop
-        finish = loop.finish
+        begin, finish = loop.begin, loop.finish
+        full = False
+
+        def begun():
+            nonlocal full
+            # What arrives while the devices work is not waiting yet.
+            waiting, inside = live.load
+            begin()
+            busy = len(loop.scheduler.busy_slots)
+            full = waiting + inside > busy
+            if full:
+                self.busy.append(busy / self.slots)
 
         def finished():
-            busy = len(loop.scheduler.busy_slots)
-            waiting, inside = live.load
-            before = time.thread_time()
             results = finish()
-            self.finish_s += time.thread_time() - before
-            if waiting + inside - busy:
-                self.busy.append(busy / self.slots)
+            if full:
                 self.useful.append(sum(len(r.tokens) for r in results) / self.room)
             self.dispatches += 1
             self.samples += sum(r.end is not None for r in results)
             return results
 
-        loop.finish = finished
+        loop.begin, loop.finish = begun, finished
         names = (
             "prefill extend widen reuse insert release resize with_pages generate init_decode_state"
         )
@@ -116,7 +129,7 @@ class Watch:
     def reset(self):
         self.busy, self.useful = [], []
         self.dispatches = self.samples = 0
-        self.finish_s = self.programs_s = 0.0
+        self.programs_s = 0.0
 
     def _timed(self, function):
         @functools.wraps(function)
@@ -132,7 +145,7 @@ class Watch:
 
 def thread_seconds() -> dict[str, float]:
     """Processor time of each Python thread of this process, by its name without a number."""
-    tick, found = os.sysconf("SC_CLK_TCK"), collections.Counter()
+    tick, found = os.sysconf("SC_CLK_TCK"), collections.defaultdict(float)
     for thread in threading.enumerate():
         # Nanoseconds, where the kernel has them; else ticks.
         path = pathlib.Path(f"/proc/self/task/{thread.native_id}")
@@ -151,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
         ("agents", 256), ("slots", 32), ("turns", 5), ("tools_ms", 500), ("tokens", 16), ("words", 12),
-        ("tokens_per_dispatch", 8), ("batches", 1),
+        ("tokens_per_dispatch", 8), ("batches", 3), ("killed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--profile", default="")
@@ -193,6 +206,8 @@ def main() -> None:
     sizes = EngineConfig(
         slots=args.slots, prefill_prompts=min(32, args.slots), smallest_bucket=args.slots,
         tokens_per_dispatch=args.tokens_per_dispatch, cache="paged", max_prompt_tokens=511,
+        # Whole conversations stay known while tools run.
+        cache_tokens=384 * args.agents,
         max_response_tokens=args.tokens, context_tokens=512, stop_ids=tokenizer.stop_ids,
     )  # fmt: skip
     engine = Engine(model, graph, mesh, sizes)
@@ -205,25 +220,28 @@ def main() -> None:
     num_samples = 8
     N = args.agents // num_samples
     texts = [" ".join(rng.choice(WORDS, 40)) for _ in range(N)]
-    names = ("turns", "tools_ms", "tokens", "words")
+    names = ("turns", "tools_ms", "tokens", "words", "killed")
     prompts = Prompts(
         np.arange(N), (np.zeros(1, np.int32),) * N, tuple(texts), ("",) * N, ("benchmark",) * N,
-        tuple({name: getattr(args, name) for name in names} for _ in range(N)),
+        tuple({"number": n * num_samples, **{k: getattr(args, k) for k in names}} for n in range(N)),
     )  # fmt: skip
+    killed_B = np.arange(args.agents) % 10 == 3 if args.killed else np.zeros(args.agents, bool)
     options = SamplingOptions(num_samples=num_samples, seed=1)
     with contextlib.closing(backend):
         begun = time.monotonic()
-        backend.generate(prompts, options)
-        first_s = time.monotonic() - begun
+        first: Any = backend.generate(prompts, options)
+        lost = {
+            "killed": int(killed_B.sum()),
+            "lost": int((first.of_agents.failed_B & ~killed_B).sum()),
+        }
+        print(json.dumps({"first_s": round(time.monotonic() - begun, 1), **lost}), flush=True)
         watch = Watch(backend._live, engine)
         for batch in range(args.batches):
             watch.reset()
             before, cpu = thread_seconds(), time.process_time()
-            profile = (
-                cProfile.Profile(time.thread_time) if args.profile else contextlib.nullcontext()
-            )
+            profile = cProfile.Profile(time.thread_time)
             begun = time.monotonic()
-            with profile:
+            with profile if args.profile else contextlib.nullcontext():
                 done: Any = backend.generate(prompts, options.replace(step=batch + 1))
             wall = time.monotonic() - begun
             cpu = time.process_time() - cpu
@@ -242,8 +260,6 @@ def main() -> None:
                         "slots": args.slots,
                         "turns": args.turns,
                         "tools_ms": args.tools_ms,
-                        "failed": int(done.of_agents.failed_B.sum()),
-                        "first_s": round(first_s, 1),
                         "wall_s": round(wall, 2),
                         "requests_per_s": round(requests / wall, 1),
                         "dispatches": watch.dispatches,
@@ -257,10 +273,10 @@ def main() -> None:
                         "programs_ms_per_request": round(1000 * watch.programs_s / requests, 3),
                         "process_ms_per_request": round(1000 * cpu / requests, 3),
                         "pages": round(backend.metrics["agent/prompt_share_from_pages"], 3),
-                        "turn_s": round(float(np.mean(done.of_agents.score_B)), 3),
+                        "turn_s": round(float(np.nanmean(done.of_agents.score_B)), 3),
                         "load": load,
                     }
-                )  # fmt: skip
+                )
             )
 
 

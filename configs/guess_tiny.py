@@ -32,6 +32,5 @@ def get_config():
     config.optim.lr = 6e-4
     config.reward.overlong_buffer_tokens = 0
     config.train.row_tokens = 256
-    # The game is learned soon; what SFT shows is mostly noise.
-    config.sft.num_steps = 300
+    config.sft.num_steps = 1000
     return config

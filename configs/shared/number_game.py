@@ -31,7 +31,7 @@ QUESTION = f"Guess my number from 1 to {NUMBERS}."
 # Reward of a wrong guess that agrees with what was said.
 LISTENED = 0.1
 # Share of the guesses to learn from that agree with all answers so far.
-LISTENS = 0.25
+LISTENS = 0.3
 
 
 def _user(text: str) -> dict[str, str]:

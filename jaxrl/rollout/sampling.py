@@ -12,6 +12,7 @@ is less robust: there a rounding difference can change a token at every boundary
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -40,6 +41,8 @@ _NEVER = -1e30
 _TRIES = 8
 
 
+# Most requests to a server have the same limits, and checking them takes a fifth of reading one.
+@functools.lru_cache(256, typed=True)
 def truncation_of(
     *,
     top_k: int = 0,

@@ -35,7 +35,7 @@ SIZES = EngineConfig(
 OPTIONS = SamplingOptions(num_samples=2, seed=7, step=3)
 
 
-def agent_backend(seconds: float = 60.0, **changes) -> AgentBackend:
+def agent_backend(seconds: float = 60.0, agent: str = AGENT) -> AgentBackend:
     """Weights are the same for all."""
     tokenizer = chat_tokenizer()
     model = ModelConfig(
@@ -51,7 +51,7 @@ def agent_backend(seconds: float = 60.0, **changes) -> AgentBackend:
     graph, shapes, _ = decoder_graph(model)
     layout = ParallelLayout.from_config(LayoutConfig(train="1-1-1"))
     mesh = build_mesh(layout, jax.devices()[:1])
-    settings = RolloutConfig(agent=AGENT, agent_turns=8, agent_seconds=seconds, **changes)
+    settings = RolloutConfig(agent=agent, agent_turns=8, agent_seconds=seconds)
     engine = Engine(model, graph, mesh, dataclasses.replace(SIZES, stop_ids=tokenizer.stop_ids))
     backend = AgentBackend(OfflineBackend(engine, tokenizer.decode_batch), settings, tokenizer)
     rng = np.random.default_rng(0)

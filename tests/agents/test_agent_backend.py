@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from agent_runs import OPTIONS, agent_backend, problems
 
+from jaxrl.errors import UserError
 from jaxrl.types import Branch, Completions
 
 
@@ -143,3 +144,19 @@ def test_agents_that_hang_are_late_and_lose_no_other():
     with contextlib.closing(agent_backend(seconds=20.0)) as backend:
         done = backend.generate(problems(kinds), OPTIONS.replace(num_samples=1))
     assert done.of_agents.failed_B.tolist() == [False, True, True, False, False]
+
+
+@pytest.mark.long
+def test_an_agent_that_cannot_be_loaded_again_ends_the_run(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import os\n"
+        "def agent(client, problem):\n"
+        "    open(__file__, 'w').write('broken(')\n"
+        "    os._exit(1)\n"
+    )
+    with (
+        contextlib.closing(agent_backend(agent=f"{path}:agent")) as backend,
+        pytest.raises(UserError, match=r"own\.py"),
+    ):
+        backend.generate(problems(["talk"]), OPTIONS)

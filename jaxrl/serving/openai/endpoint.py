@@ -67,6 +67,8 @@ class _Inbox:
     def __init__(self, driver: LiveText, call: Call):
         self._driver = driver
         self._loop = asyncio.get_running_loop()
+        self._streams = call.stream
+        self._held: list[tuple[int, Delta] | LiveError] = []
         self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
         n = call.requests[0].options.num_samples
         self._tickets = driver.submit_all(
@@ -76,10 +78,19 @@ class _Inbox:
 
     def _put(self, first: int, event: Delta | LiveError) -> None:
         """Takes an event of a request, of which `first` is the index of the first choice."""
-        item = event if isinstance(event, LiveError) else (first + event.index, event)
+        ended = isinstance(event, LiveError)
+        self._held.append(event if ended else (first + event.index, event))
+        # Waking the event loop costs more than all else that is done for a delta.
+        if not (self._streams or ended or event.finish):
+            return
+        items, self._held = self._held, []
         # The loop is closed only after the server has stopped, so nobody reads any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._pass_on, items)
+
+    def _pass_on(self, items: list[tuple[int, Delta] | LiveError]) -> None:
+        for item in items:
+            self._events.put_nowait(item)
 
     async def get(self) -> tuple[int, Delta]:
         """The next delta with the index of its choice; raises LiveError if the call has failed."""
