@@ -207,17 +207,17 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 36_005,
+    "lines of code": 40_670,
     "lines of code of planner/": 4_660,
-    "lines of code of the largest other package": 3_200,
-    "files": 300,
-    "lines of code that trainer/ imports, itself included": 21_584,
+    "lines of code of the largest other package": 3_393,
+    "files": 339,
+    "lines of code that trainer/ imports, itself included": 21_963,
     "files that trainer/ imports, itself included": 189,
-    "settings": 180,
+    "settings": 184,
     "functions per 1,000 lines of code": 85,
     "lines of code of tests per 100 of the package": 93,
 }
-MIN_COMMENT_PERCENT = 2.9
+MIN_COMMENT_PERCENT = 2.7
 
 
 def test_the_house_keeps_its_budgets(capsys):
