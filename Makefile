@@ -17,7 +17,7 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-lm lm-parts docs test test-long test-all check format clean
+.PHONY: demo demo-lm lm-parts docs test test-long test-all test-clients check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
@@ -39,6 +39,10 @@ test-long: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST) $(PARALLEL) -m ""
+
+# Other people's programs as their users start them: pip installs them into a cache first (tests/clients).
+test-clients: $(INSTALLED)
+	$(PYTEST) -m clients tests/clients
 
 # The documentation as a site in build/site; a warning is an error.
 docs: $(INSTALLED)

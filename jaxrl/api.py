@@ -20,7 +20,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import jax
@@ -50,10 +50,14 @@ from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_files import keep_model_files
 from jaxrl.trainer.supervised import starting_params
 
+if TYPE_CHECKING:
+    from jaxrl.agents.served import Served
+
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 Recipe = str | pathlib.Path | ConfigDict | Config
 Reward = Callable[..., Any] | str
 Rewards = Reward | Sequence[Reward]
+Agent = Callable[..., Any] | str
 
 
 def train(
@@ -63,6 +67,7 @@ def train(
     data: Rows | None = None,
     evaluation: Rows | None = None,
     reward: Rewards | None = None,
+    agent: Agent | None = None,
     name: str | None = None,
     **overrides: Any,
 ) -> pa.Table:
@@ -78,6 +83,7 @@ def train(
       evaluation: problems to evaluate with. None keeps the recipe's, or has none if `data` is given.
       reward: function of docs/rewards.md, or its path; it replaces the recipe's grader. Of a list, scores are
         added up, and each function is reported under its name. None keeps the recipe's rewards.
+      agent: function of docs/agents.md, or its path; None keeps the recipe's.
       name: name of the run; None keeps the recipe's.
       **overrides: settings, with "__" for the dot: `optim__lr=1e-5`. `num_steps` is short for
         `run__num_steps`. A function may stand where a setting has the path of one.
@@ -91,7 +97,14 @@ def train(
       KeyboardInterrupt: the run was interrupted; it is saved.
     """
     config = build_config(
-        recipe, model=model, data=data, evaluation=evaluation, reward=reward, name=name, **overrides
+        recipe,
+        model=model,
+        data=data,
+        evaluation=evaluation,
+        reward=reward,
+        agent=agent,
+        name=name,
+        **overrides,
     )
     if train_or_plan(config, dry_run=False):
         raise KeyboardInterrupt(
@@ -152,6 +165,19 @@ class OpenRun:
         self._check_open()
         return {k: float(v) for k, v in self._stage.evaluate("now").items()}
 
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[Served]:
+        """Serves the policy with its current weights inside a `with` block, in which no step may run.
+
+        Raises:
+          UserError: the `with` block of the run has ended.
+        """
+        from jaxrl.agents.served import served
+
+        self._check_open()
+        with served(self.roles.actor, self.context.tokenizer) as found:
+            yield found
+
     def save_model(self, folder: str | os.PathLike[str], *, dtype: str = "float32") -> None:
         """Writes the policy as a Hugging Face directory, adapters merged. Works after the `with` block too.
 
@@ -210,6 +236,7 @@ def build_config(
     data: Rows | None = None,
     evaluation: Rows | None = None,
     reward: Rewards | None = None,
+    agent: Agent | None = None,
     name: str | None = None,
     **overrides: Any,
 ) -> Config:
@@ -230,6 +257,8 @@ def build_config(
     settings: dict[str, Any] = {key.replace("__", "."): value for key, value in overrides.items()}
     if name is not None:
         settings["name"] = name
+    if agent is not None:
+        settings["rollout.agent"] = agent
     if model is not None:
         settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
     if tree["mesh"]["simulated_devices"] == "auto":

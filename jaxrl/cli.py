@@ -43,7 +43,10 @@ COMMANDS = {
         "jaxrl.tracking.report.report_command:main",
         "compares runs on one page: curves, settings, samples",
     ),
-    "serve": Command("jaxrl.serving.server:main", "serves a model over HTTP"),
+    "serve": Command(
+        "jaxrl.commands.serve_command:main",
+        "serves a model over HTTP, by OpenAI's API or, with --tinker, by that of Tinker",
+    ),
     "convert": Command(
         "jaxrl.commands.convert:main", "exports what a run trained, for Transformers, vLLM or PEFT"
     ),

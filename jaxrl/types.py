@@ -114,6 +114,50 @@ class TurnText(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Branch:
+    """A further conversation of an agent's sample, of which a beginning may be trained elsewhere.
+
+    Attributes:
+      tokens: int32 [T], from the first token that the model saw.
+      rollout_logprob, entropy: float32 [T], as in `Completions`; 0 on tokens that were not sampled.
+      mask: float32 [T], 1 on sampled tokens that no other branch trains.
+    """
+
+    tokens: np.ndarray
+    rollout_logprob: np.ndarray
+    entropy: np.ndarray
+    mask: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentRows:
+    """What agents add to the B rows of completions.
+
+    Attributes:
+      score_B: float32, score that the agent gave its sample; NaN where the graders decide.
+      failed_B: bool, samples whose agent failed or was late. They have no tokens and count in no baseline.
+      branches: B tuples of further conversations; their tokens share the advantage of the sample.
+    """
+
+    score_B: np.ndarray
+    failed_B: np.ndarray
+    branches: tuple[tuple[Branch, ...], ...]
+
+    def take(self, rows: np.ndarray) -> AgentRows:
+        """The rows at `rows`, in that order."""
+        return AgentRows(self.score_B[rows], self.failed_B[rows], _pick(self.branches, rows))
+
+    @staticmethod
+    def concatenate(parts: Sequence[AgentRows]) -> AgentRows:
+        """All rows of `parts`, in order."""
+        return AgentRows(
+            np.concatenate([part.score_B for part in parts]),
+            np.concatenate([part.failed_B for part in parts]),
+            _join([part.branches for part in parts]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Completions:
     """G sampled answers to each of N prompts; row b answers prompt b // G and is its sample b % G.
 
@@ -137,6 +181,7 @@ class Completions:
       turns: B tuples of turns. By default each response is a single turn of the policy.
       started_B: int32, training step that started each response; its sampling keys use this step. All 0 by
         default.
+      of_agents: what agents add; None if the responses are the policy's alone.
     """
 
     prompts: Prompts
@@ -149,6 +194,7 @@ class Completions:
     mask: tuple[np.ndarray, ...] = ()
     turns: Sequence[tuple[TurnText, ...]] = ()
     started_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    of_agents: AgentRows | None = None
 
     def __post_init__(self):
         if not len(self.started_B):
@@ -200,11 +246,13 @@ class Completions:
             mask=_pick(self.mask, rows),
             turns=_pick_rows(self.turns, rows),
             started_B=self.started_B[rows],
+            of_agents=self.of_agents and self.of_agents.take(rows),
         )
 
     @staticmethod
     def concatenate(parts: Sequence[Completions]) -> Completions:
-        """All groups of `parts`, in order; every part has the same G."""
+        """All groups of `parts`, in order; every part has the same G, and either all or none have agents."""
+        agents = [part.of_agents for part in parts if part.of_agents is not None]
         return Completions(
             prompts=Prompts.concatenate([p.prompts for p in parts]),
             num_samples=parts[0].num_samples,
@@ -216,6 +264,7 @@ class Completions:
             mask=_join([p.mask for p in parts]),
             turns=_join_rows([p.turns for p in parts]),
             started_B=np.concatenate([p.started_B for p in parts]),
+            of_agents=AgentRows.concatenate(agents) if agents else None,
         )
 
 
@@ -332,7 +381,8 @@ class PackedBatch:
     Attributes:
       tokens, positions, segment_ids: int32 [U, M, R, T]; segment 0 is padding.
       sequence: int32 [U, M, R, T], index of the token's sequence in the step; -1 on shared prompts, 0 on
-        padding.
+        padding. Of B sequences, number b + j * B is the j-th further conversation of sequence b, with its
+        advantage.
       loss_mask: float32 [U, M, R, T], 1 on trained tokens, else 0.
       num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
       prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if

@@ -27,12 +27,22 @@ from jaxrl.errors import UserError
 _CLONE = pathlib.Path(__file__).parents[1] / "configs"
 _PACKAGE = pathlib.Path(__file__).parent / "recipes"
 
+# How `load_function` loads an agent (docs/agents.md).
+AGENT_CALL: Mapping[str, Any] = {"takes": ("client", "problem"), "own_process": True}
+
 _FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
 
 
 def bundled_recipes() -> pathlib.Path:
     """Returns the folder of the recipes that come with the package."""
     return _PACKAGE if _PACKAGE.is_dir() else _CLONE
+
+
+def bundled_file(path: str) -> str:
+    """The file at `path`, here or among the recipes that come with the package; `path` if there is none."""
+    beside = bundled_recipes() / path
+    # isfile returns False for invalid paths too, for which pathlib would raise.
+    return path if not path or os.path.isfile(path) or not os.path.isfile(beside) else str(beside)
 
 
 def names_function(path: str) -> bool:
@@ -155,14 +165,13 @@ def _named_module(path: str, where: str, what: str) -> types.ModuleType:
 def _file_module(path: str, where: str, what: str) -> types.ModuleType:
     # Recipes name functions beside them, shared/worked_sums.py:make, which are found from any folder, and a
     # run's settings stay the same on another machine.
-    files = (where, bundled_recipes() / where)
-    # isfile returns False for invalid paths too, for which pathlib would raise.
-    file = next((pathlib.Path(file).resolve() for file in files if os.path.isfile(file)), None)
-    if file is None:
+    found = bundled_file(where)
+    if not os.path.isfile(found):
         raise UserError(
             f"{what} {path!r} is not there: {pathlib.Path.cwd() / where} does not exist; paths are relative "
             f"to {pathlib.Path.cwd()}"
         )
+    file = pathlib.Path(found).resolve()
     # The path in the module name keeps it from hiding an installed module. Functions of one file share a
     # module.
     name = f"user code of {file}"

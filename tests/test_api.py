@@ -111,7 +111,7 @@ def test_what_becomes_of_objects(here):
         data=({"problem": p, "answer": "1"} for p in "abc"),
         reward=lambda responses: [2.0],
         algorithm__entropy_coef=0.0,
-        rollout__environment=endless_rows,
+        rollout__driver=endless_rows,
         optim__lr=1e-4,
         num_steps=3,
     )
@@ -124,10 +124,7 @@ def test_what_becomes_of_objects(here):
     assert not config.data.evaluation_sources
     reward = load_function(config.reward.functions["reward"]["path"], "it", takes=("responses",))
     assert reward("x") == [2.0]
-    assert next(load_function(config.rollout.environment, "it")(5)) == {
-        "problem": "5",
-        "answer": "1",
-    }
+    assert next(load_function(config.rollout.driver, "it")(5)) == {"problem": "5", "answer": "1"}
     # A cell that runs again means the same run.
     again = build_config("grpo_tiny", reward=brevity, name="brief")
     assert build_config("grpo_tiny", reward=brevity, name="brief") == again

@@ -89,7 +89,7 @@ def test_tests_are_given_the_extras_that_must_not_skip(make):
 
 def test_a_misspelt_extra_is_refused(make):
     installed, ran, errors = make("test", "EXTRAS=dev,partiy", status=2)
-    assert "EXTRAS names ['partiy']; known are ['aot', 'aot-gpu', 'dev'," in errors
+    assert "EXTRAS names ['partiy']; known are ['agents', 'aot', 'aot-gpu', 'dev'," in errors
     assert installed == ran == []
 
 

@@ -131,20 +131,40 @@ def from_past(
     # The roll has brought the end of a row to its beginning.
     has_past_BT = has_past_BT.at[:, 0].set(False)
     needed_BT = has_past_BT if trained_BT is None else has_past_BT & trained_BT
+    past = jax.tree.map(lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0))), hidden)
+    return at_places(function, past, tokens_BT, needed_BT, chunk_tokens=chunk_tokens, shards=shards)
+
+
+def at_places(
+    function: Callable[[Any, jax.Array, jax.Array], Values],
+    hidden: Any,
+    tokens_BT: jax.Array,
+    needed_BT: jax.Array,
+    *,
+    chunk_tokens: int,
+    shards: tuple[int, ...] = (1, 1),
+) -> Values:
+    """Applies a function to the hidden state and the tokens of every needed place, chunk by chunk.
+
+    Nothing is shifted: entry t of the result comes from hidden state t and tokens t.
+
+    Args:
+      function, hidden, chunk_tokens, shards: as for `from_past`. Values may have further dimensions.
+      tokens_BT: int32, or [B, T, K] for K tokens of every place.
+      needed_BT: bool, the places that have a result.
+
+    Returns:
+      The values, [B, T, ...] each, 0 elsewhere.
+    """
     needed_GN = _grouped(needed_BT, shards)
     G, N = needed_GN.shape
     # Stable: neighbours stay neighbours, and equal inputs give equal chunks on every device.
     order_GN = jnp.argsort(~needed_GN, axis=1, stable=True)
     inverse_GN = jnp.argsort(order_GN, axis=1)
     most_needed = needed_GN.sum(axis=1).max()
-
-    def sorted_past(x: jax.Array) -> jax.Array:
-        past = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        return _permuted(_grouped(past, shards), order_GN, inverse_GN)
-
     inputs = (
-        jax.tree.map(sorted_past, hidden),
-        jnp.take_along_axis(_grouped(tokens_BT, shards), order_GN, axis=1),
+        jax.tree.map(lambda x: _permuted(_grouped(x, shards), order_GN, inverse_GN), hidden),
+        _gathered(_grouped(tokens_BT, shards), order_GN),
     )
     C = min(chunk_tokens, N)
     if C == N:
@@ -165,13 +185,16 @@ def from_past(
         _, values = jax.lax.scan(
             jax.checkpoint(of_chunk, policy=keep), None, (jax.tree.map(chunked, inputs), firsts)
         )
-        values = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(G, -1)[:, :N], values)
+        values = jax.tree.map(
+            lambda x: x.swapaxes(0, 1).reshape(G, -1, *x.shape[3:])[:, :N], values
+        )
 
     def placed(x_GN: jax.Array) -> jax.Array:
-        (B, T), (r, p) = tokens_BT.shape, shards
+        (B, T), (r, p), others = needed_BT.shape, shards, x_GN.shape[2:]
         x_GN = _permuted(x_GN, inverse_GN, order_GN)
-        x_BT = x_GN.reshape(r, p, B // r, T // p).swapaxes(1, 2).reshape(B, T)  # as `_grouped`
-        return jnp.where(needed_BT, x_BT, 0.0)
+        x_BT = x_GN.reshape(r, p, B // r, T // p, *others).swapaxes(1, 2)  # as `_grouped`
+        needed = needed_BT.reshape(B, T, *(1,) * len(others))
+        return jnp.where(needed, x_BT.reshape(B, T, *others), jnp.zeros((), x_BT.dtype))
 
     return jax.tree.map(placed, values)
 

@@ -52,7 +52,7 @@ from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.serving import model_loading
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
@@ -256,7 +256,7 @@ def evaluate(
     name = "-".join(path.absolute().parts[-2:] if is_run(path) else path.absolute().parts[-1:])
     crc = zlib.crc32(settings.encode())
     folder = EvaluationFolder(pathlib.Path(out or f"evaluations/{name}-{crc:08x}"))
-    training = config.rollout.sampling(config.seed, tokenizer)
+    training = config.rollout.sampling(config.seed)
     options = config.evaluation.sampling(training, step=EVALUATION_STEP)
     stop_ids = (*tokenizer.stop_ids, *config.rollout.stop_ids)
     engine = engine_config(
@@ -267,6 +267,7 @@ def evaluate(
     )
     hosts.on_first(lambda: ensure_writable(folder.path))
     backend = build_backend(config.rollout.driver, model, mesh, engine, tokenizer.decode_batch)
+    backend = with_agent(backend, config.rollout, tokenizer)
     _say(f"loading {path} ({weights})")
     backend.load(load_policy(path, model, mesh, backend.dtype))
     _say(f"answering {len(prompts)} problems {config.evaluation.num_samples} times")

@@ -25,14 +25,13 @@ from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
-from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.run_report import write_run_report
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, Faults, RunKind, fine_tuning
 from jaxrl.trainer.run_files import stage_folders
-from jaxrl.user_code import load_function, names_function
+from jaxrl.user_code import AGENT_CALL, load_function, names_function
 
 
 class Training(NamedTuple):
@@ -123,8 +122,10 @@ def check_for_plan(config: Config) -> None:
         faults(setting, functools.partial(check_grader, *grader))
     for name, function in config.reward.functions.items():
         faults(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
-    if path := config.rollout.environment:
-        faults("rollout.environment", functools.partial(load_environment, path))
+    if agent := config.rollout.agent:
+        faults(
+            "rollout.agent", functools.partial(load_function, agent, "rollout.agent", **AGENT_CALL)
+        )
     faults.check()
 
 

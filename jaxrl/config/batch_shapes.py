@@ -37,9 +37,9 @@ def step_shape(config: Config, meshes: Sequence[Mesh] = ()) -> PackedShape:
         group = config.data.max_prompt_tokens - 1
         group += rollout.num_samples * (rollout.max_response_tokens + 1)
         limits = _with_longer_rows(limits, meshes, group)
-    return limits.shape(
-        rollout.num_prompts * rollout.num_samples, minibatches=config.algorithm.updates_per_step
-    )
+    # As many further conversations of agents as there are samples: `roles.batches.pack_completions`.
+    sequences = rollout.num_prompts * rollout.num_samples * (2 if rollout.agent else 1)
+    return limits.shape(sequences, minibatches=config.algorithm.updates_per_step)
 
 
 def _with_longer_rows(limits: RowLimits, meshes: Sequence[Mesh], group: int) -> RowLimits:
@@ -74,11 +74,17 @@ def engine_config(
     samples = rollout.prompts_per_batch(dynamic_sampling=dynamic_sampling) * rollout.num_samples
     # Matmuls of one row round otherwise.
     each = max(2 if rollout.deterministic else 1, -(-samples // replicas))
+    settings = rollout.engine_settings(slots=min(rollout.slots, each * replicas))
+    prompt = config.data.max_prompt_tokens
+    if rollout.agent:
+        # A turn goes on after the whole conversation, whose pages are known.
+        settings["cache"], prompt = "paged", config.longest_sequence - 1
     return EngineConfig(
-        **rollout.engine_settings(slots=min(rollout.slots, each * replicas)),
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        **settings,
+        max_prompt_tokens=prompt,
         max_response_tokens=rollout.max_response_tokens,
         stop_ids=stop_ids,
+        context_tokens=config.longest_sequence if rollout.agent else 0,
     )
 
 

@@ -99,7 +99,7 @@ class EvaluationConfig:
     def sampling(self, training: SamplingOptions, *, step: int) -> SamplingOptions:
         """Options of sampling answers to the evaluation prompts, with the sampling keys of `step`.
 
-        Stop strings and environment belong to the task, so they are those of training.
+        Stop strings belong to the task, so they are those of training.
         """
         return dataclasses.replace(
             training,

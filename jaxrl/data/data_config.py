@@ -169,3 +169,7 @@ class TokenizerConfig:
     """Hugging Face tokenizer directory; "" trains a small one on the problems, of at
     most `model.vocab_size` tokens.
     """
+    chat_template: Annotated[str, PATH] = ""
+    """File with a chat template in place of the tokenizer's own, for example one with tools; "" keeps
+    it.
+    """

@@ -127,8 +127,14 @@ class Tokenizer:
             (directory / f"{name}.json").write_text(text, encoding="utf-8")
 
 
-def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
+def load_tokenizer(
+    directory: str | pathlib.Path, *, chat_template: str | pathlib.Path = ""
+) -> Tokenizer:
     """Reads the tokenizer of a local Hugging Face directory.
+
+    Args:
+      directory: the directory.
+      chat_template: file with the chat template; "" is the one of the directory.
 
     Raises:
       UserError: A file is missing or broken, or none names an end-of-sequence token.
@@ -169,7 +175,13 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
         stop_ids=stop_ids,
         pad_id=ids.get("pad_token", stop_ids[0]),
         special_tokens=special_tokens,
-        chat_template=_read_chat_template(directory, config, special_tokens),
+        chat_template=_read_chat_template(directory, config, special_tokens)
+        if not chat_template
+        else ChatTemplate(
+            read_text(pathlib.Path(chat_template), absent="name a template's file"),
+            origin=str(chat_template),
+            special_tokens=special_tokens,
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import ShareOption, pack_completions
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
-from jaxrl.types import ValueBatch
+from jaxrl.types import Completions, ValueBatch
 
 
 @dataclasses.dataclass(eq=False)
@@ -230,12 +230,9 @@ class Advantages:
         with self.timer.phase("adv"):
             batch, completions = experience.batch, experience.completions
             value = self.actor.place(values)
+            group_B, num_groups = _groups(completions)
             cost_advantage, target, _ = self.estimator(
-                batch,
-                costs.cost_B,
-                completions.prompt_index_B.astype(np.int32),
-                num_groups=len(completions.prompts),
-                value=value,
+                batch, costs.cost_B, group_B, num_groups=num_groups, value=value
             )
             advantage = constrained_advantage(
                 batch.advantage, cost_advantage, jnp.float32(self.multiplier.value)
@@ -248,11 +245,12 @@ class Advantages:
     def _estimated(self, experience: Experience, **given: Any) -> tuple[Experience, jax.Array]:
         """(experience with advantages, returns). Adapts the KL coefficient afterwards."""
         completions = experience.completions
+        group_B, num_groups = _groups(completions)
         advantage, target, reward_kl = self.estimator(
             experience.batch,
             experience.scored.reward_B,
-            completions.prompt_index_B.astype(np.int32),
-            num_groups=len(completions.prompts),
+            group_B,
+            num_groups=num_groups,
             kl_coef=self.kl.value,
             **given,
         )
@@ -265,3 +263,12 @@ class Advantages:
 
     def _done(self, experience: Experience) -> Experience:
         return experience.extended(self.timer.when_done(experience.batch))
+
+
+def _groups(completions: Completions) -> tuple[np.ndarray, int]:
+    """The group of each sample, int32 [B], and their number. Samples of failed agents are a group apart."""
+    index_B, agents = completions.prompt_index_B.astype(np.int32), completions.of_agents
+    if agents is None:
+        return index_B, len(completions.prompts)
+    apart = np.int32(len(completions.prompts))
+    return np.where(agents.failed_B, apart, index_B), int(apart) + 1

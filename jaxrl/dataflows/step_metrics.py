@@ -19,7 +19,7 @@ from jaxrl.mesh.hosts import fetch
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.packed_model import PackedModel
-from jaxrl.types import PackedBatch, Scored, TrainBatch, ValueBatch
+from jaxrl.types import AgentRows, PackedBatch, Scored, TrainBatch, ValueBatch
 
 _PER_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -47,6 +47,17 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         **_spread("num_turns", 2 + np.array(answered) + np.array(resumed)),
         **_spread("tool_call_counts", np.array(answered)),
         "response_length/overlong_ratio": float((groups.shaping_B < 0).mean()),
+        **_agent_metrics(completions.of_agents),
+    }
+
+
+def _agent_metrics(agents: AgentRows | None) -> dict[str, float]:
+    """Samples whose agent failed, and conversations beyond the first of each sample."""
+    if agents is None:
+        return {}
+    return {
+        "agent/failed": float(agents.failed_B.sum()),
+        "agent/further_conversations": float(sum(map(len, agents.branches))),
     }
 
 

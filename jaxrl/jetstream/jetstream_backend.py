@@ -172,7 +172,7 @@ class JetStreamBackend(EngineBackend):
     """Samples with JetStream's driver; the samples equal those of `rollout.driver.OfflineBackend`.
 
     It keeps all slots at full length. It also decodes past stop strings and searches for them afterwards. It
-    does not support several hosts, environments and unfinished samples.
+    does not support several hosts and unfinished samples.
     """
 
     def generate(
@@ -186,7 +186,7 @@ class JetStreamBackend(EngineBackend):
         """See `RolloutBackend.generate`. Groups are handed out in the order in which they started.
 
         Raises:
-          UserError: a prompt is empty or too long, there are several hosts, or an environment was given.
+          UserError: a prompt is empty or too long, or there are several hosts.
           DriverFailed: the engine has failed.
         """
         assert not options.budget_tokens, "JetStream cannot leave a sample unfinished"
@@ -194,11 +194,6 @@ class JetStreamBackend(EngineBackend):
             raise UserError(
                 f"rollout.driver=jetstream on {num_processes()} hosts: its threads would dispatch in another "
                 "order on each, and hang; use the driver of our own"
-            )
-        if options.environment is not None:
-            raise UserError(
-                "rollout.driver=jetstream with an environment: JetStream cannot continue a finished sample; "
-                "use the driver of our own"
             )
         check_lengths(prompts, self.engine.config.max_prompt_tokens)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
@@ -65,17 +66,20 @@ def build_mesh(
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def build_generation_mesh(layout_name: str) -> Mesh:
-    """The mesh of a command that only generates, over the first devices that its layout needs.
+def build_generation_mesh(layout_name: str, *, shard_state: bool = False) -> Mesh:
+    """The mesh of a command that generates, over the first devices that its layout needs.
 
     Args:
       layout_name: "p-t-d", as --mesh has it.
+      shard_state: whether replicas share one copy of a training state, for a command that trains too.
 
     Raises:
       UserError: the layout is malformed, or needs more devices than there are.
     """
     try:
         layout = ParallelLayout.from_config(LayoutConfig(train=layout_name))
+        if shard_state:
+            layout = dataclasses.replace(layout, fsdp=layout.d)
     except UserError as error:
         raise UserError(str(error).replace("mesh.train=", "--mesh ")) from error
     devices = jax.devices()

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.rewards.graders import Graders
-from jaxrl.rewards.grading import GradingTask, Response, Verdict
-from jaxrl.types import Completions, Prompts, Scored
+from jaxrl.rewards.grading import RIGHT, GradingTask, Response, Verdict
+from jaxrl.types import AgentRows, Completions, Prompts, Scored
 
 
 def rows_of(prompts: Prompts) -> list[GradingTask]:
@@ -56,13 +56,21 @@ def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
 
 
 class AskedVerdicts:
-    """Verdicts that are computed on a thread."""
+    """Verdicts that are computed on a thread. Samples that their agent has scored have that verdict."""
 
     def __init__(self, graders: Graders, completions: Completions):
         self._graders = graders
         self._prompts = completions.prompts
+        agents = completions.of_agents
+        self._given = [None] * len(completions) if agents is None else _given_by(agents)
         # The thread of the graders also makes the texts, if nobody has read them yet.
-        self._future = graders.submit(lambda: samples_of(completions))
+        self._future = graders.submit(
+            lambda: [
+                sample
+                for sample, given in zip(samples_of(completions), self._given, strict=True)
+                if given is None
+            ]
+        )
 
     def done(self) -> bool:
         """Whether all verdicts are ready."""
@@ -71,13 +79,26 @@ class AskedVerdicts:
     def result(self) -> list[Verdict]:
         """Waits for the verdicts; raises like `verdicts_of`."""
         try:
-            return self._future.result()
+            graded = iter(self._future.result())
+            return [next(graded) if given is None else given for given in self._given]
         except UserError as error:
             for n, row in enumerate(rows_of(self._prompts)):
                 if fault := self._graders.validate(row):
                     where = f"prompt {self._prompts.ids_N[n]} of {row.source!r}"
                     raise UserError(f"{where}: {fault}") from error
             raise
+
+
+def _given_by(agents: AgentRows) -> list[Verdict | None]:
+    """The verdicts of agents. A sample whose agent failed is wrong; nothing learns from it."""
+    return [
+        Verdict(0.0, False)
+        if failed
+        else None
+        if np.isnan(score)
+        else Verdict(float(score), bool(score >= RIGHT))
+        for score, failed in zip(agents.score_B, agents.failed_B, strict=True)
+    ]
 
 
 def score_completions(

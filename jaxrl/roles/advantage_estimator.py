@@ -177,7 +177,9 @@ class Estimator:
 def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B, given, kl_coef):
     T = batch.tokens.shape[-1]
     rows = jax.tree.map(lambda x: x.reshape(-1, T) if x.ndim == 4 else x, batch)
-    mask_BT, segment_ids_BT, sequence_BT = rows.loss_mask, rows.segment_ids, rows.sequence
+    mask_BT, segment_ids_BT = rows.loss_mask, rows.segment_ids
+    # Further conversations of a sample count as its own: `types.PackedBatch.sequence`.
+    sequence_BT = jnp.where(rows.sequence < 0, -1, rows.sequence % len(score_B))
     kl_BT = KL_ESTIMATES[estimator.kl_estimate](
         masked(rows.old_logprob, mask_BT), masked(rows.ref_logprob, mask_BT)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
 from jaxrl.roles.packing import PackedShape, Packing, PrefixGroups, plan_packing
-from jaxrl.types import Completions, PackedBatch, TrainBatch
+from jaxrl.types import AgentRows, Branch, Completions, PackedBatch, TrainBatch
 
 ShareOption = bool | Literal["auto"]
 
@@ -32,6 +33,9 @@ def pack_completions(
 ) -> TrainBatch:
     """Packs sampled sequences with the sampler's log-probabilities of their response tokens.
 
+    Further conversations of agents go to the minibatch of their sample. There are at most as many of them as
+    samples; of more, those with the fewest trained tokens are left out. The shape must have room for them.
+
     Args:
       completions: prompts and responses.
       shape: [U, M, R, T] of the batch.
@@ -43,32 +47,89 @@ def pack_completions(
       top_entropy: share of the trained tokens, those of the highest entropy, that have weight 1; the others
         have weight 0.
     """
-    prompts = [completions.prompts.tokens[i] for i in completions.prompt_index_B]
-    sequences = [np.concatenate(pair) for pair in zip(prompts, completions.tokens, strict=True)]
-    shared_B = np.array([len(prompt) - 1 for prompt in prompts])
+    rows = _rows_of(completions, trained_B)
     plan = functools.partial(
-        plan_packing, [len(s) for s in sequences], shape, shards=shards, last_B=last_B
+        plan_packing,
+        [len(tokens) for tokens in rows.tokens],
+        shape,
+        shards=shards,
+        last_B=None if last_B is None else last_B[rows.sample],
+        # In their order, like the samples of completions without further conversations.
+        minibatch_B=rows.sample * shape.minibatches // len(completions),
     )
     packing = None
     if share_prompts:
-        packing = plan(prefix_groups=PrefixGroups(completions.prompt_index_B, shared_B))
+        packing = plan(prefix_groups=PrefixGroups(rows.group, rows.shared))
         saves = (packing.segment_ids > 0).sum() <= _WORTH_SHARING * packing.lengths.sum()
         if share_prompts == "auto" and not saves:
             packing = None
     if packing is None:
         packing = plan(fill_minibatches=fill_minibatches)
-    mask = completions.mask
-    if trained_B is not None:
-        mask = [of_one * trained for of_one, trained in zip(mask, trained_B, strict=True)]
-    batch = _packed(packing, sequences, completions.rollout_logprob, mask)
+    batch = _packed(packing, rows.tokens, rows.logprob, rows.mask)
+    if len(rows.number) > len(completions):
+        # Shared prompts keep their -1.
+        number = np.append(rows.number, -1).astype(np.int32)
+        batch = batch.replace(sequence=number[batch.sequence])
     if top_entropy < 1:
-        trained = [of_one[m > 0] for of_one, m in zip(completions.entropy, mask, strict=True)]
+        trained = [of_one[m > 0] for of_one, m in zip(rows.entropy, rows.mask, strict=True)]
         trained = np.concatenate(trained).astype(np.float64)
         # The quantile lies between two entropies if the share is not a whole number of tokens.
         bound = np.quantile(trained, 1.0 - top_entropy) if len(trained) else 0.0
-        weight = [of_one >= bound for of_one in completions.entropy]
+        weight = [of_one >= bound for of_one in rows.entropy]
         batch = batch.replace(weight=packing.pack_ends(weight, np.float32))
     return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The C sequences of a step: the conversation of each sample, then further ones.
+
+    Attributes:
+      sample: int [C], sample of each.
+      number: int [C], `PackedBatch.sequence` of each.
+      group: int [C], sequences of equal number begin with the same prompt.
+      shared: int [C], number of tokens of the prompt that may be stored once.
+      tokens: C int32 arrays.
+      logprob, entropy, mask: C float32 arrays, of the last tokens of each.
+    """
+
+    sample: np.ndarray
+    number: np.ndarray
+    group: np.ndarray
+    shared: np.ndarray
+    tokens: Sequence[np.ndarray]
+    logprob: Sequence[np.ndarray]
+    entropy: Sequence[np.ndarray]
+    mask: Sequence[np.ndarray]
+
+
+def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
+    B, group_B = len(completions), completions.prompt_index_B
+    prompts = [completions.prompts.tokens[n] for n in group_B]
+    further = [] if completions.of_agents is None else _further(completions.of_agents)
+    sample = np.array([*range(B), *(b for b, _, _ in further)])
+    mask = [*completions.mask, *(branch.mask for _, _, branch in further)]
+    if trained_B is not None:
+        mask = [of_one * trained_B[b] for of_one, b in zip(mask, sample, strict=True)]
+    tokens = [np.concatenate(pair) for pair in zip(prompts, completions.tokens, strict=True)]
+    return _Rows(
+        sample=sample,
+        number=np.array([*range(B), *(b + j * B for b, j, _ in further)]),
+        group=np.append(group_B, len(completions.prompts) + np.arange(len(further))),
+        shared=np.array([len(prompt) - 1 for prompt in prompts] + [0] * len(further)),
+        tokens=[*tokens, *(branch.tokens for _, _, branch in further)],
+        logprob=[*completions.rollout_logprob, *(x.rollout_logprob for _, _, x in further)],
+        entropy=[*completions.entropy, *(branch.entropy for _, _, branch in further)],
+        mask=mask,
+    )
+
+
+def _further(agents: AgentRows) -> list[tuple[int, int, Branch]]:
+    """(sample, its number among those of the sample from 1, branch); at most as many as there are samples."""
+    found = [(b, j, x) for b, some in enumerate(agents.branches) for j, x in enumerate(some, 1)]
+    # A shape has room for so many; those with the most trained tokens are worth the most.
+    found.sort(key=lambda item: -item[2].mask.sum())
+    return sorted(found[: len(agents.branches)], key=lambda item: item[:2])
 
 
 def pack_examples(

@@ -186,6 +186,7 @@ def plan_packing(
     fill_minibatches: bool = False,
     prefix_groups: PrefixGroups | None = None,
     last_B: np.ndarray | None = None,
+    minibatch_B: np.ndarray | None = None,
 ) -> Packing:
     """Assigns every sequence to a row: in order to minibatches, and within one by best-fit decreasing.
 
@@ -203,16 +204,21 @@ def plan_packing(
         Groups rule out `fill_minibatches`.
       last_B: bool, the sequences for the last rows of their minibatch, apart from the others if there is
         room; None for none. `fill_minibatches` ignores it.
+      minibatch_B: The minibatch of each sequence; None gives each equally many, in order.
     """
     tokens_of = np.asarray(lengths, np.int64)
     U, M, R, T = dataclasses.astuple(shape)
-    assert len(tokens_of) % U == 0, f"{len(tokens_of)} sequences do not divide into {U} minibatches"
+    if minibatch_B is None:
+        assert len(tokens_of) % U == 0, (
+            f"{len(tokens_of)} sequences do not divide into {U} minibatches"
+        )
+        minibatch_B = np.repeat(np.arange(U), len(tokens_of) // U)
     assert np.all((tokens_of > 0) & (tokens_of <= T)), f"sequences must have 1 to {T} tokens"
     assert R % shards == 0, f"{R} rows do not divide into {shards} shards"
     assert not (prefix_groups and fill_minibatches), "an exchange would split prefix groups"
     indices = np.arange(len(tokens_of))
     groups = prefix_groups or PrefixGroups(indices, np.zeros_like(indices))
-    members_U = list(indices.reshape(U, -1))
+    members_U = [indices[minibatch_B == u] for u in range(U)]
     rows_U = [best_fit_decreasing(members, tokens_of, groups, T) for members in members_U]
     last_B = np.zeros(len(tokens_of), bool) if last_B is None else last_B
     if last_B.any():

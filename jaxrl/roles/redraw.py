@@ -1,22 +1,22 @@
 """How many of the sampler's tokens the trainer would have drawn, from its own logits and the same noise.
 
-The sampler draws argmax(logits / temperature + noise), and the noise depends only on the sample and the
-position (`rollout.sampling`). So the draw can be repeated with the logits of the trainer. Both agree on all
-tokens if both compute the same logits; each disagreement is a token where rounding, or a difference of
-weights, changed the draw:
+The sampler draws argmax(logits / temperature + noise), and the noise depends only on the key of the sample,
+or of an agent's turn, and the position in it (`rollout.sampling`). So the draw can be repeated with the
+logits of the trainer. Both agree on all tokens if both compute the same logits; each disagreement is a token
+where rounding, or a difference of weights, changed the draw:
 
     token           17    4     9     23
     sampler drew    17    4     9     23
     trainer draws   17    4     31    23      3 of 4 tokens are the same
 
-B sequences   R rows   T tokens of a row   G devices   C positions of a chunk   V vocabulary
+B samples   K turns   R rows   T tokens of a row   G devices   C positions of a chunk   V vocabulary
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +24,36 @@ import numpy as np
 
 from jaxrl.algos.logprobs import from_past
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.sampling import Truncation, draw, gumbel_noise, sample_keys
+from jaxrl.rollout.sampling import Truncation, draw, gumbel_noise, sample_keys, turn_seed
 from jaxrl.types import Completions, PackedBatch
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How the sampler drew the tokens of the sequences of a step.
+    """How the sampler drew the tokens of a step: in turns, each with a key. A plain response is one turn.
 
     Attributes:
-      key_B2: uint32, sampling key of each sequence.
-      prompt_tokens_B: int32, number of tokens before each response.
+      key_K2: uint32, sampling key of each turn.
+      sequence_K: int32, `PackedBatch.sequence` of each turn, ascending.
+      start_K: int32, number of tokens before each turn, ascending within a sequence.
       truncation: limits on the tokens that could be drawn, as scalars.
     """
 
-    key_B2: jax.Array
-    prompt_tokens_B: jax.Array
+    key_K2: jax.Array
+    sequence_K: jax.Array
+    start_K: jax.Array
     truncation: Truncation
+
+
+class _Turn(NamedTuple):
+    """A row of the arrays of `Draws`, and what its key is made of; see `sample_keys`."""
+
+    sequence: int
+    start: int
+    step: int
+    prompt_id: int
+    sample: int
 
 
 def draws_of(completions: Completions, options: SamplingOptions) -> Draws | None:
@@ -51,28 +63,53 @@ def draws_of(completions: Completions, options: SamplingOptions) -> Draws | None
     """
     if options.truncation.repetition_penalty != 1:
         return None
-    index_B = completions.prompt_index_B
-    sample_B = np.arange(len(completions)) % completions.num_samples
-    key_B2 = _keys(
-        options.seed,
-        completions.started_B.astype(np.int32),
-        completions.prompts.ids_N[index_B].astype(np.int32),
-        sample_B.astype(np.int32),
-    )
-    lengths = np.array([len(tokens) for tokens in completions.prompts.tokens], np.int32)
+    turns = _plain(completions) if completions.of_agents is None else _of_agents(completions)
     # Plain arrays on the host: every process of a run hands the same ones to its devices.
-    arrays: Any = {"key_B2": np.asarray(key_B2), "prompt_tokens_B": lengths[index_B]}
+    sequence_K, start_K, *parts = np.array(turns, np.int32).reshape(-1, len(_Turn._fields)).T
+    key_K2 = np.asarray(_keys(options.seed, *parts))
+    arrays: Any = {"key_K2": key_K2, "sequence_K": sequence_K, "start_K": start_K}
     return Draws(**arrays, truncation=options.truncation)
 
 
+def _plain(completions: Completions) -> list[_Turn]:
+    prompts, G = completions.prompts, completions.num_samples
+    return [
+        _Turn(b, len(prompts.tokens[n]), int(step), int(prompts.ids_N[n]), b % G)
+        for b, (n, step) in enumerate(
+            zip(completions.prompt_index_B, completions.started_B, strict=True)
+        )
+    ]
+
+
+def _of_agents(completions: Completions) -> list[_Turn]:
+    """The turns of conversations; their number is rounded up, so that few programs are compiled."""
+    prompts, agents, B = completions.prompts, completions.of_agents, len(completions)
+    assert agents is not None, "only agents have turns"
+    rows: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for b, n in enumerate(completions.prompt_index_B):
+        prompt = prompts.tokens[n]
+        mask = np.append(np.zeros(len(prompt)), completions.mask[b])
+        rows.append((b, np.append(prompt, completions.tokens[b]), mask))
+        rows += [(b + j * B, x.tokens, x.mask) for j, x in enumerate(agents.branches[b], 1)]
+    turns = []
+    for number, tokens, mask in sorted(rows, key=lambda row: row[0]):
+        b = number % B
+        prompt_id = int(prompts.ids_N[b // completions.num_samples])
+        for start in np.flatnonzero(np.diff(mask, prepend=0) > 0).tolist():
+            seed = turn_seed(prompt_id, b % completions.num_samples, tokens[:start])
+            turns.append(_Turn(number, start, int(completions.started_B[b]), seed, 0))
+    rest = _Turn(np.iinfo(np.int32).max, 0, 0, 0, 0)
+    return turns + [rest] * (2 ** len(turns).bit_length() - len(turns))
+
+
 @jax.jit
-def _keys(seed, step_B, prompt_id_B, sample_B) -> jax.Array:
-    """Sampling keys, uint32 [B, 2]; samples of one batch may have started in different steps."""
+def _keys(seed, step_K, prompt_id_K, sample_K) -> jax.Array:
+    """Sampling keys, uint32 [K, 2]; samples of one batch may have started in different steps."""
 
     def one(step, prompt_id, sample):
         return sample_keys(seed, step, prompt_id[None], sample[None])[0]
 
-    return jax.vmap(one)(step_B, prompt_id_B, sample_B)
+    return jax.vmap(one)(step_K, prompt_id_K, sample_K)
 
 
 def same_token_fraction(
@@ -96,12 +133,12 @@ def same_token_fraction(
       draws: see `Draws`.
       temperature: sampling temperature.
     """
-    own_RT = jnp.maximum(micro.sequence, 0)
-    place_RT = micro.positions - draws.prompt_tokens_B[own_RT]
+    turn_RT = _turns(draws, micro)
+    place_RT = micro.positions - draws.start_K[turn_RT]
     counts_RT = (micro.loss_mask > 0) & (place_RT >= draws.truncation.min_tokens)
     # `from_past` hands a token the hidden state before it, so the token's own noise moves one place back.
     noise_before = (
-        jnp.roll(draws.key_B2[own_RT], -1, axis=1),
+        jnp.roll(draws.key_K2[turn_RT], -1, axis=1),
         jnp.roll(place_RT, -1, axis=1)[..., None],
     )
 
@@ -125,3 +162,19 @@ def same_token_fraction(
         shards=shards,
     )
     return jnp.mean(same_RT, where=counts_RT)
+
+
+def _turns(draws: Draws, micro: PackedBatch) -> jax.Array:
+    """The turn of every token, int32 [R, T]: the last one that begins at or before it; 0 before the first."""
+
+    def after(turn: jax.Array) -> jax.Array:
+        sequence, start = draws.sequence_K[turn], draws.start_K[turn]
+        same = (sequence == micro.sequence) & (start <= micro.positions)
+        return (sequence < micro.sequence) | same
+
+    # Bisection by pairs, because sequence and position together may not fit into 32 bits.
+    turn_RT = jnp.zeros_like(micro.sequence)
+    for k in reversed(range(len(draws.start_K).bit_length())):
+        further = jnp.minimum(turn_RT + 2**k, len(draws.start_K) - 1)
+        turn_RT = jnp.where(after(further), further, turn_RT)
+    return turn_RT

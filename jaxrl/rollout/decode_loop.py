@@ -5,18 +5,17 @@
 
 The loop has no thread and no clock, and it does not know where samples come from. Three callers feed it:
 
-    generate (rollout/driver.py)          adds the samples of a batch, dispatches until none is left
-    resume   (rollout/driver.py)          adds samples as slots fall free; unfinished ones continue later
-    serving  (serving/online_driver.py)   adds samples as requests arrive, and drops cancelled ones
+    generate (rollout/driver.py)      adds the samples of a batch, dispatches until none is left
+    resume   (rollout/driver.py)      adds samples as slots fall free; unfinished ones continue later
+    live     (rollout/live_loop.py)   adds samples as requests arrive, and drops cancelled ones
 
 A dispatch takes these steps, in this order:
 
     begin     resize      chooses the number and capacity of slots that the live samples need
               grow pages  in a paged cache: takes memory for W more tokens; the newest give way if needed
-              extend      appends the environment's answer to the sequences of answered samples
               admit       moves samples from the queue into free slots: prefill if needed, then insert
               generate    starts to decode up to W tokens in every slot, or speculates in a few
-    finish    collect     cuts at stop strings, calls the environment, frees the slots of ended samples
+    finish    collect     cuts at stop strings, frees the slots of ended samples
 
 Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
 Python runs only for samples that start, end or have stop strings; the others cost array operations.
@@ -40,7 +39,6 @@ from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import DecodedTokens, Prefix
 from jaxrl.rollout.decoded_log import DecodedLog
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.environment import Environment, Turn
 from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.scheduler import Admission, Scheduler
 from jaxrl.rollout.slots import Slots, prefilled
@@ -62,8 +60,9 @@ class Decoded(NamedTuple):
 
     Attributes:
       sample: the sample.
-      tokens: int32 [R], without tokens after a stop string and without the environment's answer.
-      logprob: float32 [R].
+      tokens: int32 [R], without tokens after a stop string.
+      logprob, entropy: float32 [R].
+      version: version of the weights that drew them.
       end: reason why the sample has ended; None if it continues.
       num_before: number of tokens of the prompt and the sample before the dispatch.
     """
@@ -71,6 +70,8 @@ class Decoded(NamedTuple):
     sample: Sample
     tokens: np.ndarray
     logprob: np.ndarray
+    entropy: np.ndarray
+    version: int
     end: End | None
     num_before: int
 
@@ -81,6 +82,8 @@ class DecodeLoop:
     Attributes:
       scheduler: the samples that wait or decode.
       speculation: the decisions to speculate, and their metrics.
+      prompt_tokens: number of tokens of all prompts so far, each counted once for the samples that share it.
+      known_tokens: those of them whose pages were known, so that the model has not run them again.
     """
 
     def __init__(
@@ -108,13 +111,12 @@ class DecodeLoop:
         self._engine = engine
         self._stop_search = stops
         self._reuses = reuse_prefixes
-        # Whether samples get their tokens in `finish`; else the next `begin` gives them, while devices work.
-        self._gives_at_once = reuse_prefixes or bool(engine.num_drafted)
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params)
         self._texts = AnswerTexts(0) if texts is None else texts
         self.speculation = Speculation()
+        self.prompt_tokens = self.known_tokens = 0
         self.clear()
 
     def clear(self) -> None:
@@ -142,8 +144,6 @@ class DecodeLoop:
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
-        # Samples whose environment has answered, with the length of the answer, which is not cached yet.
-        self._answered: dict[Sample, int] = {}
         self._begun = False
         self._forget_slots(0)
 
@@ -162,8 +162,6 @@ class DecodeLoop:
     def drop(self, samples: Collection[Sample]) -> None:
         """Drops waiting or decoding samples; their slots are free at the next dispatch."""
         freed = [self.scheduler.cancel(sample) for sample in samples]
-        for sample in samples:
-            self._answered.pop(sample, None)
         if running := [slot for slot in freed if slot is not None]:
             self._slots.release(running)
             self._log.stop(np.array(running))
@@ -188,10 +186,7 @@ class DecodeLoop:
         moves = scheduler.resize()
         if moves is not None:
             self._move(moves)
-        # By slot, because a sample with an answer may have moved.
-        slot_of = scheduler.slot_of
-        answered = {slot_of[s]: n for s, n in self._answered.items() if s in slot_of}
-        self._grow_pages(answered)
+        self._grow_pages()
         admissions = []
         while (admission := scheduler.admit()) is not None:
             # Later admissions may take the memory of known beginnings, so these are looked up one by one.
@@ -200,11 +195,6 @@ class DecodeLoop:
             self._length_n[list(slots)] = [sample.num_tokens for sample in samples]
         longest = int(self._length_n[scheduler.busy_slots].max())
         self._slots.make_room(len(scheduler.owners), moves, longest)
-        # Samples whose environment has answered decode on, in their slots.
-        self._answered, owners = {}, scheduler.owners
-        extensions = {slot: (owners[slot].sequence, n) for slot, n in sorted(answered.items())}
-        for prefix, slot_of_row in self._slots.extend(extensions):
-            self._insert(prefix, [(slot, i, owners[slot]) for i, slot in slot_of_row.items()])
         for admission, known in admissions:
             self._admit(admission, known)
         self._decode()
@@ -234,8 +224,8 @@ class DecodeLoop:
     def finish(self) -> list[Decoded]:
         """Waits for the dispatch that `begin` has started.
 
-        Adds its tokens to samples whose turn is over, and frees the slots of ended samples. Ended samples may
-        get their tokens only in the next `begin`, while the devices work, or in `give_ended`.
+        Frees the slots of ended samples. They may get their tokens only in the next `begin`, while the
+        devices work, or in `give_ended`.
 
         Returns:
           One entry per ended sample, or with `streams` per running sample, in the order of the slots; empty
@@ -254,22 +244,32 @@ class DecodeLoop:
         self.speculation.note(int(decoded.count.sum()), self._slots.rounds() if speculated else 0)
         cuts = self._stops.cuts(busy, decoded.token, decoded.count, self._tail)
         over = np.union1d(busy[~active[busy]], np.fromiter(cuts, int)).astype(int)
-        ends = self._end_turns(over, decoded, cuts)
+        ends = self._end(over, decoded, cuts)
         # The device does not check stop strings, so it must be told to stop decoding.
         if still_active := [slot for slot in cuts if active[slot]]:
             self._slots.release(still_active)
-        ended = [slot for slot, end in ends.items() if end is not None]
         if speculated:
             # The log takes slots that decode on to have equally many tokens.
             for slot in np.setdiff1d(busy, over).tolist():
                 self._give_tokens(slot)
         results = []
-        for slot in busy.tolist() if self._streams else ended:
+        for slot in busy.tolist() if self._streams else ends:
             kept = decoded.count[slot] - cuts.get(slot, 0)
-            tokens, logprob = decoded.token[slot, :kept], decoded.logprob[slot, :kept]
-            sample, num_before = self.scheduler.owners[slot], int(before_n[slot])
-            results.append(Decoded(sample, tokens, logprob, ends.get(slot), num_before))
-        self._free(ended)
+            tokens, logprob, entropy = (
+                x[slot, :kept] for x in (decoded.token, decoded.logprob, decoded.entropy)
+            )
+            results.append(
+                Decoded(
+                    self.scheduler.owners[slot],
+                    tokens,
+                    logprob,
+                    entropy,
+                    self._version,
+                    ends.get(slot),
+                    num_before=int(before_n[slot]),
+                )
+            )
+        self._free(list(ends))
         return results
 
     def give_tokens(self) -> None:
@@ -285,12 +285,16 @@ class DecodeLoop:
     def renew(self, params: Params, version: int) -> None:
         """Decodes on with other weights. No dispatch may have begun.
 
-        Samples keep their slots and caches. Sequences that are prefilled and wait for a slot keep theirs too.
+        Samples keep their slots and caches. Those that wait are prefilled with the new weights, and with
+        `reuse_prefixes` they share nothing that older weights have cached.
         """
         assert not self._begun, "a dispatch in progress has the weights that it began with"
         self.give_tokens()
         self._slots.load(params)
         self._version = version
+        self.scheduler.forget_batch()
+        if self._reuses and self._pages is not None:
+            self._pages.pool.forget()
 
     def release_weights(self) -> None:
         """Forgets the weights, so that their memory can be freed before `renew`."""
@@ -311,36 +315,27 @@ class DecodeLoop:
 
     # Pages
 
-    def _grow_pages(self, answered: dict[int, int]) -> None:
-        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed.
-
-        Args:
-          answered: lengths of the environment's answers that wait, by slot; those that go back are removed.
-        """
+    def _grow_pages(self) -> None:
+        """Takes pages for W tokens more in every slot. The newest samples go back to the queue if needed."""
         if self._pages is None:
             return
-        for slot, num_new in answered.items():
-            length = self.scheduler.owners[slot].num_tokens - num_new
-            self._pages.extend(slot, length, num_new)
-        if not (dropped := self._pages.grow(self._cached if self._reuses else None)):
+        if not (dropped := self._pages.grow(self._reusable if self._reuses else None)):
             return
         self._slots.release(dropped)
         for slot in dropped:
             self._give_tokens(slot)
-            answered.pop(slot, None)
         self._log.stop(np.array(dropped))
         for sample in self.scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
             sample.start = Start(sample.sequence)
             self.scheduler.add_first(sample, sample.start)
 
-    def _cached(self, slot: int) -> np.ndarray:
-        """The sequence in a slot, int32 [T], without an environment's answer that still waits."""
+    def _reusable(self, slot: int) -> np.ndarray:
+        """The sequence in a slot, int32 [T], as far as later samples may share its pages."""
         self._give_tokens(slot)
         sample = self.scheduler.owners[slot]
-        num_new = self._answered.get(sample)
-        # The token before an answer is not cached yet.
-        return sample.sequence[: None if num_new is None else -num_new - 1]
+        # The weights of its first token have prefilled its prompt.
+        return sample.sequence[: None if sample.oldest_version >= self._version else 0]
 
     # Into slots
 
@@ -358,6 +353,11 @@ class DecodeLoop:
     def _admit(self, admission: Admission, known: Mapping[int, Any]) -> None:
         """Prefills the batch of an admission if it is new, and inserts its samples."""
         if admission.needs_prefill:
+            self.prompt_tokens += sum(len(start.tokens) for start in admission.sources)
+            if known:
+                assert self._engine.pages is not None, "known sequences have pages"
+                num_pages = sum(len(pages) for _, pages, _ in known.values())
+                self.known_tokens += num_pages * self._engine.pages.page_tokens
             self._prefixes = [
                 (prefix, {index: row for row, index in index_of.items()})
                 for prefix, index_of in self._slots.reuse(known)
@@ -369,34 +369,31 @@ class DecodeLoop:
                 self._prefixes.append((prefix, {index: row for row, index in enumerate(whole)}))
         for prefix, row_of in self._prefixes:
             starts = [(slot, row_of[i], each) for slot, i, each in admission.slots if i in row_of]
-            if starts:
-                self._insert(prefix, starts)
-
-    def _insert(self, prefix: Prefix, starts: list[tuple[int, int, Sample]]) -> None:
-        """Puts samples into slots: slot, batch index in the prefix, and sample."""
-        slots = np.array([slot for slot, _, _ in starts])
-        self._log.start(slots)
-        self._stops.set(slots, [sample.options.stop_strings for _, _, sample in starts])
-        self._slots.insert(prefix, starts)
+            if not starts:
+                continue
+            slots = np.array([slot for slot, _, _ in starts])
+            self._log.start(slots)
+            self._stops.set(slots, [sample.options.stop_strings for _, _, sample in starts])
+            self._slots.insert(prefix, starts)
 
     # Out of slots
 
     def _free(self, ended: list[int]) -> None:
+        if self._reuses and self._pages is not None:
+            for slot in ended:
+                self._pages.remember(slot, self._reusable(slot))
         self._log.stop(np.array(ended, int))
         samples = self.scheduler.finish(ended)
         if self._pages is None:
             return
         finished = [s for s, sample in zip(ended, samples, strict=True) if sample.finished]
-        if self._reuses:
-            for slot, sample in zip(ended, samples, strict=True):
-                self._pages.remember(slot, sample.sequence)
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
 
     def _tail(self, slot: int, count: int) -> np.ndarray:
-        """The last `count` tokens of a slot's current turn, or all of them if there are fewer."""
+        """The last `count` tokens of the sample in a slot, or all of them if there are fewer."""
         sample, tokens = self.scheduler.owners[slot], self._log.tail(slot, count)
-        # A sample that was continued has the beginning of its turn itself.
+        # A sample that was continued has its beginning itself.
         before = sample.tail(count - len(tokens)) if len(tokens) < count else tokens[:0]
         return np.concatenate([before, tokens])
 
@@ -405,10 +402,10 @@ class DecodeLoop:
         sample = self.scheduler.owners[slot]
         sample.add_decoded(*self._log.take(slot), version=self._version)
 
-    def _end_turns(
+    def _end(
         self, slots: np.ndarray, decoded: DecodedTokens, cuts: Mapping[int, int]
-    ) -> dict[int, End | None]:
-        """Ends turns: a sample ends, stays unfinished, or continues after the environment's answer.
+    ) -> dict[int, End]:
+        """Ends samples, finished or not.
 
         Args:
           slots: int, slots that decode no more, ascending.
@@ -416,7 +413,7 @@ class DecodeLoop:
           cuts: number of tokens after a stop string, by slot.
 
         Returns:
-          Why each sample has ended, by slot; None if it continues.
+          Why each sample has ended, by slot.
         """
         newest = decoded.count[slots]
         at_stop_id = np.isin(decoded.token[slots, newest - 1], self._engine.config.stop_ids)
@@ -425,9 +422,10 @@ class DecodeLoop:
         samples = [self.scheduler.owners[slot] for slot in slots.tolist()]
         receive = [functools.partial(s.add_decoded, version=self._version) for s in samples]
         self._log.give_later(slots, cut, receive)
-        if self._gives_at_once or any(sample.options.environment for sample in samples):
+        if self._reuses or self._engine.num_drafted:
+            # What follows reads the tokens. Else the next `begin` gives them, while the devices work.
             self._log.pass_on()
-        ends: dict[int, End | None] = {}
+        ends: dict[int, End] = {}
         for slot, sample, stopped, length in zip(
             slots.tolist(),
             samples,
@@ -435,29 +433,16 @@ class DecodeLoop:
             self._length_n[slots].tolist(),
             strict=True,
         ):
-            end = End.STOP_STRING if slot in cuts else End.STOP_ID if stopped else None
-            if end is None:
+            if slot in cuts:
+                end = End.STOP_STRING
+            elif stopped:
+                end = End.STOP_ID
+            else:
                 full = length - sample.prompt_tokens >= sample.max_tokens
                 end = End.FULL if full else End.PAUSED
-            elif sample.options.environment is not None:
-                end = self._answer(sample, sample.options.environment, end)
-                self._length_n[slot] = sample.num_tokens
             ends[slot] = end
-            sample.finished = end not in (None, End.PAUSED)
+            sample.finished = end is not End.PAUSED
             sample.truncated = end is End.FULL
             if sample.finished and self._engine.num_drafted:
                 self._texts.add(sample.prompt_id, sample.tokens)
         return ends
-
-    def _answer(self, sample: Sample, environment: Environment, stop: End) -> End | None:
-        """Calls the environment; returns None if it has answered, because the sample then continues."""
-        turn = sample.tail(len(sample))
-        answer = environment(Turn(sample.prompt_id, sample.index, turn, sample.tokens))
-        if answer is None:
-            return stop
-        answer = np.asarray(answer, np.int32)
-        if len(sample) + len(answer) >= sample.max_tokens:
-            return End.FULL
-        self._answered[sample] = len(answer)
-        sample.add_given(answer, self._version)
-        return None

@@ -3,7 +3,7 @@
 It feeds prompts to a `DecodeLoop`. `generate` samples one batch to its end, those with the longest expected
 responses first. `resume` also draws prompts as slots fall free, so that all slots stay busy, and
 `continuous` keeps sampling while the weights are updated. After each dispatch the groups that have
-just finished are handed out.
+just finished are handed out. `live` decodes requests that arrive while it runs.
 
 Every decision depends only on the arguments and on tokens, which are the same on all processes of a run. So
 all processes take the same decisions.
@@ -23,6 +23,7 @@ from jaxrl.rollout.backend import DecodeTexts, More, OnGroup, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.rollout.speculation import AnswerTexts
@@ -80,7 +81,8 @@ class OfflineBackend(EngineBackend):
         super().__init__(engine, decode_texts)
         # Answers of all calls: a prompt of an earlier epoch has some.
         self._texts = AnswerTexts(engine.config.max_response_tokens)
-        self._continuous: ContinuousRollout | None = None
+        # Sampling that outlives a call.
+        self._lasting: ContinuousRollout | LiveLoop | None = None
 
     def generate(
         self,
@@ -131,25 +133,36 @@ class OfflineBackend(EngineBackend):
           unfinished: groups of an earlier run; finished ones are handed out first.
         """
         groups = SampleGroups(options, self._decode_texts, unfinished)
-        self._continuous = ContinuousRollout(groups, self._grouped, lambda: self.params)
-        return self._continuous
+        self._lasting = rollout = ContinuousRollout(groups, self._grouped, lambda: self.params)
+        return rollout
+
+    def live(self, *, version: int = 0) -> LiveLoop:
+        """Sampling for requests that arrive while it runs. `generate` and `resume` pause it.
+
+        After `unload` and `load` it goes on with `LiveLoop.renew`.
+
+        Args:
+          version: version of the weights that are loaded.
+        """
+        self._lasting = live = LiveLoop(self.engine, self.params, self._stops, version=version)
+        return live
 
     def close(self) -> None:
-        """Ends continuous sampling."""
-        self._continuous = None
+        """Ends sampling that outlives a call."""
+        self._lasting = None
 
     def unload(self) -> Params | None:
         """Returns the weights and releases them; None if none are loaded."""
-        if self._continuous is not None:
-            self._continuous.release_weights()
+        if self._lasting is not None:
+            self._lasting.release_weights()
         return super().unload()
 
     def _start(
         self, options: SamplingOptions, unfinished: UnfinishedGroups | None = None
     ) -> GroupLoop:
-        if self._continuous is not None:
+        if self._lasting is not None:
             # Both would have slots on the same devices.
-            self._continuous.pause()
+            self._lasting.pause()
         return self._grouped(SampleGroups(options, self._decode_texts, unfinished), options)
 
     def _grouped(self, groups: SampleGroups, options: SamplingOptions) -> GroupLoop:

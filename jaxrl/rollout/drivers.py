@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
@@ -18,6 +18,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import DecodeTexts, RolloutBackend
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.user_code import load_function
 
@@ -39,7 +40,7 @@ class Driver:
     package: str = ""
 
 
-PARTIAL, ENVIRONMENT = "rollout.max_staleness", "rollout.environment"
+PARTIAL = "rollout.max_staleness"
 PAGED = "rollout.cache='paged'"
 SPECULATE = "rollout.speculate"
 SEVERAL_PROCESSES = "hosts.num_processes above 1"
@@ -61,7 +62,7 @@ DRIVERS = {
     # By its path, because it stands on this package: nothing here imports it.
     "jetstream": Driver(
         lambda *given: _named("jaxrl.jetstream.jetstream_backend:build")(*given),
-        frozenset({PARTIAL, ENVIRONMENT, PAGED, SPECULATE, SEVERAL_PROCESSES}),
+        frozenset({PARTIAL, PAGED, SPECULATE, SEVERAL_PROCESSES}),
         package="jetstream",
     ),
 }
@@ -88,8 +89,7 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 
     Args:
       name: name of the driver.
-      wanted: the features that the run uses, of `PARTIAL`, `ENVIRONMENT`, `PAGED`, `SPECULATE` and
-        `SEVERAL_PROCESSES`.
+      wanted: the features that the run uses, of `PARTIAL`, `PAGED`, `SPECULATE` and `SEVERAL_PROCESSES`.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(
@@ -112,3 +112,16 @@ def build_backend(
       UserError: the driver does not exist, or its extra is not installed.
     """
     return lookup_driver(driver).build(model, mesh, config, decode_texts)
+
+
+def with_agent(backend: RolloutBackend, settings: RolloutConfig, tokenizer: Any) -> RolloutBackend:
+    """The backend that runs `rollout.agent` with answers of `backend`; `backend` itself without an agent.
+
+    Raises:
+      UserError: the agent cannot be loaded, or the tokenizer has no chat template.
+    """
+    if not settings.agent:
+        return backend
+    # By its path, because it stands on this package, and a run without agents does not import it.
+    build = load_function("jaxrl.agents.agent_backend:AgentBackend", "rollout.agent")
+    return build(backend, settings, tokenizer)

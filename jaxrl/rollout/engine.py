@@ -4,11 +4,10 @@ The methods follow JetStream's `engine_api.Engine`, but this module does not imp
 n slots of capacity C. The programs:
 
     prefill    prompts -> Prefix                   once per prompt               generate_program.py
-    extend     Prefix + tokens -> Prefix           long prompts, environments    generate_program.py
+    extend     Prefix + tokens -> Prefix           long prompts, after reuse     generate_program.py
     insert     Prefix -> slots of a state          once per sample               slot_programs.py
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
     speculate  the same, of a few slots            instead of generate           speculate_program.py
-    extract    slots of a state -> Prefix          before extend                 slot_programs.py
     reuse      pages of a state -> Prefix          for known beginnings          slot_programs.py
     resize     state -> state of n' slots, C'      as work comes and goes        slot_programs.py
     release    stops slots                         at stop strings               slot_programs.py
@@ -180,7 +179,6 @@ class Engine:
         self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
         self.speculate = jax.jit(programs.speculate, donate_argnames="state", **options)
         self.release = jax.jit(slots.release, donate_argnames="state")
-        self.extract = jax.jit(slots.extract)
         self.reuse = jax.jit(slots.reuse)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")
         self.resize = jax.jit(slots.resize, static_argnames="capacity")

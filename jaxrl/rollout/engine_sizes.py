@@ -76,8 +76,8 @@ def page_sizes(
     page = _page_tokens(config, slots * kv_heads, platform)
     per_slot = -(-(config.max_context_tokens + config.tokens_per_dispatch) // page)
     longest = -(-config.max_context_tokens // page)
-    most = slots * per_slot
-    pages = min(config.cache_tokens // shards // page, most) if config.cache_tokens else most
+    # More than the slots can fill keep the conversations of agents while their tools run.
+    pages = config.cache_tokens // shards // page if config.cache_tokens else slots * per_slot
     if pages < longest:
         raise UserError(
             f"cache_tokens {config.cache_tokens:,} are {pages:,} pages of {page} tokens on each replica "

@@ -8,10 +8,10 @@ write anything to it.
     grow      before a dispatch: pages for the tokens that it may add
     remember  before a sample leaves its slot: later samples may share the full pages of its whole sequence
     release   a sample leaves its slot: pages that no other slot holds are free again
+    forget    the weights have changed: no page is shared with later samples any more
 
 A free page whose tokens are known is kept until its memory is needed, the least recently used first. So a
-sample shares the beginnings of samples that have ended, too. A pool lives as long as the weights that its
-pages were made with: `Slots` makes a new one.
+sample shares the beginnings of samples that have ended, too.
 
 Example: pages of 4 tokens, one shard, three samples that start from the same ten tokens, of which the last is
 not cached yet. Pages 1 and 2 are shared. Each sample has a copy of the third page, to which it will append.
@@ -196,6 +196,14 @@ class PagePool:
             self._kept[shard][page] = None
         self.table_nP[slots] = 0
         self._held_n[slots] = self.shared_n[slots] = 0
+
+    def forget(self) -> None:
+        """Lets later samples share none of the pages that are known now. Slots keep theirs."""
+        self._page_of.clear()
+        self._key_of.clear()
+        for shard, kept in enumerate(self._kept):
+            self._put_back(np.full(len(kept), shard), np.fromiter(kept, int))
+            kept.clear()
 
     def _put_back(self, shard_f: np.ndarray, page_f: np.ndarray) -> None:
         """Adds pages of which nothing is known; shards ascending."""

@@ -17,7 +17,6 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.environment import TokenizerLike, environment_of
 from jaxrl.rollout.sampling import (
     MIN_P,
     TEMPERATURE,
@@ -71,10 +70,19 @@ class RolloutConfig(EngineSettings):
     """Token ids that end a response, in addition to the tokenizer's own."""
     stop_strings: tuple[Annotated[str, PROSE], ...] = ()
     """Texts that end a response."""
-    environment: Annotated[str, PATH] = ""
-    """Function that answers each finished turn, "path/to/file.py:function" or
-    "package.module:function". It gets a `rollout.environment.Turn` and the tokenizer, and
-    returns token ids to append, or None to end the sample. "" means no environment.
+    agent: Annotated[str, PATH] = ""
+    """Function that answers a prompt by as many requests to the policy as it likes,
+    "path/to/file.py:agent" or "package.module:agent" (docs/agents.md). `max_response_tokens` then
+    limits a conversation after its first prompt, and the cache is paged. "" samples one response.
+    """
+    agent_turns: Annotated[int, count(1)] = 32
+    """Maximum number of sampled turns of an agent's sample; further requests are refused."""
+    agent_seconds: Annotated[float, positive(at_most=86_400)] = 600.0
+    """Seconds after which an agent is late, and its sample left out."""
+    history: Literal["kept", "as_template"] = "kept"
+    """What a turn of an agent sees of earlier ones. "kept" is every sampled token. "as_template" is
+    what the chat template makes of them, such as no earlier thinking; a turn is then a
+    conversation of its own if the template changes something.
     """
     max_staleness: Annotated[int, between(0, 1000)] = 0
     """Maximum number of steps between the weights that sampled a token and the step that trains
@@ -108,6 +116,11 @@ class RolloutConfig(EngineSettings):
                 "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
                 "on_shortage to error"
             )
+        if self.agent and self.partial:
+            raise ValueError(
+                f"max_staleness {self.max_staleness} leaves samples unfinished at the end of a step, and "
+                f"agent {self.agent!r} runs to its end; set max_staleness to 0"
+            )
         if "" in self.stop_strings:
             raise ValueError(
                 "a stop string is empty, which would end every response at once; drop it"
@@ -132,18 +145,12 @@ class RolloutConfig(EngineSettings):
             renormalized=renormalized,
         )
 
-    def sampling(
-        self, seed: int, tokenizer: TokenizerLike, *, renormalized: bool = False
-    ) -> SamplingOptions:
+    def sampling(self, seed: int, *, renormalized: bool = False) -> SamplingOptions:
         """Options of sampling training data. The step is set for each call.
 
         Args:
           seed: seed of the run.
-          tokenizer: tokenizer of the policy, for the environment.
           renormalized: whether log-probabilities are those of the kept tokens.
-
-        Raises:
-          UserError: the environment cannot be loaded.
         """
         return SamplingOptions(
             num_samples=self.num_samples,
@@ -152,7 +159,6 @@ class RolloutConfig(EngineSettings):
             temperature=self.temperature,
             truncation=self.truncation(renormalized=renormalized),
             stop_strings=tuple(self.stop_strings),
-            environment=environment_of(self.environment, tokenizer),
         )
 
     def check_partial(self, dataflow: str, *, dynamic_sampling: bool, runs_free: bool) -> None:

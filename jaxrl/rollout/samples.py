@@ -18,12 +18,11 @@ from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
 
 class _Piece(NamedTuple):
-    """Tokens added by one call: int32 ids, float32 logprobs and entropies, and their mask and version."""
+    """Tokens added by one call: int32 ids, float32 logprobs and entropies, and their version."""
 
     tokens: np.ndarray
     logprob: np.ndarray
     entropy: np.ndarray
-    mask: float
     version: int
 
 
@@ -115,32 +114,24 @@ class Sample:
     ) -> None:
         """Appends tokens that the policy of this version has decoded."""
         if len(tokens):
-            piece = _Piece(tokens.copy(), logprob.copy(), entropy.copy(), 1.0, version)
-            self._pieces.append(piece)
-            self._count += len(tokens)
-
-    def add_given(self, tokens: np.ndarray, version: int) -> None:
-        """Appends tokens of the environment; they are not trained on."""
-        if len(tokens):
-            zeros = np.zeros(len(tokens), np.float32)
-            self._pieces.append(_Piece(np.asarray(tokens, np.int32), zeros, zeros, 0.0, version))
+            self._pieces.append(_Piece(tokens.copy(), logprob.copy(), entropy.copy(), version))
             self._count += len(tokens)
 
     def cut(self, count: int) -> None:
         """Removes all tokens after the first `count`."""
         while self._count > count:
-            tokens, logprob, entropy, mask, version = self._pieces.pop()
+            tokens, logprob, entropy, version = self._pieces.pop()
             keep = max(0, len(tokens) - (self._count - count))
             self._count -= len(tokens) - keep
             if keep:
                 kept = (tokens[:keep], logprob[:keep], entropy[:keep])
-                self._pieces.append(_Piece(*kept, mask, version))
+                self._pieces.append(_Piece(*kept, version))
 
     def tail(self, count: int) -> np.ndarray:
-        """The last `count` tokens of the current turn, or all of them if there are fewer."""
+        """The last `count` tokens, int32, or all of them if there are fewer."""
         taken: list[np.ndarray] = []
         for piece in reversed(self._pieces):
-            if piece.mask == 0 or count <= 0:
+            if count <= 0:
                 break
             taken.append(piece.tokens[-count:])
             count -= len(piece.tokens)
@@ -153,18 +144,13 @@ class Sample:
 
     @property
     def logprob(self) -> np.ndarray:
-        """Float32 [R], 0 for tokens of the environment."""
+        """Float32 [R]."""
         return self._joined(lambda p: p.logprob, np.float32)
 
     @property
     def entropy(self) -> np.ndarray:
-        """Float32 [R], 0 for tokens of the environment."""
+        """Float32 [R]."""
         return self._joined(lambda p: p.entropy, np.float32)
-
-    @property
-    def mask(self) -> np.ndarray:
-        """Float32 [R], 1 for tokens of the policy, 0 for tokens of the environment."""
-        return self._joined(lambda p: np.full(len(p.tokens), p.mask), np.float32)
 
     @property
     def version(self) -> np.ndarray:
@@ -248,28 +234,21 @@ class UnfinishedGroups:
         of_sample = zip(*(record[name].tolist() for name in _OF_SAMPLE), strict=True)
         of_token = (_cut(record[name], record["lengths"]) for name in _OF_TOKEN)
         samples = []
-        for numbers, tokens, logprob, entropy, mask, version in zip(
-            of_sample, *of_token, strict=True
-        ):
+        for numbers, tokens, logprob, entropy, version in zip(of_sample, *of_token, strict=True):
             prompt, index, step, finished, truncated = numbers
             sample = Sample(prompt, index, step)
             sample.finished, sample.truncated = bool(finished), bool(truncated)
             samples.append(sample)
-            changes = np.flatnonzero((np.diff(mask) != 0) | (np.diff(version) != 0)) + 1
+            changes = np.flatnonzero(np.diff(version)) + 1
             # Without tokens there is one run, which is empty.
             for run in np.split(np.arange(len(tokens)), changes) if len(tokens) else ():
-                if mask[run[0]]:
-                    sample.add_decoded(
-                        tokens[run], logprob[run], entropy[run], int(version[run[0]])
-                    )
-                else:
-                    sample.add_given(tokens[run], int(version[run[0]]))
+                sample.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
         return UnfinishedGroups(prompts, record["num_samples"], tuple(samples))
 
 
 _OF_PROMPT = ("texts", "answers", "sources", "extras")
 _OF_SAMPLE = ("prompt", "index", "step", "finished", "truncated")
-_OF_TOKEN = ("tokens", "logprob", "entropy", "mask", "version")
+_OF_TOKEN = ("tokens", "logprob", "entropy", "version")
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -305,9 +284,7 @@ def completions_of(
 ) -> Completions:
     """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
     tokens = tuple(sample.tokens for sample in samples)
-    mask = tuple(sample.mask for sample in samples)
-    made = _Texts(tokens, mask, decode_texts)
-    rows = range(len(tokens))
+    made, rows = _Texts(tokens, decode_texts), range(len(tokens))
     return Completions(
         prompts=prompts,
         num_samples=num_samples,
@@ -315,47 +292,33 @@ def completions_of(
         rollout_logprob=tuple(sample.logprob for sample in samples),
         entropy=tuple(sample.entropy for sample in samples),
         truncated_B=np.array([sample.truncated for sample in samples], bool),
-        texts=LazyRows([functools.partial(made.get, 0, b) for b in rows]),
-        mask=mask,
-        turns=LazyRows([functools.partial(made.get, 1, b) for b in rows]),
+        texts=LazyRows([functools.partial(made.text, b) for b in rows]),
+        turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
     )
 
 
 class _Texts:
-    """Decodes the texts and turns of all samples in one call, at the first access."""
+    """Decodes the texts of all samples in one call, at the first access."""
 
     # The processes of a run grade different samples, so each makes only the texts that it reads.
 
     def __init__(
         self,
         tokens: Sequence[np.ndarray],
-        mask: Sequence[np.ndarray],
         decode_texts: Callable[[Sequence[np.ndarray]], Iterable[str]],
     ):
-        self._tokens, self._mask = tokens, mask
+        self._tokens = tokens
         self._decode_texts = decode_texts
         self._lock = threading.Lock()
-        self._made: tuple[list[str], list[tuple[TurnText, ...]]] | None = None
+        self._made: list[str] | None = None
 
-    def get(self, kind: int, b: int) -> Any:
-        """The text of sample b (kind 0) or its turns (kind 1)."""
+    def text(self, b: int) -> str:
         with self._lock:
-            if self._made is not None:
-                return self._made[kind][b]
-            starts = [np.flatnonzero(np.diff(mask)) + 1 for mask in self._mask]
-            # Of a conversation the whole, and then each turn.
-            split = [
-                np.split(tokens, at) if len(at) else []
-                for tokens, at in zip(self._tokens, starts, strict=True)
-            ]
-            sequences = [*self._tokens, *(turn for turns in split for turn in turns)]
-            decoded = list(self._decode_texts(sequences))
-            texts, of_turns = decoded[: len(split)], iter(decoded[len(split) :])
-            turns = []
-            for text, mask, at, parts in zip(texts, self._mask, starts, split, strict=True):
-                by_policy = mask[np.append(0, at)] > 0 if len(mask) else np.ones(1, bool)
-                spoken = [next(of_turns) for _ in parts] or [text]
-                turns.append(tuple(map(TurnText, by_policy.tolist(), spoken)))
-            self._made = texts, turns
-            return self._made[kind][b]
+            if self._made is None:
+                self._made = list(self._decode_texts(self._tokens))
+            return self._made[b]
+
+    def turns(self, b: int) -> tuple[TurnText, ...]:
+        """Sample b as one turn of the policy."""
+        return (TurnText(True, self.text(b)),)

@@ -12,6 +12,8 @@ is less robust: there a rounding difference can change a token at every boundary
 from __future__ import annotations
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -21,7 +23,6 @@ import numpy as np
 
 from jaxrl.algos.truncation import Truncation, as_rows, least_before_top_p, total
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
-from jaxrl.rollout.environment import Environment
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
@@ -40,6 +41,8 @@ _NEVER = -1e30
 _TRIES = 8
 
 
+# Most requests to a server have the same limits, and checking them takes a fifth of reading one.
+@functools.lru_cache(256, typed=True)
 def truncation_of(
     *,
     top_k: int = 0,
@@ -81,8 +84,7 @@ class SamplingOptions:
       temperature: sampling temperature; 0 is greedy.
       truncation: limits on the tokens that can be drawn, as scalars, and whether log-probabilities are
         renormalised over these tokens.
-      stop_strings: texts that end a turn, as a stop id does. Tokens after the stop string are removed.
-      environment: function that answers a finished turn; None ends every sample after its first turn.
+      stop_strings: texts that end a sample, as a stop id does. Tokens after the stop string are removed.
       budget_tokens: maximum number of tokens that one call adds to a sample, which is then left unfinished; 0
         means no limit.
     """
@@ -93,7 +95,6 @@ class SamplingOptions:
     temperature: float = 1.0
     truncation: Truncation = dataclasses.field(default_factory=truncation_of)
     stop_strings: tuple[str, ...] = ()
-    environment: Environment | None = None
     budget_tokens: int = 0
 
     def replace(self, **changes: Any) -> SamplingOptions:
@@ -117,6 +118,19 @@ def sample_keys(
         return jax.random.key_data(key)
 
     return jax.vmap(one)(prompt_ids, sample_indices)
+
+
+def turn_seed(prompt_id: int, sample: int, context: np.ndarray) -> int:
+    """The number that takes the prompt's id in the sampling key of an agent's turn, below 2**31.
+
+    The same context has the same noise, in whatever order the turns of a step arrive.
+
+    Args:
+      prompt_id, sample: number of the prompt, and of the sample among those of the prompt.
+      context: int32 [T], all tokens before the turn.
+    """
+    own = np.array([prompt_id, sample], np.int64).tobytes()
+    return zlib.crc32(context.astype(np.int32).tobytes(), zlib.crc32(own)) >> 1
 
 
 def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> jax.Array:

@@ -183,6 +183,10 @@ class Scheduler:
             slot = self._take_slot(slots) if shares else None
         return Admission(tuple(self._batch), needs_prefill, tuple(started))
 
+    def forget_batch(self) -> None:
+        """Lets the next admission have a prefill of its own."""
+        self._batch = {}
+
     def _take_slot(self, free: collections.deque[int]) -> int | None:
         """Takes the first free slot whose shard has memory for the next request; None if none has.
 

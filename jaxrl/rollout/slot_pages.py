@@ -159,18 +159,6 @@ class SlotPages:
                 self.release([newest])
                 dropped.append(newest)
 
-    def extend(self, slot: int, length: int, tokens: int) -> None:
-        """Notes that the sequence in a busy slot is about to be extended; `grow` comes next.
-
-        Args:
-          slot: index of the slot.
-          length: length of the sequence before, which may be less than the slot has decoded.
-          tokens: number of new tokens.
-        """
-        # Full pages of the sequence stay as they are.
-        self.pool.shared_n[slot] = (length - 1) // self.pool.page_tokens
-        self._cached_n[slot] = length - 1 + tokens
-
     def advance(self, count_n: np.ndarray) -> None:
         """Adds the tokens that a dispatch has decoded, int [n], to the lengths of the slots."""
         count_n = np.where(self._busy_n, count_n, 0)

@@ -2,7 +2,6 @@
 
     idle                  -> state      n idle slots of capacity C
     insert    prefix      -> state      starts samples in slots
-    extract   state       -> prefix     copies sequences out of slots
     taken     state       -> state      copies some slots, put_back returns them
     reuse     state       -> prefix     copies beginnings of sequences out of pages
     resize    state       -> state      other numbers n and C, the sequences in use kept
@@ -191,19 +190,6 @@ class SlotPrograms:
                 decoded=dataclasses.replace(state.decoded, count=put(state.decoded.count, 0)),
             )
         )
-
-    def extract(
-        self, state: DecodeState, slot_P: jax.Array, length_P: jax.Array, token_P: jax.Array
-    ) -> Prefix:
-        """Copies sequences, or their beginnings, out of slots, to extend and insert them again.
-
-        Args:
-          state: state of the slots; not consumed.
-          slot_P: int32 [P], the same number of slots from every shard, each counted within its shard.
-          length_P, token_P: length and last token of each resulting sequence, as in `Prefix`.
-        """
-        context = self._take(state.context, slot_P)
-        return dataclasses.replace(context, length=length_P, token=token_P)
 
     def taken(self, state: DecodeState, slot_m: jax.Array) -> DecodeState:
         """A state of the given slots alone, with a contiguous cache.

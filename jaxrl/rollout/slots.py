@@ -1,7 +1,7 @@
 """The slots of an engine, with host arrays as inputs and results.
 
     prefilled(engine, params, sequences) -> Prefix     runs host sequences, returns their keys and values
-    Slots(engine, params)                              the decode state: insert, extend, generate, release
+    Slots(engine, params)                              the decode state: insert, generate, release
 
 The caller decides which sample is in which slot. Only one thread may dispatch: on a mesh all devices must
 receive their programs in the same order.
@@ -196,37 +196,6 @@ class Slots:
         for options, some in alike.items():
             state, settings = self._taken_state(), self._settings(options)
             self._state = insert(self.engine, prefix, state, some, settings)
-
-    def extend(
-        self, extensions: Mapping[int, tuple[np.ndarray, int]]
-    ) -> Iterator[tuple[Prefix, dict[int, int]]]:
-        """Appends tokens to sequences in slots; the model runs only the new tokens.
-
-        Args:
-          extensions: by slot, the whole sequence, int32 [T], and how many of its tokens are new.
-
-        Yields:
-          A prefix to insert into these slots again, and the slot of each of its batch indices in use.
-        """
-        if not extensions:
-            return
-        state = self._state
-        assert state is not None, "there are no slots"
-        slots_per_shard = state.num_slots // self.engine.shards
-        shard_of = {slot: slot // slots_per_shard for slot in extensions}
-        for P, slot_of in self._batches(shard_of):
-            slot_P, length_P, token_P = (np.zeros(P, np.int32) for _ in range(3))
-            parts = [np.zeros(0, np.int32)] * P
-            for index, slot in slot_of.items():
-                tokens, num_new = extensions[slot]
-                # The last token of a sequence is not cached yet.
-                last = len(tokens) - num_new - 1
-                slot_P[index], length_P[index] = slot % slots_per_shard, last
-                token_P[index], parts[index] = tokens[last], tokens[last + 1 :]
-            given = host_inputs(self.engine.mesh, slot_P, length_P, token_P)
-            # The caller has changed the state since the last prefix.
-            prefix = self.engine.extract(self._state, *given)
-            yield _extended(self.engine, self.params, prefix, parts), slot_of
 
     def _batches(self, shard_of: Mapping[int, int]) -> Iterator[tuple[int, dict[int, int]]]:
         """Prefixes of the same number of sequences from every shard.

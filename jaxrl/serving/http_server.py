@@ -147,9 +147,12 @@ def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
         headers, refusal = Headers(scope=scope), None
         if api_key:
             scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                # The header of Tinker's clients.
+                given = headers.get("x-api-key", "")
             # starlette decodes headers as Latin-1.
             known = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
-            if scope["path"] != "/health" and not (scheme.lower() == "bearer" and known):
+            if scope["path"] != "/health" and not known:
                 refusal = ApiError(
                     401,
                     "send the key of this server: Authorization: Bearer KEY",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,21 +48,56 @@ def load(config: ServeConfig) -> Loaded:
     Raises:
       UserError: a file is missing or broken, or the model does not fit.
     """
-    directory = pathlib.Path(local_model(config.model))
+    directory = model_directory(config.model)
+    found = read_model(directory)
+    mesh = build_generation_mesh(config.mesh)
+    config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
+    engine = build_engine(config, found, mesh, stop_ids=found.tokenizer.stop_ids)
+    where = generation_shardings(found.model, mesh)
+    params = load_params(directory, found.model, where, dtype=config.dtype)
+    return Loaded(engine, params, found.tokenizer)
+
+
+def model_directory(name: str) -> pathlib.Path:
+    """The directory of a model to serve, from a path or a hub name.
+
+    Raises:
+      UserError: it is none.
+    """
+    directory = pathlib.Path(local_model(name))
     check_is_directory(directory)
     if is_run_folder(directory):
         raise UserError(
             f"{directory} is the folder of a run; export it first: python launch/convert.py "
             f"--path {directory} --out DIR, and serve DIR"
         )
-    found = read_model(directory)
-    model, tokenizer = found.model, found.tokenizer
-    mesh = build_generation_mesh(config.mesh)
-    config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
+    return directory
+
+
+def build_engine(
+    config: ServeConfig,
+    found: ModelDirectory,
+    mesh: Mesh,
+    *,
+    stop_ids: Sequence[int],
+    other_bytes: int = 0,
+) -> Engine:
+    """Builds the engine of a model, with sequence limits that fit.
+
+    Args:
+      config: settings of the server, with a resolved dtype.
+      found: the model.
+      mesh: its devices.
+      stop_ids: token ids that end a response.
+      other_bytes: memory of each device that something else takes.
+
+    Raises:
+      UserError: the settings do not fit the mesh or the model.
+    """
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
-    graph, shapes, _ = decoder_graph(model)
-    where = generation_shardings(model, mesh)
+    graph, shapes, _ = decoder_graph(found.model)
+    where = generation_shardings(found.model, mesh)
 
     def engine_of(lengths: TokenLimits) -> Engine:
         chunk = min(config.prefill_chunk_tokens, lengths.context)
@@ -71,20 +106,20 @@ def load(config: ServeConfig) -> Loaded:
             max_prompt_tokens=lengths.prompt,
             max_response_tokens=lengths.response,
             context_tokens=lengths.context,
-            stop_ids=tokenizer.stop_ids,
+            stop_ids=tuple(stop_ids),
             # Servers often have few requests, and somebody waits for the last one; so small buckets pay off.
             smallest_bucket=8,
         )
-        return Engine(model, graph, mesh, sizes)
+        return Engine(found.model, graph, mesh, sizes)
 
     limits = lengths_of(
         config,
         found.context_tokens,
-        lambda: _fitting_tokens(config, engine_of(TokenLimits(1, 1, 2)), shapes, where),
+        lambda: _fitting_tokens(
+            config, engine_of(TokenLimits(1, 1, 2)), shapes, where, other_bytes
+        ),
     )
-    engine = engine_of(limits)
-    params = load_params(directory, model, where, dtype=config.dtype)
-    return Loaded(engine, params, tokenizer)
+    return engine_of(limits)
 
 
 class TokenLimits(NamedTuple):
@@ -123,13 +158,16 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     return TokenLimits(prompt, response, prompt + response)
 
 
-def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any) -> int:
+def _fitting_tokens(
+    config: ServeConfig, engine: Engine, shapes: Any, where: Any, other_bytes: int
+) -> int:
     """Number of tokens per slot that fit beside the weights; not positive if the weights do not fit.
 
     Args:
       config: settings of the server.
       engine: engine of the model, with any sequence limits.
       shapes, where: shapes and shardings of the weights.
+      other_bytes: as in `build_engine`.
     """
     weights = sum(
         math.prod(place.shard_shape(leaf.shape)) * jnp.dtype(config.dtype).itemsize
@@ -140,7 +178,7 @@ def _fitting_tokens(config: ServeConfig, engine: Engine, shapes: Any, where: Any
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state.context.cache)
     )
-    free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights
+    free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights - other_bytes
     # A cache, and its predecessor while it grows.
     return free * state.capacity // (2 * cache)
 

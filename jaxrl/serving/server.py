@@ -4,7 +4,7 @@
 
 DIR is a Hugging Face directory. launch/convert.py --from run makes one from the result of a run. The server
 listens only on this machine unless --host is given, which needs a key. After SIGTERM or Ctrl-C it finishes
-open requests.
+open requests. With --tinker it serves the Tinker API instead; --tinker --help lists the arguments of that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.live_loop import LiveError, NotFinite, Request
 from jaxrl.serving.model_loading import Loaded, load
-from jaxrl.serving.online_driver import Delta, NotFinite, OnlineDriver, Request, ServingError
+from jaxrl.serving.online_driver import Delta, OnlineDriver
 from jaxrl.serving.serve_config import ServeConfig
 
 # Longest prompt that a cache with many capacities is compiled for before the first request.
@@ -127,6 +128,7 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
         sizes.max_prompt_tokens,
         sizes.max_response_tokens,
         sizes.max_context_tokens,
+        stop_ids=tokenizer.stop_ids,
     )
     with contextlib.ExitStack() as stack:
         driver = OnlineDriver(
@@ -166,12 +168,12 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
         # Other tokens than those of the prompts before, whose pages would be reused.
         prompt = np.full(length, done, np.int32)
         for _ in range(1 if engine.pages is None else 2):
-            events: queue.SimpleQueue[Delta | ServingError] = queue.SimpleQueue()
+            events: queue.SimpleQueue[Delta | LiveError] = queue.SimpleQueue()
             driver.submit(Request(prompt, max_tokens=1, seed=0), events.put)
             failure = events.get()
             if isinstance(failure, NotFinite):
                 raise UserError(f"a first sample could not be drawn: {failure}")
-            if isinstance(failure, ServingError):
+            if isinstance(failure, LiveError):
                 raise UserError(
                     f"a first sample could not be drawn: {failure}. Choose fewer --slots or shorter prompts "
                     "and responses, or more devices with --mesh"

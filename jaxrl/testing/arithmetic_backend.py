@@ -100,10 +100,8 @@ class ArithmeticBackend:
         on_group: OnGroup | None = None,
     ) -> Rollout:
         """See `RolloutBackend.resume`."""
-        if options.environment is not None or options.stop_strings:
-            raise UserError(
-                "the arithmetic backend knows neither environments nor stop strings; leave them out"
-            )
+        if options.stop_strings:
+            raise UserError("the arithmetic backend knows no stop strings; leave them out")
         groups = SampleGroups(options, self._decode_texts, unfinished)
         self._start(groups, prompts)
         self._decode(groups, options, more, on_group)

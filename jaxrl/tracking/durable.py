@@ -100,15 +100,19 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 class AppendedFile:
-    """A file that is extended by complete records. A record is on disk when `append` returns."""
+    """A file that is extended by complete records, which the end of this process does not tear."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = path
         # Unbuffered: a buffer would try to write a failed record again when the file is closed.
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
-    def append(self, record: bytes) -> None:
+    def append(self, record: bytes, *, durable: bool = True) -> None:
         """Appends a record.
+
+        Args:
+          record: the record.
+          durable: whether to wait until it is on disk; else `sync` does.
 
         Raises:
           OSError: if the disk does not accept the record; the file is unchanged.
@@ -117,10 +121,19 @@ class AppendedFile:
         size = os.fstat(self._descriptor).st_size
         try:
             _write_all(self._descriptor, record)
-            os.fsync(self._descriptor)
+            if durable:
+                self.sync()
         except OSError as error:
             os.ftruncate(self._descriptor, size)
             raise _named(error, self._path) from error
+
+    def sync(self) -> None:
+        """Waits until all records are on disk."""
+        os.fsync(self._descriptor)
+
+    def clear(self) -> None:
+        """Removes all records."""
+        os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:
         """Closes the file. Further calls do nothing."""
@@ -150,8 +163,12 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path, setting: str = "--config.name") -> Iterator[None]:
     """Holds the lock of a run folder inside the block. Collective: the first process holds it for all.
+
+    Args:
+      folder: the folder.
+      setting: setting that chooses another one.
 
     Raises:
       UserError: if another run holds the lock (the message names its process), or the lock file cannot be
@@ -161,7 +178,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     def take() -> None:
         ensure_writable(folder)
-        held.append(_take(folder))
+        held.append(_take(folder, setting))
 
     hosts.on_first(take)
     try:
@@ -171,21 +188,21 @@ def run_lock(folder: Path) -> Iterator[None]:
             file.close()
 
 
-def _take(folder: Path) -> IO[str]:
+def _take(folder: Path, setting: str) -> IO[str]:
     # Takes the lock and returns its open file, which child processes do not inherit.
     path = RunFolder(folder).lock
     # Opening a pipe would block.
     if path.exists() and not path.is_file():
         raise UserError(
             f"{path} is no file, and the lock of a run has to be one; remove it, or give this run another "
-            "--config.name"
+            f"{setting}"
         )
     try:
         file = path.open("a+", errors="replace")
     except OSError as error:
         raise UserError(
             f"{path} cannot be opened ({error.strerror}); grant write permission, or give this run another "
-            "--config.name"
+            f"{setting}"
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +215,7 @@ def _take(folder: Path) -> IO[str]:
         file.close()
         raise UserError(
             f"{folder} is in use by {owner or 'another process'}; wait for its end or stop it, or give this "
-            "run another --config.name"
+            f"run another {setting}"
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:

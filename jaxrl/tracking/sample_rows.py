@@ -10,7 +10,9 @@
 If grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
 wrong. `token_pieces` is the last key, so that lists of samples can skip parsing it: `text` has the string of
 each token, `rollout_logprob` its log-probability under the sampler, `old_logprob` that under the trainer (if
-known), and `given` the indices of tokens that an environment inserted. Prompts and completions are untrusted.
+known), and `given` the indices of tokens that were not sampled, or are trained elsewhere. Further
+conversations of an agent's sample are in `branches`, a list of such objects. Prompts and completions are
+untrusted.
 """
 
 from __future__ import annotations
@@ -90,6 +92,15 @@ def sample_rows(
                 fields["old_logprob"] = list(map(_number, of_trainer))
             if given := np.flatnonzero(completions.mask[b] == 0).tolist():
                 fields["given"] = given
+            if (agents := completions.of_agents) is not None and agents.branches[b]:
+                fields["branches"] = [
+                    {
+                        "text": token_strings(x.tokens, token_strings.text_of(x.tokens)),
+                        "rollout_logprob": list(map(_number, x.rollout_logprob)),
+                        "given": np.flatnonzero(x.mask == 0).tolist(),
+                    }
+                    for x in agents.branches[b]
+                ]
             row[TOKEN_STRINGS] = fields
         yield row
 
@@ -136,6 +147,10 @@ class TokenStrings:
             if token.special
         }
         self._strings: dict[int, str] = {}
+
+    def text_of(self, tokens: np.ndarray) -> str:
+        """The text of all tokens, without special tokens."""
+        return self._tokenizer.decode(tokens)
 
     def __call__(self, tokens: np.ndarray, text: str) -> list[str]:
         """The string that each token adds to the text; "" for a token that begins a character.

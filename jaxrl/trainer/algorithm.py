@@ -160,7 +160,6 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
     )
     wanted = {
         drivers.PARTIAL: rollout.partial,
-        drivers.ENVIRONMENT: rollout.environment,
         drivers.PAGED: rollout.cache == "paged",
         drivers.SPECULATE: rollout.speculate,
         drivers.SEVERAL_PROCESSES: num_processes > 1,

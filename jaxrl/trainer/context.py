@@ -89,9 +89,8 @@ class RunContext:
     @property
     def sampling(self) -> SamplingOptions:
         """Options of sampling training data."""
-        return self.config.rollout.sampling(
-            self.config.seed, self.tokenizer, renormalized=self.config.truncates_logprobs
-        )
+        config = self.config
+        return config.rollout.sampling(config.seed, renormalized=config.truncates_logprobs)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -55,7 +55,6 @@ class Evaluation:
     """Evaluates the actor of a run."""
 
     def __init__(self, run: RunContext, graders: Graders):
-        """Raises UserError if the environment cannot be loaded."""
         self._run = run
         self._grading = Grading(graders)
         self._options = run.config.evaluation.sampling(run.sampling, step=EVALUATION_STEP)

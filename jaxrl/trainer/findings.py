@@ -24,11 +24,10 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.pools import Placement, Pool, take_devices
 from jaxrl.rewards.user import user_reward
 from jaxrl.rollout.drivers import lookup_driver
-from jaxrl.rollout.environment import load_environment
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
-from jaxrl.user_code import load_function
+from jaxrl.user_code import AGENT_CALL, bundled_file, load_function
 
 T = TypeVar("T")
 
@@ -132,13 +131,19 @@ def find_everything(
     faults("weights", lambda: check_weights(config))
     directory, tokenizer = tokenizer_directory(config), None
     if directory:
-        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory))
+        template = bundled_file(config.tokenizer.chat_template)
+        tokenizer = faults("tokenizer", lambda: load_tokenizer(directory, chat_template=template))
     problems = ProblemReader(config.data, needs_truths=not kind.rewards or needs_truths(config))
     for name, read in problems.readers.items():
         faults(name, read)
     loggers = [split_logger(entry)[0] for entry in config.run.loggers]
     packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
+    if path := config.rollout.agent:
+        packages |= dict.fromkeys(("openai", "pydantic", "starlette", "uvicorn"), "rollout.agent")
+        faults(
+            "rollout.agent", functools.partial(load_function, path, "rollout.agent", **AGENT_CALL)
+        )
     for package, setting in packages.items():
         if package and importlib.util.find_spec(package) is None:
             faults.found.append(
@@ -152,9 +157,10 @@ def find_everything(
     if kind.grades:
         sources = config.data.training_sources | config.data.evaluation_sources
         faults("reward.grader", lambda: graders_of(config, sources))
-        if path := config.rollout.environment:
-            faults("rollout.environment", lambda: load_environment(path))
     if kind.rewards:
+        if agent := config.rollout.agent:
+            takes = ("client", "problem")
+            faults("rollout.agent", lambda: load_function(agent, "rollout.agent", takes=takes))
         for name, function in config.reward.functions.items():
             path = function["path"]
             faults(f"reward.functions.{name}", functools.partial(user_reward, path))

@@ -36,7 +36,7 @@ from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.scores import Critic
 from jaxrl.roles.trust_region import TrustRegionActor
 from jaxrl.rollout.backend import RolloutBackend
-from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.trainer.role_table import ROLES, BuildParts
 
 
@@ -227,9 +227,11 @@ class RoleBuilder:
             dynamic_sampling=find_dataflow(self._config.algorithm.dataflow).dynamic_sampling,
             replicas=shards_of("batch", GENERATE_RULES, mesh),
         )
-        return build_backend(
+        backend = build_backend(
             options.driver, self._models.actor, mesh, sizes, tokenizer.decode_batch
         )
+        # A plan runs no agents.
+        return backend if tokenizer is SHAPES_ONLY else with_agent(backend, options, tokenizer)
 
     def _common(self, role: str) -> dict[str, Any]:
         """Keyword arguments of every constructor that follow from the placement."""

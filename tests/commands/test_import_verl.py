@@ -251,7 +251,7 @@ def test_names_and_values_of_a_file_execute_nothing(tmp_path):
 def test_a_refused_recipe_is_written_and_says_why(tmp_path, capsys):
     source, out = tmp_path / "run.sh", tmp_path / "recipe.py"
     source.write_text("python a.py actor_rollout_ref.rollout.temperature=-1\n")
-    assert cli.main(["jaxrl", "import-verl", str(source), "--out", str(out)]) == 2
+    assert cli.main(["jaxrl", "import-verl", str(source), "--out", str(out), *RUN]) == 2
     assert "refused as it stands: rollout.temperature -1.0 is below" in capsys.readouterr().err
     assert "config.rollout.temperature = -1" in out.read_text()
 

@@ -232,7 +232,7 @@ def test_without_a_recipe_those_at_hand_are_named(capsys, recipe, monkeypatch, t
     assert "configs/toy.py" in refused(capsys, "--config=")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert "such as cost_tiny, dapo_" in refused(capsys)
+    assert "such as calculator_smollm2, cost_tiny, dapo_" in refused(capsys)
 
 
 @pytest.mark.parametrize("path", ["configs/toi.py", "configs/toy", "nowhere/toyy.py"])

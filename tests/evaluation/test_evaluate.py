@@ -331,11 +331,6 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         "empty_answer": [*model, "--set", tmp_path / "empty_answer.jsonl"],
         "no grader is called 'anwser'": [*model, *sets, "--config.reward.grader=anwser"],
         "nothing to answer; name at least one --set FILE": model,
-        "environment 'no.py:f' is not there": [
-            *model,
-            *sets,
-            "--config.rollout.environment=no.py:f",
-        ],
         "evaluation.num_samples": [*model, *sets, "--n", 0],
         "evaluation.top_p": [*model, *sets, "--config.evaluation.top_p=0"],
         "positions of the model": [*model, *sets, "--config.rollout.max_response_tokens=32768"],

@@ -69,12 +69,12 @@ def test_a_topology_that_is_too_small_is_refused_with_those_that_exist():
 
 def test_a_dry_run_prints_the_plan_and_what_the_run_lacks(capsys):
     arguments = ["--config", str(CONFIGS / "grpo_tiny.py"), "--dry_run"]
-    fault = "--config.rollout.environment=absent.py:f"
+    fault = "--config.data.train.path=absent.jsonl"
     assert cli.run("train", ["train", *arguments, fault]) == 2
     out, error = capsys.readouterr()
     assert "learning, before temporaries" in out and "actor update, traced" in out
     assert error.count("\n") == 1
-    assert "this run lacks one thing: (1) rollout.environment: " in error
+    assert "this run lacks one thing: (1) data.train: absent.jsonl does not exist" in error
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.errors import UserError
 from jaxrl.rewards import (
     FunctionGrader,
@@ -18,7 +19,7 @@ from jaxrl.rewards.answer import grade_answer
 from jaxrl.rewards.score import AskedVerdicts, samples_of
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Branch, Completions, Prompts
 
 
 def completions_of(answers: list[str], texts: list[str], lengths: list[int]) -> Completions:
@@ -73,21 +74,16 @@ def test_a_grader_is_any_function_of_two_texts():
 
 
 def conversation(*turns: tuple[bool, str]) -> Completions:
-    """A response to a prompt whose answer is 5, as a rollout hands it over; characters are tokens."""
-    sample = Sample(prompt=0, index=0, step=1)
-    for by_policy, text in turns:
-        tokens = np.array([ord(character) for character in text], np.int32)
-        zeros = np.zeros(len(tokens), np.float32)
-        if by_policy:
-            # In two dispatches.
-            sample.add_decoded(tokens[:2], zeros[:2], zeros[:2], 1)
-            sample.add_decoded(tokens[2:], zeros[2:], zeros[2:], 1)
-        else:
-            sample.add_given(tokens, 1)
-    sample.finished = True
+    """A conversation about a prompt whose answer is 5, as agents leave it; characters are tokens."""
     prompts = completions_of(["5"], ["?"], [1]).prompts
-    return sampled(
-        prompts, [sample], 1, lambda sequences: ["".join(map(chr, tokens)) for tokens in sequences]
+    prompt = prompts.tokens[0]
+    said = [np.array([ord(character) for character in text], np.int32) for _, text in turns]
+    masks = [np.full(len(text), by_policy, np.float32) for by_policy, text in turns]
+    tokens = np.concatenate([prompt, *said])
+    mask = np.concatenate([np.zeros(len(prompt), np.float32), *masks])
+    talk = Talk((Branch(tokens, 0 * mask, 0 * mask, mask),), len(prompt), False, None, False)
+    return group_of(
+        prompts, [talk], 1, lambda sequences: ["".join(map(chr, tokens)) for tokens in sequences]
     )
 
 

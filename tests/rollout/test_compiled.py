@@ -82,7 +82,6 @@ slots = Assignment(*[ints(state.num_slots)] * 5)
 programs = {
     "generate": engine.generate.lower(params, state, ints()).compile(),
     "insert": engine.insert.lower(prefix, state, slots, *settings, limits).compile(),
-    "extract": engine.extract.lower(state, ints(P), ints(P), ints(P)).compile(),
     "reuse": engine.reuse.lower(state, ints(P, 4), ints(P, 512), ints(P), ints(P)).compile(),
 }
 memory = {name: program.memory_analysis() for name, program in programs.items()}

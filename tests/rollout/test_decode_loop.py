@@ -2,7 +2,6 @@
 
 import collections
 
-import numpy as np
 import pytest
 from byte_engine import CONFIG, OPTIONS, PROMPTS, decode, engine_of, loaded, weights
 
@@ -115,37 +114,27 @@ def test_a_sample_at_its_budget_is_left_unfinished():
     assert End.PAUSED in last.values()
 
 
-def test_environments_and_stop_strings_serve_whoever_feeds_the_loop():
-    """A conversation beside samples that came before and come after it."""
-    answer = np.array([5, 6, 7], np.int32)
-
-    def environment(turn):
-        return answer if len(turn.response) < 12 else None
-
+def test_stop_strings_serve_whoever_feeds_the_loop():
+    """Samples with stop strings beside others that came before and come after them."""
     # Characters that are said in the middle of many samples, and so of dispatches.
     said = collections.Counter(c for tokens in offline().values() for c in decode(tokens[:8]))
     del said["\N{REPLACEMENT CHARACTER}"]  # a part of a character is no text yet
     stops = tuple(char for char, _ in said.most_common(8))
-    expected = offline(environment=environment, stop_strings=stops)
-    talks = [
-        t for n in range(5) for t in samples_of(n, environment=environment, stop_strings=stops)
-    ]
+    expected = offline(stop_strings=stops)
+    stopping = [sample for n in range(5) for sample in samples_of(n, stop_strings=stops)]
     loop = new_loop()
     loop.add(samples_of(2))
     results = loop.dispatch()
-    loop.add(talks)
+    loop.add(stopping)
     results += loop.dispatch()
     loop.add(samples_of(0))
     drain(loop, results)
-    for sample in talks:
-        assert sample.tokens.tolist() == expected[sample.prompt, sample.index]
-    assert any(not sample.mask.all() for sample in talks)
-    assert {End.STOP_ID, End.STOP_STRING} <= {result.end for result in results}
-    # What a dispatch reports is what the model said; answers are in the sample alone.
-    said = collections.Counter()
+    added = collections.defaultdict(list)
     for result in results:
-        said[result.sample] += len(result.tokens)
-    assert all(said[sample] == sample.mask.sum() for sample in talks)
+        added[result.sample] += result.tokens.tolist()
+    for sample in stopping:
+        assert sample.tokens.tolist() == added[sample] == expected[sample.prompt, sample.index]
+    assert {End.STOP_ID, End.STOP_STRING} <= {result.end for result in results}
 
 
 def test_text_is_decoded_only_where_a_stop_string_can_have_ended():

@@ -1,4 +1,4 @@
-"""What the driver does beyond sampling a batch to its end: unfinished samples, conversations, sizes."""
+"""What the driver does beyond sampling a batch to its end: unfinished samples, order, sizes."""
 
 import dataclasses
 import functools
@@ -8,15 +8,11 @@ import jax
 import numpy as np
 import pytest
 from byte_engine import assert_same_samples
-from closeness import assert_close
-from plain_pass import plain_logprobs
 from test_engine import MODEL, weights
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
@@ -236,68 +232,3 @@ def test_a_minimum_length_keeps_stops_away_and_penalties_change_only_the_choice(
     assert np.mean([len(set(t)) / len(t) for t in varied.tokens]) > np.mean(
         [len(set(t)) / len(t) for t in greedy.tokens]
     )
-
-
-# Conversations
-
-
-def test_an_environment_answers_turns_and_its_tokens_are_masked():
-    turns = []
-    answer = np.array([5, 6, 7], np.int32)
-
-    def environment(turn):
-        turns.append(turn)
-        return answer if len(turn.response) < 20 else None
-
-    talk = run(environment=environment)
-    said_more = 0
-    for b, (tokens, mask) in enumerate(zip(talk.tokens, talk.mask, strict=True)):
-        assert len(tokens) == len(mask) == len(talk.rollout_logprob[b]) <= 40
-        given = np.flatnonzero(mask == 0)
-        assert tokens[given].tolist() == answer.tolist() * (len(given) // 3)
-        assert (talk.rollout_logprob[b][given] == 0).all()
-        said_more += len(given) > 0
-        # The turns say who wrote which of the tokens, each of which is spelled by one character.
-        of_turns = [(t.by_policy, character) for t in talk.turns[b] for character in t.text]
-        assert [by_policy for by_policy, _ in of_turns] == mask.astype(bool).tolist()
-        assert "".join(character for _, character in of_turns) == talk.texts[b] == spell(tokens)
-        assert len(talk.turns[b]) == 2 * (len(given) // 3) + 1
-        # Every answer follows a stop.
-        assert all(tokens[at - 1] == 1 for at in given[::3])
-    assert said_more > 3
-    assert all(turn.tokens[-1] == 1 for turn in turns)
-    assert all(
-        turn.response[-len(turn.tokens) :].tolist() == turn.tokens.tolist() for turn in turns
-    )
-    # What is drawn after an answer is what follows prompt and answer without a cache: its probabilities are.
-    b = max(range(len(talk)), key=lambda b: (talk.mask[b] == 0).sum())
-    prompt = PROMPTS.tokens[talk.prompt_index_B[b]]
-    sizes = {"longest": 64, "temperature": OPTIONS.temperature}
-    plain = plain_logprobs(MODEL, weights(), prompt, talk.tokens[b], **sizes)
-    assert_close(talk.rollout_logprob[b], plain * talk.mask[b], scale=1)
-    # Packing keeps them out of the loss.
-    shape = PackedShape.for_sequences(N * G, longest=64, minibatches=1, rows=2, tokens=64)
-    loss_mask = pack_completions(talk, shape).loss_mask
-    assert loss_mask.sum() == sum(mask.sum() for mask in talk.mask)
-
-
-@pytest.mark.parametrize(
-    ("train", "changes"),
-    [
-        ("1-1-1", {"slots": 2, "prefill_prompts": 1, "tokens_per_dispatch": 3}),
-        pytest.param(*("1-2-4", {"slots": 32, "prefill_chunk_tokens": 9}), marks=pytest.mark.long),
-    ],
-    ids=["small pieces", "shards"],
-)
-def test_conversations_on_shards_and_in_small_pieces_are_the_same(train, changes):
-    def environment(turn):
-        return np.array([5, 6, 7], np.int32) if len(turn.response) < 20 else None
-
-    expected = run(environment=environment)
-    assert_same_samples(run(engine_of(train, **changes), environment=environment), expected)
-
-
-def test_an_answer_that_does_not_fit_ends_the_sample_as_truncated(whole):
-    talk = run(environment=lambda turn: np.zeros(40, np.int32))
-    assert talk.truncated_B.all()
-    assert_same_samples(dataclasses.replace(talk, truncated_B=whole.truncated_B), whole)

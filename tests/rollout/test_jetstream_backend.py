@@ -53,8 +53,6 @@ def test_stop_strings_cut_as_in_our_driver():
 
 def test_what_it_cannot_do_is_refused(monkeypatch):
     backend = loaded(JETSTREAM)
-    with pytest.raises(UserError, match="cannot continue a finished sample"):
-        backend.generate(PROMPTS, OPTIONS.replace(environment=lambda turn: None))
     with pytest.raises(UserError, match="cannot leave a sample unfinished"):
         backend.resume(PROMPTS, OPTIONS)
     long = dataclasses.replace(PROMPTS, tokens=(np.zeros(25, np.int32),) * 5)

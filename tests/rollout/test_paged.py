@@ -120,35 +120,6 @@ def test_resumed_samples_are_the_same_on_any_cache(cache_tokens, seed, budget, w
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("layout", "kv_dtype"),
-    [
-        (LAYOUTS["one device"], ""),
-        (LAYOUTS["replicas and heads"], ""),
-        pytest.param(LAYOUTS["one device"], "int8", marks=pytest.mark.slow),
-        pytest.param(LAYOUTS["replicas and heads"], "int8", marks=pytest.mark.slow),
-    ],
-)
-def test_conversations_are_the_same(layout, kv_dtype, events, monkeypatch):
-    greedy(monkeypatch)
-
-    def environment(turn):
-        return np.array([5, 6, 7], np.int32) if len(turn.response) < 20 else None
-
-    options = OPTIONS.replace(num_samples=G, environment=environment)
-    paged = {"cache": "paged", "slots": 16, "prefill_chunk_tokens": 9}
-    few = backend_of(layout, kv_dtype=kv_dtype, cache_tokens=320, **paged)
-    got = few.generate(prompts_of(0), options)
-    if kv_dtype:
-        # What is prefilled again is quantised from other values, so only the shape is compared.
-        assert len(got) == 5 * G and any((m == 0).any() for m in got.mask)
-        return
-    want = backend_of().generate(prompts_of(0), options)
-    assert any((m == 0).sum() > 3 for m in want.mask) and events["dropped"]
-    assert_same_samples(got, want)
-
-
-@pytest.mark.long
 def test_stop_strings_and_limits_see_the_same_history():
     limits = {"stop_strings": (decode(expected(0).tokens[0][2:4]),)}
     options = OPTIONS.replace(num_samples=G, **limits)

@@ -229,7 +229,10 @@ def check_pages(loop: DecodeLoop) -> None:
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_requests_ends_and_preemptions(layout, data):
-    """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost."""
+    """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost.
+
+    At times the weights are replaced, by the same ones.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
         if scarce := not layout:
             monkeypatch.setattr(SlotPages, "_will_last", lambda self, *_: True)
@@ -238,6 +241,7 @@ def test_random_requests_ends_and_preemptions(layout, data):
         loop = loop_of(engine, reuse_prefixes=True)
         live: list[Sample] = []
         done: list[Sample] = []
+        version = 0
 
         def dispatch():
             ended = {result.sample for result in loop.dispatch() if result.end is not None}
@@ -259,6 +263,10 @@ def test_random_requests_ends_and_preemptions(layout, data):
             if live and data.draw(st.booleans()):
                 gone = live.pop(data.draw(st.integers(0, len(live) - 1)))
                 loop.drop([gone])
+                check_pages(loop)
+            if data.draw(st.integers(0, 3)) == 0:
+                version += 1
+                loop.renew(loop._slots.params, version)
                 check_pages(loop)
             dispatch()
         while loop.scheduler.num_unfinished:

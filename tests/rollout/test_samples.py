@@ -5,15 +5,13 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxrl.rollout.samples import Sample, UnfinishedGroups, completions_of
 from jaxrl.types import Completions, Prompts, TurnText
 
 
-def conversation() -> Sample:
-    """Four tokens drawn in two steps, two given, three drawn."""
+def grown() -> Sample:
+    """Four tokens drawn in two steps, and three in a third."""
     rng = np.random.default_rng(0)
     sample = Sample(prompt=1, index=0, step=3)
     for count, version in ((3, 3), (1, 4)):
@@ -22,7 +20,6 @@ def conversation() -> Sample:
             *rng.normal(size=(2, count)).astype(np.float32),
             version,
         )
-    sample.add_given(np.array([7, 8], np.int32), 4)
     sample.add_decoded(np.arange(3, dtype=np.int32), *np.full((2, 3), 0.1, np.float32), 5)
     return sample
 
@@ -38,14 +35,14 @@ def test_a_record_has_every_bit():
         extras=({"level": 5, "info": {"é": [1.5, None]}}, {}),
     )
     other = Sample(1, 1, 3)
-    unfinished = UnfinishedGroups(prompts, 2, (empty, truncated, conversation(), other))
+    unfinished = UnfinishedGroups(prompts, 2, (empty, truncated, grown(), other))
     again = UnfinishedGroups.of_record(unfinished.record())
     assert again.num_samples == 2
     assert [t.tolist() for t in again.prompts.tokens] == [[1, 2], [3]]
     assert again.prompts.texts == ("a", "é") and again.prompts.ids_N.tolist() == [4, 9]
     assert again.prompts.extras == prompts.extras
     for one, copy in zip(unfinished.samples, again.samples, strict=True):
-        for name in ("tokens", "logprob", "entropy", "mask", "version"):
+        for name in ("tokens", "logprob", "entropy", "version"):
             was, now = getattr(one, name), getattr(copy, name)
             assert was.dtype == now.dtype and was.tolist() == now.tolist(), name
         for name in ("prompt", "index", "step", "finished", "truncated"):
@@ -55,14 +52,14 @@ def test_a_record_has_every_bit():
     assert UnfinishedGroups.of_record(nothing.record()).samples == ()
 
 
-def test_the_tail_ends_where_the_environment_spoke():
-    sample = conversation()
+def test_the_tail_spans_dispatches():
+    sample = grown()
     assert sample.tail(2).tolist() == [1, 2]
-    assert sample.tail(9).tolist() == [0, 1, 2]
+    assert sample.tail(5).tolist() == sample.tokens[2:].tolist()
+    assert sample.tail(9).tolist() == sample.tokens.tolist()
     sample.cut(5)
-    assert len(sample) == 5 and sample.mask.tolist() == [1, 1, 1, 1, 0]
-    assert sample.version.tolist() == [3, 3, 3, 4, 4]
-    assert sample.tail(9).tolist() == []
+    assert len(sample) == 5 and sample.version.tolist() == [3, 3, 3, 4, 5]
+    assert sample.tail(1).tolist() == [0]
 
 
 def spell(tokens) -> str:
@@ -74,30 +71,6 @@ def completions(samples: list[Sample], decode_texts) -> Completions:
     return completions_of(prompts, samples, len(samples), decode_texts)
 
 
-@given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=4), min_size=1))
-def test_turns_are_the_stretches_of_policy_and_environment(samples):
-    """Against a loop over tokens."""
-    made = []
-    for n, pieces in enumerate(samples):
-        made.append(Sample(0, n, 0))
-        for by_policy, count in pieces:
-            tokens = np.arange(count, dtype=np.int32) + len(made[-1])
-            if by_policy:
-                made[-1].add_decoded(tokens, *np.zeros((2, count), np.float32), 0)
-            else:
-                made[-1].add_given(tokens, 0)
-    found = completions(made, lambda sequences: map(spell, sequences))
-    for sample, text, turns in zip(made, found.texts, found.turns, strict=True):
-        expected: list[tuple[bool, list[str]]] = []
-        for token, mask in zip(sample.tokens.tolist(), sample.mask.tolist(), strict=True):
-            if not expected or expected[-1][0] != (mask > 0):
-                expected.append((mask > 0, []))
-            expected[-1][1].append(str(token))
-        assert text == spell(sample.tokens)
-        joined = tuple(TurnText(by_policy, ",".join(t)) for by_policy, t in expected)
-        assert turns == (joined or (TurnText(True, ""),))
-
-
 def test_texts_are_made_once_when_they_are_read_by_the_thread_that_reads():
     calls = []
 
@@ -105,21 +78,21 @@ def test_texts_are_made_once_when_they_are_read_by_the_thread_that_reads():
         calls.append((threading.get_ident(), len(sequences)))
         return map(spell, sequences)
 
-    groups = [completions([conversation(), conversation()], decode_texts) for _ in range(3)]
+    groups = [completions([grown(), grown()], decode_texts) for _ in range(3)]
     taken = Completions.concatenate(groups).take([2, 0])
-    assert taken.lengths_B.tolist() == [9] * 4 and not calls
+    assert taken.lengths_B.tolist() == [7] * 4 and not calls
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         ident = thread.submit(threading.get_ident).result()
-        assert thread.submit(lambda: taken.policy_texts[0].count("\n")).result() == 1
-    # Of each sample the whole and three turns; the group that was not taken has no text yet.
-    assert calls == [(ident, 8)] * 2
-    assert groups[0].texts == taken.texts[2:] == (spell(conversation().tokens),) * 2
-    assert groups[2].turns[1] == taken.turns[0] and len(calls) == 2
+        assert thread.submit(lambda: taken.policy_texts[0]).result() == spell(grown().tokens)
+    # The group that was not taken has no text yet.
+    assert calls == [(ident, 2)] * 2
+    assert groups[0].texts == taken.texts[2:] == (spell(grown().tokens),) * 2
+    assert groups[2].turns[1] == (TurnText(True, taken.texts[1]),) and len(calls) == 2
     assert groups[1].texts != ("", "") and len(calls) == 3
 
 
 def test_an_error_in_a_text_reaches_whoever_reads_it():
-    broken = completions([conversation()], lambda sequences: [1 / 0 for _ in sequences])
+    broken = completions([grown()], lambda sequences: [1 / 0 for _ in sequences])
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             broken.texts[0]

@@ -154,19 +154,6 @@ def test_resumed_samples_are_the_same(cache, drafted, seed, budget, temperature)
 
 
 @pytest.mark.long
-def test_an_environment_answers_speculated_turns(counts):
-    """Its answers are cached behind the tokens that were kept, over those of wrong drafts."""
-
-    def answer(turn):
-        return np.array([5, 6, 7], np.int32) if len(turn.response) < 20 else None
-
-    options = OPTIONS.replace(num_samples=3, temperature=1.0, environment=answer)
-    want = backend_of().generate(prompts_of(1), options)
-    assert any((mask == 0).any() for mask in want.mask)
-    check_twice(backend_of(speculate=4), options, 1, counts, want)
-
-
-@pytest.mark.long
 def test_metrics_tell_what_rounds_keep():
     backend = backend_of(speculate=4, max_response_tokens=200, stop_ids=())
     options = OPTIONS.replace(num_samples=1, temperature=1.0)

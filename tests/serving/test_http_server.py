@@ -172,6 +172,9 @@ def test_a_key_is_demanded_whatever_the_name(start):
         assert status_of(port, authorization=given, host="proxy.example") == 200
     for given in ("", "s3cret é", "Bearer", "Bearer s3cret", f"{right}x", f"Basic {right[7:]}"):
         assert status_of(port, authorization=given) == 401
+    # The header of Tinker's clients.
+    assert status_of(port, **{"x-api-key": right[7:]}) == 200
+    assert status_of(port, **{"x-api-key": "tml-x"}) == 401
     assert status_of(port) == 401
     # For those that only ask whether it runs.
     assert status_of(port, "/health") == 200

@@ -20,17 +20,12 @@ from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.live_loop import LiveError, Overloaded, Request, Stopped
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
-from jaxrl.serving.online_driver import (
-    OnlineDriver,
-    Overloaded,
-    Request,
-    ServingError,
-    Stopped,
-)
+from jaxrl.serving.online_driver import OnlineDriver
 from jaxrl.serving.server import _warm_up
 from jaxrl.types import Prompts
 
@@ -112,7 +107,7 @@ class Answer:
     def __call__(self, event):
         assert not self.ended.is_set(), "something came after the end"
         self.begun.set()
-        if isinstance(event, ServingError):
+        if isinstance(event, LiveError):
             self.error = event
             self.ended.set()
             return
@@ -276,7 +271,9 @@ def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
             for k in range(request.options.num_samples):
                 assert got.tokens(k) == want.tokens(k)
                 assert_close(got.logprob(k), want.logprob(k), scale=1)
+        counts = paged.counts
     assert seen == [(54, 48), (34, 32)]
+    assert (counts.prompt, counts.known) == (12 + 54 + 34, 48 + 32)
 
 
 def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
@@ -355,7 +352,7 @@ def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
         for ticket in first[200:]:
             driver.cancel(ticket)
         finished = [done.get(timeout=60) for _ in range(100)]
-        assert all(not isinstance(event, ServingError) for event in finished)
+        assert all(not isinstance(event, LiveError) for event in finished)
         wait_until(lambda: driver.load == (0, 0))
         assert answer(driver, REQUESTS[0]).tokens(2) == alone[0].tokens(2)
 

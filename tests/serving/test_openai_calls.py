@@ -8,13 +8,17 @@ from extras import import_extra
 
 import_extra("dev", "pydantic")
 
+from jaxrl.data.chat import ChatTemplate  # noqa: E402
+from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
+from jaxrl.serving.openai import calls  # noqa: E402
 from jaxrl.serving.openai.calls import (  # noqa: E402
     ApiError,
     RequestLimits,
-    read_chat,
     read_completion,
+    read_generate,
 )
+from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 
 LIMITS = RequestLimits("m", max_prompt_tokens=60, max_tokens=40, max_context_tokens=64)
 VALUES = [
@@ -37,11 +41,13 @@ FIELDS = [
 class Tokenizer:
     """One token a character."""
 
+    chat_template = ChatTemplate("{{ tools }} <tool_call>", origin="a test", special_tokens={})
+
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids):
-        return bytes(ids).decode()
+        return bytes(np.asarray(ids, np.uint8)).decode()
 
     def encode_chat(self, messages, **variables):
         # As a template's worker gets them: through JSON.
@@ -49,12 +55,22 @@ class Tokenizer:
         return self.encode("".join(m["role"] + m["content"] for m in messages) + said)
 
 
-def outcome(read, body):
+def read_chat(body, tokenizer, limits):
+    parser = AnswerParser(tokenizer)
+    prompts = RenderedPrompts(tokenizer, parser)
+    return calls.read_chat(body, tokenizer, limits, prompts=prompts, parser=parser)
+
+
+# Room for tools.
+WIDE = RequestLimits("m", max_prompt_tokens=9000, max_tokens=40, max_context_tokens=9064)
+
+
+def outcome(read, body, limits=LIMITS):
     """The request, or the error that is answered; anything else is a fault of ours."""
     # As it comes over the wire: Python writes and reads NaN and Infinity, which JSON does not have.
     body = json.loads(json.dumps(body))
     try:
-        return read(body, Tokenizer(), LIMITS)
+        return read(body, Tokenizer(), limits)
     except ApiError as error:
         return error
     except UserError as error:
@@ -90,13 +106,167 @@ def test_nor_is_one_of_a_variable_of_the_chat_template():
             check(outcome(read_chat, chat | {"chat_template_kwargs": {name: value}}))
 
 
-@pytest.mark.parametrize("key", ["role", "content", "name", "tool_calls"])
+@pytest.mark.parametrize(
+    "key", ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"]
+)
 def test_nor_is_one_of_a_message(key):
     for value in VALUES:
-        message = {"role": "user", "content": "x"} | {key: value}
-        check(outcome(read_chat, {"model": "m", "messages": [message]}))
+        for role in ("user", "assistant", "tool"):
+            message = {"role": role, "content": "x"} | {key: value}
+            check(outcome(read_chat, {"model": "m", "messages": [message]}))
         part = {"role": "user", "content": [{"type": "text", "text": value}]}
         check(outcome(read_chat, {"model": "m", "messages": [part, value]}))
+
+
+def _put(tree, path, value):
+    """A copy of `tree` with `value` at `path`."""
+    if not path:
+        return value
+    copy = tree.copy()
+    copy[path[0]] = _put(tree[path[0]], path[1:], value)
+    return copy
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+CALLED = [
+    {"role": "user", "content": "x"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
+    },
+    {"role": "tool", "content": "y", "tool_call_id": "c", "name": "f"},
+]
+WITH_TOOLS = {"model": "m", "messages": CALLED, "tools": [TOOL], "tool_choice": "auto"}
+CALL = ("messages", 1, "tool_calls")
+FUNCTION = ("tools", 0, "function")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(("tools", 0), ("tools", 0, "type"), FUNCTION, (*FUNCTION, "name")),
+        *((*FUNCTION, "description"), (*FUNCTION, "parameters")),
+        *((*FUNCTION, "parameters", "properties"), (*FUNCTION, "parameters", "type")),
+        *(CALL, (*CALL, 0), (*CALL, 0, "id"), (*CALL, 0, "type"), (*CALL, 0, "function")),
+        *((*CALL, 0, "function", "name"), (*CALL, 0, "function", "arguments")),
+        *(
+            ("messages", 1, "content"),
+            ("messages", 2, "tool_call_id"),
+            ("messages", 2, "name"),
+            ("tool_choice",),
+        ),
+    ],
+    ids=lambda path: ".".join(map(str, path)),
+)
+def test_nor_is_one_of_a_tool_or_a_call(path):
+    assert not isinstance(outcome(read_chat, WITH_TOOLS, WIDE), ApiError)
+    deep = json.loads('{"a":' * 400 + "1" + "}" * 400)
+    texts = ['{"a": ' * n + "1" + "}" * n for n in (40, 5000)]
+    for value in [*VALUES, deep, *texts, '{"a": "\\ud800"}', "[]", {"type": "function"}]:
+        check(outcome(read_chat, _put(WITH_TOOLS, path, value), WIDE))
+
+
+@pytest.mark.parametrize("field", ["token_ids", "sampling_params", "stream", "features"])
+def test_nor_is_one_of_a_request_of_ids(field):
+    for value in VALUES:
+        check(outcome(read_generate, {"model": "m", "token_ids": [1], field: value}))
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "stop_token_ids", "prompt_logprobs", "ignore_eos"])
+def test_nor_is_one_of_its_parameters(field):
+    for value in VALUES:
+        body = {"model": "m", "token_ids": [1], "sampling_params": {field: value}}
+        check(outcome(read_generate, body))
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"tools": []}, None, None),
+        ({"tool_choice": "none"}, None, None),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, None, None),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "tool_choice names no function of tools",
+        ),
+        ({"tool_choice": "any"}, "tool_choice", "must be 'none', 'auto', 'required' or"),
+        (
+            {"tools": [], "tool_choice": "required"},
+            "tool_choice",
+            "needs tools, and this request has none",
+        ),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
+        ({"tools": [TOOL, {**TOOL, "type": "web"}]}, "tools[1].type", "must be 'function'"),
+        (
+            {"tools": [_put(TOOL, ("function", "name"), "a b")]},
+            "tools[0].function.name",
+            "must be 1 to 64 letters, digits",
+        ),
+        (
+            {"tools": [_put(TOOL, ("function", "parameters"), {"type": "string"})]},
+            "tools[0].function.parameters",
+            "must be the JSON schema of an object",
+        ),
+        ({"tools": [TOOL] * 129}, "tools", "a list of up to 128 tools"),
+        (
+            {"messages": CALLED[:1] + CALLED[2:]},
+            "messages[1].tool_call_id",
+            "is the id of no call in the messages before",
+        ),
+        (
+            {"messages": _put(CALLED, (1, "tool_calls", 0, "function", "arguments"), "{a")},
+            "messages[1].tool_calls[0].function.arguments",
+            "must be the JSON text of an object",
+        ),
+        (
+            {"messages": [{**CALLED[0], "tool_calls": CALLED[1]["tool_calls"]}]},
+            "messages[0].tool_calls",
+            "only the assistant calls tools",
+        ),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content", "a text, or"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(changes, param, message):
+    found = outcome(read_chat, WITH_TOOLS | changes, WIDE)
+    if param is None:
+        assert not isinstance(found, ApiError)
+        return
+    assert (found.status, found.body["error"]["param"]) == (400, param)
+    assert message in found.body["error"]["message"]
+
+
+def test_a_model_whose_template_has_no_tools_refuses_them_by_name():
+    class Plain(Tokenizer):
+        chat_template = None
+
+    def read(body, _, limits):
+        return read_chat(body, Plain(), limits)
+
+    error = outcome(read, WITH_TOOLS).body["error"]
+    assert error["param"] == "tools" and "Qwen's and Hermes', Llama 3's" in error["message"]
+
+
+def test_ids_that_end_answers_are_those_of_the_model():
+    def read(ids):
+        limits = RequestLimits("m", 60, 40, 64, stop_ids=(3, 4))
+        body = {"model": "m", "token_ids": [1, 2], "sampling_params": {"stop_token_ids": ids}}
+        return read_generate(body, Tokenizer(), limits)
+
+    # Without a number: the rest of the context, here all that a sample may have.
+    assert read([3]).requests[0].max_tokens == 40 and read([]).requests[0].prompt.tolist() == [1, 2]
+    with pytest.raises(ApiError, match=r"stop_token_ids has \[5\]; answers of this server end"):
+        read([3, 5])
 
 
 @pytest.mark.parametrize(

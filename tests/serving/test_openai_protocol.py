@@ -9,9 +9,12 @@ from extras import import_extra
 import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
+from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
+from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
-from jaxrl.serving.online_driver import Delta, Request  # noqa: E402
-from jaxrl.serving.openai.calls import CHAT, COMPLETION, Answer, Call  # noqa: E402
+from jaxrl.serving.online_driver import Delta  # noqa: E402
+from jaxrl.serving.openai.calls import CHAT, COMPLETION, GENERATE, Answer, Call  # noqa: E402
+from jaxrl.serving.openai.chat_prompts import ChatQuery, RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.protocol import (  # noqa: E402
     ChatRequest,
     CompletionRequest,
@@ -133,9 +136,9 @@ def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message)
             "messages[1].content is no text",
         ),
         (
-            {"messages": [{**MESSAGE, "tool_calls": [1]}]},
-            "messages[0].tool_calls",
-            "messages[0].tool_calls is no field of this request",
+            {"messages": [{**MESSAGE, "audio": [1]}]},
+            "messages[0].audio",
+            "messages[0].audio is no field of this request",
         ),
         ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs 2: this server does not have it"),
@@ -201,15 +204,38 @@ def test_however_much_is_wrong_the_answer_is_short(fields):
     assert raised.value.__cause__.error_count() <= 4
 
 
-def answer_of(form, *, logprobs: bool = True, include_usage: bool = False) -> Answer:
+class Tokenizer:
+    """Tokens 5 and 6 are "a" and "é"; a prompt has three tokens."""
+
+    chat_template = None
+
+    def encode(self, text):
+        raise AssertionError("nothing here is a text")
+
+    def encode_chat(self, messages, **variables):
+        return np.zeros(3, np.int32)
+
+    def decode(self, ids):
+        return "".join({5: "a", 6: "é"}.get(int(i), "") for i in ids)
+
+
+PARSER = AnswerParser(Tokenizer())
+
+
+def answer_of(
+    form, *, logprobs: bool = True, include_usage: bool = False, token_ids: bool = False
+) -> Answer:
     request = Request(np.zeros(3, np.int32), 9, 0, SamplingOptions(num_samples=2))
-    call = Call((request,), stream=True, include_usage=include_usage, logprobs=logprobs)
-    return Answer(call, form, "tiny")
+    turn = None
+    if form is CHAT:
+        turn = RenderedPrompts(Tokenizer(), PARSER).open(ChatQuery(()), "")
+    call = Call((request,), True, include_usage, logprobs, token_ids, turn)
+    return Answer(call, form, "tiny", PARSER)
 
 
 def delta(index: int, finish: str = "") -> Delta:
     logprob = np.array([-0.5, -1.0], np.float32)
-    return Delta(index, np.array([5, 6], np.int32), logprob, ("a", "é"), "aé", finish)
+    return Delta(index, np.array([5, 6], np.int32), logprob, -logprob, 0, ("a", "é"), "aé", finish)
 
 
 def read_by_openai(kind: str, answer: str) -> dict:
@@ -273,3 +299,41 @@ def test_offsets_of_a_streamed_completion_go_on():
         event = json.loads(answer.event(0))
         offsets += event["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 1, 2, 3]
+
+
+def test_ids_are_given_where_they_are_asked_for_as_in_vllm():
+    chat, completion = (answer_of(form, token_ids=True) for form in (CHAT, COMPLETION))
+    for answer in (chat, completion):
+        answer.add(0, delta(0, "stop"))
+        answer.add(1, delta(1, "stop"))
+    whole = json.loads(chat.whole())
+    assert whole["prompt_token_ids"] == [0, 0, 0]
+    assert [choice["token_ids"] for choice in whole["choices"]] == [[5, 6]] * 2
+    choices = json.loads(completion.whole())["choices"]
+    assert [(c["prompt_token_ids"], c["token_ids"]) for c in choices] == [([0, 0, 0], [5, 6])] * 2
+    streamed = answer_of(CHAT, token_ids=True)
+    events = []
+    for finish in ("", "stop"):
+        streamed.add(1, delta(1, finish))
+        events.append(json.loads(streamed.event(1)))
+    assert events[0]["prompt_token_ids"] == [0, 0, 0] and "prompt_token_ids" not in events[1]
+    assert [event["choices"][0]["token_ids"] for event in events] == [[5, 6]] * 2
+
+
+def test_an_answer_of_ids_names_its_tokens_by_their_ids():
+    answer = answer_of(GENERATE)
+    for index in range(2):
+        answer.add(index, delta(index, "stop"))
+    read = json.loads(answer.whole())
+    assert read["request_id"].startswith("gen-") and "id" not in read
+    assert read["choices"][1] == {
+        "index": 1,
+        "token_ids": [5, 6],
+        "logprobs": {
+            "content": [
+                {"token": "token_id:5", "logprob": -0.5},
+                {"token": "token_id:6", "logprob": -1.0},
+            ]
+        },
+        "finish_reason": "stop",
+    }

@@ -40,7 +40,7 @@ from jaxrl.types import Prompts  # noqa: E402
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "launch" / "serve.py"
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% for m in messages %}"
     "[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
     "{% if enable_thinking is defined and not enable_thinking %} briefly{% endif %}"
 )
@@ -229,6 +229,22 @@ def test_a_client_sets_variables_of_the_template(client, loaded):
     assert answer.usage.prompt_tokens == len(loaded.tokenizer.encode(rendered))
 
 
+def test_ids_are_answered_with_ids(server, loaded):
+    prompt = loaded.tokenizer.encode("one two")
+    params = {"seed": 3, "n": 2, "logprobs": 1, "stop_token_ids": list(loaded.tokenizer.stop_ids)}
+    body = {"token_ids": prompt.tolist(), "sampling_params": params}
+    status, answer = post(server, body, "/inference/v1/generate")
+    assert status == 200
+    # Without a number: all that a response may have.
+    expected = offline(loaded, "one two", seed=3, max_tokens=SIZES["max_response_tokens"])
+    for choice, (_, tokens, logprob, stopped) in zip(answer["choices"], expected, strict=True):
+        assert choice["token_ids"] == tokens.tolist()
+        assert choice["finish_reason"] == ("stop" if stopped else "length")
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in tokens]
+        assert_close(np.array([entry["logprob"] for entry in content]), logprob, scale=1)
+
+
 def test_stops_settings_and_seeds(client):
     def text(**options):
         given = {**MODEL, "prompt": "one", "seed": 6, "max_tokens": 40, **options}
@@ -321,7 +337,14 @@ def test_a_request_that_cannot_be_served_says_why(body, status, message, server)
     "body, message",
     [
         ({"messages": []}, "messages must be a list of messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "the id of no call in the messages"),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            "the chat template of this model has no tools",
+        ),
     ],
 )
 def test_so_does_a_chat(body, message, server):
@@ -401,6 +424,34 @@ def dispatches(loaded, monkeypatch):
 
     monkeypatch.setattr(loaded.engine, "generate", counted)
     return calls
+
+
+def test_metrics_for_prometheus(server, client):
+    def read():
+        connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        connection.request("GET", "/metrics")
+        response = connection.getresponse()
+        assert response.getheader("content-type").startswith("text/plain; version=0.0.4")
+        lines = response.read().decode().splitlines()
+        connection.close()
+        types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+        values = dict(line.split() for line in lines if not line.startswith("#"))
+        assert types.keys() == values.keys()
+        return {name: int(value) for name, value in values.items()}
+
+    before = read()
+    options = {"prompt": [17, 4, 9], "n": 2, "max_tokens": 5, "extra_body": {"min_tokens": 5}}
+    client.completions.create(**MODEL, **options)
+    wait_until(lambda: server.driver.load == (0, 0))
+    added = {name: value - before[name] for name, value in read().items()}
+    assert added == {
+        "jaxrl_samples_waiting": 0,
+        "jaxrl_samples_running": 0,
+        "jaxrl_sampled_tokens_total": 2 * 5,
+        "jaxrl_prompt_tokens_total": 3,
+        # Shorter than a page.
+        "jaxrl_prompt_tokens_cached_total": 0,
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -51,5 +51,5 @@ def test_responses_of_ones_own():
 
 
 def test_it_says_what_it_cannot_do():
-    with pytest.raises(UserError, match="neither environments nor stop strings"):
+    with pytest.raises(UserError, match="knows no stop strings"):
         backend_of().generate(PROMPT, OPTIONS.replace(stop_strings=("a",)))

@@ -10,6 +10,7 @@ import pytest
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import PackedShape
+from jaxrl.tracking.browse.browse_app import tokens_of
 from jaxrl.tracking.kept_rollouts import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
 from jaxrl.tracking.sample_rows import (
@@ -19,7 +20,7 @@ from jaxrl.tracking.sample_rows import (
     sample_rows,
     to_line,
 )
-from jaxrl.types import Completions, GraderFailure, Prompts, Scored, TurnText
+from jaxrl.types import AgentRows, Branch, Completions, GraderFailure, Prompts, Scored, TurnText
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,7 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
         texts=tuple(map(tokenizer.decode, tokens)),
         mask=changes.pop("mask", ()),
         turns=changes.pop("turns", ()),
+        of_agents=changes.pop("of_agents", None),
     )
     B = len(texts)
     return Scored(
@@ -120,13 +122,24 @@ def test_an_incomplete_character_at_the_end_is_shown(tokenizer):
     assert "".join(pieces) == tokenizer.decode(tokens)
 
 
-def test_tokens_of_an_environment_are_marked(tokenizer):
+def test_conversations_show_what_was_not_sampled(tokenizer):
     text = "two 🦜"
     mask = np.ones(len(tokenizer.encode(text)), np.float32)
     mask[1] = 0
     turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
-    (row,) = rows_of(tokenizer, scored_of(tokenizer, [text], mask=(mask,), turns=turns))
+    thread = tokenizer.encode("two")
+    branch = Branch(thread, 0.5 * np.ones(len(thread)), mask[: len(thread)], 0 * thread)
+    agents = AgentRows(np.array([np.nan]), np.array([False]), ((branch,),))
+    scored = scored_of(tokenizer, [text], mask=(mask,), turns=turns, of_agents=agents)
+    (row,) = rows_of(tokenizer, scored)
     assert row[TOKEN_STRINGS]["given"] == [1]
+    (further,) = row[TOKEN_STRINGS]["branches"]
+    assert "".join(further["text"]) == "two" and further["given"] == list(range(len(thread)))
+    shown = tokens_of(row)
+    assert "".join(token["text"] for token in shown) == f"{text}\n\n[conversation 2]\ntwo"
+    assert [i for i, token in enumerate(shown) if not token["given"]] == np.flatnonzero(
+        mask
+    ).tolist()
 
 
 def test_the_trainers_logprobs_find_their_tokens(make_scored):

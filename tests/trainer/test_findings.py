@@ -49,9 +49,7 @@ def folder(tmp_path_factory):
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     (folder / "rewards.py").write_text(
-        "def good(responses):\n    return [0.0] * len(responses)\n"
-        "def alone():\n    return 0\n"
-        "def turns(turn, tokenizer):\n    return None\n"
+        "def good(responses):\n    return [0.0] * len(responses)\ndef alone():\n    return 0\n"
     )
     (folder / "broken.py").write_text("import no_such_package\n")
     (folder / "talks.jsonl").write_text('{"prompt": "1", "response": "1"}\n')
@@ -102,7 +100,6 @@ PPO = {"algorithm__dataflow": "ppo", "algorithm__advantage": "gae"}
     [
         ({"reward__functions": function("absent.py:f")}, "absent.py does not exist"),
         ({"reward__functions": function("rewards.py:goood")}, "has no 'goood'; it has good, alone"),
-        ({"rollout__environment": "absent.py:f"}, "absent.py does not exist"),
         ({"data__train__path": "nowhere.jsonl"}, "data.train: nowhere.jsonl does not exist"),
         ({"data__train__path": "rewards.py:rows"}, "has no 'rows'"),
         ({"data__evaluation__path": "data/nowhere.parquet"}, "data/nowhere.parquet does not exist"),
@@ -126,8 +123,6 @@ def test_a_dry_run_looks_for_files_and_functions_but_not_for_weights(run, change
         ({"reward__functions": function("broken.py:f")}, "No module named 'no_such_package'"),
         ({"reward__functions": function("rewards.py:goood")}, "has no 'goood'; it has good, alone"),
         ({"reward__functions": function("rewards.py:alone")}, "cannot be called with (responses)"),
-        ({"rollout__environment": "absent.py:f"}, "absent.py does not exist"),
-        ({"rollout__environment": "rewards.py:good"}, "cannot be called with (turn, tokenizer)"),
         ({"reward__model": "nowhere"}, "nowhere/config.json does not exist"),
         ({"reward__model": "language"}, "is a language model; it must be a"),
         ({"reward__model": "damaged"}, "damaged/model.safetensors is cut short"),
@@ -185,22 +180,21 @@ def test_a_laptop_hears_everything_at_once(run):
         weights="models/none",
         tokenizer__path="models/none",
         reward__functions=function("absent.py:f"),
-        rollout__environment="broken.py:f",
         reward__model="nowhere",
         data__train__path="gone.jsonl",
     )
-    assert line.startswith("this run lacks 7 things: (1) devices: layout 1-8-16")
+    assert line.startswith("this run lacks 6 things: (1) devices: layout 1-8-16")
     assert "needs 128, found 1 cpu; run on as many" in line
     assert "weights: models/none/" in line or "weights: " in line
     assert "tokenizer: models/none/tokenizer.json" in line
     assert "data.train: gone.jsonl does not exist" in line
-    for setting in ("reward.functions.mine: ", "rollout.environment: ", "reward.model: "):
+    for setting in ("reward.functions.mine: ", "reward.model: "):
         assert setting in line
     assert "Paths are relative to " in line
 
 
 def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
-    assert "absent.py" in run(program.fine_tune, rollout__environment="absent.py:f")
+    assert "is called 'absent'" in run(program.fine_tune, reward__grader="absent")
     # And not for what only rewards need.
     line = run(program.fine_tune, sft__path="gone.jsonl", reward__model="nowhere")
     assert "sft.path: gone.jsonl" in line and "nowhere" not in line

@@ -115,15 +115,22 @@ COMPILES_LONG = """
 import pathlib
 import jax
 import numpy as np
+from jaxrl.rollout import drivers
+from jaxrl.rollout.driver import OfflineBackend
 
-def compiled(turn, tokenizer):
-    log = pathlib.Path({log!r})
-    if not log.exists() or len(log.read_bytes().splitlines()) < 2:
-        return None
-    pathlib.Path({begun!r}).touch()
-    numbers = np.arange(200_000, dtype=np.float32)
-    sums = lambda: jax.lax.reduce_window(numbers, 0.0, jax.lax.add, (100_001,), (1,), "SAME")
-    return [int(jax.jit(sums)()[0])]
+class Compiling(OfflineBackend):
+    def generate(self, prompts, options, **further):
+        log = pathlib.Path({log!r})
+        if log.exists() and len(log.read_bytes().splitlines()) >= 2:
+            pathlib.Path({begun!r}).touch()
+            numbers = np.arange(200_000, dtype=np.float32)
+            sums = lambda: jax.lax.reduce_window(numbers, 0.0, jax.lax.add, (100_001,), (1,), "SAME")
+            jax.jit(sums)()
+        return super().generate(prompts, options, **further)
+
+def compiled(model, mesh, config, decode_texts):
+    offline = drivers.build_backend("offline", model, mesh, config, decode_texts)
+    return Compiling(offline.engine, decode_texts)
 """
 
 
@@ -133,9 +140,7 @@ def test_a_long_compilation_does_not_keep_a_run_alive(tmp_path, problems, whole)
     config = make_config(tmp_path, problems)
     log = config.run_folder.rl.metrics
     (tmp_path / "tools.py").write_text(COMPILES_LONG.format(log=str(log), begun=str(begun)))
-    rollout = dataclasses.replace(
-        whole.rollout, environment=f"{tmp_path}/tools.py:compiled", max_response_tokens=24
-    )
+    rollout = dataclasses.replace(whole.rollout, driver=f"{tmp_path}/tools.py:compiled")
     run = dataclasses.replace(config.run, stop_within_s=20)
     train = TrainConfig(rows=4, row_tokens=64)
     config = warm(dataclasses.replace(config, rollout=rollout, run=run, train=train), whole)

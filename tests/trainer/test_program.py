@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import signal
-from typing import Any
 
 import jax
 import pytest
@@ -545,31 +544,6 @@ def test_unfinished_samples_go_on_in_the_next_step_and_through_a_checkpoint(
     assert curve(again) == curve(config) and rollouts(again) == rollouts(config)
 
 
-@pytest.mark.slow
-def test_an_environment_by_its_path(tmp_path, problems, whole):
-    asks = tmp_path / "tools.py"
-    asks.write_text(
-        "def again(turn, tokenizer):\n"
-        "    return tokenizer.encode('?') if len(turn.response) == len(turn.tokens) else None\n"
-        "def lost(turn, tokenizer):\n"
-        "    return [9999]\n"
-    )
-    rollout = dataclasses.replace(
-        whole.rollout, environment=f"{asks}:again", max_response_tokens=24
-    )
-    train = TrainConfig(rows=4, row_tokens=64)
-    config = make_config(tmp_path, problems, num_steps=1, rollout=rollout, train=train)
-    program.train(warm(config, whole), devices=one_device(), report=write_report)
-    assert curve(config)[1]["response_length/mean"] > curve(whole)[1]["response_length/mean"] + 1
-    # It answers in evaluation too.
-    shown = json.loads((config.run_folder.path / "samples_before.json").read_text())
-    assert all("?" in sample["text"] for sample in shown)
-    lost = dataclasses.replace(rollout, environment=f"{asks}:lost")
-    config = make_config(tmp_path / "lost", problems, num_steps=1, rollout=lost, train=train)
-    with pytest.raises(UserError, match=r"lost' returned token ids from 9999 to 9999; .* to 268"):
-        program.train(warm(config, whole), devices=one_device(), report=write_report)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -577,9 +551,7 @@ def test_an_environment_by_its_path(tmp_path, problems, whole):
             {"max_staleness": 8, "driver": "jetstream"},
             "'jetstream' cannot do rollout.max_staleness",
         ),
-        ({"driver": "jetstream", "environment": "a:b"}, "cannot do rollout.environment"),
         ({"stop_ids": (5, 4000)}, r"rollout.stop_ids 4000: .* from 0 to 268"),
-        ({"environment": "nowhere.py:f"}, "environment 'nowhere.py:f' is not there"),
     ],
 )
 def test_sampling_that_cannot_be(changes, message, tmp_path, problems, whole):
@@ -643,8 +615,7 @@ def test_limits_of_evaluation_change_no_training(whole):
     assert algorithm_of(config).objective.correction is None
     # Nor does training change what evaluations record.
     rollout = dataclasses.replace(whole.rollout, top_k=3)
-    no_tokenizer: Any = None
-    training = rollout.sampling(0, no_tokenizer, renormalized=True)
+    training = rollout.sampling(0, renormalized=True)
     assert training.truncation.renormalized
     assert not limited.sampling(training, step=0).truncation.renormalized
 

@@ -4,6 +4,8 @@
                                 choices have `text`
     POST /v1/chat/completions   messages through the model's chat template
                                 choices have `message`, or `delta` in the events of a stream
+    POST /inference/v1/generate token_ids: a prompt; as in vLLM, for programs that render themselves
+                                choices have `token_ids` and log-probabilities
 
 `protocol` checks the form of a body. This module checks it against the model: name, tokenizer, lengths.
 Log-probabilities are those of the tempered distribution before truncation, the same that training uses.
@@ -18,41 +20,33 @@ import json
 import reprlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxrl.data.tokenizer import TextStream
+from jaxrl.data.tool_calls import AnswerParser, AssistantMessage
+from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
-from jaxrl.serving.online_driver import Delta, Request
+from jaxrl.serving.online_driver import Delta
+from jaxrl.serving.openai.chat_prompts import (
+    ChatPrompts,
+    ChatQuery,
+    ChatTurn,
+    RequestTokenizer,
+)
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
+    GenerateRequest,
     InvalidRequest,
     RequestType,
+    Sampling,
     read_request,
 )
 
 Json = dict[str, Any]
-
-
-class RequestTokenizer(Protocol):
-    """The methods of a tokenizer that requests need."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Int32 [T] ids of a text, without added tokens."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """The text of ids, without special tokens."""
-        ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
-        """Int32 [T] ids of a conversation, up to the start of the answer; UserError if the template fails.
-
-        `variables` are additional variables of the chat template, such as enable_thinking.
-        """
-        ...
 
 
 class ApiError(Exception):
@@ -82,12 +76,21 @@ class Call:
       stream: whether the answer is sent as events.
       include_usage: whether the last event has the token counts.
       logprobs: whether the answer has log-probabilities.
+      token_ids: whether the answer has the ids of prompt and answer.
+      turn: the turn of a chat; None for other calls.
     """
 
     requests: tuple[Request, ...]
     stream: bool
     include_usage: bool
     logprobs: bool
+    token_ids: bool = False
+    turn: ChatTurn | None = None
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether the texts of deltas are shown. The view of a whole chat is made of its ids."""
+        return self.stream or self.logprobs or self.turn is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,7 @@ class RequestLimits:
       max_tokens: maximum number of tokens per sample.
       max_context_tokens: maximum number of tokens of a prompt and its sample together.
       max_choices: maximum number of samples per request.
+      stop_ids: token ids that end every sample.
     """
 
     model: str
@@ -107,6 +111,7 @@ class RequestLimits:
     max_tokens: int
     max_context_tokens: int
     max_choices: int = 128
+    stop_ids: tuple[int, ...] = ()
 
 
 # OpenAI's default number of tokens for completions. Chats default to the server's limit.
@@ -134,26 +139,111 @@ def read_completion(body: Json, tokenizer: RequestTokenizer, limits: RequestLimi
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = min(_DEFAULT_COMPLETION_TOKENS, limits.max_tokens)
-    return _call(request, prompts, max_tokens, limits, logprobs=request.logprobs is not None)
+    return Call(
+        _requests(request, prompts, max_tokens, limits),
+        request.stream,
+        request.stream_options.include_usage,
+        request.logprobs is not None,
+        request.return_token_ids,
+    )
 
 
-def read_chat(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
+def read_chat(
+    body: Json,
+    tokenizer: RequestTokenizer,
+    limits: RequestLimits,
+    *,
+    prompts: ChatPrompts,
+    parser: AnswerParser,
+    keys: Sequence[str] = (),
+) -> Call:
     """Parses the body of POST /v1/chat/completions.
+
+    Args:
+      body: the body.
+      tokenizer, limits: what the model takes.
+      prompts: where the prompt comes from.
+      parser: parser of the model's answers.
+      keys: the client's keys, for `prompts`.
 
     Raises:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
     """
     request = _checked(ChatRequest, body, limits)
-    messages = [{"role": message.role, "content": message.text} for message in request.messages]
-    _check_length("".join(message["content"] for message in messages), tokenizer, limits)
-    prompt = tokenizer.encode_chat(messages, **request.chat_template_kwargs)
+    tools = tuple(request.tools)
+    start = ""
+    if tools:
+        form = parser.format
+        if form is None or "tools" not in tokenizer.chat_template.source:  # pyright: ignore[reportOptionalMemberAccess]
+            raise ApiError(
+                400,
+                "the chat template of this model has no tools in a form that is known here (Qwen's and "
+                "Hermes', Llama 3's, Mistral's); leave tools out, or serve a model with one of them",
+                param="tools",
+            )
+        if request.forced_tool is not None:
+            start = form.begin(request.forced_tool)
+    query = ChatQuery(
+        messages=tuple(message.to_dict() for message in request.messages),
+        tools=tools,
+        variables=request.chat_template_kwargs,
+        start=start,
+        stop=request.stops,
+        calls=bool(tools) and request.tool_choice != "none",
+        num_choices=request.n,
+    )
+    said = [
+        message.text + "".join(c.function.arguments for c in message.tool_calls)
+        for message in request.messages
+    ]
+    _check_length("".join([*said, json.dumps(tools) if tools else ""]), tokenizer, limits)
+    turn = prompts.open(query, keys)
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
+    rest = _rest_of_context(turn.prompt_ids, limits)
     if max_tokens is None:
-        # All the room after the prompt. One that leaves none is refused later, with a better message.
-        max_tokens = max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
-    return _call(request, [prompt], max_tokens, limits, logprobs=request.logprobs)
+        max_tokens = rest
+    elif turn.drawn is not None:
+        max_tokens = min(max_tokens, rest)
+    requests = _requests(request, [turn.prompt_ids], max_tokens, limits)
+    return Call(
+        requests if turn.drawn is None else tuple(map(turn.drawn, requests)),
+        request.stream,
+        request.stream_options.include_usage,
+        request.logprobs,
+        request.return_token_ids,
+        turn,
+    )
+
+
+def read_generate(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
+    """Parses the body of POST /inference/v1/generate.
+
+    Raises:
+      ApiError, UserError: the body is malformed or asks for something that is not supported.
+    """
+    request = _checked(GenerateRequest, body, limits)
+    params = request.sampling_params
+    if unknown := set(params.stop_token_ids) - set(limits.stop_ids):
+        raise ApiError(
+            400,
+            f"sampling_params.stop_token_ids has {reprlib.repr(sorted(unknown))}; answers of this server "
+            f"end with {list(limits.stop_ids)}: name others as eos_token_id in the model's "
+            "generation_config.json",
+            param="sampling_params.stop_token_ids",
+        )
+    prompt = np.array(request.token_ids, np.int32)
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        max_tokens = _rest_of_context(prompt, limits)
+    requests = _requests(params, [prompt], max_tokens, limits)
+    return Call(requests, stream=False, include_usage=False, logprobs=params.logprobs is not None)
+
+
+def _rest_of_context(prompt: np.ndarray, limits: RequestLimits) -> int:
+    # A prompt that leaves no room is refused later, with a better message.
+    return max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
 
 
 def _checked(kind: type[RequestType], body: Json, limits: RequestLimits) -> RequestType:
@@ -176,30 +266,24 @@ def check_model(name: str, limits: RequestLimits) -> None:
         )
 
 
-def _call(
-    request: CompletionRequest | ChatRequest,
-    prompts: Sequence[np.ndarray],
-    max_tokens: int,
-    limits: RequestLimits,
-    *,
-    logprobs: bool,
-) -> Call:
-    _check_sizes(request, prompts, max_tokens, limits)
+def _requests(
+    sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int, limits: RequestLimits
+) -> tuple[Request, ...]:
+    _check_sizes(sampling, prompts, max_tokens, limits)
     truncation = truncation_of(
         # Some clients send -1 to disable top_k.
-        top_k=max(request.top_k, 0),
-        top_p=request.top_p,
-        min_p=request.min_p,
-        min_tokens=request.min_tokens,
-        repetition_penalty=request.repetition_penalty,
+        top_k=max(sampling.top_k, 0),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=sampling.repetition_penalty,
     )
-    temperature = request.temperature if request.temperature >= _LOWEST_TEMPERATURE else 0.0
-    seed = secrets.randbits(31) if request.seed is None else request.seed
+    temperature = sampling.temperature if sampling.temperature >= _LOWEST_TEMPERATURE else 0.0
+    seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
     options = SamplingOptions(
-        request.n, temperature=temperature, truncation=truncation, stop_strings=request.stops
+        sampling.n, temperature=temperature, truncation=truncation, stop_strings=sampling.stops
     )
-    requests = tuple(Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
-    return Call(requests, request.stream, request.stream_options.include_usage, logprobs)
+    return tuple(Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
 
 
 def _check_length(text: str, tokenizer: RequestTokenizer, limits: RequestLimits) -> None:
@@ -215,22 +299,19 @@ def _check_length(text: str, tokenizer: RequestTokenizer, limits: RequestLimits)
 
 
 def _check_sizes(
-    request: CompletionRequest | ChatRequest,
-    prompts: Sequence[np.ndarray],
-    max_tokens: int,
-    limits: RequestLimits,
+    sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int, limits: RequestLimits
 ) -> None:
-    if not 1 <= request.n * len(prompts) <= limits.max_choices:
+    if not 1 <= sampling.n * len(prompts) <= limits.max_choices:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with n {request.n}: this server gives 1 to {limits.max_choices} "
+            f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {limits.max_choices} "
             "choices",
             param="n",
         )
-    if request.min_tokens > max_tokens:
+    if sampling.min_tokens > max_tokens:
         raise ApiError(
             400,
-            f"min_tokens {request.min_tokens} is above max_tokens {max_tokens}; lower it",
+            f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}; lower it",
             param="min_tokens",
         )
     longest = max(map(len, prompts))
@@ -266,6 +347,7 @@ class Choice:
         self.num_tokens = 0
         self.finish: str | None = None
         self._tokens: list[tuple[str, float]] = []
+        self._ids: list[int] = []
         self._spelled = 0
 
     def add(self, delta: Delta) -> None:
@@ -273,13 +355,59 @@ class Choice:
         self.num_tokens += len(delta.tokens)
         self.finish = delta.finish or None
         self._tokens += zip(delta.pieces, map(float, delta.logprob), strict=True)
+        self._ids += delta.tokens.tolist()
 
-    def take(self) -> tuple[str, list[tuple[str, float]], int]:
-        """What is new since the last call: text, (token, log-probability) pairs, and their text offset."""
-        text, tokens, start = self.text, self._tokens, self._spelled
-        self.text, self._tokens = "", []
+    def take(self) -> tuple[str, list[tuple[str, float]], list[int], int]:
+        """What is new since the last call: text, (token, log-probability) pairs, ids, and the text offset."""
+        text, tokens, ids, start = self.text, self._tokens, self._ids, self._spelled
+        self.text, self._tokens, self._ids = "", [], []
         self._spelled += sum(len(piece) for piece, _ in tokens)
-        return text, tokens, start
+        return text, tokens, ids, start
+
+
+class ChatChoice(Choice):
+    """One answer of a chat as it grows; its text is shown as a view.
+
+    Attributes:
+      view: the view of the whole answer; None before it has ended.
+    """
+
+    def __init__(self, index: int, turn: ChatTurn, parser: AnswerParser, *, stream: bool):
+        super().__init__()
+        self._index, self._turn, self._parser = index, turn, parser
+        self._deltas: list[Delta] = []
+        self.view: AssistantMessage | None = None
+        # For the events of a stream: the text so far, and how much of reasoning and content was sent.
+        self._whole = turn.query.start
+        self._opened = not self._whole and parser.opens_reasoning(turn.prompt_ids)
+        hides = stream and parser.hides_calls
+        self._stream = TextStream(parser.decode, turn.query.stop) if hides else None
+        self._sent = 0, 0
+
+    def add(self, delta: Delta) -> None:
+        super().add(delta)
+        self._deltas.append(delta)
+        self._whole += delta.text if self._stream is None else self._stream.add(delta.tokens)[1]
+        if delta.finish:
+            self.view = self._turn.answered(self._index, self._deltas)
+            self.finish = "tool_calls" if self.view.calls else delta.finish
+
+    def new_fields(self) -> Json:
+        """The fields of a message that are new since the last call. Calls come whole, with the end."""
+        if self.view is None:
+            reasoning, content = self._parser.visible(
+                self._whole, opened=self._opened, calls=self._turn.query.calls
+            )
+        else:
+            reasoning, content = self.view.reasoning, self.view.content
+        fields: Json = {"content": content[self._sent[1] :]}
+        if new := reasoning[self._sent[0] :]:
+            fields["reasoning_content"] = new
+        self._sent = len(reasoning), len(content)
+        if self.view is not None and self.view.calls:
+            calls = self.view.to_message()["tool_calls"]
+            fields["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        return fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,19 +417,21 @@ class Form:
     Attributes:
       prefix: start of the ids.
       whole, event: kind of a whole answer and of an event of a stream.
-      choice: (index, choice, with log-probabilities) -> the choice of a whole answer.
-      new_part: (index, choice, with log-probabilities, is the first) -> the choice of an event.
+      choice: (index, choice, call) -> the choice of a whole answer.
+      new_part: (index, choice, call, is the first) -> the choice of an event.
+      id_name: name of the id.
     """
 
     prefix: str
     whole: str
     event: str
-    choice: Callable[[int, Choice, bool], Json]
-    new_part: Callable[[int, Choice, bool, bool], Json]
+    choice: Callable[[int, Choice, Call], Json]
+    new_part: Callable[[int, Choice, Call, bool], Json]
+    id_name: str = "id"
 
 
-def _completion_choice(index: int, choice: Choice, logprobs: bool, _: bool = False) -> Json:
-    text, tokens, start = choice.take()
+def _completion_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
+    text, tokens, ids, start = choice.take()
     ends = itertools.accumulate((len(piece) for piece, _ in tokens), initial=start)
     of_tokens = {
         "tokens": [piece for piece, _ in tokens],
@@ -309,24 +439,48 @@ def _completion_choice(index: int, choice: Choice, logprobs: bool, _: bool = Fal
         "top_logprobs": None,
         "text_offset": list(ends)[:-1],
     }
-    part = {"text": text, "logprobs": of_tokens if logprobs else None}
+    part: Json = {"text": text, "logprobs": of_tokens if call.logprobs else None}
+    if call.token_ids:
+        part["token_ids"] = ids
+        if first:
+            prompt = call.requests[index // call.requests[0].options.num_samples].prompt
+            part["prompt_token_ids"] = prompt.tolist()
     return {"index": index, **part, "finish_reason": choice.finish}
 
 
 def _chat_choice(
-    index: int, choice: Choice, logprobs: bool, first: bool = True, *, name: str = "message"
+    index: int, choice: Choice, call: Call, first: bool = True, *, name: str = "message"
 ) -> Json:
-    text, tokens, _ = choice.take()
-    # Only the first event of a stream has the role.
-    message: Json = ({"role": "assistant"} if first else {}) | {"content": text}
+    assert isinstance(choice, ChatChoice), "choices of a chat have views"
+    _, tokens, ids, _ = choice.take()
     if name == "message":
-        message["refusal"] = None
+        assert choice.view is not None, "a whole answer has ended"
+        message = choice.view.to_message() | {"refusal": None}
+    else:
+        # Only the first event of a stream has the role.
+        message = ({"role": "assistant"} if first else {}) | choice.new_fields()
     content = [
         {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
         for piece, logprob in tokens
     ]
-    of_tokens = {"content": content, "refusal": None} if logprobs else None
-    return {"index": index, name: message, "logprobs": of_tokens, "finish_reason": choice.finish}
+    part: Json = {
+        name: message,
+        "logprobs": {"content": content, "refusal": None} if call.logprobs else None,
+    }
+    if call.token_ids:
+        part["token_ids"] = ids
+    return {"index": index, **part, "finish_reason": choice.finish}
+
+
+def _generate_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
+    _, tokens, ids, _ = choice.take()
+    # Named by its id: the text of a token may be a part of a character.
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, (_, logprob) in zip(ids, tokens, strict=True)
+    ]
+    part = {"token_ids": ids, "logprobs": {"content": content} if call.logprobs else None}
+    return {"index": index, **part, "finish_reason": choice.finish}
 
 
 COMPLETION = Form(
@@ -339,22 +493,27 @@ CHAT = Form(
     _chat_choice,
     functools.partial(_chat_choice, name="delta"),
 )
+GENERATE = Form("gen-", "generate", "generate", _generate_choice, _generate_choice, "request_id")
 
 
 class Answer:
     """The choices of a call, assembled from deltas; returns whole answers and events as JSON."""
 
-    def __init__(self, call: Call, form: Form, model: str):
+    def __init__(self, call: Call, form: Form, model: str, parser: AnswerParser):
         self._call = call
         self._form = form
         self._head = {
-            "id": form.prefix + secrets.token_hex(12),
+            form.id_name: form.prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model,
         }
         # Choice i is sample i % n of prompt i // n.
         num_choices = sum(request.options.num_samples for request in call.requests)
-        self._choices = [Choice() for _ in range(num_choices)]
+        turn = call.turn
+        self._choices = [
+            Choice() if turn is None else ChatChoice(i, turn, parser, stream=call.stream)
+            for i in range(num_choices)
+        ]
         self._begun: set[int] = set()
 
     @property
@@ -366,25 +525,30 @@ class Answer:
 
     def whole(self) -> str:
         """The whole answer, once it is complete."""
-        logprobs = self._call.logprobs
-        choices = [self._form.choice(i, x, logprobs) for i, x in enumerate(self._choices)]
-        return self._json(self._form.whole, choices, self._usage())
+        choices = [self._form.choice(i, x, self._call) for i, x in enumerate(self._choices)]
+        return self._json(self._form.whole, choices, {**self._prompt_ids(), **self._usage()})
 
     def event(self, index: int) -> str:
         """The event with the new part of a choice. If the counts are asked for, its own are null."""
         first = index not in self._begun
+        further = {} if self._begun else self._prompt_ids()
         self._begun.add(index)
-        part = self._form.new_part(index, self._choices[index], self._call.logprobs, first)
-        return self._json(
-            self._form.event, [part], {"usage": None} if self._call.include_usage else {}
-        )
+        part = self._form.new_part(index, self._choices[index], self._call, first)
+        usage = {"usage": None} if self._call.include_usage else {}
+        return self._json(self._form.event, [part], {**further, **usage})
 
     def usage_event(self) -> str:
         """The event with the token counts."""
         return self._json(self._form.event, [], self._usage())
 
-    def _json(self, kind: str, choices: list[Json], usage: Json) -> str:
-        return to_json({**self._head, **usage, "object": kind, "choices": choices})
+    def _json(self, kind: str, choices: list[Json], further: Json) -> str:
+        return to_json({**self._head, **further, "object": kind, "choices": choices})
+
+    def _prompt_ids(self) -> Json:
+        """The ids of a chat's prompt, which stand beside the choices, as in vLLM."""
+        if self._call.turn is None or not self._call.token_ids:
+            return {}
+        return {"prompt_token_ids": self._call.turn.prompt_ids.tolist()}
 
     def _usage(self) -> Json:
         """Every prompt counts once, however many choices it has."""

@@ -1,7 +1,8 @@
 """The OpenAI-compatible endpoint of an online driver, as an ASGI application.
 
-    GET  /health, /v1/models, /v1/models/NAME
+    GET  /health, /metrics, /v1/models, /v1/models/NAME
     POST /v1/completions, /v1/chat/completions    whole, or as server-sent events
+    POST /inference/v1/generate                   whole
 
 Bodies are limited in size and in arrival time. If a client disconnects, its requests end and their slots are
 freed. Bodies must be declared as JSON: a browser then lets no page of another site send one.
@@ -10,13 +11,16 @@ freed. Bodies must be declared as JSON: a browser then lets no page of another s
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,55 +28,74 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxrl.data.tokenizer import TextStream
+from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
-from jaxrl.serving.online_driver import Delta, OnlineDriver, Overloaded, ServingError, Stopped
+from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
+from jaxrl.serving.online_driver import Delta, LiveText
 from jaxrl.serving.openai.calls import (
     CHAT,
     COMPLETION,
+    GENERATE,
     Answer,
     ApiError,
     Call,
     Form,
     Json,
     RequestLimits,
-    RequestTokenizer,
     check_model,
     read_chat,
     read_completion,
+    read_generate,
     to_json,
 )
+from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
+from jaxrl.serving.openai.prometheus import MEDIA_TYPE, exposition
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
 # nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
-Reader: TypeAlias = Callable[[Json, RequestTokenizer, RequestLimits], Call]
+# Reads a body; the second argument is what `keys_of` returns.
+Reader: TypeAlias = Callable[[Json, Sequence[str]], Call]
 
 
 class _Inbox:
     """Passes the deltas of a call from the driver's thread to the event loop; closing it ends the call."""
 
-    def __init__(self, driver: OnlineDriver, call: Call):
+    def __init__(self, driver: LiveText, call: Call):
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
+        self._streams = call.stream
+        self._held: list[tuple[int, Delta] | LiveError] = []
+        self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
         n = call.requests[0].options.num_samples
         self._tickets = driver.submit_all(
-            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)]
+            [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)],
+            texts=call.needs_texts,
         )
 
-    def _put(self, first: int, event: Delta | ServingError) -> None:
+    def _put(self, first: int, event: Delta | LiveError) -> None:
         """Takes an event of a request, of which `first` is the index of the first choice."""
-        item = event if isinstance(event, ServingError) else (first + event.index, event)
+        ended = isinstance(event, LiveError)
+        self._held.append(event if ended else (first + event.index, event))
+        # Waking the event loop costs more than all else that is done for a delta.
+        if not (self._streams or ended or event.finish):
+            return
+        items, self._held = self._held, []
         # The loop is closed only after the server has stopped, so nobody reads any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._pass_on, items)
+
+    def _pass_on(self, items: list[tuple[int, Delta] | LiveError]) -> None:
+        for item in items:
+            self._events.put_nowait(item)
 
     async def get(self) -> tuple[int, Delta]:
-        """The next delta with the index of its choice; raises ServingError if the call has failed."""
+        """The next delta with the index of its choice; raises LiveError if the call has failed."""
         item = await self._events.get()
-        if isinstance(item, ServingError):
+        if isinstance(item, LiveError):
             raise item
         return item
 
@@ -82,10 +105,26 @@ class _Inbox:
             self._driver.cancel(ticket)
 
 
+class _Replay:
+    """An inbox of a chat that was answered before: the same answer once more, with the text of each token."""
+
+    def __init__(self, deltas: Sequence[Delta], decode_text: Callable[[np.ndarray], str]):
+        add = TextStream(decode_text).add
+        self._deltas = collections.deque(
+            dataclasses.replace(delta, pieces=add(delta.tokens)[0], text="") for delta in deltas
+        )
+
+    async def get(self) -> tuple[int, Delta]:
+        return 0, self._deltas.popleft()
+
+    def close(self) -> None:
+        """There is nothing to cancel."""
+
+
 class _Events(StreamingResponse):
     """Server-sent events that always close their inbox, even after a disconnect."""
 
-    def __init__(self, inbox: _Inbox, events: AsyncIterator[str]):
+    def __init__(self, inbox: _Inbox | _Replay, events: AsyncIterator[str]):
         super().__init__(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
@@ -99,7 +138,12 @@ class _Events(StreamingResponse):
 
 
 def build_app(
-    driver: OnlineDriver, tokenizer: RequestTokenizer, limits: RequestLimits, *, max_body_bytes: int
+    driver: LiveText,
+    tokenizer: RequestTokenizer,
+    limits: RequestLimits,
+    *,
+    max_body_bytes: int,
+    prompts: ChatPrompts | None = None,
 ) -> Starlette:
     """Makes the endpoint as an ASGI application.
 
@@ -108,12 +152,19 @@ def build_app(
       tokenizer: tokenizer of the model.
       limits: limits of requests.
       max_body_bytes: maximum size of a body; larger ones are refused.
+      prompts: where chats get their prompts from; by default each request is rendered by itself. With a
+        source that keeps conversations there are no other requests, since it would not know of them.
     """
+    parser = AnswerParser(tokenizer)
+    source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
         body = {"alive": driver.alive, "waiting": waiting, "running": running}
         return JSONResponse(body, 200 if driver.alive else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(exposition(driver.counts), media_type=MEDIA_TYPE)
 
     model = {
         "id": limits.model,
@@ -131,13 +182,29 @@ def build_app(
         check_model(request.path_params["name"], limits)
         return _json(to_json(model))
 
+    def completion(body: Json, keys: Sequence[str]) -> Call:
+        return read_completion(body, tokenizer, limits)
+
+    def chat(body: Json, keys: Sequence[str]) -> Call:
+        return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
+
+    def generate(body: Json, keys: Sequence[str]) -> Call:
+        return read_generate(body, tokenizer, limits)
+
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
-            body = await _body_of(request, max_body_bytes)
+            if prompts is not None and form is not CHAT:
+                raise ApiError(
+                    400,
+                    f"{request.url.path} would not be part of a conversation, which this server keeps; ask "
+                    "/v1/chat/completions",
+                )
+            body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
-            call = await asyncio.to_thread(read, body, tokenizer, limits)
-            inbox = _Inbox(driver, call)
-            result = Answer(call, form, limits.model)
+            call = await asyncio.to_thread(read, body, keys_of(request))
+            known = call.turn.known if call.turn is not None else ()
+            inbox = _Replay(known, parser.decode) if known else _Inbox(driver, call)
+            result = Answer(call, form, limits.model, parser)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
             return await _whole(request, inbox, result)
@@ -147,26 +214,48 @@ def build_app(
     return Starlette(
         routes=[
             Route("/health", health),
+            Route("/metrics", metrics),
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/completions", endpoint(read_completion, COMPLETION), methods=["POST"]),
-            Route("/v1/chat/completions", endpoint(read_chat, CHAT), methods=["POST"]),
+            Route("/v1/completions", endpoint(completion, COMPLETION), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
+            Route("/inference/v1/generate", endpoint(generate, GENERATE), methods=["POST"]),
         ],
         # Starlette logs an `Exception` with its traceback after sending the answer.
         exception_handlers=dict.fromkeys(
-            (ApiError, UserError, ServingError, HTTPException, Exception), _refuse
+            (ApiError, UserError, LiveError, HTTPException, Exception), _refuse
         ),
     )
 
 
-async def _body_of(request: Request, max_bytes: int) -> Json:
+def keys_of(request: Request) -> tuple[str, str]:
+    """The client's names for its conversation: its header X-Session-ID and its bearer token, or "" each."""
+    session = request.headers.get("x-session-id", "").strip()
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return session, token.strip() if scheme.lower() == "bearer" else ""
+
+
+async def body_of(request: Request, max_bytes: int) -> Json:
     """Reads the body of a request as a JSON object."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
             415, f"the body is declared as {kind[:80]!r}; send content-type: application/json"
         )
+    content = await read_body(request, max_bytes)
+    try:
+        body = json.loads(content)
+    # A deeply nested body raises RecursionError in the parser.
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return body
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request; ApiError if it is too large or does not arrive in time."""
     too_large = ApiError(
         413, f"the request is larger than {max_bytes} bytes, which is what this server takes"
     )
@@ -184,17 +273,10 @@ async def _body_of(request: Request, max_bytes: int) -> Json:
         raise ApiError(408, f"the request did not arrive within {_BODY_TIMEOUT_S:g} s") from error
     except ClientDisconnect as error:
         raise ApiError(_CLIENT_GONE, "the client has gone") from error
-    try:
-        body = json.loads(content)
-    # A deeply nested body raises RecursionError in the parser.
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON ({error})") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return body
+    return bytes(content)
 
 
-async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
+async def _whole(request: Request, inbox: _Inbox | _Replay, answer: Answer) -> Response:
     """The whole answer; ends the call if the client disconnects."""
 
     async def collected() -> Response:
@@ -213,13 +295,13 @@ async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
         inbox.close()
 
 
-async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
+async def _event_stream(inbox: _Inbox | _Replay, call: Call, answer: Answer) -> AsyncIterator[str]:
     try:
         while not answer.complete:
             index, delta = await inbox.get()
             answer.add(index, delta)
             yield _event(answer.event(index))
-    except ServingError as error:
+    except LiveError as error:
         # The status was already sent, so the error goes into an event; OpenAI's client raises it.
         yield _event(json.dumps(_as_api_error(error).body))
         return
@@ -253,7 +335,7 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, f"{error.detail}: see /v1/models and the documentation")
-    if not isinstance(error, ServingError):
+    if not isinstance(error, LiveError):
         return ApiError(500, "the server has made a mistake; its log says which")
     status = 429 if isinstance(error, Overloaded) else 503 if isinstance(error, Stopped) else 500
     return ApiError(status, str(error))

@@ -1,9 +1,9 @@
-"""OpenAI's requests as types: `CompletionRequest` and `ChatRequest`.
+"""OpenAI's requests as types: `CompletionRequest` and `ChatRequest`; vLLM's `GenerateRequest` of token ids.
 
 The field descriptions of the request types define what a valid body holds. An unsupported field is accepted
 only at its default, because clients send their defaults. `null` means the default, as with OpenAI. Besides
-OpenAI's fields there are `top_k`, `min_p`, `min_tokens`, `repetition_penalty` and `chat_template_kwargs`,
-named as in other servers.
+OpenAI's fields there are `top_k`, `min_p`, `min_tokens`, `repetition_penalty`, `return_token_ids` and
+`chat_template_kwargs`, named as in other servers.
 
 Not checked here: everything that depends on the model (its name, its tokens, its longest prompt), and the
 ranges of sampling settings such as `top_p`, which the sampler checks. OpenAI's own package is not used: it
@@ -17,6 +17,8 @@ ensure that the values are plain JSON.
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,8 +37,10 @@ from jaxrl.data.chat import RESERVED_VARIABLES
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_VARIABLES, MAX_NAME_CHARACTERS, MAX_DEPTH = 64, 64, 8
+# Depth of a tool's schema, and of the arguments of a call.
+MAX_TOOLS, MAX_TOOL_DEPTH = 128, 32
 
-# The server supports no tools and no documents. If it ever does, they will be fields of their own.
+# Tools are a field of their own; the server supports no documents.
 _OF_THE_SERVER = RESERVED_VARIABLES | {"tools", "documents"}
 # eos_token and the like: they belong to the model.
 _SPECIAL_TOKEN = "_token"
@@ -91,10 +95,10 @@ def _variables_fault(variables: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _value_fault(value: Any) -> str | None:
+def _value_fault(value: Any, depth: int = MAX_DEPTH) -> str | None:
     level = [value]
     # Iterative: values can be nested deeper than Python's recursion limit.
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(depth + 1):
         objects = [item for item in level if isinstance(item, dict)]
         texts = [item for item in level if isinstance(item, str)]
         texts += [name for item in objects for name in item]
@@ -107,7 +111,58 @@ def _value_fault(value: Any) -> str | None:
         if not inner:
             return None
         level = inner
-    return f"is nested too deeply; {MAX_DEPTH} levels are read"
+    return f"is nested too deeply; {depth} levels are read"
+
+
+def _refused(fault: str, *path: str | int) -> PydanticCustomError:
+    """The error for a part of a field; `path` leads to the part."""
+    return PydanticCustomError("refused_part", "refused", {"path": path, "fault": fault})
+
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Checks a tool, which stays as it is: templates show it to the model.
+
+    What is not read here, such as `strict`, is only text for the model.
+    """
+    if tool.get("type") != "function":
+        raise _refused("must be 'function'; there are no other tools here", "type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise _refused("must be an object with a name and parameters", "function")
+    name = function.get("name")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise _refused("must be 1 to 64 letters, digits, _ and -", "function", "name")
+    if not isinstance(function.get("description") or "", str):
+        raise _refused("must be a text", "function", "description")
+    schema = function.get("parameters")
+    if schema is not None:
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else None
+        if properties is None or schema.get("type", "object") != "object":
+            raise _refused("must be the JSON schema of an object", "function", "parameters")
+        if not isinstance(properties, dict) or not all(
+            isinstance(each, dict | bool) for each in properties.values()
+        ):
+            rule = "must be an object of JSON schemas"
+            raise _refused(rule, "function", "parameters", "properties")
+    if fault := _value_fault(tool, MAX_TOOL_DEPTH):
+        raise _refused(fault)
+    return tool
+
+
+def _check_arguments(arguments: str) -> str:
+    try:
+        # Some clients send "" for no arguments.
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise _refused("must be the JSON text of an object")
+    if fault := _value_fault(value, MAX_TOOL_DEPTH):
+        raise _refused(fault)
+    return arguments
 
 
 _Text = Annotated[str, AfterValidator(_check_encodes)]
@@ -156,45 +211,104 @@ class StreamOptions(_RequestPart):
     include_usage: bool = Field(default=False, description="true or false")
 
 
-class TextPart(BaseModel):
-    """A part of a message's content. Its other fields, such as cache hints, are ignored."""
+class _OpenPart(BaseModel):
+    """An object of a message or a tool. Its other fields, such as cache hints, are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
+
+class TextPart(_OpenPart):
+    """A part of a message's content."""
+
     type: Literal["text"]
     text: _Text
+
+
+class CalledFunction(_OpenPart):
+    """Name and arguments of a call."""
+
+    name: _Text = Field(description="a text")
+    arguments: Annotated[_Text, AfterValidator(_check_arguments)] = Field(
+        description="the JSON text of an object"
+    )
+
+
+class ToolCallPart(_OpenPart):
+    """A call of a tool in a message of the assistant."""
+
+    id: _Text = Field(description="a text")
+    type: Literal["function"] = "function"
+    function: CalledFunction = Field(description="an object with a name and arguments")
 
 
 class Message(_RequestPart):
     """A message of a chat."""
 
     role: _Text = Field(description="a text")
-    content: _Text | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
-        description="a text, or a list of text parts"
+    content: _Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(
+        default=None, description="a text, or a list of text parts"
     )
-    name: Any = None
+    # Shown to the model with results of tools only.
+    name: _Text = Field(default="", description="a text")
+    reasoning_content: _Text = Field(default="", description="a text")
+    tool_calls: Annotated[list[ToolCallPart], Field(fail_fast=True)] = Field(
+        default=[], description="a list of calls, each with an id and a function"
+    )
+    tool_call_id: _Text = Field(default="", description="a text")
 
     @classmethod
     def _means_nothing(cls, value: Any) -> bool:
-        # Clients send answers back unchanged, with empty lists of tool calls and annotations.
+        # Clients send answers back unchanged, with empty lists of annotations.
         return not value
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise _refused("must be a text, or a list of text parts", "content")
+        if self.tool_calls and self.role != "assistant":
+            raise _refused("only the assistant calls tools", "tool_calls")
+        return self
 
     @property
     def text(self) -> str:
         """The content, with its parts joined."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as plain JSON, without fields that have no value."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+            message["name"] = self.name
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
+
+
+class NamedFunction(_OpenPart):
+    """The name of a function."""
+
+    name: _Text
+
+
+class NamedTool(_OpenPart):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class _TextFormat(_RequestPart):
     type: Literal["text"]
 
 
-class _Request(_RequestPart):
-    """Fields of both kinds of request."""
+class Sampling(_RequestPart):
+    """How samples are drawn: fields of all kinds of request."""
 
-    model: str = Field(description="the name of a model")
     max_tokens: _Int32 | None = Field(default=None, description=_INT32)
     n: _Int32 = Field(default=1, description=_INT32)
     seed: _Int64 | None = Field(default=None, description="an integer of 64 bits")
@@ -211,8 +325,25 @@ class _Request(_RequestPart):
         description=f"a text or up to {MAX_STOPS} of them, none empty or longer than "
         f"{MAX_STOP_CHARACTERS} characters",
     )
+
+    # Not supported; accepted only at their defaults.
+    logit_bias: _EmptyObject = {}
+    presence_penalty: _Zero = 0
+    frequency_penalty: _Zero = 0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class _Request(Sampling):
+    """Fields of OpenAI's requests."""
+
+    model: str = Field(description="the name of a model")
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions = Field(default=StreamOptions(), description="an object")
+    return_token_ids: bool = Field(default=False, description="true or false")
 
     # Accepted and ignored: they do not affect an answer.
     user: Any = None
@@ -226,12 +357,6 @@ class _Request(_RequestPart):
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""
-    logit_bias: _EmptyObject = {}
-    presence_penalty: _Zero = 0
-    frequency_penalty: _Zero = 0
-    tools: _EmptyList = []
-    tool_choice: Literal["none", "auto"] = "none"
-    parallel_tool_calls: bool = False
     functions: _EmptyList = []
     function_call: Literal["none", "auto"] = "none"
     response_format: _TextFormat = _TextFormat(type="text")
@@ -240,14 +365,14 @@ class _Request(_RequestPart):
     audio: None = None
     top_logprobs: Literal[0] = 0
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
 
 class CompletionRequest(_Request):
     """The body of POST /v1/completions."""
+
+    # For chats only.
+    tools: _EmptyList = []
+    tool_choice: Literal["none", "auto"] = "none"
+    parallel_tool_calls: bool = True
 
     prompt: (
         _Text
@@ -284,9 +409,85 @@ class ChatRequest(_Request):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = Field(
         default={}, description=VARIABLES_RULE
     )
+    tools: Annotated[
+        list[Annotated[dict[str, Any], AfterValidator(_check_tool)]],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+    ] = Field(default=[], description=f"a list of up to {MAX_TOOLS} tools, each an object")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+        default="auto", description="'none', 'auto', 'required' or the name of a function"
+    )
+    parallel_tool_calls: bool = Field(default=True, description="true or false")
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> ChatRequest:
+        names = {tool["function"]["name"] for tool in self.tools}
+        if self.forced_tool is not None and not names:
+            raise _refused("needs tools, and this request has none", "tool_choice")
+        if self.forced_tool and self.forced_tool not in names:
+            raise _refused("names no function of tools", "tool_choice")
+        if self.tools and not self.parallel_tool_calls:
+            rule = "is false, but the model may call several tools at once here; leave it out"
+            raise _refused(rule, "parallel_tool_calls")
+        called: set[str] = set()
+        for i, message in enumerate(self.messages):
+            called |= {call.id for call in message.tool_calls}
+            if message.role == "tool" and message.tool_call_id not in called:
+                where = ("messages", i, "tool_call_id")
+                raise _refused("is the id of no call in the messages before", *where)
+        return self
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called; "" if any may be, None if none must."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        return "" if self.tool_choice == "required" else None
 
 
-RequestType = TypeVar("RequestType", CompletionRequest, ChatRequest)
+class SamplingParams(Sampling):
+    """How the samples of a `GenerateRequest` are drawn."""
+
+    stop_token_ids: _TokenIds = Field(default=[], description="a list of token ids")
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = Field(
+        default=None, description="0 or 1: there are only those of the sampled tokens"
+    )
+
+    # Accepted and ignored: answers are ids, and no routing of experts is recorded.
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+    output_kind: Any = None
+    routed_experts_prompt_start: Any = None
+
+    # Not supported; accepted only at their defaults.
+    prompt_logprobs: None = None
+    ignore_eos: Literal[False] = False
+    include_stop_str_in_output: Literal[False] = False
+    bad_words: _EmptyList = []
+    structured_outputs: None = None
+
+
+class GenerateRequest(_RequestPart):
+    """The body of POST /inference/v1/generate."""
+
+    model: str = Field(description="the name of a model")
+    token_ids: Annotated[_TokenIds, Field(min_length=1)] = Field(
+        description="a list of token ids, and not empty"
+    )
+    sampling_params: SamplingParams = Field(default=SamplingParams(), description="an object")
+
+    # Accepted and ignored: known prefixes are reused anyway, and all requests wait alike.
+    request_id: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+
+    # Not supported; accepted only at their defaults.
+    stream: Literal[False] = False
+    features: None = None
+    kv_transfer_params: None = None
+
+
+RequestType = TypeVar("RequestType", CompletionRequest, ChatRequest, GenerateRequest)
 
 
 def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestType:
@@ -308,10 +509,16 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
     if found["type"] == "unknown_field":
         where = _path((*location, context["name"]))
         return InvalidRequest(f"{where} is no field of this request", where)
+    if found["type"] == "refused_part":
+        where = _path((*location, *context["path"]))
+        return InvalidRequest(f"{where} {context['fault']}", where)
+    parts = (StreamOptions, SamplingParams, CalledFunction, ToolCallPart, Message, kind)
     rules = {
         name: field.description
-        for part in (StreamOptions, Message, kind)
+        for part in parts
         for name, field in part.model_fields.items()
+        # Who gets the type of a part wrong is told the form of the whole.
+        if name != "type"
     }
     # After the field names pydantic lists branches of a union; only the union as a whole is reported.
     known = list(itertools.takewhile(lambda p: isinstance(p, int) or p in rules, location))

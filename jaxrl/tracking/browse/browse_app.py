@@ -385,7 +385,10 @@ def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple
 
 
 def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tokens of a row, each with its log-probabilities; empty if the row has no valid tokens."""
+    """The tokens of a row, each with its log-probabilities; empty if the row has no valid tokens.
+
+    Further conversations of the sample follow, each after a heading.
+    """
     fields = row.get(TOKEN_STRINGS)
     texts = fields.get("text") if isinstance(fields, dict) else None
     if not isinstance(fields, dict) or not isinstance(texts, list):
@@ -401,7 +404,7 @@ def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             else [None] * len(texts)
         )
         known[name] = [_real(value) for value in values]
-    return [
+    tokens = [
         {
             "text": text if isinstance(text, str) else "",
             "rollout_logprob": known["rollout_logprob"][i],
@@ -410,13 +413,22 @@ def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         for i, text in enumerate(texts)
     ]
+    branches = fields.get("branches")
+    for number, branch in enumerate(branches if isinstance(branches, list) else (), start=2):
+        heading = f"\n\n[conversation {number}]\n"
+        tokens.append(
+            {"text": heading, "rollout_logprob": None, "old_logprob": None, "given": True}
+        )
+        if isinstance(branch, dict):
+            tokens += tokens_of({TOKEN_STRINGS: {**branch, "branches": ()}})
+    return tokens
 
 
 def _shown(token: Mapping[str, Any], color: str) -> _Token:
     text = token["text"][:_MOST_TOKEN_CHARS] or "\N{WHITE VERTICAL RECTANGLE}"
     sampler, trainer = token["rollout_logprob"], token["old_logprob"]
     if token["given"]:
-        return _Token(text, "given", "from the environment")
+        return _Token(text, "given", "not sampled here")
     title = [] if sampler is None else [f"sampler {sampler:.4f} ({math.exp(min(sampler, 0)):.1%})"]
     if trainer is not None:
         title.append(f"trainer {trainer:.4f} ({math.exp(min(trainer, 0)):.1%})")

@@ -1,0 +1,161 @@
+"""From the conversations of agents to the rows that training packs.
+
+    prompt     what the samples of a group have in common before their first sampled token
+    response   the rest of a sample's main conversation; sampled tokens have mask 1
+    branches   its further conversations: other threads, or histories that were edited
+
+N prompts   G samples of each   T tokens
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl.agents.sessions import Session
+from jaxrl.serving.online_driver import LENGTH
+from jaxrl.types import AgentRows, Branch, Completions, Prompts, TurnText
+
+_SILENT = "ended without an answer of the policy, so there is nothing to learn from"
+
+DecodeTexts = Callable[[Sequence[np.ndarray]], Iterable[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """What a session leaves, as plain data that one process sends to the others.
+
+    Attributes:
+      branches: its conversations, the main one first; none if the agent failed or asked nothing.
+      first: number of tokens of the main conversation before its first sampled one.
+      truncated: whether its last turn reached a limit.
+      score: score of the agent; None for none.
+      failed: whether the agent failed.
+    """
+
+    branches: tuple[Branch, ...]
+    first: int
+    truncated: bool
+    score: float | None
+    failed: bool
+
+    def to_plain(self) -> dict[str, Any]:
+        """In types of JSON, which keep float32 exactly."""
+        branches = [{k: v.tolist() for k, v in vars(branch).items()} for branch in self.branches]
+        return {**vars(self), "branches": branches}
+
+    @staticmethod
+    def of_plain(plain: dict[str, Any]) -> Talk:
+        """The talk that `to_plain` was called on."""
+        types = {"tokens": np.int32}
+        branches = tuple(
+            Branch(**{k: np.array(v, types.get(k, np.float32)) for k, v in branch.items()})
+            for branch in plain["branches"]
+        )
+        return Talk(**{**plain, "branches": branches})
+
+    @staticmethod
+    def of(session: Session) -> Talk:
+        """The talk of a session that has ended. Nothing is trained on what a failed agent said."""
+        found = () if session.error else session.conversation.branches()
+        failed = bool(session.error) or not found
+        return Talk(
+            tuple(Branch(b.tokens, b.logprob, b.entropy, b.mask) for b in found),
+            found[0].start if found else 0,
+            bool(found) and found[0].finish == LENGTH,
+            session.score,
+            failed,
+        )
+
+
+class Tally:
+    """Numbers of the sessions of a batch, for its metrics.
+
+    Attributes:
+      errors: how often each error has ended one.
+    """
+
+    def __init__(self):
+        self.errors: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._seconds: list[float] = []
+
+    def add(self, session: Session) -> None:
+        """Counts a session that has ended."""
+        counts = session.conversation.counts
+        error = session.error or ("" if counts.sampled else _SILENT)
+        if error:
+            self.errors[error] += 1
+        self._counts.update(vars(counts))
+        self._seconds.append(session.seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens by `conversation.Counts`, of failed agents too, and the time of a session in seconds."""
+        return {
+            **{f"{name}_tokens": float(count) for name, count in self._counts.items()},
+            "seconds/mean": float(np.mean(self._seconds)),
+            "seconds/max": max(self._seconds),
+        }
+
+
+def group_of(
+    prompts: Prompts, talks: Sequence[Talk], step: int, decode_texts: DecodeTexts
+) -> Completions:
+    """The completions of one prompt.
+
+    Args:
+      prompts: the prompt.
+      talks: what its G samples said.
+      step: training step whose sampling keys they have.
+      decode_texts: function from token ids to texts.
+    """
+    heads = [talk.branches[0].tokens[: talk.first] for talk in talks if talk.branches]
+    common = _common_prefix(heads)
+    if common:
+        prompts = dataclasses.replace(prompts, tokens=(heads[0][:common],))
+    # Without a common beginning there is no prompt, and every conversation stands alone.
+    mains = [talk.branches[:1] if common else () for talk in talks]
+    further = tuple(talk.branches[1:] if common else talk.branches for talk in talks)
+    none = np.zeros(0, np.float32)
+    rows = [main[0] if main else Branch(np.zeros(0, np.int32), none, none, none) for main in mains]
+    turns = [_turns(row.tokens[common:], row.mask[common:], decode_texts) for row in rows]
+    return Completions(
+        prompts=prompts,
+        num_samples=len(talks),
+        tokens=tuple(row.tokens[common:] for row in rows),
+        rollout_logprob=tuple(row.rollout_logprob[common:] for row in rows),
+        entropy=tuple(row.entropy[common:] for row in rows),
+        truncated_B=np.array([talk.truncated for talk in talks], bool),
+        texts=tuple("".join(turn.text for turn in some) for some in turns),
+        mask=tuple(row.mask[common:] for row in rows),
+        turns=tuple(turns),
+        started_B=np.full(len(talks), step, np.int32),
+        of_agents=AgentRows(
+            np.array([np.nan if t.score is None else t.score for t in talks], np.float32),
+            np.array([talk.failed for talk in talks], bool),
+            further,
+        ),
+    )
+
+
+def _common_prefix(sequences: Sequence[np.ndarray]) -> int:
+    """The number of first tokens that all sequences have in common; 0 without sequences."""
+    if not sequences:
+        return 0
+    shortest = min(map(len, sequences))
+    same = np.all([s[:shortest] == sequences[0][:shortest] for s in sequences], axis=0)
+    return int(np.argmin(np.append(same, False)))
+
+
+def _turns(tokens: np.ndarray, mask: np.ndarray, decode_texts: DecodeTexts) -> tuple[TurnText, ...]:
+    """The turns of a response, of which the tokens of each have one mask."""
+    starts = np.flatnonzero(np.diff(mask)) + 1
+    parts = np.split(tokens, starts) if len(tokens) else []
+    by_policy = mask[np.append(0, starts)] > 0 if len(tokens) else []
+    return tuple(
+        TurnText(bool(own), text) for own, text in zip(by_policy, decode_texts(parts), strict=True)
+    )

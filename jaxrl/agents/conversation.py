@@ -1,0 +1,464 @@
+"""A conversation as a tree of exact tokens: what the model saw and sampled, whatever a client sends back.
+
+    request 1   [user]                                  turn A: 20 tokens encoded     answer a: 5 sampled
+    request 2   [user, a, tool, tool]                   turn B: 30 encoded, after a   answer b: 7 sampled
+    request 3   [user, a, tool, user]                   turn C: 12 encoded, after a   answer c: 4 sampled
+
+    branches    A a C c    mask 0..0 1..1 0..0 1..1     the one with the last answer comes first
+                A a B b    mask 0..0 0..0 0..0 1..1     a is trained once
+
+A turn is the block of all given messages between two answers. A request is compared with the tree message
+by message. Only what follows its last known answer is rendered and encoded (`suffix`). Answers are recognised
+by their views, however a client writes them. Messages of the assistant that were not sampled here are given.
+
+    T tokens of a prompt or a branch   R tokens of an answer or a block
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from jaxrl.agents.suffix import ChatRenderer, Messages
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, template_message
+from jaxrl.errors import UserError
+
+History: TypeAlias = Literal["kept", "as_template"]
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+class ChatModel:
+    """The chat format of a model: its tokenizer, with renderer and parser. Shared by all conversations."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Raises UserError if the tokenizer's chat template cannot carry a conversation."""
+        self.tokenizer = tokenizer
+        self.renderer = ChatRenderer(tokenizer)
+        self.parser = AnswerParser(tokenizer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """What the model sampled for a turn.
+
+    Attributes:
+      tokens: int32 [R], the terminator included if it was sampled.
+      logprob, entropy: float32 [R].
+      version: int32 [R], version of the weights that sampled each token.
+      finish: "stop" or "length".
+      view: the message for the client.
+      number: answers are numbered in their order.
+    """
+
+    tokens: np.ndarray
+    logprob: np.ndarray
+    entropy: np.ndarray
+    version: np.ndarray
+    finish: str
+    view: AssistantMessage
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Numbers of tokens of a conversation.
+
+    Attributes:
+      encoded: tokens of given messages, separators and terminators included.
+      sampled: tokens of answers.
+      forked: those of `encoded` that begin another branch after a place that had one, because a history was
+        edited or a conversation started again.
+      rewritten: those of `sampled` that the chat template shows in another way in a later prompt. They stay
+        in that prompt (history "kept") or are replaced there ("as_template").
+    """
+
+    encoded: int = 0
+    sampled: int = 0
+    forked: int = 0
+    rewritten: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch:
+    """A path of the tree that ends with an answer; what a trainer learns from.
+
+    Attributes:
+      tokens: int32 [T].
+      logprob, entropy: float32 [T], 0 for tokens that were not sampled.
+      mask: float32 [T], 1 for tokens that were sampled, unless an earlier branch has them.
+      version: int32 [T], 0 for tokens that were not sampled.
+      start: index of the first sampled token, which ends the prompt. It may be one of an earlier branch.
+      messages: the conversation as its client saw it, with the last answer.
+      turns: number of answers.
+      finish: "stop" or "length", of the last answer.
+    """
+
+    tokens: np.ndarray
+    logprob: np.ndarray
+    entropy: np.ndarray
+    mask: np.ndarray
+    version: np.ndarray
+    start: int
+    messages: tuple[dict[str, Any], ...]
+    turns: int
+    finish: str
+
+
+class _Message(NamedTuple):
+    """A message as it is compared: without ids of calls, arguments with sorted keys."""
+
+    role: str
+    content: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]
+    name: str
+
+    def shows(self, answer: _Message) -> bool:
+        """Whether a client that was given `answer` may send this. Many leave the reasoning out."""
+        return self._replace(reasoning=self.reasoning or answer.reasoning) == answer
+
+
+# Turns by their given messages and the beginning of their answer.
+_Children: TypeAlias = "dict[tuple[tuple[_Message, ...], str], Turn]"
+
+
+@dataclasses.dataclass(eq=False)
+class Turn:
+    """A request of a conversation. Only its `Conversation` changes it.
+
+    Attributes:
+      key: name of the turn; it follows from the texts and tokens before it alone.
+      prompt_ids: int32 [T], all tokens that the model reads, read-only.
+      num_messages: number of messages before the answer.
+      start: beginning of the answer that was given to the model.
+      answer: what was sampled; None before.
+    """
+
+    key: str
+    prompt_ids: np.ndarray
+    num_messages: int
+    start: str
+    answer: Answer | None = None
+    # The turn whose answer comes before the messages, and the one whose tokens come before the tokens. They
+    # differ where a template has rewritten the past: then the prompt continues no other.
+    parent: Turn | None = None
+    context: Turn | None = None
+    # The given messages, as they are rendered.
+    messages: tuple[dict[str, Any], ...] = ()
+    has_tools: bool = False
+    # Text of the block, and the place of its first token in the prompt.
+    text: str = ""
+    first: int = 0
+    children: _Children = dataclasses.field(default_factory=dict)
+    rewritten: bool = False
+    # The answer as it is compared.
+    shown: _Message | None = None
+
+    def path(self) -> list[Turn]:
+        """The turns whose messages lead to this one, itself last."""
+        return _chain(self, lambda turn: turn.parent)
+
+    def context_path(self) -> list[Turn]:
+        """The turns whose tokens are in the prompt of this one, itself last."""
+        return _chain(self, lambda turn: turn.context)
+
+
+def _chain(turn: Turn | None, before) -> list[Turn]:
+    found = []
+    while turn is not None:
+        found.append(turn)
+        turn = before(turn)
+    return found[::-1]
+
+
+class Conversation:
+    """All requests of one client and their answers, as a tree.
+
+    One thread at a time may use a conversation: callers with several hold a lock around each call.
+
+    Attributes:
+      counts: numbers of tokens so far.
+    """
+
+    def __init__(self, model: ChatModel, *, history: History = "kept", max_tokens: int = 0):
+        """Starts an empty conversation.
+
+        Args:
+          model: the chat format.
+          history: "kept" leaves sampled tokens in all later prompts. "as_template" starts a branch where the
+            template shows earlier messages in another way, with the template's rendering.
+          max_tokens: maximum number of tokens of the whole tree; 0 means no limit.
+        """
+        assert history in get_args(History), history
+        self._model = model
+        self._history = history
+        self._max_tokens = max_tokens
+        # By tools and variables of the template.
+        self._roots: dict[str, _Children] = {}
+        self._turns: list[Turn] = []
+        self._num_answers = 0
+        self.counts = Counts()
+
+    def extend(
+        self,
+        messages: Messages,
+        tools: Sequence[Any] = (),
+        *,
+        start: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Turn:
+        """Finds or makes the turn of a request.
+
+        Args:
+          messages: all messages of the conversation in OpenAI's form, as a client sends them.
+          tools: tools as the template reads them.
+          start: beginning of the answer, given to the model; for example that of a call.
+          variables: further variables of the template.
+
+        Returns:
+          The turn. It is the same one if a request is repeated; `Turn.answer` may be there then.
+
+        Raises:
+          UserError: the template refuses the messages, or the tree has reached its limit.
+        """
+        given = [template_message(message) for message in messages]
+        keys = [self._compared(message) for message in given]
+        variables = {**variables, **({"tools": list(tools)} if tools else {})}
+        root = json.dumps(variables, sort_keys=True)
+        # Only added once the turn is made, so that a refused request leaves nothing.
+        roots = self._roots.get(root, {})
+        parent, known = self._last_known(roots, keys)
+        siblings = parent.children if parent is not None else roots
+        place = (tuple(keys[known:]), start)
+        if place in siblings:
+            return siblings[place]
+        turn = self._make(parent, given, known, start, variables)
+        before = root if parent is None else f"{parent.key} {_digest(_answer_of(parent).tokens)}"
+        turn.key = _digest(json.dumps([before, *place]).encode())
+        num_new = len(turn.prompt_ids) - turn.first
+        self._check_room(num_new)
+        # Only now, so that a request that is refused leaves nothing.
+        siblings[place] = turn
+        self._roots.setdefault(root, roots)
+        self._turns.append(turn)
+        starts_branch = len(siblings) > 1 or (turn.context is None and len(self._turns) > 1)
+        self._count(encoded=num_new, forked=num_new if starts_branch else 0)
+        return turn
+
+    def answer(
+        self,
+        turn: Turn,
+        tokens: np.ndarray,
+        logprob: np.ndarray,
+        entropy: np.ndarray,
+        version: np.ndarray | int = 0,
+        finish: str = "stop",
+        *,
+        stop: Sequence[str] = (),
+        calls: bool = True,
+    ) -> AssistantMessage:
+        """Records what was sampled for a turn. A second answer is dropped in favour of the first.
+
+        Args:
+          turn: the turn.
+          tokens: int32 [R], at least one.
+          logprob, entropy: float32 [R].
+          version: int32 [R], or one for all tokens.
+          finish: "stop" or "length".
+          stop: texts that end the answer and are not in its view.
+          calls: whether calls of tools are parsed, if the turn has tools.
+
+        Returns:
+          The view of the answer that is recorded.
+        """
+        if turn.answer is not None:
+            return turn.answer.view
+        assert len(tokens) == len(logprob) == len(entropy) > 0, "a value for each sampled token"
+        parser = self._model.parser
+        calls = calls and turn.has_tools
+        view = parser.view(turn.prompt_ids, tokens, start=turn.start, stop=stop, calls=calls)
+        turn.answer = Answer(
+            _fixed(tokens, np.int32),
+            _fixed(logprob, np.float32),
+            _fixed(entropy, np.float32),
+            _fixed(np.broadcast_to(version, np.shape(tokens)), np.int32),
+            finish,
+            view,
+            self._num_answers,
+        )
+        turn.shown = self._compared(template_message(view.to_message()))
+        self._num_answers += 1
+        self._count(sampled=len(tokens))
+        return view
+
+    def branches(self) -> tuple[Branch, ...]:
+        """All paths that end with an answer which no other answer continues.
+
+        The branch with the last answer comes first, the others in the order of theirs. Every sampled token
+        has mask 1 in the first branch that has it, and only there.
+        """
+        answered = [turn for turn in self._turns if turn.answer is not None]
+        continued = {id(turn.context) for turn in answered}
+        leaves = [turn for turn in answered if id(turn) not in continued]
+        leaves.sort(key=lambda turn: _answer_of(turn).number)
+        trained: set[int] = set()
+        found = tuple(self._branch(leaf, trained) for leaf in leaves[-1:] + leaves[:-1])
+        assert sum(branch.mask.sum() for branch in found) == self.counts.sampled
+        return found
+
+    def _branch(self, leaf: Turn, trained: set[int]) -> Branch:
+        """The branch that ends with the answer of `leaf`; adds the answers that it trains."""
+        path = leaf.context_path()
+        given, sampled = [], []
+        for turn in path:
+            answer = _answer_of(turn)
+            given += [turn.prompt_ids[turn.first :], answer.tokens]
+            zeros = np.zeros(len(turn.prompt_ids) - turn.first, np.float32)
+            mask = np.full(len(answer.tokens), id(turn) not in trained, np.float32)
+            sampled += [
+                np.stack([zeros] * 4),
+                np.stack([answer.logprob, answer.entropy, mask, answer.version]),
+            ]
+            trained.add(id(turn))
+        tokens = np.concatenate(given)
+        assert np.array_equal(tokens[: len(leaf.prompt_ids)], leaf.prompt_ids), (
+            "a branch must hold the tokens that the model has read"
+        )
+        logprob, entropy, mask, version = np.concatenate(sampled, axis=1)
+        messages = self._messages_before(leaf)
+        return Branch(
+            tokens=tokens,
+            logprob=logprob,
+            entropy=entropy,
+            mask=mask,
+            version=version.astype(np.int32),
+            start=len(path[0].prompt_ids),
+            messages=tuple(messages),
+            turns=len(path),
+            finish=_answer_of(leaf).finish,
+        )
+
+    def _last_known(self, roots: _Children, keys: Sequence[_Message]) -> tuple[Turn | None, int]:
+        """The last turn whose answer these messages contain, and the number of messages up to it."""
+        best: tuple[Turn | None, int] = None, 0
+        left: list[tuple[Turn | None, _Children, int]] = [(None, roots, 0)]
+        while left:
+            turn, children, at = left.pop()
+            if at > best[1]:
+                best = turn, at
+            for (block, _), child in children.items():
+                end = at + len(block)
+                if child.shown is None or end >= len(keys) or tuple(keys[at:end]) != block:
+                    continue
+                if keys[end].shows(child.shown):
+                    left.append((child, child.children, end + 1))
+        return best
+
+    def _make(
+        self,
+        parent: Turn | None,
+        given: list[dict[str, Any]],
+        known: int,
+        start: str,
+        variables: dict[str, Any],
+    ) -> Turn:
+        """A new turn after `parent`, to whose answer the first `known` messages lead."""
+        renderer, encode = self._model.renderer, self._model.tokenizer.encode
+        new = given[known:]
+        common: dict[str, Any] = {
+            "num_messages": len(given),
+            "start": start,
+            "parent": parent,
+            "messages": tuple(new),
+            "has_tools": "tools" in variables,
+        }
+        if parent is None:
+            text = renderer.whole(given, variables) + start
+            return Turn("", _fixed(encode(text), np.int32), text=text, **common)
+        answer = _answer_of(parent)
+        system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
+        text = renderer.after(new, variables, system=system) + start
+        if renderer.rewrites or self._history == "as_template":
+            shown = renderer.whole([*self._messages_before(parent), *new], variables) + start
+            self._count_rewritten(parent, shown)
+            if self._history == "as_template" and shown != self._text_before(parent) + text:
+                return Turn("", _fixed(encode(shown), np.int32), text=shown, **common)
+        before = np.concatenate([parent.prompt_ids, answer.tokens])
+        ids = np.concatenate([before, renderer.encode_after(text, answer.tokens)])
+        return Turn(
+            "", _fixed(ids, np.int32), context=parent, text=text, first=len(before), **common
+        )
+
+    def _messages_before(self, turn: Turn) -> list[dict[str, Any]]:
+        """All messages up to the answer of `turn`, as templates read them."""
+        return [
+            message
+            for each in turn.path()
+            for message in (*each.messages, template_message(_answer_of(each).view.to_message()))
+        ]
+
+    def _text_before(self, turn: Turn) -> str:
+        """The text of all tokens up to the answer of `turn`, without a terminator at its end."""
+        text = ""
+        for each in turn.context_path():
+            # The text of a block begins with the terminator of the answer before it, sampled or not.
+            text += each.text + self._model.parser.decode(_answer_of(each).tokens)
+        return text
+
+    def _count_rewritten(self, parent: Turn, shown: str) -> None:
+        """Counts the answers that the template shows in another way in `shown`, each once."""
+        for turn in parent.path():
+            answer = _answer_of(turn)
+            if not turn.rewritten and self._model.parser.decode(answer.tokens) not in shown:
+                turn.rewritten = True
+                self._count(rewritten=len(answer.tokens))
+
+    def _compared(self, message: Mapping[str, Any]) -> _Message:
+        content, reasoning = message["content"], message.get("reasoning_content", "")
+        if message["role"] == "assistant":
+            # Some clients put it back in front of the content.
+            if not reasoning:
+                reasoning, content = self._model.parser.split_reasoning(content)
+            # Many clients strip texts, and some add a newline.
+            content = content.strip()
+        calls = tuple(
+            (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
+            for call in message.get("tool_calls", ())
+        )
+        return _Message(message["role"], content, reasoning, calls, message.get("name", ""))
+
+    def _check_room(self, num_new: int) -> None:
+        stored = self.counts.encoded + self.counts.sampled
+        if self._max_tokens and stored + num_new > self._max_tokens:
+            raise UserError(
+                f"the conversation has {stored} tokens and {num_new} would come on top, but no more than "
+                f"{self._max_tokens} may; end it, or change less of its history"
+            )
+
+    def _count(self, **more: int) -> None:
+        added = {name: getattr(self.counts, name) + count for name, count in more.items()}
+        self.counts = dataclasses.replace(self.counts, **added)
+
+
+def _answer_of(turn: Turn) -> Answer:
+    assert turn.answer is not None, "only answered turns have others after them"
+    return turn.answer
+
+
+def _fixed(values: Any, dtype: Any) -> np.ndarray:
+    """A read-only copy: the record must stay what the model has seen."""
+    array = np.array(values, dtype)
+    array.setflags(write=False)
+    return array
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

@@ -1,0 +1,158 @@
+"""The endpoint of a run's agents, on loopback: their requests, and the worker processes that run them.
+
+    POST /v1/chat/completions    by an agent, with the key of its session
+    POST /agents/next, /done     by a worker, with its own key: `worker`
+
+A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl.agents.conversation import ChatModel, Conversation, History
+from jaxrl.agents.runner import Runner
+from jaxrl.agents.session_prompts import SessionPrompts
+from jaxrl.agents.sessions import Session, Sessions
+from jaxrl.rollout.live_loop import LiveLoop
+from jaxrl.rollout.rollout_config import RolloutConfig
+from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.serving.http_server import HttpServer
+from jaxrl.serving.online_driver import LiveText
+from jaxrl.serving.openai.calls import ApiError, RequestLimits
+from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
+from jaxrl.types import Prompts
+
+_LOOK_EVERY_S = 0.05
+_MAX_BODY_BYTES = 10_000_000
+_MOST_CONNECTIONS = 10_000
+# The name of the policy in requests.
+_MODEL = "policy"
+
+
+class Endpoint:
+    """The sessions of a run, answered over HTTP."""
+
+    def __init__(
+        self, live: LiveLoop, settings: RolloutConfig, model: ChatModel, sizes: EngineConfig
+    ):
+        """Listens on a free port, and starts the workers.
+
+        Args:
+          live: loop that answers the requests; somebody else turns it.
+          settings: settings of sampling, with an agent.
+          model: chat format of the policy.
+          sizes: sizes of the engine.
+
+        Raises:
+          UserError: the agent cannot be loaded.
+        """
+        self._history: History = settings.history
+        self._model = model
+        self._sessions = Sessions(settings.agent_seconds)
+        self._prompts = SessionPrompts(self._model, self._sessions, most_turns=settings.agent_turns)
+        self._runner = Runner(settings.agent, self._sessions, seconds=settings.agent_seconds)
+        limits = RequestLimits(
+            _MODEL,
+            sizes.max_prompt_tokens,
+            sizes.max_response_tokens,
+            sizes.max_context_tokens,
+            stop_ids=sizes.stop_ids,
+        )
+        app = build_app(
+            LiveText(live, model.tokenizer.decode),
+            model.tokenizer,
+            limits,
+            max_body_bytes=_MAX_BODY_BYTES,
+            prompts=self._prompts,
+        )
+        for route, answer in (("next", self._next), ("done", self._done)):
+            app.routes.append(Route(f"/agents/{route}", answer, methods=["POST"]))
+        self._server = HttpServer(app, host="127.0.0.1", port=0, max_connections=_MOST_CONNECTIONS)
+        try:
+            self._runner.start(f"http://127.0.0.1:{self._server.port}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends workers and server."""
+        self._runner.close()
+        self._server.stop()
+
+    def begin(self, options: SamplingOptions, prompts: Prompts) -> None:
+        """Opens G sessions for each prompt, whose answers are drawn with these options."""
+        self._prompts.options = options
+        self._sessions.open(
+            Session(
+                prompt=n,
+                sample=sample,
+                prompt_id=int(prompts.ids_N[n]),
+                problem=_problem(prompts, n, sample),
+                conversation=Conversation(self._model, history=self._history),
+            )
+            for n in range(len(prompts))
+            for sample in range(options.num_samples)
+        )
+
+    def take_done(self) -> list[Session]:
+        """The sessions that have ended since the last call, in that order.
+
+        Raises:
+          UserError: a worker was to start again, and the agent cannot be loaded any more.
+        """
+        self._runner.check()
+        self._sessions.end_late()
+        return self._sessions.take_done()
+
+    # Requests of workers
+
+    async def _next(self, request: Request) -> Response:
+        _, worker = keys_of(request)
+        most = self._heard(worker)
+        until = time.monotonic() + self._runner.silent_s / 4
+        while not (taken := self._sessions.take(worker, most)) and time.monotonic() < until:
+            if self._sessions.closed:
+                return JSONResponse({"closed": True})
+            most = self._heard(worker)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return JSONResponse(
+            {"sessions": [{"key": session.key, "problem": session.problem} for session in taken]}
+        )
+
+    async def _done(self, request: Request) -> Response:
+        _, worker = keys_of(request)
+        self._heard(worker)
+        body = await body_of(request, _MAX_BODY_BYTES)
+        self._sessions.end(body["key"], body.get("score"), body.get("error", ""))
+        return JSONResponse({})
+
+    def _heard(self, worker: str) -> int:
+        """Notes that a worker lives; returns how many sessions it may run."""
+        try:
+            return self._runner.heard(worker)
+        except KeyError as error:
+            raise ApiError(
+                401, "only workers of this run ask this", code="invalid_api_key"
+            ) from error
+
+
+def _problem(prompts: Prompts, n: int, sample: int) -> dict[str, Any]:
+    """The fields of `worker.Problem`."""
+    name = f"{prompts.sources[n]} {prompts.ids_N[n]}"
+    return {
+        "prompt": prompts.texts[n],
+        "answer": prompts.answers[n],
+        "source": prompts.sources[n],
+        "extra": dict(prompts.extras[n]),
+        "seed": zlib.crc32(name.encode()),
+        "sample": sample,
+    }

@@ -1,0 +1,112 @@
+"""Prompts with exact tokens for the sessions of agents; the endpoint's `ChatPrompts`.
+
+A session's answers are drawn as the run samples, whatever temperature its requests name, because training
+computes the probabilities of that distribution. The noise of a turn depends on the prompt, the sample and the
+tokens before it: whoever asks again gets the same answer, in whatever order requests arrive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl.agents.conversation import ChatModel, Turn
+from jaxrl.agents.sessions import Session, Sessions
+from jaxrl.data.tool_calls import AssistantMessage
+from jaxrl.rollout.live_loop import Request
+from jaxrl.rollout.sampling import SamplingOptions, turn_seed
+from jaxrl.serving.online_driver import Delta
+from jaxrl.serving.openai.calls import ApiError
+from jaxrl.serving.openai.chat_prompts import ChatQuery, ChatTurn
+
+
+class SessionPrompts:
+    """Finds the conversation of a request by its key.
+
+    Attributes:
+      options: how answers are drawn; set before a session opens.
+    """
+
+    options: SamplingOptions
+
+    def __init__(self, model: ChatModel, sessions: Sessions, *, most_turns: int):
+        """Args: the model's chat format, the sessions, and the most turns of one."""
+        self._model = model
+        self._sessions = sessions
+        self._most_turns = most_turns
+
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
+        """The turn of a request.
+
+        Raises:
+          ApiError: no open session has one of these keys, it has had its turns, or n is not 1.
+          UserError: the template refuses the messages.
+        """
+        # A client may have a name of its own for its session, besides the key that it was given.
+        session = next((found for key in keys if (found := self._sessions.find(key))), None)
+        if session is None:
+            raise ApiError(
+                401,
+                "this server has no open session with that key; send the one that was given to the "
+                "program, as bearer token or X-Session-ID",
+                code="invalid_api_key",
+            )
+        if query.num_choices != 1:
+            raise ApiError(
+                400,
+                f"n {query.num_choices}: a session has one answer for each request; leave n out",
+                param="n",
+            )
+        with session.lock:
+            turn = session.conversation.extend(
+                query.messages, query.tools, start=query.start, variables=query.variables
+            )
+            if turn.key not in session.turns and len(session.turns) >= self._most_turns:
+                raise ApiError(
+                    400,
+                    f"this session has had {self._most_turns} turns, which is rollout.agent_turns; end it",
+                    code="turn_limit",
+                )
+            # Before the answer: an agent may ask for any number of turns at once.
+            session.turns.add(turn.key)
+            known = session.deltas.get(turn.key, ())
+        answered = functools.partial(self._answered, session, turn, query)
+        return ChatTurn(
+            query, turn.prompt_ids, answered, known, functools.partial(self._drawn, session)
+        )
+
+    def _drawn(self, session: Session, request: Request) -> Request:
+        """The request as the run samples; its stop strings come on top."""
+        stops = (*self.options.stop_strings, *request.options.stop_strings)
+        return dataclasses.replace(
+            request,
+            seed=turn_seed(session.prompt_id, session.sample, request.prompt),
+            options=self.options.replace(num_samples=1, stop_strings=stops),
+        )
+
+    def _answered(
+        self, session: Session, turn: Turn, query: ChatQuery, index: int, deltas: Sequence[Delta]
+    ) -> AssistantMessage:
+        tokens, logprob, entropy = (
+            np.concatenate([getattr(delta, name) for delta in deltas])
+            for name in ("tokens", "logprob", "entropy")
+        )
+        with session.lock:
+            if session.ended:
+                return self._model.parser.view(
+                    turn.prompt_ids, tokens, start=query.start, stop=query.stop, calls=query.calls
+                )
+            session.deltas.setdefault(turn.key, tuple(deltas))
+            return session.conversation.answer(
+                turn,
+                tokens,
+                logprob,
+                entropy,
+                np.concatenate([np.full(len(d.tokens), d.version, np.int32) for d in deltas]),
+                finish=deltas[-1].finish,
+                stop=(*self.options.stop_strings, *query.stop),
+                calls=query.calls,
+            )

@@ -1,0 +1,144 @@
+"""The process that runs agents: it asks for sessions, runs an agent for each, and tells how each ended.
+
+    the trainer (agents.endpoint)                   a worker: one event loop
+      POST /agents/next      <------------------      asks for sessions as they open
+           problem, key      ------------------>      agent(client, problem), a task each
+      POST /v1/chat/completions, ..   <--------       by the agent, with the key of its session
+      POST /agents/done      <------------------      score, or what went wrong
+
+A user's agent is trusted code, as reward functions are. What it does to its process costs the other sessions
+of the process nothing but time: the trainer gives them to another one, and what they ask again is answered as
+before (`agents.sessions`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import openai
+
+from jaxrl.user_code import AGENT_CALL, load_function
+
+# An answer may take as long as its sampling does.
+_NO_LIMIT = 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What an agent is told of its problem.
+
+    Attributes:
+      prompt: text of the prompt.
+      answer: ground truth, in the notation of the grader.
+      source: name of the data set.
+      extra: the other fields of the row, plain JSON.
+      seed: number for random choices of an environment, the same for all samples of a prompt.
+      sample: number of the sample among those of its prompt.
+    """
+
+    prompt: str
+    answer: str
+    source: str
+    extra: Mapping[str, Any]
+    seed: int
+    sample: int
+
+
+def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
+    """The function of a worker: runs the sessions of a trainer until it says that there are no more.
+
+    Args:
+      path: "path/to/file.py:agent" or "package.module:agent".
+
+    Raises:
+      UserError: the agent cannot be loaded.
+    """
+    agent = load_function(path, "rollout.agent", **AGENT_CALL)
+
+    def run(where: tuple[str, str, float]) -> None:
+        url, key, seconds = where
+        asyncio.run(_work(agent, url, key, seconds))
+
+    return run
+
+
+async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -> None:
+    """Runs the sessions of the trainer at `url`, each for at most so many seconds."""
+    running: set[asyncio.Task[None]] = set()
+    http = _Connections()
+    trainer = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT, http_client=http)
+    try:
+        while True:
+            given = await _post(trainer, "/agents/next", {})
+            if given.get("closed"):
+                break
+            for session in given["sessions"]:
+                task = asyncio.create_task(_run(agent, trainer, url, session, seconds))
+                running.add(task)
+                task.add_done_callback(running.discard)
+    finally:
+        for task in running:
+            task.cancel()
+        await http.close()
+
+
+async def _run(
+    agent: Callable[..., Any],
+    trainer: openai.AsyncOpenAI,
+    url: str,
+    session: Mapping[str, Any],
+    seconds: float,
+) -> None:
+    """Runs an agent, and sends its score or its error."""
+    ended: dict[str, Any] = {"key": session["key"]}
+    limit = asyncio.timeout(seconds)
+    try:
+        client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
+        async with limit:
+            score = agent(client, Problem(**session["problem"]))
+            if inspect.isawaitable(score):
+                score = await score
+        ended |= _score(score)
+    except (Exception, SystemExit) as error:  # a user's agent may raise anything
+        late = isinstance(error, TimeoutError) and limit.expired()
+        said = f"took longer than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
+        ended |= {"error": said[:1000]}
+    await _post(trainer, "/agents/done", ended)
+
+
+def _score(value: Any) -> dict[str, Any]:
+    """The score, or the error, of what an agent has returned."""
+    try:
+        score = None if value is None else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if score is not None and not math.isfinite(score):
+        return {
+            "error": f"returned {reprlib.repr(value)}, which is no score; return a number or None"
+        }
+    return {"score": score}
+
+
+class _Connections(openai.DefaultAsyncHttpxClient):
+    """The connections of all clients of a process, since making them takes longer than most requests.
+
+    An agent that closes its client closes nothing. In the end they are closed inside their event loop;
+    otherwise they complain.
+    """
+
+    async def aclose(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        await super().aclose()
+
+
+async def _post(client: openai.AsyncOpenAI, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    answer: Any = await client.post(path, cast_to=object, body=dict(body))
+    return answer

@@ -1,0 +1,357 @@
+"""Training in two calls: gradients add up over batches, then one step of AdamW applies them.
+
+    accumulate(batch, loss)  -> log-probabilities, loss    gradients += d loss / d weights
+    forward(batch, loss)     -> the same                   nothing
+    score(weights, batch)    -> log-probabilities, top-k   nothing
+    apply(numbers)           -> norm of the gradient       weights, moments; the gradients are gone
+
+A loss is a sum over tokens with explicit targets (`algos.summed_losses`); nothing is divided. Every batch has
+the same shape, whatever its sequences, and its empty microbatches are skipped at run time, so each loss
+compiles once. `pack_targets` cuts a larger request into several batches. The optimiser's numbers are
+arguments of its program.
+
+Example of one sequence, trained on what follows "a b" (model input "a b c", target tokens "b c d"):
+
+    tokens    a  b  c         targets   b  c  d
+    weights   0  1  1         logprob   log p(b | a)   log p(c | a b)   log p(d | a b c)
+
+M microbatches   K targets of a place   R rows   T tokens of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl.algos.logprobs import at_places, log_softmax_entropy
+from jaxrl.algos.summed_losses import SUMMED_LOSSES
+from jaxrl.mesh.protocols import PER_TOKEN, protocol
+from jaxrl.models import lora
+from jaxrl.models.decoder import Decoder, Params
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.roles.learner import TrainState
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packing import (
+    PackedShape,
+    Packing,
+    PrefixGroups,
+    best_fit_decreasing,
+    plan_packing,
+)
+from jaxrl.roles.policy import Actor
+from jaxrl.types import PackedBatch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TargetBatch(PackedBatch):
+    """Packed sequences with explicit targets: entry t of the further fields is about what follows token t.
+
+    Attributes:
+      targets: int32 [1, M, K, R, T].
+      inputs: arrays of a loss by name, float32 [1, M, K, R, T].
+    """
+
+    targets: jax.Array
+    inputs: dict[str, jax.Array]
+
+
+class Targets(NamedTuple):
+    """One sequence with its targets, on the host.
+
+    Attributes:
+      tokens: int32 [T], input of the model.
+      targets: int32 [T, K].
+      inputs: arrays of a loss by name, float32 [T, K].
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+class AdamNumbers(NamedTuple):
+    """The numbers of a step of AdamW; with `grad_clip_norm` 0 the gradient is not clipped."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class AccumulatingActor(Actor):
+    """A policy whose gradients add up until they are applied. Log-probabilities are at temperature 1."""
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
+        """Args as for `Actor`, without those of sampling and of the optimiser."""
+        # Of the optimiser's settings only the kind matters: its numbers come with each step.
+        super().__init__(model, mesh, temperature=1.0, optim=OptimConfig(), **options)
+        where = self.trained(self._gradient_shardings)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+        self._zeros = jax.jit(lambda: zeros(self.trained(self.shapes)), out_shardings=where)
+        # Named after what they compile for: one entry per loss and K in each.
+        self.accumulate_program = jax.jit(
+            self._accumulate,
+            static_argnames="loss",
+            donate_argnums=0,
+            out_shardings=(where, None, None),
+        )
+        self.forward_program = jax.jit(self._forward, static_argnames="loss")
+        self.score_program = jax.jit(self._score, static_argnames="top_k")
+        self.apply_program = jax.jit(
+            self._apply, donate_argnums=0, out_shardings=(self.state_shardings(), None)
+        )
+        self._gradients: Params | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was accumulated since the last `apply`."""
+        return self._gradients is not None
+
+    def drop_gradients(self) -> None:
+        """Forgets what was accumulated."""
+        self._gradients = None
+
+    @protocol(PER_TOKEN)
+    def accumulate(self, batch: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
+        """Adds the gradient of a loss to the accumulated ones.
+
+        Args:
+          batch: the batch, with the arrays of the loss.
+          loss: name of `SUMMED_LOSSES`.
+
+        Returns:
+          (log-probabilities [1, M, K, R, T] of the targets at every place, sum of the loss).
+        """
+        params = self.for_training().params
+        gradients = self._zeros() if self._gradients is None else self._gradients
+        # A failed program has consumed them.
+        self._gradients = None
+        self._gradients, *found = self.accumulate_program(gradients, params, batch, loss=loss)
+        return found[0], found[1]
+
+    @protocol(PER_TOKEN)
+    def forward(self, batch: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
+        """What `accumulate` returns, without a gradient."""
+        return self.forward_program(self.for_training().params, batch, loss=loss)
+
+    def score(self, params: Params, batch: TargetBatch, *, top_k: int = 0) -> tuple[jax.Array, ...]:
+        """Log-probabilities under any weights on this mesh, in any layout.
+
+        Returns:
+          (log-probabilities [1, M, K, R, T] of the targets), and with `top_k` the most probable tokens of
+          every place, int32 [1, M, top_k, R, T], and their log-probabilities.
+        """
+        return self.score_program(params, self.place(batch), top_k=top_k)
+
+    def apply(self, numbers: AdamNumbers) -> dict[str, float]:
+        """Takes a step of AdamW with the accumulated gradients, which are gone afterwards.
+
+        Returns:
+          `grad_norm`, before clipping. Weights and moments stay as they are if it is not finite.
+        """
+        assert self._gradients is not None, "accumulate comes first"
+        state, gradients = self.for_training(), self._gradients
+        self._before_change()
+        self._gradients = None
+        self._num_updates += 1
+        traced: Any = AdamNumbers(*map(np.float32, numbers))  # pyright: ignore[reportArgumentType]
+        self.state, grad_norm = self.apply_program(state, gradients, traced)
+        return {"grad_norm": float(grad_norm)}
+
+    # Pure functions
+
+    def _accumulate(
+        self, gradients: Params, params: Params, batch: TargetBatch, *, loss: str
+    ) -> tuple[Params, jax.Array, jax.Array]:
+        trained, frozen = self._split(params)
+        place = functools.partial(
+            jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
+        )
+        # The backward pass adds to these in place, as in `gradient`.
+        refs = jax.tree.map(jax.new_ref, place(gradients))
+
+        def add(micro: TargetBatch) -> tuple[jax.Array, jax.Array]:
+            pull_back: Any
+            total, pull_back, logprob_KRT = jax.vjp(
+                lambda trained: self._loss(lora.join(trained, frozen), micro, loss),
+                trained,
+                has_aux=True,
+            )
+            pull_back.with_refs(refs)(jnp.float32(1))
+            return logprob_KRT, total
+
+        logprobs, total = _over_microbatches(add, batch)
+        return place(jax.tree.map(jax.freeze, refs)), logprobs, total
+
+    def _forward(
+        self, params: Params, batch: TargetBatch, *, loss: str
+    ) -> tuple[jax.Array, jax.Array]:
+        return _over_microbatches(lambda micro: self._loss(params, micro, loss)[::-1], batch)
+
+    def _score(self, params: Params, batch: TargetBatch, *, top_k: int) -> tuple[jax.Array, ...]:
+        found, _ = _over_microbatches(
+            lambda micro: (self._target_logprobs(params, micro, top_k), jnp.float32(0)), batch
+        )
+        return found
+
+    def _loss(self, params: Params, micro: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
+        """(sum of the loss, log-probabilities [K, R, T]) of a microbatch."""
+        (logprob_KRT,) = self._target_logprobs(params, micro, 0)
+        function, given = SUMMED_LOSSES[loss].function, micro.inputs
+        if loss == "cross_entropy":
+            loss_KRT = function(logprob_KRT, micro.segment_ids, **given)
+        else:
+            loss_KRT = function(
+                logprob_KRT[0], micro.segment_ids, **{name: x[0] for name, x in given.items()}
+            )
+        return loss_KRT.sum(), jax.lax.stop_gradient(logprob_KRT)
+
+    def _target_logprobs(
+        self, params: Params, micro: TargetBatch, top_k: int
+    ) -> tuple[jax.Array, ...]:
+        """Log-probabilities [K, R, T] of the targets; with `top_k` also those tokens, and theirs."""
+        model: Decoder = nnx.merge(self.graph, params)
+
+        def chunk(hidden_GCD: jax.Array, targets_GCK: jax.Array, needed: jax.Array):
+            logits_GCV = model.logits(hidden_GCD, needed, compute=self._compute)
+            logprobs_GCV, _ = log_softmax_entropy(logits_GCV)
+            of_targets = jnp.take_along_axis(logprobs_GCV, targets_GCK, axis=-1)
+            if not top_k:
+                return (of_targets,)
+            top_GCK, ids_GCK = jax.lax.top_k(logprobs_GCV, top_k)
+            return of_targets, ids_GCK, top_GCK
+
+        found = at_places(
+            chunk,
+            self._run(model, micro).hidden_BTD,
+            jnp.moveaxis(micro.targets, 0, -1),
+            micro.segment_ids > 0,
+            **self._chunks(micro),
+        )
+        return jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), found)
+
+    @jax.named_scope("optimizer")
+    def _apply(
+        self, state: TrainState, gradients: Params, numbers: AdamNumbers
+    ) -> tuple[TrainState, jax.Array]:
+        trained, frozen = self._split(state.params)
+        grad_norm = optax.tree.norm(gradients)
+        # Adam's bias correction raises a float to an int: optax relies on promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            direction, opt_state = _adamw(numbers).update(gradients, state.opt_state, trained)
+        new = jax.tree.map(lambda p, d: p - numbers.learning_rate * d, trained, direction)
+        trained, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(jnp.isfinite(grad_norm), new, old),
+            (new, opt_state),
+            (trained, state.opt_state),
+        )
+        return TrainState(lora.join(trained, frozen), opt_state, state.step + 1), grad_norm
+
+
+def _adamw(numbers: AdamNumbers) -> optax.GradientTransformation:
+    """`optimizer.build_optimizer` with numbers that are traced; its state is the same."""
+    lr, beta1, beta2, eps, decay, most = (jnp.asarray(x) for x in numbers)
+    del lr
+    options: Any = {"b1": beta1, "b2": beta2, "eps": eps}
+    return optax.chain(
+        optax.clip_by_global_norm(jnp.where(most > 0, most, jnp.inf)),  # pyright: ignore
+        optax.scale_by_adam(**options),
+        optax.add_decayed_weights(decay),
+    )
+
+
+def _over_microbatches(function: Any, batch: TargetBatch) -> Any:
+    """Calls `function(microbatch) -> (values [K, R, T], number)` for each that holds tokens.
+
+    Returns:
+      (values [1, M, K, R, T], 0 in empty microbatches; the sum of the numbers).
+    """
+    M = batch.tokens.shape[1]
+
+    def micro_of(m) -> TargetBatch:
+        return jax.tree.map(lambda x: x[0, m] if x.ndim >= 4 else x, batch)
+
+    values, number = jax.eval_shape(lambda: function(micro_of(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros((1, M, *x.shape), x.dtype), values)
+
+    def one(m, carry):
+        values, number = function(micro_of(m))
+        put = lambda x_M, x: x_M.at[0, m].set(x)  # noqa: E731
+        return jax.tree.map(put, carry[0], values), carry[1] + number
+
+    total = jnp.zeros((), number.dtype)
+    return jax.lax.fori_loop(0, batch.num_micro_U[0], one, (zeros, total))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTargets:
+    """A batch of some of the given sequences.
+
+    Attributes:
+      batch: the batch, on the host.
+      indices: index of each of its sequences among those given.
+      packing: where they are.
+    """
+
+    batch: TargetBatch
+    indices: tuple[int, ...]
+    packing: Packing
+
+    def unpack(self, values: Any) -> Iterator[tuple[int, np.ndarray]]:
+        """(index of a sequence, its values [T, K]) from values [1, M, K, R, T]."""
+        values = np.asarray(values)
+        of_k = [self.packing.unpack(values[:, :, k]) for k in range(values.shape[2])]
+        for i, each in zip(self.indices, zip(*of_k, strict=True), strict=True):
+            yield i, np.stack(each, axis=-1)
+
+
+def pack_targets(
+    sequences: Sequence[Targets], shape: PackedShape, *, shards: int = 1
+) -> Iterator[PackedTargets]:
+    """Packs sequences into as many batches of one shape as they need.
+
+    Args:
+      sequences: sequences with the same K and the same names of inputs, none longer than a row.
+      shape: shape of a batch, with one minibatch.
+      shards: number of devices that split the rows of a microbatch.
+    """
+    lengths = np.array([len(sequence.tokens) for sequence in sequences])
+    everyone = np.arange(len(lengths))
+    groups = PrefixGroups(everyone, np.zeros_like(everyone))
+    rows = best_fit_decreasing(everyone, lengths, groups, shape.tokens)
+    most = shape.microbatches * shape.rows
+    for first in range(0, len(rows), most):
+        # Best-fit finds the same rows for these sequences alone.
+        indices = sorted(i for row in rows[first : first + most] for i in row)
+        chosen = [sequences[i] for i in indices]
+        packing = plan_packing(lengths[indices].tolist(), shape, shards=shards)
+
+        def pack(arrays: Sequence[np.ndarray], dtype: Any, packing: Packing = packing) -> Any:
+            of_k = [
+                packing.pack([x[:, k] for x in arrays], dtype) for k in range(arrays[0].shape[1])
+            ]
+            return np.stack(of_k, axis=2)
+
+        batch = TargetBatch(
+            tokens=packing.pack([x.tokens for x in chosen], np.int32),  # pyright: ignore
+            loss_mask=(packing.segment_ids > 0).astype(np.float32),  # pyright: ignore
+            targets=pack([x.targets for x in chosen], np.int32),
+            inputs={
+                name: pack([x.inputs[name] for x in chosen], np.float32)
+                for name in chosen[0].inputs
+            },
+            **packing.fields(),
+        )
+        yield PackedTargets(batch, tuple(indices), packing)

@@ -1,0 +1,469 @@
+"""Decodes requests that arrive at any time, each with its own settings.
+
+    submit_all --> waiting --> [decode loop: queue --> slot] --> Tokens, Tokens, ... --> listener
+                   cancel                    cancel
+
+A live loop has no thread. It is turned by one thread of every process:
+
+    turn     takes what has arrived, decodes up to W tokens in every slot, calls the listeners
+    renew    between two turns: decodes on with other weights
+
+Requests come in at the first process, from any of its threads, and their listeners are there. In every turn
+the first process sends new requests and cancellations to all others. So all processes dispatch the same
+programs.
+
+A sampling key depends only on the request's options and seed and the sample's index. So an answer does not
+depend on other requests.
+
+W tokens of a dispatch   T tokens of a prompt   R tokens that a turn adds to a sample
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
+from jaxrl.models.decoder import Params
+from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.samples import Sample, Start
+from jaxrl.rollout.sampling import SamplingOptions, truncation_of
+from jaxrl.rollout.stop_strings import StopSearch
+
+_LOG = logging.getLogger(__name__)
+
+
+class LiveError(RuntimeError):
+    """The request was not answered. Errors that are the sender's fault are `UserError`s."""
+
+
+class Overloaded(LiveError):
+    """Too many samples are waiting; the sender may try again later."""
+
+
+class Stopped(LiveError):
+    """Requests are no longer answered."""
+
+
+class NotFinite(LiveError):
+    """The model's log-probabilities are not finite: its weights are broken, or overflow on this prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and the samples to draw for it, all with the same options.
+
+    Attributes:
+      prompt: int32 [T].
+      max_tokens: maximum number of tokens per sample, end-of-sequence included.
+      seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them, so that
+        requests that differ only in their seeds have equal options and are inserted in one call.
+      options: how tokens are drawn.
+    """
+
+    prompt: np.ndarray
+    max_tokens: int
+    seed: int
+    options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Tokens that a turn has added to a sample.
+
+    Attributes:
+      index: index of the sample in its request.
+      tokens: int32 [R], including the token that ended the sample.
+      logprob: float32 [R], log-probability of each token under the tempered distribution before truncation.
+      entropy: float32 [R], entropy of that distribution in nats.
+      version: version of the weights that drew them.
+      end: reason why the sample has ended; None if it continues.
+    """
+
+    index: int
+    tokens: np.ndarray
+    logprob: np.ndarray
+    entropy: np.ndarray
+    version: int
+    end: End | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveCounts:
+    """What a loop has to do, and has done since it was made.
+
+    Attributes:
+      waiting: samples that wait.
+      running: samples in the decode loop.
+      sampled: tokens that were sampled.
+      prompt: tokens of prompts, each counted once for the samples of a request.
+      known: those of `prompt` that earlier requests had in the cache.
+    """
+
+    waiting: int
+    running: int
+    sampled: int
+    prompt: int
+    known: int
+
+
+# Called by the thread that turns the loop, with the tokens of each sample in order, or with one error as the
+# last event. It must return at once and must not raise.
+Listener: TypeAlias = Callable[[Tokens | LiveError], None]
+
+
+@dataclasses.dataclass
+class _OpenRequest:
+    """A request with a listener, and the number of its samples that have not ended."""
+
+    listener: Listener
+    unfinished: int
+
+
+class LiveLoop:
+    """A decode loop for requests that arrive while it runs.
+
+    Methods marked *collective* are called by one thread of every process, in the same order. The others may
+    be called by any thread of the first process.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        stops: StopSearch,
+        *,
+        version: int = 0,
+        max_waiting: int = 10_000,
+    ):
+        """Makes an empty loop. Device memory is first taken by `turn`.
+
+        Args:
+          engine, params, stops, version: those of the decode loop.
+          max_waiting: maximum number of samples that wait for a slot; more are refused.
+        """
+        self._engine = engine
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count()
+        # Shared between threads of the first process; guarded by the condition.
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Request] = {}
+        self._num_waiting = 0
+        self._open: dict[int, _OpenRequest] = {}
+        self._cancelled: list[int] = []
+        self._accepting = True
+        # The same on every process. The owner of a sample is the ticket of its request.
+        self._loop = DecodeLoop(
+            engine,
+            params,
+            stops,
+            version=version,
+            streams=True,
+            # Reuse rounds differently, and what is known depends on earlier requests.
+            reuse_prefixes=not engine.config.deterministic,
+        )
+        self._in_loop: dict[Sample, None] = {}
+        self._sampled = 0
+
+    @property
+    def accepting(self) -> bool:
+        """Whether requests are accepted."""
+        return self._accepting
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """The numbers of waiting samples and of samples in the decode loop."""
+        return self._num_waiting, len(self._in_loop)
+
+    @property
+    def counts(self) -> LiveCounts:
+        """The load, and the numbers of tokens so far."""
+        return LiveCounts(
+            *self.load, self._sampled, self._loop.prompt_tokens, self._loop.known_tokens
+        )
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for a request that is too long or too large.
+
+        Seed, temperature and stop strings are checked where requests come in (`openai.protocol`).
+        """
+        options = request.options
+        limits = jax.tree.leaves(options.truncation)
+        assert all(isinstance(x, np.generic) for x in limits), "a truncation is of host scalars"
+        config, model = self._engine.config, self._engine.model
+        prompt, max_tokens = request.prompt, request.max_tokens
+        longest, most = config.max_prompt_tokens, config.max_response_tokens
+        vocabulary = model.num_tokens or model.vocab_size
+        if not 0 < len(prompt) <= longest:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; this server takes 1 to {longest}: "
+                f"{'shorten it' if len(prompt) else 'write one'}"
+            )
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            raise UserError(
+                f"the prompt has token ids from {prompt.min()} to {prompt.max()}; this model's go from 0 to "
+                f"{vocabulary - 1}: use its own tokenizer"
+            )
+        if not 0 < max_tokens <= most:
+            raise UserError(
+                f"max_tokens {max_tokens}: this server gives 1 to {most}; ask for as many"
+            )
+        if len(prompt) + max_tokens > config.max_context_tokens:
+            raise UserError(
+                f"{len(prompt)} tokens of the prompt and max_tokens {max_tokens}: this server has room for "
+                f"{config.max_context_tokens} together; shorten one of them"
+            )
+        if not 0 < options.num_samples <= self._max_waiting:
+            raise UserError(
+                f"{options.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
+                "for as many"
+            )
+
+    def submit(self, request: Request, listener: Listener) -> int:
+        """Queues a request.
+
+        Args:
+          request: the request.
+          listener: function called with the answer, turn by turn.
+
+        Returns:
+          A ticket, for `cancel`.
+
+        Raises:
+          UserError: the request can never be served.
+          Overloaded: too many samples are waiting.
+          Stopped: requests are no longer accepted.
+        """
+        return self.submit_all([(request, listener)])[0]
+
+    def submit_all(self, requests: Sequence[tuple[Request, Listener]]) -> list[int]:
+        """Queues either all of the requests or none of them; see `submit`."""
+        assert hosts.is_first(), "requests come in at the first process"
+        for request, _ in requests:
+            self.check(request)
+        wanted = sum(request.options.num_samples for request, _ in requests)
+        with self._changed:
+            if not self._accepting:
+                raise Stopped("the server is stopping and takes no requests")
+            if self._num_waiting + wanted > self._max_waiting:
+                raise Overloaded(
+                    f"{self._num_waiting} samples wait already and {wanted} would come on top, but no more "
+                    f"than {self._max_waiting} may; come again later"
+                )
+            tickets = []
+            for request, listener in requests:
+                ticket = next(self._numbers)
+                self._open[ticket] = _OpenRequest(listener, request.options.num_samples)
+                self._waiting[ticket] = request
+                tickets.append(ticket)
+            self._num_waiting += wanted
+            self._changed.notify_all()
+        return tickets
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a request and frees its slots with the next turn. Ignores a request that has ended."""
+        with self._changed:
+            if self._open.pop(ticket, None) is None:
+                return
+            if ticket in self._waiting:
+                self._num_waiting -= self._waiting.pop(ticket).options.num_samples
+            else:
+                self._cancelled.append(ticket)
+            self._changed.notify_all()
+
+    def refuse(self, grace_s: float = 0.0) -> None:
+        """Refuses new requests, and waits up to `grace_s` seconds until open ones have ended."""
+        with self._changed:
+            self._accepting = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._open, grace_s)
+
+    # Collective
+
+    def turn(self, *, wait_s: float = 0.0) -> bool:
+        """Starts new requests, decodes up to W tokens in every slot, and calls the listeners. Collective.
+
+        Args:
+          wait_s: seconds to wait for a request if there is nothing to do.
+
+        Returns:
+          Whether any slot has decoded, the same on every process.
+
+        Raises:
+          jax.errors.JaxRuntimeError: a device has failed, which may have destroyed the slots; call `clear`.
+        """
+        cancelled, arrived = hosts.on_first(functools.partial(self._take, wait_s))
+        new: list[Sample] = []
+        # Equal prompts that arrive together share a prefill.
+        starts: dict[bytes, Start] = {}
+        for ticket, plain in arrived:
+            request = _from_plain(plain)
+            start = starts.setdefault(request.prompt.tobytes(), Start(request.prompt))
+            new += _samples_of(ticket, request, start)
+        # First, so that `clear` finds them if a device fails.
+        self._in_loop.update(dict.fromkeys(new))
+        self._drop(cancelled)
+        self._loop.add(new)
+        if not self._in_loop:
+            return False
+        self._pass_on(self._loop.dispatch())
+        return True
+
+    def renew(self, params: Params, version: int) -> None:
+        """Decodes on with other weights. Collective, between two turns.
+
+        Samples that have started keep their slots and caches. All others start with the new weights alone:
+        nothing is reused that older weights have cached.
+        """
+        self._loop.renew(params, version)
+
+    def pause(self) -> None:
+        """Frees the memory of the slots. The next turn prefills unfinished samples again. Collective."""
+        self._loop.give_tokens()
+        self._loop.clear()
+        for sample in self._in_loop:
+            if len(sample):
+                sample.start = Start(sample.sequence)
+        self._loop.add(self._in_loop)
+
+    def release_weights(self) -> None:
+        """Forgets the weights, so that their memory can be freed before `renew`. Collective."""
+        self._loop.release_weights()
+
+    def clear(self, error: LiveError) -> None:
+        """Fails all requests with samples in the decode loop, and frees its slots. Collective.
+
+        Waiting requests go on waiting.
+        """
+        tickets = dict.fromkeys(sample.owner for sample in self._in_loop)
+        self._in_loop.clear()
+        self._loop.clear()
+        for ticket in tickets:
+            self._notify(ticket, error)
+
+    def close(self) -> None:
+        """Refuses new requests, ends those that are open with `Stopped`, and frees the slots. Collective."""
+        with self._changed:
+            self._accepting = False
+            self._waiting.clear()
+            self._num_waiting = 0
+            left, self._open = self._open, {}
+            self._changed.notify_all()
+        self._in_loop.clear()
+        self._loop.clear()
+        for opened in left.values():
+            opened.listener(Stopped("the server has stopped before the answer was complete"))
+
+    def _take(self, wait_s: float) -> tuple[list[int], list[tuple[int, Any]]]:
+        """Waits for something to do. Returns cancelled tickets, and tickets and requests that start now."""
+        with self._changed:
+            if not self._in_loop:
+                self._changed.wait_for(
+                    lambda: self._waiting or self._cancelled or not self._accepting, wait_s
+                )
+            cancelled, self._cancelled = self._cancelled, []
+            # Only few samples are queued inside the decode loop, because dropping one searches the queue.
+            going_on = sum(sample.owner not in cancelled for sample in self._in_loop)
+            room = 2 * self._engine.config.slots - going_on
+            taken = []
+            while self._waiting and room > 0:
+                ticket = next(iter(self._waiting))
+                request = self._waiting.pop(ticket)
+                room -= request.options.num_samples
+                self._num_waiting -= request.options.num_samples
+                taken.append((ticket, _to_plain(request)))
+        return cancelled, taken
+
+    def _drop(self, tickets: Collection[int]) -> None:
+        """Frees the slots of requests, and forgets their samples."""
+        dropped = [sample for sample in self._in_loop if sample.owner in tickets]
+        for sample in dropped:
+            del self._in_loop[sample]
+        self._loop.drop(dropped)
+
+    def _pass_on(self, results: Sequence[Decoded]) -> None:
+        """Sends the results of a dispatch to the listeners."""
+        broken: dict[int, Decoded] = {}
+        for result in results:
+            sample, end = result.sample, result.end
+            self._sampled += len(result.tokens)
+            if end is not None:
+                del self._in_loop[sample]
+            if not np.isfinite(result.logprob).all():
+                broken[sample.owner] = result
+                continue
+            # Copies: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
+            tokens, logprob, entropy = (
+                x.copy() for x in (result.tokens, result.logprob, result.entropy)
+            )
+            added = Tokens(sample.index, tokens, logprob, entropy, result.version, end)
+            self._notify(sample.owner, added)
+        for ticket, result in broken.items():
+            error = NotFinite(
+                f"the model's log-probabilities are not finite after a sequence of {result.num_before} "
+                "tokens, so there is nothing to sample from; look for NaN or infinity in its weights, or try "
+                "dtype float32"
+            )
+            _LOG.error("request %d: %s", ticket, error)
+            self._notify(ticket, error)
+        self._drop(broken)
+
+    def _notify(self, ticket: int, event: Tokens | LiveError) -> None:
+        """Calls the listener of a request; forgets the request after its last event."""
+        with self._changed:
+            opened = self._open.get(ticket)
+        if opened is None:  # cancelled, or this is not the first process
+            return
+        opened.listener(event)
+        if isinstance(event, LiveError):
+            opened.unfinished = 0
+        elif event.end is not None:
+            opened.unfinished -= 1
+        if not opened.unfinished:
+            with self._changed:
+                self._open.pop(ticket, None)
+                self._changed.notify_all()
+
+
+def _samples_of(ticket: int, request: Request, start: Start) -> list[Sample]:
+    """The samples of a request; they share a prefill."""
+    # Samples of requests that differ in their number alone are inserted in one call, too.
+    options = request.options.replace(num_samples=1)
+    return [
+        Sample(0, index, options.step).request(
+            start, request.seed, options, request.max_tokens, ticket
+        )
+        for index in range(request.options.num_samples)
+    ]
+
+
+def _to_plain(request: Request) -> dict[str, Any]:
+    """A request in types of JSON, with which it can be sent to other processes."""
+    options = vars(request.options)
+    truncation = {name: limit.item() for name, limit in vars(options["truncation"]).items()}
+    return {
+        **vars(request),
+        "prompt": request.prompt.tolist(),
+        "options": {**options, "truncation": truncation},
+    }
+
+
+def _from_plain(plain: dict[str, Any]) -> Request:
+    """The request that `_to_plain` was given."""
+    options = {
+        **plain["options"],
+        "truncation": truncation_of(**plain["options"]["truncation"]),
+        "stop_strings": tuple(plain["options"]["stop_strings"]),
+    }
+    prompt = np.array(plain["prompt"], np.int32)
+    return Request(**{**plain, "prompt": prompt, "options": SamplingOptions(**options)})

@@ -1,0 +1,114 @@
+"""Where chats get their prompts from, and who is told of their answers.
+
+    request --> ChatPrompts.open --> ChatTurn: prompt ids --> driver --> deltas --> ChatTurn.answered --> view
+
+`RenderedPrompts` renders and encodes every request from its texts. A program that keeps conversations gives
+the server another `ChatPrompts`, which finds a conversation by the client's key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, ChatTokenizer, template_message
+from jaxrl.rollout.live_loop import Request
+from jaxrl.serving.online_driver import Delta
+
+
+class RequestTokenizer(ChatTokenizer, Protocol):
+    """The methods of a tokenizer that requests need."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
+        """Int32 [T] ids of a conversation, up to the start of the answer; UserError if the template fails.
+
+        `variables` are additional variables of the chat template, such as enable_thinking.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatQuery:
+    """A chat request as far as its prompt and the view of its answer depend on it.
+
+    Attributes:
+      messages: all messages in OpenAI's form.
+      tools: tools as the template reads them.
+      variables: further variables of the template.
+      start: beginning of the answer that the model is given; "" for none.
+      stop: texts that end an answer and are not shown.
+      calls: whether calls are parsed.
+      num_choices: number of answers that are asked for.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    start: str = ""
+    stop: tuple[str, ...] = ()
+    calls: bool = False
+    num_choices: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTurn:
+    """A prompt, and what becomes of its answers.
+
+    Attributes:
+      query: the request.
+      prompt_ids: int32 [T]; they end with the ids of `query.start`.
+      answered: function called once for each answer that is complete, with its index and deltas; returns the
+        view for the client. It runs on the server's event loop and must be quick.
+      known: deltas of the answer if the turn has been answered before; the model is not asked then.
+      drawn: the request as its answer is drawn, if somebody else than the client says how. Its length is then
+        cut to the room that is left.
+    """
+
+    query: ChatQuery
+    prompt_ids: np.ndarray
+    answered: Callable[[int, Sequence[Delta]], AssistantMessage]
+    known: tuple[Delta, ...] = ()
+    drawn: Callable[[Request], Request] | None = None
+
+
+class ChatPrompts(Protocol):
+    """Gives chat requests their prompts. Any thread may call it."""
+
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
+        """The turn of a request.
+
+        Args:
+          query: the request.
+          keys: what the client sent as `X-Session-ID` and as bearer token, "" for what it did not.
+
+        Raises:
+          ApiError, UserError: the request cannot be served.
+        """
+        ...
+
+
+class RenderedPrompts:
+    """Renders and encodes all messages of every request."""
+
+    def __init__(self, tokenizer: RequestTokenizer, parser: AnswerParser):
+        self._tokenizer = tokenizer
+        self._parser = parser
+
+    def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
+        """The turn of a request, whoever sent it."""
+        messages = [template_message(message) for message in query.messages]
+        tools = {"tools": list(query.tools)} if query.tools else {}
+        prompt = self._tokenizer.encode_chat(messages, **tools, **query.variables)
+        if query.start:
+            prompt = np.concatenate([prompt, self._tokenizer.encode(query.start)])
+
+        def answered(index: int, deltas: Sequence[Delta]) -> AssistantMessage:
+            tokens = np.concatenate([delta.tokens for delta in deltas])
+            return self._parser.view(
+                prompt, tokens, start=query.start, stop=query.stop, calls=query.calls
+            )
+
+        return ChatTurn(query, prompt, answered)

@@ -1,0 +1,438 @@
+"""The routes of the Tinker API as an ASGI application, for tinker 0.38 and the cookbook.
+
+Submissions answer `{"request_id": ..}` at once, and the result is fetched by `retrieve_future`. What is wrong
+with a submission is said in its result, `{"error": .., "category": "user"}`, and calls behind it still find
+their turn. What cannot be a submission, such as a body cut short, is refused with a status:
+
+Submissions are in a log before they are answered, and `build_app` submits those of an earlier server again.
+
+    400  malformed           410  session, model or request unknown, or over
+    404  no such route       413, 415  body too large, or of another kind
+    408  still pending       429  too many samples wait
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrl.errors import UserError
+from jaxrl.roles.accumulating import AdamNumbers
+from jaxrl.serving.openai.calls import ApiError
+from jaxrl.serving.openai.endpoint import read_body
+from jaxrl.tinker.clients import Clients
+from jaxrl.tinker.futures import Future, Futures, Gone
+from jaxrl.tinker.log import Log
+from jaxrl.tinker.models import Models, TrainedModel
+from jaxrl.tinker.replay import replay
+from jaxrl.tinker.sampling import Sampler, SamplerWeights, SamplingLimits, read_call
+from jaxrl.tinker.wire import parse
+
+# Clients hold a request for 45 s and ask again at once after 408.
+_HOLD_S = 30.0
+# Bodies of more bytes are parsed on another thread.
+_LONG_BODY = 100_000
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """What the routes need.
+
+    Attributes:
+      name: name of the base model.
+      tokenizer: name of the tokenizer that clients should load; "" for the model's.
+      log, clients, futures, models, sampler: the parts.
+      base: weights of the base model, to sample from.
+      snapshot: function that copies the trained model's weights, to sample from; it takes a request's id.
+      exported: function from the folder of sampler weights and their path to these weights.
+      limits: limits of samples.
+    """
+
+    name: str
+    tokenizer: str
+    log: Log
+    clients: Clients
+    futures: Futures
+    models: Models
+    sampler: Sampler
+    base: SamplerWeights
+    snapshot: Callable[[str], SamplerWeights]
+    exported: Callable[[Any, str], SamplerWeights]
+    limits: SamplingLimits
+
+
+def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
+    """Makes the application.
+
+    Args:
+      service: what it serves.
+      max_body_bytes: maximum size of a body.
+    """
+    futures, models, clients = service.futures, service.models, service.clients
+
+    async def json_of(request: Request) -> tuple[Json, bytes]:
+        content = await read_body(request, max_body_bytes)
+        if not content:
+            return {}, content
+        try:
+            # A long body must not delay other answers.
+            is_long = len(content) > _LONG_BODY
+            body = await asyncio.to_thread(json.loads, content) if is_long else json.loads(content)
+        # A deeply nested body raises RecursionError in the parser.
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON ({error})") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        return body, content
+
+    async def logged(answer: Json) -> Response:
+        """An answer that is given once what it promises is on disk."""
+        await asyncio.to_thread(service.log.sync, service.log.written)
+        return JSONResponse(answer)
+
+    def route(handle: Callable[[Json, bytes], Json]):
+        """A route whose answer is a function of its body."""
+
+        async def answer(request: Request) -> Response:
+            return await logged(handle(*await json_of(request)))
+
+        return answer
+
+    def check_base(name: Any) -> None:
+        if name != service.name:
+            raise UserError(
+                f"base_model {str(name)[:200]!r} is not here; this server has {service.name!r}"
+            )
+
+    def training(
+        kind: str,
+        model_id: Any,
+        seq_id: Any,
+        content: bytes,
+        work_of: Callable[[TrainedModel, str], Any],
+    ) -> Json:
+        """Submits a training call; its work is that of `work_of` for the model and the request's id."""
+        model = models.model_of(str(model_id))
+        clients.heard(model.session_id)
+        if type(seq_id) is not int or seq_id < 1:
+            raise ApiError(400, f"seq_id is {seq_id!r}; count from 1 for each model")
+
+        def start(future: Future) -> None:
+            work = functools.partial(work_of, model, future.request_id)
+            models.submit(model, seq_id, future, work)
+
+        request_id = f"{model.model_id}/{seq_id}"
+        futures.submit(kind, request_id, content, start, session_id=model.session_id)
+        return {"request_id": request_id}
+
+    # Sessions
+
+    def create_session(body: Json, _: bytes) -> Json:
+        return {"type": "create_session", "session_id": clients.open()}
+
+    def heartbeat(body: Json, _: bytes) -> Json:
+        clients.heard(body.get("session_id"))
+        return {"type": "session_heartbeat"}
+
+    async def finish_session(request: Request) -> Response:
+        clients.end(request.path_params["session_id"])
+        return await logged({})
+
+    async def capabilities(_: Request) -> Response:
+        model = {
+            "model_name": service.name,
+            "max_context_length": service.limits.max_context_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JSONResponse({"supported_models": [model]})
+
+    # Training
+
+    def new_model(body: Json, content: bytes, kind: str, work_of: Any) -> Json:
+        session_id = clients.heard(body.get("session_id"))
+        number = body.get("model_seq_id")
+        if type(number) is not int or number < 0:
+            raise ApiError(400, f"model_seq_id is {number!r}; count from 0")
+        model = TrainedModel(f"{session_id}:train:{number}", session_id)
+
+        def may_replace(before: TrainedModel) -> bool:
+            return before.session_id == session_id or clients.is_silent(before.session_id)
+
+        def start(future: Future) -> None:
+            if "base_model" in body and body["base_model"] is not None:
+                check_base(body["base_model"])
+            optimizer = body.get("optimizer_config")
+            if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
+                raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
+            work = functools.partial(work_of, model, future.request_id)
+            models.create(model, future, work, may_replace)
+
+        futures.submit(kind, model.model_id, content, start, session_id=session_id)
+        return {"request_id": model.model_id}
+
+    def create_model(body: Json, content: bytes) -> Json:
+        return new_model(body, content, "create_model", lambda m, _: models.start(m.model_id))
+
+    def get_info(body: Json, _: bytes) -> Json:
+        model = models.model_of(str(body.get("model_id")))
+        data = {"model_name": service.name, "arch": "jaxrl"}
+        if service.tokenizer:
+            data["tokenizer_id"] = service.tokenizer
+        return {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_name": service.name,
+            "model_data": data,
+            "is_lora": False,
+        }
+
+    def forward_backward(message: Any, content: bytes) -> Json:
+        return training(
+            "forward" if message.forward_only else "forward_backward",
+            message.model_id,
+            message.seq_id,
+            content,
+            lambda *_: models.forward_backward(message),
+        )
+
+    async def receive_batch(request: Request) -> Response:
+        content = await read_body(request, max_body_bytes)
+        if coding := request.headers.get("content-encoding"):
+            raise ApiError(
+                415, f"content-encoding {coding!r} is not served; send the body as it is"
+            )
+        message = await asyncio.to_thread(parse, "ForwardBackwardRequest", content)
+        return await logged(forward_backward(message, content))
+
+    def optim_step(body: Json, content: bytes) -> Json:
+        work = lambda *_: models.optim_step(_adam(body))  # noqa: E731
+        return training("optim_step", body.get("model_id"), body.get("seq_id"), content, work)
+
+    def save_weights(body: Json, content: bytes) -> Json:
+        def work(model: TrainedModel, request_id: str) -> Json:
+            name = str(body.get("path") or f"{body['seq_id']:06d}")
+            return models.save_weights(model, request_id, name, body.get("overwrite") is True)
+
+        return training("save_weights", body.get("model_id"), body.get("seq_id"), content, work)
+
+    def save_for_sampler(body: Json, content: bytes) -> Json:
+        def work(model: TrainedModel, request_id: str) -> Json:
+            if body.get("kind", "snapshot") != "snapshot":
+                raise UserError(
+                    f"samplers of kind {body['kind']!r} are not served; use snapshot, after each step"
+                )
+            if body.get("path"):
+                return models.export(model, request_id, str(body["path"]))
+            number = body.get("sampling_session_seq_id")
+            if type(number) is not int or number < 0:
+                raise UserError("send a path, or a sampling_session_seq_id from 0")
+            sampler_id = f"{model.session_id}:sample:{number}"
+            clients.add_sampler(sampler_id, model.session_id, service.snapshot(request_id))
+            return {
+                "type": "save_weights_for_sampler",
+                "path": None,
+                "sampling_session_id": sampler_id,
+            }
+
+        return training(
+            "save_weights_for_sampler", body.get("model_id"), body.get("seq_id"), content, work
+        )
+
+    def load_weights(body: Json, content: bytes) -> Json:
+        def work(model: TrainedModel, _: str) -> Json:
+            return models.load_weights(model, str(body.get("path")), body.get("optimizer") is True)
+
+        if body.get("session_id") is not None:
+            return new_model(body, content, "load_weights", work)
+        return training("load_weights", body.get("model_id"), body.get("seq_id"), content, work)
+
+    # Sampling
+
+    def open_sampler(body: Json) -> str:
+        session_id = clients.heard(body.get("session_id"))
+        number, path = body.get("sampling_session_seq_id"), body.get("model_path")
+        if type(number) is not int or number < 0:
+            raise ApiError(400, f"sampling_session_seq_id is {number!r}; count from 0")
+        if path is None:
+            check_base(body.get("base_model"))
+            weights = service.base
+        else:
+            weights = service.exported(models.folder_of(str(path), "sampler_weights"), str(path))
+        sampler_id = f"{session_id}:sample:{number}"
+        clients.add_sampler(sampler_id, session_id, weights)
+        return sampler_id
+
+    def create_sampling_session(body: Json, content: bytes) -> Json:
+        sampler_id = open_sampler(body)
+        service.log.write("sampler", str(body["session_id"]), body=content)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def get_sampler(request: Request) -> Response:
+        sampler_id = request.path_params["sampler_id"]
+        _, weights = clients.sampler(sampler_id)
+        return JSONResponse(
+            {"sampler_id": sampler_id, "base_model": service.name, "model_path": weights.path}
+        )
+
+    def asample(body: Json, content: bytes) -> Json:
+        sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
+        if sampler_id is None or type(seq_id) is not int:
+            raise ApiError(
+                400, "send sampling_session_id and seq_id; create a sampling session first"
+            )
+        session_id, weights = clients.sampler(sampler_id)
+        if service.sampler.is_full:
+            raise ApiError(429, "too many samples wait already; come again later")
+
+        def start(future: Future) -> None:
+            seed = f"{sampler_id}/{seq_id}".encode()
+            service.sampler.submit(read_call(body, service.limits, seed), weights, future)
+
+        # The name by which a session's finished samples are found: clones count from multiples of 1e9.
+        channel = f"{sampler_id}/{seq_id // 1_000_000_000}"
+        request_id = f"{sampler_id}/{seq_id}"
+        futures.submit(
+            "asample", request_id, content, start, session_id=session_id, channel=channel
+        )
+        number = body.get("num_samples", 1)
+        count = number if type(number) is int and 0 < number <= 100_000 else 1
+        ids = [f"{request_id}/{i}" for i in range(count)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    def cancel(body: Json, _: bytes) -> Json:
+        service.sampler.cancel(str(body.get("request_id")))
+        return {}
+
+    # Results
+
+    async def retrieve_future(request: Request) -> Response:
+        body, _ = await json_of(request)
+        request_id = str(body.get("request_id"))
+        result = await futures.retrieve(request_id, _HOLD_S)
+        if result is None:
+            pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            if reason := futures.find(request_id).waits_for:
+                pending |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
+            return JSONResponse(pending, 408)
+        kind = "application/x-protobuf" if result.is_protobuf else "application/json"
+        return Response(result.body, media_type=kind)
+
+    async def retrieve_futures(request: Request) -> Response:
+        body, _ = await json_of(request)
+        target, cursor = body.get("target"), body.get("prev_cursor", 0)
+        if not isinstance(target, dict) or type(cursor) is not int or cursor < 0:
+            raise ApiError(400, "send target and prev_cursor")
+        sampler_id = target.get("sampling_session_id")
+        clients.sampler(sampler_id)
+        wait = body.get("timeout")
+        hold = min(_HOLD_S, wait) if isinstance(wait, int | float) and wait >= 0 else _HOLD_S
+        channel = f"{sampler_id}/{target.get('cloned_sampler_id', 0)}"
+        events, cursor = await futures.finished_of(channel, cursor, hold)
+        completions = [
+            {"state": "failed", "request_id": request_id}
+            if failed
+            else {
+                "state": "finished",
+                "request_id": request_id,
+                "response_payload_uncompressed_size": size,
+            }
+            for request_id, failed, size in events
+        ]
+        return JSONResponse({"completions": completions, "cursor": cursor})
+
+    submissions: dict[str, Callable[[Json, bytes], Json]] = {
+        "create_model": create_model,
+        "optim_step": optim_step,
+        "save_weights": save_weights,
+        "save_weights_for_sampler": save_for_sampler,
+        "load_weights": load_weights,
+        "asample": asample,
+    }
+
+    def submit_again(route: str, content: bytes) -> None:
+        if route in ("forward", "forward_backward"):
+            forward_backward(parse("ForwardBackwardRequest", content), content)
+        elif route == "create_sampling_session":
+            open_sampler(json.loads(content))
+        else:
+            submissions[route](json.loads(content), content)
+
+    replay(service.log.records, clients, futures, models, submit_again)
+    service.log.records.clear()
+    posts = {
+        **{path: route(handle) for path, handle in submissions.items()},
+        "client/config": route(lambda *_: {}),
+        "client/dynamic_config": route(lambda *_: {}),
+        "telemetry": route(lambda *_: {"status": "accepted"}),
+        "create_session": route(create_session),
+        "session_heartbeat": route(heartbeat),
+        "sessions/{session_id}/finish": finish_session,
+        "get_info": route(get_info),
+        "forward_backward": receive_batch,
+        "create_sampling_session": route(create_sampling_session),
+        "cancel_future": route(cancel),
+        "retrieve_future": retrieve_future,
+        "retrieve_futures": retrieve_futures,
+    }
+    gets = {"get_server_capabilities": capabilities, "samplers/{sampler_id}": get_sampler}
+    return Starlette(
+        routes=[
+            *(Route(f"/api/v1/{path}", call, methods=["POST"]) for path, call in posts.items()),
+            *(Route(f"/api/v1/{path}", call) for path, call in gets.items()),
+        ],
+        exception_handlers=dict.fromkeys(
+            (ApiError, UserError, Gone, HTTPException, Exception), _refuse
+        ),
+    )
+
+
+def _adam(body: Mapping[str, Any]) -> AdamNumbers:
+    """The numbers of an optim_step."""
+    if body.get("optimizer_params") is not None:
+        raise UserError("optimizer_params of another optimizer are not served; send adam_params")
+    given = body.get("adam_params")
+    if not isinstance(given, dict):
+        raise UserError("adam_params are missing; send an object, {} for the defaults")
+    unknown = given.keys() - set(AdamNumbers._fields)
+    numbers = {"learning_rate": 1e-4, **{k: v for k, v in given.items() if k not in unknown}}
+    bounds = {"learning_rate": 1e4, "beta1": 1.0, "beta2": 1.0, "weight_decay": 1e4}
+    for name, value in numbers.items():
+        most = bounds.get(name, 1e30)
+        inside = type(value) in (int, float) and 0 <= value <= most
+        if not inside or (name.startswith("beta") and value == 1):
+            raise UserError(f"adam_params: {name} is {value!r}; send a number from 0 to {most:g}")
+    if unknown:
+        raise UserError(
+            f"adam_params: {', '.join(sorted(unknown))} are not known; there are "
+            f"{', '.join(AdamNumbers._fields)}"
+        )
+    return AdamNumbers(**numbers)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        status, category = error.status, "user" if error.status < 500 else "server"
+    elif isinstance(error, UserError):
+        status, category = 400, "user"
+    elif isinstance(error, Gone):
+        status, category = 410, "user"
+    elif isinstance(error, HTTPException):
+        status, category = error.status_code, "user"
+        error = ApiError(status, f"{error.detail}: this route of the Tinker API is not served")
+    else:
+        status, category = 500, "server"
+        error = ApiError(status, "the server has made a mistake; its log says which")
+    return JSONResponse({"error": str(error), "category": category}, status)

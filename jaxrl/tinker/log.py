@@ -1,0 +1,129 @@
+"""The log of a server: what clients have submitted and what came of it, so that a restart goes on from there.
+
+    session     a session was created                                   before it is answered
+    sampler     a sampling session was created: body                    before it is answered
+    call        a submission: route, id, channel, body as it came       before it is answered
+    result      what a submission came to: id, ran, body, ..            before it can be fetched
+    checkpoint  the state after the call of that id is in a checkpoint  once it is on disk
+    end         the session is over
+
+A line is a JSON object, with bytes in base64, and names its kind and its session. A killed server leaves all
+lines that `write` has written. Because of power cuts `sync` waits for the disk before an answer, for all that
+come at the same time together. A line that is cut short is dropped, and so are those of sessions that ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pathlib
+import threading
+from typing import Any
+
+from jaxrl.errors import UserError
+from jaxrl.tracking.durable import AppendedFile, write_atomically
+
+_LOG = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+
+
+class Log:
+    """A log that is open for writing. Any thread may write.
+
+    Attributes:
+      records: what was in it, in order; `body` is bytes. Whoever has read them may empty the list.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Reads a log, or begins one.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        records = _read(path)
+        begun, ended = (
+            {record["session"] for record in records if record["kind"] == kind}
+            for kind in ("session", "end")
+        )
+        # Sessions that are not over. What is written after the end of one has no beginning.
+        self._sessions = begun - ended
+        self.records = [record for record in records if record["session"] in self._sessions]
+        write_atomically(path, b"".join(map(_line, self.records)))
+        self._file = AppendedFile(path)
+        self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._failed: OSError | None = None
+        self._written = self._synced = 0
+
+    @property
+    def written(self) -> int:
+        """Number of records written until now."""
+        return self._written
+
+    def write(self, kind: str, session_id: str, **fields: Any) -> None:
+        """Appends a record.
+
+        Raises:
+          OSError: the disk does not accept it, or has not accepted one before: a log has no gaps.
+        """
+        line = _line({"kind": kind, "session": session_id, **fields})
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            try:
+                self._file.append(line, durable=False)
+                self._written += 1
+                if kind == "session":
+                    self._sessions.add(session_id)
+                elif kind == "end":
+                    self._sessions.discard(session_id)
+                    if not self._sessions:
+                        self._file.clear()
+            except OSError as error:
+                _LOG.error("nothing more is submitted: the log cannot be written (%s)", error)
+                self._failed = error
+                raise
+
+    def sync(self, count: int) -> None:
+        """Waits until the first `count` records are on disk."""
+        with self._sync_lock:
+            if self._synced < count:
+                written = self._written
+                try:
+                    self._file.sync()
+                except OSError as error:
+                    self._failed = error
+                    raise
+                self._synced = written
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+            self._failed = OSError("the log is closed")
+
+
+def _line(record: Record) -> bytes:
+    if "body" in record:
+        record = {**record, "body": base64.b64encode(record["body"]).decode()}
+    return json.dumps(record).encode() + b"\n"
+
+
+def _read(path: pathlib.Path) -> list[Record]:
+    records: list[Record] = []
+    if not path.exists():
+        return records
+    # What follows the last line break was being written.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            if "body" in record:
+                record["body"] = base64.b64decode(record["body"], validate=True)
+            records.append(record)
+        except ValueError as error:
+            raise UserError(
+                f"line {number} of {path} is damaged ({error}); restore the file from a backup, or move it "
+                "away to begin anew"
+            ) from error
+    return records

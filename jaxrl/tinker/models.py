@@ -1,0 +1,650 @@
+"""The model that clients train, and the thread that does their training calls in order.
+
+    create_model, load_weights      new weights, at once
+    forward_backward, optim_step,   in the order of their seq_id, which counts from 1 without gaps; they
+    save_weights, load_weights, ..  arrive in any order, and those after a gap wait for it
+
+One model is trained at a time, all of its weights. Another session's model waits until the session before has
+ended, or was not heard of for a while; another model of the same session replaces the one before.
+
+Weights of a name lie in the server's folder, and outlive it:
+
+    RUN/weights/NAME            checkpoint with the optimiser's state (`tracking.checkpoints`)
+    RUN/sampler_weights/NAME    Hugging Face directory in float32
+    checkpoints/REQUEST         checkpoint after a request, from which a restart goes on
+
+After a restart the finished calls come again, in the order in which they ran, and `plan_redo` says which of
+them have to be done again, with checkpoints in the place of earlier ones.
+
+N tokens of a sequence   K targets of a place
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import pathlib
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl.algos.summed_losses import SUMMED_LOSSES
+from jaxrl.errors import UserError
+from jaxrl.models.decoder import Params
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Targets, pack_targets
+from jaxrl.roles.packing import PackedShape
+from jaxrl.tinker.futures import Future, Futures, Gone, Result
+from jaxrl.tinker.turns import Turns
+from jaxrl.tinker.wire import array_of, forward_backward_output, tokens_of
+from jaxrl.tracking.checkpoints import Checkpoints
+from jaxrl.tracking.durable import sync
+
+_LOG = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,127}")
+# File in a folder of weights with the id of the request that has saved them.
+_SAVED_BY = "saved_by"
+_URI = re.compile(r"tinker://([\w:.-]+)/(weights|sampler_weights)/([^/]+)")
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A call that waits for its turn, and when it arrived."""
+
+    future: Future
+    work: Callable[[], Any]
+    arrived: float
+
+
+@dataclasses.dataclass
+class TrainedModel:
+    """The model of a client.
+
+    Attributes:
+      model_id, session_id: ids.
+      next_seq: seq_id of the next call.
+      waiting: calls by seq_id.
+    """
+
+    model_id: str
+    session_id: str
+    next_seq: int = 1
+    waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NewModel:
+    """A model that waits to be the one that is trained; `Models.create` explains the fields."""
+
+    model: TrainedModel
+    future: Future
+    work: Callable[[], Any]
+    may_replace: Callable[[TrainedModel], bool]
+
+
+class CannotRedo(Exception):
+    """A call that succeeded before a restart fails after it."""
+
+
+class Done(NamedTuple):
+    """A call that had its turn."""
+
+    request_id: str
+    route: str
+    failed: bool
+
+
+def plan_redo(
+    done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
+) -> dict[str, Literal["run", "restore"]]:
+    """Which calls have to be done again for the model as it is now, and for the snapshots that are held.
+
+    Example, with an optim_step that has a checkpoint and a snapshot after it:
+
+        create_model  forward_backward  optim_step  snapshot  forward_backward  optim_step  save_weights
+        -             -                 restore     run       run               run         -
+
+    Args:
+      done: the calls in order.
+      checkpoints: ids of those after which there is a checkpoint.
+      held: ids of those that took the snapshots.
+
+    Returns:
+      What to do by request id: run it, or restore the checkpoint after it. The others need nothing.
+    """
+    plan: dict[str, Literal["run", "restore"]] = {}
+    # Whether the state after the call matters.
+    wanted = True
+    for call in reversed(done):
+        wanted |= call.request_id in held
+        # A failed step may have dropped the gradients; of other failures nothing stays.
+        starts = call.route in ("create_model", "load_weights") and not call.failed
+        changes = call.route == "forward_backward" and not call.failed
+        changes |= starts or call.route == "optim_step" or call.request_id in held
+        if not wanted or not changes:
+            continue
+        restored = call.request_id in checkpoints
+        plan[call.request_id] = "restore" if restored else "run"
+        wanted = not (restored or starts)
+    return plan
+
+
+class Models:
+    """Training calls, done one after the other on a thread of their own."""
+
+    def __init__(
+        self,
+        actor: AccumulatingActor,
+        shape: PackedShape,
+        load_base: Callable[[], Params],
+        futures: Futures,
+        folder: pathlib.Path,
+        *,
+        shards: int,
+        source: pathlib.Path,
+        turns: Turns,
+        write: Callable[..., None],
+        held: Callable[[], Collection[str]],
+        checkpoint_steps: int = 10,
+        gap_timeout_s: float = 300.0,
+    ):
+        """Starts the thread.
+
+        Args:
+          actor: policy without weights.
+          shape, shards: shape of its batches, and the devices that split their rows.
+          load_base: function that reads the base model's weights in the training layout.
+          futures: futures, which the thread finishes.
+          folder: folder of named weights.
+          source: directory of the base model.
+          turns: turns on the devices.
+          write: `Log.write`.
+          held: function that returns the ids of the requests that took the snapshots which are kept.
+          checkpoint_steps: number of optimiser steps between checkpoints.
+          gap_timeout_s: how long calls wait for a missing one.
+        """
+        self._actor = actor
+        self._shape = shape
+        self._shards = shards
+        self._load_base = load_base
+        self._futures = futures
+        self._folder = folder
+        self._source = source
+        self._turns = turns
+        self._write = write
+        self._held = held
+        self._checkpoint_steps = checkpoint_steps
+        self._gap_timeout_s = gap_timeout_s
+        self._done: list[Done] = []
+        self._plan: Mapping[str, str] = {}
+        self._checkpoints: set[str] = set()
+        # Steps since the last checkpoint; infinite where one must follow.
+        self._unsaved_steps = 0.0
+        self._changed = threading.Condition()
+        self._new: list[_NewModel] = []
+        self._model: TrainedModel | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="tinker-models", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the call that it is at."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def model_of(self, model_id: str) -> TrainedModel:
+        """The model of an id.
+
+        Raises:
+          Gone: it is not the one that is trained.
+        """
+        model = self._model
+        if model is None or model.model_id != model_id:
+            now = "none" if model is None else model.model_id
+            raise Gone(
+                f"model {model_id!r} is not here, and the one that this server trains is {now}; create a "
+                "model, or load weights that were saved"
+            )
+        return model
+
+    def create(
+        self,
+        model: TrainedModel,
+        future: Future,
+        work: Callable[[], Any],
+        may_replace: Callable[[TrainedModel], bool],
+    ) -> None:
+        """Queues `model`, to become the one that is trained.
+
+        Args:
+          model, future: the model, and the future of its creation.
+          work: function that gives it weights.
+          may_replace: whether it may take the place of a model.
+        """
+        if future.result is not None:
+            self._model = model
+            self._redo(future, work)
+            if future.result.failed:
+                self._model = None
+            return
+        with self._changed:
+            self._new.append(_NewModel(model, future, work, may_replace))
+            if self._model is not None and not may_replace(self._model):
+                holder = self._model.session_id
+                future.waits_for = f"one model at a time is trained here, now that of {holder}"
+            self._changed.notify_all()
+
+    def _begin(self, new: _NewModel, before: TrainedModel | None) -> Any:
+        model = new.model
+        if before is not None:
+            replaced = UserError(f"{before.model_id} was replaced by {model.model_id}")
+            for call in before.waiting.values():
+                self._futures.finish(call.future, Result.error(replaced))
+        try:
+            return new.work()
+        except Exception:
+            # The weights are those of the model before it, or none.
+            with self._changed:
+                self._model = None if self._model is model else self._model
+            raise
+
+    def submit(
+        self, model: TrainedModel, seq_id: int, future: Future, work: Callable[[], Any]
+    ) -> None:
+        """Queues a training call.
+
+        Raises:
+          UserError: its turn is over.
+          Gone: the model was replaced.
+        """
+        if future.result is not None:
+            model.next_seq = seq_id + 1
+            self._redo(future, work)
+            return
+        with self._changed:
+            if model is not self._model and all(new.model is not model for new in self._new):
+                raise Gone(f"model {model.model_id} was replaced")
+            if seq_id < model.next_seq:
+                raise UserError(
+                    f"seq_id {seq_id} was used: the next one of {model.model_id} is {model.next_seq}"
+                )
+            model.waiting[seq_id] = _Waiting(future, work, time.monotonic())
+            self._changed.notify_all()
+
+    # Checkpoints
+
+    def expect(
+        self, done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
+    ) -> None:
+        """Tells of calls that come again after a restart; the arguments are those of `plan_redo`."""
+        self._checkpoints = {each for each in checkpoints if self._checkpoint_of(each).exists()}
+        self._plan = plan_redo(done, self._checkpoints, held)
+
+    def _redo(self, future: Future, work: Callable[[], Any]) -> None:
+        """Does on the caller's thread what the plan says about a call that has its result already."""
+        result = future.result
+        assert result is not None, "only finished calls are done again"
+        self._done.append(Done(future.request_id, future.route, result.failed))
+        action = self._plan.get(future.request_id)
+        try:
+            if action == "restore":
+                self._read(self._checkpoint_of(future.request_id), optimizer=True)
+                self._unsaved_steps = 0
+            elif action == "run":
+                # No checkpoint now: what is not needed for the calls until here would be removed.
+                work()
+        except Exception as error:
+            if not result.failed:
+                raise CannotRedo(f"{future.request_id}: {error}") from error
+
+    def _checkpoint_of(self, request_id: str) -> pathlib.Path:
+        return self._folder / "checkpoints" / re.sub("[:/]", "-", request_id)
+
+    def _save_checkpoint(self, future: Future) -> None:
+        """Saves the state after a call if it is time, and removes checkpoints that no restart needs."""
+        changes = future.route in ("optim_step", "load_weights")
+        if not changes or self._unsaved_steps < self._checkpoint_steps:
+            return
+        self._unsaved_steps = 0
+        folder = self._checkpoint_of(future.request_id)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._write_state(folder)
+        self._write("checkpoint", future.session_id, id=future.request_id)
+        self._checkpoints.add(future.request_id)
+        plan = plan_redo(self._done, self._checkpoints, self._held())
+        self._checkpoints &= {
+            request_id for request_id, action in plan.items() if action == "restore"
+        }
+        # Calls before the first that is needed are never needed again.
+        first = next(i for i, call in enumerate(self._done) if call.request_id in plan)
+        del self._done[:first]
+        kept = set(map(self._checkpoint_of, self._checkpoints))
+        for path in folder.parent.iterdir():
+            if path not in kept:
+                shutil.rmtree(path)
+
+    def _write_state(self, folder: pathlib.Path) -> None:
+        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
+        try:
+            checkpoints.prepare(None)
+            checkpoints.save(0, {"actor": self._actor.for_training()}, {})
+            checkpoints.commit()
+        finally:
+            checkpoints.close()
+
+    def _read(self, folder: pathlib.Path, *, optimizer: bool) -> None:
+        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
+        try:
+            step = checkpoints.stored.newest_intact()
+            if step is None:
+                raise UserError(f"{folder} is not here, or damaged; save weights first")
+            like = self._actor.abstract_state()
+            if optimizer:
+                self._actor.state = checkpoints.restore(step, {"actor": like})["actor"]
+            else:
+                params = checkpoints.stored.restore_params(step, "actor", like.params)
+                self._actor.start_from(params)
+        finally:
+            checkpoints.close()
+        self._actor.drop_gradients()
+
+    # The thread
+
+    def _serve(self) -> None:
+        while (call := self._next()) is not None:
+            future, work = call
+            with self._turns.training():
+                self._futures.run(future, work)
+                result = future.result
+                assert result is not None, "it has just been run"
+                self._done.append(Done(future.request_id, future.route, result.failed))
+                try:
+                    self._save_checkpoint(future)
+                except Exception as error:  # a restart takes longer without it
+                    _LOG.error("no checkpoint after %s: %s", future.request_id, error)
+
+    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
+        with self._changed:
+            while not self._closing:
+                model = self._model
+                for new in self._new:
+                    if model is None or new.may_replace(model):
+                        self._new.remove(new)
+                        self._model = new.model
+                        new.future.waits_for = ""
+                        return new.future, functools.partial(self._begin, new, model)
+                if model is not None and model.waiting:
+                    if call := model.waiting.pop(model.next_seq, None):
+                        model.next_seq += 1
+                        return call.future, call.work
+                    self._give_up_gap(model)
+                self._changed.wait(1.0)
+        return None
+
+    def _give_up_gap(self, model: TrainedModel) -> None:
+        """Fails the calls after a gap that has lasted too long, and goes on after them."""
+        oldest = min(call.arrived for call in model.waiting.values())
+        if time.monotonic() - oldest < self._gap_timeout_s:
+            return
+        missing, last = model.next_seq, max(model.waiting)
+        waiting, model.waiting = model.waiting, {}
+        model.next_seq = last + 1
+        for seq_id, call in waiting.items():
+            error = UserError(
+                f"seq_id {seq_id} waited {self._gap_timeout_s:g} s for {missing}, which never came; send "
+                "every seq_id"
+            )
+            self._futures.finish(call.future, Result.error(error))
+
+    # Work, on the thread
+
+    def start(self, model_id: str) -> Any:
+        """Begins with the base model's weights."""
+        self._actor.drop_gradients()
+        self._actor.start_from(self._load_base())
+        self._unsaved_steps = 0
+        return {"type": "create_model", "model_id": model_id}
+
+    def forward_backward(self, request: Any) -> bytes:
+        """Adds the gradient of a request's loss, or only computes the loss."""
+        loss = request.loss_fn
+        data = read_data(request, self._shape.tokens, self._actor.model.live_tokens)
+        # Each number of targets has programs of its own.
+        by_k: dict[int, list[int]] = collections.defaultdict(list)
+        for i, datum in enumerate(data):
+            by_k[datum.targets.shape[1]].append(i)
+        logprobs: dict[int, np.ndarray] = {}
+        total = 0.0
+        run = self._actor.forward if request.forward_only else self._actor.accumulate
+        for indices in by_k.values():
+            chosen = [data[i] for i in indices]
+            for part in pack_targets(chosen, self._shape, shards=self._shards):
+                found, loss_sum = run(part.batch, loss)
+                logprobs |= {indices[i]: x for i, x in part.unpack(jax.device_get(found))}
+                total += float(loss_sum)
+        flat = [len(d.loss_fn_inputs["target_tokens"].shape) < 2 for d in request.data]
+        answers = [logprobs[i][:, 0] if flat[i] else logprobs[i] for i in range(len(data))]
+        return forward_backward_output(answers, {"loss:sum": total})
+
+    def optim_step(self, numbers: AdamNumbers) -> Any:
+        """Applies the accumulated gradients."""
+        if not self._actor.has_gradients:
+            raise UserError(
+                "optim_step has no gradient to apply; call forward_backward after the optim_step before it"
+            )
+        try:
+            norm = self._actor.apply(numbers)["grad_norm"]
+        except jax.errors.JaxRuntimeError:
+            # The step has consumed the weights: the model is gone, and its next calls say so.
+            with self._changed:
+                self._model = None
+            raise
+        self._unsaved_steps += 1
+        if not math.isfinite(norm):
+            raise UserError(
+                f"the gradient's norm is {norm}, so nothing was changed; look for extreme weights, "
+                "advantages or log-probabilities"
+            )
+        return {"type": "optim_step", "metrics": {"grad_norm:mean": norm}}
+
+    def save_weights(self, model: TrainedModel, request_id: str, name: str, overwrite: bool) -> Any:
+        """Saves weights and the optimiser's state."""
+        out = self._path(model.model_id, "weights", name)
+        with self._saved(out, request_id, overwrite=overwrite) as folder:
+            self._write_state(folder)
+        return {"type": "save_weights", "path": f"tinker://{model.model_id}/weights/{name}"}
+
+    def load_weights(self, model: TrainedModel, path: str, optimizer: bool) -> Any:
+        """Goes on with saved weights, with or without the optimiser's state."""
+        self._read(self.folder_of(path, "weights"), optimizer=optimizer)
+        # They may be overwritten later.
+        self._unsaved_steps = math.inf
+        return {"type": "load_weights", "model_id": model.model_id, "path": path}
+
+    def export(self, model: TrainedModel, request_id: str, name: str) -> Any:
+        """Writes the weights as a Hugging Face directory, to sample from."""
+        out = self._path(model.model_id, "sampler_weights", name)
+        with self._saved(out, request_id, overwrite=False) as folder:
+            params = self._actor.for_training().params
+            save_checkpoint(params, self._actor.model, folder, dtype="float32", source=self._source)
+        return {
+            "type": "save_weights_for_sampler",
+            "path": f"tinker://{model.model_id}/sampler_weights/{name}",
+        }
+
+    @contextlib.contextmanager
+    def _saved(
+        self, out: pathlib.Path, request_id: str, *, overwrite: bool
+    ) -> Iterator[pathlib.Path]:
+        """A folder to fill, which then takes the place of `out`: all of it or nothing.
+
+        Raises:
+          UserError: another request has saved `out`.
+        """
+        # After a restart a request may find what it has saved before.
+        if out.exists() and not overwrite and (out / _SAVED_BY).read_text() != request_id:
+            raise UserError(
+                f"weights {out.name!r} exist; choose another name, or set overwrite where there is one"
+            )
+        part = out.with_name(f".{out.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        (part / _SAVED_BY).write_text(request_id)
+        shutil.rmtree(out, ignore_errors=True)
+        part.rename(out)
+        sync(out.parent)
+
+    def params(self) -> Params:
+        """The weights now, in the training layout."""
+        return self._actor.for_training().params
+
+    # Names
+
+    def _path(self, model_id: str, kind: str, name: str) -> pathlib.Path:
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"{name[:140]!r} is no name for weights; use letters, digits and . _ - +, 128 at most"
+            )
+        return self._folder / model_id.replace(":", "-") / kind / name
+
+    def folder_of(self, path: str, kind: str) -> pathlib.Path:
+        """The folder of weights, from `tinker://RUN/KIND/NAME`.
+
+        Raises:
+          UserError: the path is none, or nothing is there.
+        """
+        found = _URI.fullmatch(path)
+        if found is None or found[2] != kind:
+            raise UserError(f"{path[:200]!r} is no path of weights; use tinker://RUN/{kind}/NAME")
+        folder = self._path(found[1], kind, found[3])
+        if not folder.is_dir():
+            raise UserError(f"{path} is not here; this server has what it saved in {self._folder}")
+        return folder
+
+
+def check_loss(name: str, config: Mapping[str, Any]) -> None:
+    """Raises UserError for a loss that is not served, or settings that it does not have."""
+    if name == "stable_reinforce":
+        raise UserError(
+            "loss_fn stable_reinforce is not published, so only its maker can serve it; use "
+            "loss_fn=importance_sampling"
+        )
+    if name not in SUMMED_LOSSES:
+        raise UserError(
+            f"loss_fn {name[:80]!r} is not served; use one of {', '.join(SUMMED_LOSSES)}, or a loss of your "
+            "own by forward_backward_custom"
+        )
+    known = SUMMED_LOSSES[name].numbers
+    for key, value in config.items():
+        if key not in known:
+            raise UserError(
+                f"loss_fn_config {key[:80]!r} is no setting of {name}; it has {', '.join(known) or 'none'}"
+            )
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise UserError(f"loss_fn_config {key} is {value!r}; send a finite number")
+
+
+def read_data(request: Any, longest: int, vocabulary: int) -> list[Targets]:
+    """The data of a ForwardBackwardRequest.
+
+    Args:
+      request: the message.
+      longest: number of tokens of the longest sequence.
+      vocabulary: number of tokens of the model.
+
+    Raises:
+      UserError: something does not fit; the message names the datum.
+    """
+    config = dict(request.loss_fn_config) | {
+        key: value.number if value.WhichOneof("value") == "number" else value.text
+        for key, value in request.loss_fn_config_v2.items()
+    }
+    check_loss(request.loss_fn, config)
+    if not request.data:
+        raise UserError("the request has no data; send at least one datum")
+    numbers = {**SUMMED_LOSSES[request.loss_fn].numbers, **config}
+    if request.forward_only:
+        # Custom losses ask for log-probabilities alone: their own inputs stay with the client.
+        numbers |= dict.fromkeys(SUMMED_LOSSES[request.loss_fn].inputs, 1.0)
+    return [
+        _read_datum(datum, f"datum {i}", request, numbers, longest, vocabulary)
+        for i, datum in enumerate(request.data)
+    ]
+
+
+def _read_datum(
+    datum: Any,
+    where: str,
+    request: Any,
+    numbers: Mapping[str, float],
+    longest: int,
+    vocabulary: int,
+) -> Targets:
+    tokens = tokens_of(datum.model_input)
+    if not 1 <= len(tokens) <= longest:
+        raise UserError(
+            f"{where} has {len(tokens)} tokens; this server trains on 1 to {longest}: cut it, or start the "
+            "server with more --train_tokens"
+        )
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise UserError(f"{where} has no target_tokens in loss_fn_inputs; send them")
+    tensors = datum.loss_fn_inputs
+    targets = array_of(tensors["target_tokens"], f"{where}: target_tokens")
+    if len(targets) != len(tokens) or targets.ndim not in (1, 2) or not targets.size:
+        raise UserError(
+            f"{where} has target_tokens {list(targets.shape)} for {len(tokens)} tokens; send [N] or [N, K]"
+        )
+    for name, ids in (("tokens", tokens), ("target_tokens", targets)):
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise UserError(f"{where}: {name} are {ids.dtype}; send int64")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise UserError(
+                f"{where}: {name} go from {ids.min()} to {ids.max()}; this model's go from 0 to "
+                f"{vocabulary - 1}: use its own tokenizer"
+            )
+    loss = SUMMED_LOSSES[request.loss_fn]
+    if targets.ndim == 2 and targets.shape[1] > 1 and request.loss_fn != "cross_entropy":
+        raise UserError(
+            f"{where} has {targets.shape[1]} targets of each token; {request.loss_fn} takes one"
+        )
+    extra = tensors.keys() - {"target_tokens", *loss.arrays}
+    if extra and not request.forward_only:
+        raise UserError(
+            f"{where} has {', '.join(sorted(extra))}, which {request.loss_fn} does not take; it takes "
+            f"{', '.join(('target_tokens', *loss.arrays))}"
+        )
+    inputs: dict[str, np.ndarray] = {}
+    for name in loss.arrays:
+        if name not in tensors:
+            if name not in numbers:
+                raise UserError(
+                    f"{where} has no {name} in loss_fn_inputs, which {request.loss_fn} needs"
+                )
+            values = np.full(targets.shape, numbers[name], np.float32)
+        else:
+            values = array_of(tensors[name], f"{where}: {name}").astype(np.float32)
+            if values.shape != targets.shape:
+                raise UserError(
+                    f"{where} has {name} {list(values.shape)} and target_tokens {list(targets.shape)}; send "
+                    "arrays of one shape"
+                )
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"{where}: {name} has values that are not finite; remove NaN and infinity"
+                )
+        inputs[name] = values.reshape(len(tokens), -1)
+    return Targets(tokens, targets.astype(np.int32).reshape(len(tokens), -1), inputs)

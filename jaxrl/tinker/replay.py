@@ -1,0 +1,103 @@
+"""Goes on with the log of an earlier server: its sessions, results, snapshots, and what was not finished.
+
+sessions, samplers of named weights     again
+finished submissions                    have their results; those that made the model what it is, and the
+                                        snapshots that are kept, are done again from the last checkpoints
+others                                  submitted again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+
+from jaxrl.errors import UserError
+from jaxrl.serving.openai.calls import ApiError
+from jaxrl.tinker.clients import MAX_SNAPSHOTS, Clients
+from jaxrl.tinker.futures import Future, Futures, Gone, Result
+from jaxrl.tinker.log import Record
+from jaxrl.tinker.models import CannotRedo, Done, Models
+
+
+def replay(
+    records: Sequence[Record],
+    clients: Clients,
+    futures: Futures,
+    models: Models,
+    submit: Callable[[str, bytes], None],
+) -> None:
+    """Brings a server to the state that a log tells; it returns before what was pending is finished.
+
+    Args:
+      records: the log.
+      clients, futures, models: parts of the server, as they start.
+      submit: function that handles the body of a route as if it came now.
+
+    Raises:
+      UserError: a call that succeeded fails this time.
+    """
+
+    def again(call: Record, *, handled: bool) -> None:
+        refused: Exception = UserError(
+            "the server was started again and does not know this request"
+        )
+        if handled:
+            try:
+                submit(call["route"], call["body"])
+            except CannotRedo as error:
+                raise UserError(
+                    f"the log of this folder cannot be gone on with ({error}); mend what it says, or move "
+                    "log.jsonl away to begin anew"
+                ) from error
+            except (ApiError, Gone, UserError) as error:
+                refused = UserError(str(error))
+
+        # For those whose route had nothing to submit.
+        def refuse(future: Future) -> None:
+            if future.result is None:
+                raise refused
+
+        names = {"session_id": call["session"], "channel": call["channel"]}
+        futures.submit(call["route"], call["id"], call["body"], refuse, **names)
+
+    sessions = [record["session"] for record in records if record["kind"] == "session"]
+    for session_id in sessions:
+        clients.restore(session_id)
+    for record in records:
+        if record["kind"] == "sampler":
+            # Its weights may have been removed.
+            with contextlib.suppress(Gone, UserError):
+                submit("create_sampling_session", record["body"])
+    # The first of each id counts: a result that made room for others may have been asked for again.
+    calls: dict[str, Record] = {}
+    results: dict[str, Record] = {}
+    for record in records:
+        if record["kind"] in ("call", "result"):
+            known = calls if record["kind"] == "call" else results
+            known.setdefault(record["id"], record)
+    ran = [
+        Done(request_id, calls[request_id]["route"], result["failed"])
+        for request_id, result in results.items()
+        if result["ran"]
+    ]
+    snapshots = [
+        call.request_id
+        for call in ran
+        if call.route == "save_weights_for_sampler"
+        and json.loads(results[call.request_id]["body"]).get("sampling_session_id")
+    ]
+    checkpoints = [record["id"] for record in records if record["kind"] == "checkpoint"]
+    models.expect(ran, checkpoints, snapshots[-MAX_SNAPSHOTS:])
+    for request_id, result in results.items():
+        found = Result(result["body"], result["is_protobuf"], result["failed"])
+        futures.expect(request_id, found)
+        again(calls[request_id], handled=result["ran"])
+    for request_id in calls.keys() - results.keys():
+        futures.expect(request_id, None)
+    for request_id, call in calls.items():
+        if request_id not in results:
+            again(call, handled=True)
+    # Nobody was heard of by what was done here.
+    for session_id in sessions:
+        clients.restore(session_id)

@@ -1,0 +1,296 @@
+"""The messages of the Tinker API in protobuf, and arrays in them.
+
+The text below is ours, after the wire as it was recorded with tinker 0.38; field numbers are what matters. It
+is read here rather than by protoc, so that no generated file lies beside it. It knows what it needs of the
+language: scalars, messages, enums, `repeated`, `optional`, `map` and `oneof`.
+
+Arrays are little-endian bytes. N tokens of a sequence   K values of a token
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from jaxrl.errors import UserError
+
+PROTO = """
+enum DType { UNSPECIFIED = 0; FLOAT32 = 1; INT64 = 2; INT32 = 3; BFLOAT16 = 4; }
+enum StopReason { STOP = 0; LENGTH = 1; }
+
+message EncodedTextChunk { bytes tokens = 1; }
+message OtherChunk { }
+message Chunk {
+  oneof chunk { EncodedTextChunk encoded_text = 1; OtherChunk image = 2; OtherChunk dmel = 3; }
+}
+message SparseCsr { bytes values = 1; bytes crow_indices = 2; bytes col_indices = 3; }
+message Tensor {
+  oneof encoding { bytes dense = 1; SparseCsr sparse_csr = 2; }
+  DType dtype = 3;
+  repeated int64 shape = 4;
+}
+message Datum {
+  repeated Chunk model_input = 1;
+  map<string, Tensor> loss_fn_inputs = 2;
+}
+message LossConfigValue { oneof value { double number = 1; string text = 2; } }
+message ForwardBackwardRequest {
+  string model_id = 1;
+  int32 seq_id = 2;
+  repeated Datum data = 3;
+  string loss_fn = 4;
+  map<string, double> loss_fn_config = 5;
+  bool forward_only = 6;
+  map<string, LossConfigValue> loss_fn_config_v2 = 7;
+}
+message BatchedTensor {
+  bytes data = 1;
+  bytes offsets = 2;
+  DType dtype = 3;
+  repeated int64 trailing_shape = 4;
+}
+message ArrayRecord {
+  string type_tag = 1;
+  map<string, BatchedTensor> fields = 2;
+  int64 num_datums = 3;
+}
+message ForwardBackwardOutput {
+  string loss_fn_output_type = 1;
+  repeated ArrayRecord loss_fn_outputs = 2;
+  map<string, double> metrics = 3;
+}
+message TopkLogprobs { bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4; }
+message SampledSequence {
+  StopReason stop_reason = 1;
+  bytes tokens = 2;
+  optional bytes logprobs = 3;
+  optional TopkLogprobs topk_sampled_logprobs = 4;
+}
+message SampleResponse {
+  repeated SampledSequence sequences = 1;
+  optional bytes prompt_logprobs = 2;
+  optional TopkLogprobs topk_prompt_logprobs = 3;
+  int32 prompt_cache_hit_tokens = 4;
+  optional Tensor target_prompt_logprobs = 5;
+}
+"""
+
+_FLOAT32, _INT64 = 1, 2
+# bfloat16 is the upper half of a float32.
+_TYPES = {_FLOAT32: "<f4", _INT64: "<i8", 3: "<i4", 4: "<u2"}
+
+_TOKEN = re.compile(r"[\w.]+|[{}<>=;,]")
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+def _messages(text: str) -> dict[str, Any]:
+    """The classes of the messages of a .proto text, by name."""
+    tokens = iter(_TOKEN.findall(text))
+    file = descriptor_pb2.FileDescriptorProto(
+        name="jaxrl_tinker.proto", package="tinker_public", syntax="proto3"
+    )
+    enums: set[str] = set()
+
+    def add_field(message: Any, words: list[str], oneof: int | None) -> None:
+        *label, kind, name, _, number = words
+        if kind == ">":  # map < string , KIND > name = number
+            kind, label = label[-1], ["repeated"]
+            # protobuf finds the entry of a map by this name.
+            entry = message.nested_type.add(name=name.title().replace("_", "") + "Entry")
+            entry.options.map_entry = True
+            add_field(entry, ["string", "key", "=", "1"], None)
+            add_field(entry, [kind, "value", "=", "2"], None)
+            kind = f"{message.name}.{entry.name}"
+        field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
+        if label == ["repeated"]:
+            field.label = _Field.LABEL_REPEATED
+        if oneof is not None:
+            field.oneof_index = oneof
+        if kind[0].islower():
+            field.type = _Field.Type.Value(f"TYPE_{kind.upper()}")
+        else:
+            field.type = _Field.TYPE_ENUM if kind in enums else _Field.TYPE_MESSAGE
+            field.type_name = f".tinker_public.{kind}"
+        if label == ["optional"]:
+            field.proto3_optional = True
+            optional.append((message, field))
+
+    optional: list[tuple[Any, Any]] = []
+    message: Any = None
+    enum: Any = None
+    for keyword in tokens:
+        name, _ = next(tokens), next(tokens)
+        if keyword == "enum":
+            enums.add(name)
+            enum = file.enum_type.add(name=name)
+        else:
+            message = file.message_type.add(name=name)
+        words: list[str] = []
+        oneof: int | None = None
+        for word in tokens:
+            if word == "{":  # oneof NAME {
+                oneof = len(message.oneof_decl)
+                message.oneof_decl.add(name=words[1])
+                words = []
+            elif word == ";" and keyword == "enum":
+                # Values of all enums share their names in one scope.
+                enum.value.add(name=f"{name}_{words[0]}", number=int(words[2]))
+                words = []
+            elif word == ";":
+                add_field(message, words, oneof)
+                words = []
+            elif word == "}":
+                if oneof is None:
+                    break
+                oneof = None
+            else:
+                words.append(word)
+    # An optional scalar is a oneof of its own, behind all others.
+    for message, field in optional:
+        field.oneof_index = len(message.oneof_decl)
+        message.oneof_decl.add(name=f"_{field.name}")
+    pool = descriptor_pool.DescriptorPool()
+    found = pool.Add(file) or pool.FindFileByName(file.name)
+    return {
+        name: message_factory.GetMessageClass(found.message_types_by_name[name])
+        for name in found.message_types_by_name
+    }
+
+
+MESSAGES = _messages(PROTO)
+
+
+def parse(kind: str, body: bytes) -> Any:
+    """The message of that kind in a body.
+
+    Raises:
+      UserError: it is none, or cut short.
+    """
+    try:
+        return MESSAGES[kind].FromString(body)
+    except DecodeError as error:
+        raise UserError(
+            f"the body of {len(body)} bytes is no {kind} ({error}); send it whole, as tinker 0.38 does"
+        ) from error
+
+
+def array_of(tensor: Any, name: str, *, fill: float = 0) -> np.ndarray:
+    """The array of a Tensor, dense; cells that a sparse one does not list hold `fill`.
+
+    Raises:
+      UserError: its bytes, its shape and its type do not go together.
+    """
+    shape = tuple(tensor.shape)
+    if tensor.dtype not in _TYPES:
+        raise UserError(f"{name} has dtype {tensor.dtype}; send float32 or int64")
+    if any(size < 0 for size in shape) or len(shape) > 2:
+        raise UserError(f"{name} has shape {list(shape)}; send [N] or [N, K]")
+    try:
+        if tensor.WhichOneof("encoding") == "sparse_csr":
+            return _from_csr(tensor, shape, name, fill)
+        values = _numbers(tensor.dense, tensor.dtype)
+        return values.reshape(shape or len(values))
+    except (ValueError, IndexError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{name}: {error}; its bytes must hold the {list(shape)} values of its shape"
+        ) from error
+
+
+def _numbers(content: bytes, dtype: int) -> np.ndarray:
+    values = np.frombuffer(content, _TYPES[dtype])
+    if dtype == 4:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+# Cells of a dense array that a sparse one may stand for: 64 MB of float32.
+_MAX_CELLS = 1 << 24
+
+
+def _from_csr(tensor: Any, shape: tuple[int, ...], name: str, fill: float) -> np.ndarray:
+    csr = tensor.sparse_csr
+    values = _numbers(csr.values, tensor.dtype)
+    crow, columns = (np.frombuffer(x, "<i8") for x in (csr.crow_indices, csr.col_indices))
+    if len(shape) != 2 or shape[0] * shape[1] > _MAX_CELLS:
+        raise UserError(f"{name} is sparse with shape {list(shape)}; send [N, K], not too large")
+    counts = np.diff(crow)
+    fits = len(crow) == shape[0] + 1 and crow[0] == 0 and crow[-1] == len(values) == len(columns)
+    inside = not len(columns) or (columns.min() >= 0 and columns.max() < shape[1])
+    if not fits or not inside or (counts < 0).any():
+        raise UserError(
+            f"{name}: its CSR indices do not describe {list(shape)}; send them as PyTorch"
+        )
+    dense = np.full(shape, fill, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def tensor_of(array: np.ndarray) -> Any:
+    """A dense Tensor of float32 or int64."""
+    kind = _FLOAT32 if array.dtype == np.float32 else _INT64
+    return MESSAGES["Tensor"](
+        dense=array.astype(_TYPES[kind]).tobytes(), dtype=kind, shape=array.shape
+    )
+
+
+def tokens_of(chunks: Sequence[Any]) -> np.ndarray:
+    """The tokens of a model input, int32 [N].
+
+    Raises:
+      UserError: a chunk is no text.
+    """
+    kinds = {chunk.WhichOneof("chunk") for chunk in chunks} - {"encoded_text"}
+    if kinds:
+        raise UserError(
+            f"a chunk of kind {', '.join(sorted(map(str, kinds)))}: this model reads text; send encoded_text"
+        )
+    content = b"".join(chunk.encoded_text.tokens for chunk in chunks)
+    if len(content) % 4:
+        raise UserError(f"encoded_text has {len(content)} bytes; tokens are int32, of 4 bytes each")
+    return np.frombuffer(content, "<i4")
+
+
+def forward_backward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """The answer to a forward or a forward_backward.
+
+    Args:
+      logprobs: float32 [N] or [N, K] of each datum.
+      metrics: values by name, "loss:sum".
+    """
+    output = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
+    # A record has one trailing shape, so data with different K take several.
+    start = 0
+    for stop in range(1, len(logprobs) + 1):
+        if stop < len(logprobs) and logprobs[stop].shape[1:] == logprobs[start].shape[1:]:
+            continue
+        part = logprobs[start:stop]
+        offsets = np.cumsum([0, *(4 * x.size for x in part)], dtype="<i8")
+        record = output.loss_fn_outputs.add(num_datums=len(part))
+        record.fields["logprobs"].MergeFrom(
+            MESSAGES["BatchedTensor"](
+                data=b"".join(x.astype("<f4").tobytes() for x in part),
+                offsets=offsets.tobytes(),
+                dtype=_FLOAT32,
+                trailing_shape=part[0].shape[1:],
+            )
+        )
+        start = stop
+    return output.SerializeToString()
+
+
+def topk_of(ids: np.ndarray, logprobs: np.ndarray) -> Any:
+    """TopkLogprobs of int32 and float32 [N, K]; -1 marks a place without any."""
+    none = ids < 0
+    return MESSAGES["TopkLogprobs"](
+        token_ids=np.where(none, 0, ids).astype("<i4").tobytes(),
+        logprobs=np.where(none, -99999.0, logprobs).astype("<f4").tobytes(),
+        k=ids.shape[1],
+        length=ids.shape[0],
+    )

@@ -1,0 +1,110 @@
+"""A step of GRPO on conversations of agents: the trainer computes what the sampler did, wherever it runs."""
+
+import json
+import pathlib
+
+import pytest
+from agent_runs import AGENT
+from chats import chat_tokenizer
+from closeness import assert_close
+from recipe_files import write_recipe_file
+from test_agent_backend import conversations
+from test_multiprocess import rows_of
+from test_multiprocess import run as run_processes
+from tiny_runs import SETTINGS, problems_in
+
+import jaxrl
+
+MORE = {
+    "name": "tiny",
+    "algorithm.dataflow": "grpo",
+    "algorithm.updates_per_step": 1,
+    "data.template": "{prompt}",
+    "data.evaluation.path": "",
+    "data.max_prompt_tokens": 64,
+    "rollout.agent": AGENT,
+    "rollout.num_prompts": 4,
+    "rollout.num_samples": 4,
+    "rollout.slots": 8,
+    "rollout.max_response_tokens": 64,
+    "reward.overlong_buffer_tokens": 0,
+    "train.row_tokens": 128,
+    "run.num_steps": 1,
+}
+
+
+# One device of eight.
+ONE = {"placement": {"one": {"roles": ("actor",), "train": "1-1-1", "devices": "0-0"}}}
+
+
+def settings_of(folder: pathlib.Path, **changes) -> dict:
+    folder.mkdir(exist_ok=True)
+    rows = [{"problem": f"{n} and", "answer": "4", "nap_s": 0.05} for n in range(40)]
+    for n, row in enumerate(rows):
+        row["kind"] = ("talk", "threads")[n % 2]
+    for name in ("train", "evaluation"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chat_tokenizer().save(folder / "tokenizer")
+    output = {"run.output": str(folder / "runs"), "tokenizer.path": str(folder / "tokenizer")}
+    return SETTINGS | problems_in(folder) | output | MORE | changes
+
+
+def step_of(folder: pathlib.Path, **changes):
+    """The metrics of a step, and the completions that it learned from."""
+    recipe = write_recipe_file(folder, settings_of(folder, **changes))
+    done = []
+    with jaxrl.open_run(str(recipe)) as run:
+        backend = run.roles.actor.backend
+        generate = backend.generate
+
+        def watched(*args, **options):
+            done.append(generate(*args, **options))
+            return done[-1]
+
+        backend.generate = watched
+        metrics = run.step()
+    return metrics, done[0]
+
+
+def said(done):
+    """The tokens of each sample's conversations, in an order that does not depend on time."""
+    return [sorted(x.tokens.tolist() for x in conversations(done, b)) for b in range(len(done))]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return step_of(tmp_path_factory.mktemp("one"), **ONE)
+
+
+@pytest.mark.long
+def test_trainer_and_sampler_agree_on_turns_and_branches(one):
+    metrics, done = one
+    assert metrics["agent/further_conversations"] > 0 and metrics["agent/failed"] == 0
+    assert metrics["num_turns/max"] >= 4
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    assert metrics["training/same_token_fraction"] == 1
+    tokens = sum(x.mask.sum() for b in range(len(done)) for x in conversations(done, b))
+    # The agents have counted what they were given.
+    assert metrics["train/num_trained_tokens"] == tokens == sum(done.of_agents.score_B)
+
+
+LEARNED = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean")
+
+
+@pytest.mark.long
+def test_eight_devices_sample_and_learn_the_same(one, tmp_path):
+    spread = {"mesh.train": "1-2-4", "mesh.generate": "1-1-2-4", "mesh.fsdp": 2}
+    metrics, done = step_of(tmp_path, **spread)
+    assert said(done) == said(one[1])
+    assert metrics["training/same_token_fraction"] == 1
+    for name in LEARNED:
+        assert_close(metrics[name], one[0][name], rtol=1e-5, scale=1, err_msg=name)
+
+
+@pytest.mark.long
+def test_two_processes_sample_and_learn_the_same(one, tmp_path):
+    recipe = write_recipe_file(tmp_path, settings_of(tmp_path, **{"mesh.train": "1-2-2"}))
+    run_processes([recipe, recipe])
+    row = rows_of(tmp_path, "rl")[-1]
+    for name in LEARNED:
+        assert_close(row[name], one[0][name], rtol=1e-5, scale=1, err_msg=name)

@@ -1,0 +1,98 @@
+"""Agents over HTTP: whatever a client sends back, the tokens of its branches are what the model saw."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from chats import CHATML, chat_tokenizer
+from extras import import_extra
+
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
+openai = import_extra("dev", "openai")
+
+from scripted_driver import ScriptedDriver, serving  # noqa: E402
+
+from jaxrl.agents.conversation import ChatModel, Conversation  # noqa: E402
+from jaxrl.agents.session_prompts import SessionPrompts  # noqa: E402
+from jaxrl.agents.sessions import Session, Sessions  # noqa: E402
+from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+# Spaces and keys that no template writes, and a token for each byte.
+CALL = '<tool_call> {"arguments":{"b":2,  "a":1}, "name":"add"}</tool_call>'
+
+
+def agent(url, key, *, session_header=False):
+    """Asks, calls the tool, asks again; repeats its last request."""
+    headers = {"X-Session-ID": key} if session_header else {}
+    api_key = "other" if session_header else key
+    with openai.OpenAI(
+        base_url=f"{url}/v1", api_key=api_key, default_headers=headers, max_retries=0
+    ) as client:
+        ask = {"model": "m", "tools": TOOLS}
+        ask["extra_body"] = {"chat_template_kwargs": {"start": 1, "system": "x", "key": 2}}
+        messages = [{"role": "user", "content": f"1 + 2? ({key})"}]
+        for _ in range(3):
+            answer = client.chat.completions.create(**ask, messages=messages)
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or []:
+                value = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(value)})
+        again = client.chat.completions.create(**ask, messages=messages[:-2])
+        assert again.choices[0].message == message
+
+
+def test_agents_at_once_leave_exact_branches():
+    tokenizer = chat_tokenizer(CHATML)
+    sampled = []
+
+    def say(prompt):
+        tokens = tokenizer.encode(f"{CALL}<|im_end|>")
+        sampled.append((prompt, tokens))
+        return tokens
+
+    model, sessions = ChatModel(tokenizer), Sessions(100.0)
+    opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(4)]
+    sessions.open(opened)
+    keys = [session.key for session in opened]
+    prompts = SessionPrompts(model, sessions, most_turns=3)
+    prompts.options = SamplingOptions()
+    driver = ScriptedDriver(tokenizer, say)
+    with serving(driver, tokenizer, prompts=prompts) as url:
+        threads = [
+            threading.Thread(
+                target=agent, args=(url, key), kwargs={"session_header": key == keys[0]}
+            )
+            for key in keys
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Three requests each; the repeated one was not sampled again.
+        assert len(sampled) == 12
+        seen = {np.concatenate(pair).tobytes() for pair in sampled}
+        for session in opened:
+            sessions.end(session.key, None)
+            (branch,), counts = session.conversation.branches(), session.conversation.counts
+            assert branch.turns == 3 and branch.tokens.tobytes() in seen
+            assert branch.mask.sum() == counts.sampled == sum(len(t) for _, t in sampled) / 4
+            assert counts.encoded + counts.sampled == len(branch.tokens)
+            first = tokenizer.encode(f"{CALL}<|im_end|>")
+            assert np.array_equal(branch.tokens[branch.start :][: len(first)], first)
+            parts = -np.arange(len(first), dtype=np.float32) / 8
+            assert np.array_equal(branch.logprob[branch.start :][: len(first)], parts)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0], max_retries=0) as client:
+            ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+            with pytest.raises(openai.AuthenticationError, match="no open session with that key"):
+                client.chat.completions.create(**ask)
+            sessions.open([Session(0, 0, 7, {}, Conversation(model), key=keys[0])])
+            with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
+                client.chat.completions.create(**ask, n=2)
+            # A name of its own for the session, beside the key.
+            client.chat.completions.create(**ask, extra_headers={"X-Session-ID": "trace 1"})
+            with pytest.raises(openai.BadRequestError, match="/v1/completions would not be part"):
+                client.completions.create(model="m", prompt="x")

@@ -1,0 +1,109 @@
+"""Chat tokenizers for tests: a byte a token, with short templates after those of published models."""
+
+import dataclasses
+
+import tokenizers
+
+from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.tokenizer import Tokenizer, train_tokenizer
+
+# As Qwen2.5's: two tool messages in a row are one turn of the user.
+CHATML = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\\n' if m.content or not loop.first }}
+{{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# As Qwen3's: reasoning is shown until the user speaks again.
+THINKING = CHATML.replace(
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content }}",
+    """{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'user') | list %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.reasoning_content and not later %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- m.content.split('</think>')[-1].lstrip('\\n') }}""",
+)
+
+# As Llama 3's: texts are trimmed, a call is the whole message.
+LLAMA = """\
+{{- '<|bos|>' }}
+{%- for t in tools or [] %}{{ t | tojson }}, "parameters" for ipython{% endfor %}
+{%- for m in messages %}
+{{- '<|head|>' + ('ipython' if m.role == 'tool' else m.role) + '<|/head|>\\n\\n' }}
+{%- if 'tool_calls' in m %}
+{%- set f = m.tool_calls[0].function %}
+{{- '{"name": "' + f.name + '", "parameters": ' + f.arguments | tojson + '}' }}
+{%- else %}
+{{- m.content | trim }}
+{%- endif %}
+{{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"""
+
+# As Mistral's: tools stand before the last message of the user, tool messages only after calls.
+MISTRAL = """\
+{{- '<s>' }}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if tools and m == users[-1] %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{{- '[INST] ' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role == 'assistant' and not messages[loop.index0 - 1].tool_calls %}
+{{- raise_exception('a result without its call') }}
+{%- endif %}
+{{- '[TOOL_RESULTS] {"content": ' + m.content | tojson + ', "call_id": "' + m.tool_call_id }}
+{{- '"}[/TOOL_RESULTS]' }}
+{%- elif m.tool_calls %}
+{{- '[TOOL_CALLS] [' }}
+{%- for c in m.tool_calls %}
+{%- if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
+{{- (c.function | tojson)[:-1] + ', "id": "' + c.id + '"}' + (']</s>' if loop.last else ', ') }}
+{%- endfor %}
+{%- else %}
+{{- ' ' + m.content + '</s>' }}
+{%- endif %}
+{%- endfor %}"""
+
+SPECIAL = {
+    CHATML: ("<|im_end|>", "<|im_start|>"),
+    THINKING: ("<|im_end|>", "<|im_start|>"),
+    LLAMA: ("<|eot|>", "<|bos|>", "<|head|>", "<|/head|>", "<|python_tag|>"),
+    MISTRAL: ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+}
+# Tokens that `decode` shows.
+SHOWN = ("<tool_call>", "</tool_call>")
+
+
+def chat_tokenizer(template: str = CHATML) -> Tokenizer:
+    """About 300 tokens. The first special token of a template ends a turn, as does `<eos>`."""
+    plain = train_tokenizer(["the tool and the answer"] * 2, vocab_size=270)
+    backend = tokenizers.Tokenizer.from_str(plain.backend.to_str())
+    backend.add_special_tokens(list(SPECIAL[template]))
+    backend.add_tokens(list(SHOWN))
+    end = backend.token_to_id(SPECIAL[template][0])
+    return dataclasses.replace(
+        plain,
+        backend=backend,
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        eos_id=end,
+        stop_ids=(end, plain.eos_id),
+        special_tokens={"eos_token": SPECIAL[template][0]},
+        chat_template=ChatTemplate(template, origin="this test", special_tokens={}),
+    )

@@ -1,0 +1,66 @@
+"""A driver of the HTTP endpoint whose model says what it is told to, a few tokens at a time."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxrl.data.tokenizer import TextStream, Tokenizer
+from jaxrl.serving.http_server import HttpServer
+from jaxrl.serving.online_driver import Delta
+from jaxrl.serving.openai.calls import RequestLimits
+from jaxrl.serving.openai.endpoint import build_app
+
+
+class ScriptedDriver:
+    """Answers at once.
+
+    Attributes:
+      prompts: prompts of all requests so far, int32 [T] each.
+    """
+
+    alive, load = True, (0, 0)
+
+    def __init__(self, tokenizer: Tokenizer, say: Callable[[np.ndarray], np.ndarray]):
+        self._tokenizer, self._say = tokenizer, say
+        self.prompts: list[np.ndarray] = []
+
+    def submit_all(self, requests, texts=True):
+        for request, listener in requests:
+            self.prompts.append(request.prompt)
+            for index in range(request.options.num_samples):
+                self._answer(request, listener, index)
+        return range(len(requests))
+
+    def cancel(self, ticket):
+        pass
+
+    def _answer(self, request, listener, index):
+        stop = request.options.stop_strings
+        tokens = np.array(self._say(request.prompt), np.int32)[: request.max_tokens]
+        stream = TextStream(self._tokenizer.decode, stop)
+        at_stop_string = any(text in self._tokenizer.decode(tokens) for text in stop)
+        for first in range(0, len(tokens), 3):
+            part = tokens[first : first + 3]
+            finish = ""
+            pieces, text = stream.add(part.tolist())
+            if first + 3 >= len(tokens):
+                stopped = at_stop_string or tokens[-1] in self._tokenizer.stop_ids
+                finish = "stop" if stopped else "length"
+                text += stream.end(at_stop_string=at_stop_string)
+            logprob = -np.arange(first, first + len(part), dtype=np.float32) / 8
+            listener(Delta(index, part, logprob, -logprob, 0, pieces, text, finish))
+
+
+@contextlib.contextmanager
+def serving(
+    driver: ScriptedDriver, tokenizer: Tokenizer, *, model: str = "m", **settings
+) -> Iterator[str]:
+    """Runs the endpoint of a model with a context of 2000 tokens; gives its address."""
+    limits = RequestLimits(model, 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
+    app = build_app(driver, tokenizer, limits, max_body_bytes=100_000, **settings)  # pyright: ignore
+    server = HttpServer(app, host="127.0.0.1", port=0)
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.stop()

@@ -1,0 +1,227 @@
+"""Chats with tools over HTTP: OpenAI's client, and a model that says what it is told to."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from chats import CHATML, LLAMA, MISTRAL, THINKING, chat_tokenizer
+from extras import import_extra
+
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
+openai = import_extra("dev", "openai")
+httpx = import_extra("dev", "httpx2")
+
+from scripted_driver import ScriptedDriver, serving  # noqa: E402
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "strict": True,
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+ASK = {"model": "m", "messages": [{"role": "user", "content": "1 + 2?"}]}
+CALL = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
+
+
+@contextlib.contextmanager
+def client_of(template, say):
+    """OpenAI's client, and the driver; `say` is a text, or a function from the prompt to one."""
+    tokenizer = chat_tokenizer(template)
+    end = tokenizer.special_tokens["eos_token"]
+
+    def spoken(prompt):
+        text = say if isinstance(say, str) else say(tokenizer.decode(prompt))
+        return tokenizer.encode(text + end)
+
+    driver = ScriptedDriver(tokenizer, spoken)
+    with (
+        serving(driver, tokenizer) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        yield client, driver, tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "content", "reasoning"),
+    [
+        (CHATML, f"I add.\n<tool_call>\n{CALL}\n</tool_call>", "I add.", None),
+        (CHATML, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", None, None),
+        (THINKING, f"<think>\nHm.\n</think>\n\n<tool_call>{CALL}</tool_call>", None, "Hm."),
+        (LLAMA, CALL.replace("arguments", "parameters"), None, None),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}]", None, None),
+    ],
+    ids=["qwen", "two", "thinking", "llama", "mistral"],
+)
+def test_calls_come_back_whole_and_streamed_and_their_results_go_on(
+    template, said, content, reasoning
+):
+    with client_of(template, lambda prompt: "done" if "RESULT" in prompt else said) as (
+        client,
+        driver,
+        tokenizer,
+    ):
+        answer = client.chat.completions.create(**ASK, tools=TOOLS)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == content
+        assert getattr(choice.message, "reasoning_content", None) == reasoning
+        calls = choice.message.tool_calls
+        assert all(json.loads(call.function.arguments) == {"a": 1, "b": [2]} for call in calls)
+        assert answer.usage.prompt_tokens == len(driver.prompts[0])
+
+        parts = [
+            part.choices[0]
+            for part in client.chat.completions.create(**ASK, tools=TOOLS, stream=True)
+        ]
+        assert parts[-1].finish_reason == "tool_calls"
+        assert "".join(part.delta.content or "" for part in parts) == (content or "")
+        thoughts = [getattr(part.delta, "reasoning_content", None) or "" for part in parts]
+        assert "".join(thoughts) == (reasoning or "")
+        streamed = [call for part in parts for call in part.delta.tool_calls or []]
+        assert [call.index for call in streamed] == [*range(len(calls))]
+        # The same prompt and the same tokens: the same ids.
+        assert [call.id for call in streamed] == [call.id for call in calls]
+        assert [call.function.arguments for call in streamed] == [
+            call.function.arguments for call in calls
+        ]
+
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"RESULT {i}"}
+            for i, call in enumerate(calls)
+        ]
+        history = [*ASK["messages"], choice.message, *results]
+        last = client.chat.completions.create(model="m", messages=history, tools=TOOLS)
+        assert (last.choices[0].finish_reason, last.choices[0].message.content) == ("stop", "done")
+        text = tokenizer.backend.decode(driver.prompts[-1].tolist(), skip_special_tokens=False)
+        assert "RESULT 0" in text and "add" in text.split("RESULT")[0]
+
+
+def test_without_tools_or_with_none_chosen_calls_are_text():
+    said = f"<tool_call>{CALL}</tool_call>"
+    with client_of(CHATML, said) as (client, driver, tokenizer):
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            for stream in (False, True):
+                answer = client.chat.completions.create(**ASK, **more, stream=stream)
+                if stream:
+                    text = "".join(part.choices[0].delta.content for part in answer)
+                else:
+                    (choice,) = answer.choices
+                    assert choice.finish_reason == "stop" and not choice.message.tool_calls
+                    text = choice.message.content
+                assert text == said
+        assert "Adds." in tokenizer.decode(driver.prompts[-1])
+        assert "Adds." not in tokenizer.decode(driver.prompts[0])
+
+
+def test_malformed_calls_are_text_whole_and_streamed():
+    said = 'I add.\n<tool_call>{"name": "add", "argum'
+    with client_of(CHATML, said) as (client, _, _):
+        (choice,) = client.chat.completions.create(**ASK, tools=TOOLS).choices
+        assert (choice.message.content, choice.finish_reason) == (said, "stop")
+        stream = client.chat.completions.create(**ASK, tools=TOOLS, stream=True)
+        assert "".join(part.choices[0].delta.content for part in stream) == said
+
+
+@pytest.mark.parametrize(
+    ("choice", "start"),
+    [
+        ("required", '<tool_call>\n{"name": "'),
+        (
+            {"type": "function", "function": {"name": "add"}},
+            '<tool_call>\n{"name": "add", "arguments":',
+        ),
+    ],
+)
+def test_a_call_can_be_forced_by_its_beginning(choice, start):
+    rest = f"<tool_call>\n{CALL}\n</tool_call>".removeprefix(start)
+    with client_of(CHATML, rest) as (client, driver, tokenizer):
+        for stream in (False, True):
+            answer = client.chat.completions.create(
+                **ASK, tools=TOOLS, tool_choice=choice, stream=stream
+            )
+            if stream:
+                deltas = [part.choices[0].delta for part in answer]
+                assert not any(delta.content for delta in deltas)
+                (call,) = deltas[-1].tool_calls
+            else:
+                (call,) = answer.choices[0].message.tool_calls
+            assert call.function.name == "add"
+            assert tokenizer.decode(driver.prompts[-1]).endswith(start)
+
+
+def test_ids_of_prompts_and_answers():
+    with client_of(CHATML, "four") as (client, driver, tokenizer):
+        extra = {"extra_body": {"return_token_ids": True}}
+        tokens = tokenizer.encode("four<|im_end|>").tolist()
+        answer = client.chat.completions.create(**ASK, **extra)
+        assert answer.prompt_token_ids == driver.prompts[-1].tolist()
+        assert answer.choices[0].token_ids == tokens
+        parts = list(client.chat.completions.create(**ASK, **extra, stream=True))
+        assert parts[0].prompt_token_ids == driver.prompts[-1].tolist()
+        assert [i for part in parts for i in part.choices[0].token_ids] == tokens
+        whole = client.completions.create(model="m", prompt=[5, 6], max_tokens=99, **extra)
+        assert whole.choices[0].prompt_token_ids == [5, 6]
+        assert whole.choices[0].token_ids == tokens
+
+
+def test_bodies_that_verifiers_sent():
+    """Recorded with verifiers 0.4 and renderers 0.1.12, the ids of a tiny model in place of Qwen3's."""
+    tokenizer = chat_tokenizer(CHATML)
+    tokens = tokenizer.encode(f"<tool_call>\n{CALL}\n</tool_call><|im_end|>")
+    driver = ScriptedDriver(tokenizer, lambda prompt: tokens)
+    with serving(driver, tokenizer) as url:
+        headers = {"authorization": "Bearer x", "x-session-id": "trace-1"}
+        headers["user-agent"] = "AsyncOpenAI/Python 2.54.0"
+        with httpx.Client(base_url=url, headers=headers) as client:
+            (model,) = client.get("/v1/models").json()["data"]
+            assert model["max_model_len"] == 2000
+            body = {
+                "model": "m",
+                "token_ids": list(range(3, 161)),
+                "sampling_params": {
+                    "stop_token_ids": list(tokenizer.stop_ids),
+                    "logprobs": 1,
+                    "skip_special_tokens": False,
+                },
+            }
+            answer = client.post("/inference/v1/generate", json=body).json()
+            (choice,) = answer["choices"]
+            assert choice["token_ids"] == tokens.tolist() and choice["finish_reason"] == "stop"
+            content = choice["logprobs"]["content"]
+            assert [each["token"] for each in content] == [f"token_id:{i}" for i in tokens]
+            assert np.isfinite([each["logprob"] for each in content]).all()
+            assert answer["request_id"].startswith("gen-")
+            # The second turn: the first prompt, the sampled ids, and 15 new ones.
+            body["token_ids"] += [*choice["token_ids"], *range(15)]
+            body["sampling_params"]["routed_experts_prompt_start"] = 180
+            body["cache_salt"] = "v1"
+            assert client.post("/inference/v1/generate", json=body).status_code == 200
+            assert driver.prompts[-1].tolist() == body["token_ids"]
+            for changes, param in (
+                ({"stream": True}, "stream"),
+                ({"token_ids": []}, "token_ids"),
+                ({"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
+                ({"sampling_params": {"stop_token_ids": [7]}}, "sampling_params.stop_token_ids"),
+            ):
+                refused = client.post("/inference/v1/generate", json=body | changes)
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
+def test_a_tool_message_without_its_call_is_one_error():
+    with client_of(CHATML, "x") as (client, driver, _):
+        messages = [*ASK["messages"], {"role": "tool", "content": "3", "tool_call_id": "other"}]
+        with pytest.raises(openai.BadRequestError, match="is the id of no call") as error:
+            client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        assert error.value.param == "messages[1].tool_call_id"
+        with pytest.raises(openai.BadRequestError, match="must be the JSON schema") as error:
+            tool = {"type": "function", "function": {"name": "f", "parameters": 3}}
+            client.chat.completions.create(**ASK, tools=[tool])
+        assert error.value.param == "tools[0].function.parameters"
+        assert driver.prompts == []

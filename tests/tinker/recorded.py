@@ -1,0 +1,231 @@
+"""A client that sends bodies as recorded with tinker 0.38 and its cookbook, and a server for it."""
+
+import http.client
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.data.tokenizer import train_tokenizer
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.tinker.settings import TinkerConfig
+from jaxrl.tinker.wire import MESSAGES, parse, tensor_of
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PROMPT = [5, 6, 7]
+
+
+def write_model(root: pathlib.Path) -> pathlib.Path:
+    """A random model of two layers in `root`/tiny."""
+    tokenizer = train_tokenizer(["one two three four: 12 + 30 = 42"] * 4, vocab_size=280)
+    tokenizer.save(root / "tokenizer")
+    model = ModelConfig(
+        vocab_size=288, num_layers=2, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
+        decoder_graph(model)[1],
+    )
+    save_checkpoint(params, model, root / "tiny", dtype="float32", source=root / "tokenizer")
+    return root
+
+
+def config_of(folder: pathlib.Path, /, **changes) -> TinkerConfig:
+    given = {
+        "name": "Qwen/Qwen3-8B",
+        "folder": str(folder / "saved"),
+        "http_port": 0,
+        # Few sizes, so that little is compiled.
+        "slots": 8,
+        "prefill_prompts": 1,
+        "max_prompt_tokens": 24,
+        "max_response_tokens": 8,
+        "tokens_per_dispatch": 4,
+        "train_tokens": 32,
+        "train_microbatches": 4,
+        "max_body_bytes": 100_000,
+    }
+    return TinkerConfig(model=str(folder / "tiny"), **{**given, **changes})
+
+
+class Client:
+    """Sends bodies as they are, and fetches results as the SDK does."""
+
+    def __init__(self, port: int):
+        self.port = port
+
+    def send(self, route, body, *, kind=JSON, method="POST", **headers):
+        """(status, answer): JSON, or bytes in protobuf."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, f"/api/v1/{route}", content, {"content-type": kind, **headers})
+        answer = connection.getresponse()
+        found = answer.read()
+        kind = answer.getheader("content-type")
+        connection.close()
+        return answer.status, found if kind == PROTOBUF else json.loads(found)
+
+    def post(self, route, body, **options):
+        status, answer = self.send(route, body, **options)
+        assert status == 200, answer
+        return answer
+
+    def result(self, submitted):
+        asked = {"request_id": submitted["request_id"], "allow_metadata_only": True}
+        while True:
+            status, answer = self.send("retrieve_future", asked)
+            if status != 408:
+                assert status == 200, answer
+                return answer
+            assert answer == {
+                "type": "try_again",
+                "request_id": asked["request_id"],
+                "queue_state": "active",
+            }
+
+    def future(self, route, body, **options):
+        return self.result(self.post(route, body, **options))
+
+
+class Trainer(Client):
+    """A client with a session and a model."""
+
+    def __init__(self, port: int):
+        super().__init__(port)
+        session = {
+            "tags": [],
+            "user_metadata": {"recipe_name": "recipe_rl_loop", "git_rev": "0.6.1"},
+            "sdk_version": "0.38.0",
+            "display_name": "cookbook-rl-loop",
+            "type": "create_session",
+        }
+        self.session_id = self.post("create_session", session)["session_id"]
+        self.seq_id = 0
+        self.samplers = 0
+        create = {
+            "session_id": self.session_id,
+            "model_seq_id": 0,
+            "base_model": "Qwen/Qwen3-8B",
+            "lora_config": {
+                "rank": 4,
+                "train_unembed": True,
+                "train_mlp": True,
+                "train_attn": True,
+            },
+            "optimizer_config": {"type": "adamw"},
+            "type": "create_model",
+        }
+        created = self.future("create_model", create)
+        assert created == {"model_id": f"{self.session_id}:train:0", "type": "create_model"}
+        self.model_id = created["model_id"]
+
+    def next(self) -> int:
+        self.seq_id += 1
+        return self.seq_id
+
+    def batch(self, data, loss="cross_entropy", seq_id=None, **fields) -> bytes:
+        """A ForwardBackwardRequest; a datum is (tokens, {name: array})."""
+        message = MESSAGES["ForwardBackwardRequest"](
+            model_id=self.model_id, seq_id=seq_id or self.next(), loss_fn=loss, **fields
+        )
+        for tokens, inputs in data:
+            datum = message.data.add()
+            # A prompt comes as a dozen chunks.
+            for part in np.array_split(np.array(tokens, "<i4"), 2):
+                datum.model_input.add().encoded_text.tokens = part.tobytes()
+            for name, values in inputs.items():
+                datum.loss_fn_inputs[name].CopyFrom(tensor_of(values))
+        return message.SerializeToString()
+
+    def train(self, data, loss="cross_entropy", **fields):
+        """(log-probabilities of each datum, metrics)."""
+        body = self.batch(data, loss, **fields)
+        return decoded(self.future("forward_backward", body, kind=PROTOBUF))
+
+    def call(self, route, **fields):
+        body = {"model_id": self.model_id, "seq_id": self.next(), "type": route, **fields}
+        return self.future(route, body)
+
+    def step(self, learning_rate=1e-2):
+        adam = {
+            "learning_rate": learning_rate,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "eps": 1e-08,
+            "weight_decay": 0.0,
+            "grad_clip_norm": 0.0,
+        }
+        return self.call("optim_step", adam_params=adam)
+
+    def snapshot(self) -> str:
+        saved = self.call(
+            "save_weights_for_sampler", sampling_session_seq_id=self.samplers, kind="snapshot"
+        )
+        self.samplers += 1
+        assert saved["path"] is None
+        return saved["sampling_session_id"]
+
+    def sample(self, sampler, seq_id=0, *, num_samples=2, **fields):
+        body = asked(sampler, seq_id, num_samples=num_samples, **fields)
+        submitted = self.post("asample", body)
+        ids = submitted["sample_sequence_ids"]
+        assert ids == [f"{submitted['request_id']}/{i}" for i in range(num_samples)]
+        found = self.result(submitted)
+        return parse("SampleResponse", found) if isinstance(found, bytes) else found
+
+
+def asked(sampler, seq_id, *, prompt=PROMPT, num_samples=2, params=(), **fields):
+    """The body of `asample`."""
+    return {
+        "num_samples": num_samples,
+        "prompt": {"chunks": [{"tokens": [t], "type": "encoded_text"} for t in prompt]},
+        "sampling_params": {
+            "max_tokens": 6,
+            "stop": [],
+            "temperature": 1.0,
+            "top_k": -1,
+            "top_p": 1.0,
+            **dict(params),
+        },
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "prompt_logprobs": False,
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+        "type": "sample",
+        **fields,
+    }
+
+
+def decoded(body):
+    if not isinstance(body, bytes):
+        return body
+    output = parse("ForwardBackwardOutput", body)
+    logprobs = []
+    for record in output.loss_fn_outputs:
+        found = record.fields["logprobs"]
+        ends = np.frombuffer(found.offsets, "<i8") // 4
+        flat = np.frombuffer(found.data, "<f4")
+        logprobs += [flat[a:b] for a, b in itertools.pairwise(ends)]
+    return logprobs, dict(output.metrics)
+
+
+def sampled(sequence):
+    return np.frombuffer(sequence.tokens, "<i4").tolist(), np.frombuffer(sequence.logprobs, "<f4")
+
+
+def supervised(tokens):
+    tokens = np.array(tokens)
+    ones = np.ones(len(tokens) - 1, np.float32)
+    return tokens[:-1], {"target_tokens": tokens[1:], "weights": ones}
+
+
+DATA = [supervised(x) for x in ([3, 4, 5, 6, 7], [9, 8, 7], list(range(10, 42)))]
