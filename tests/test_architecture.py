@@ -217,7 +217,7 @@ BUDGETS = {
     "functions per 1,000 lines of code": 85,
     "lines of code of tests per 100 of the package": 93,
 }
-MIN_COMMENT_PERCENT = 2.7
+MIN_COMMENT_PERCENT = 2.8
 
 
 def test_the_house_keeps_its_budgets(capsys):
