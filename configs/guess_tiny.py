@@ -27,9 +27,6 @@ def get_config():
     config.rollout.tokens_per_dispatch = 4
     config.rollout.num_prompts = 16
     config.rollout.generation_prompts = 24
-    # Scores of lost games differ, too.
-    config.rollout.keep_groups = "score"
-    config.optim.lr = 6e-4
     config.reward.overlong_buffer_tokens = 0
     config.train.row_tokens = 256
     config.sft.num_steps = 1000
