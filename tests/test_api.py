@@ -229,3 +229,21 @@ def test_a_function_that_holds_a_lock_is_refused(here):
         UserError, match=r"reward cannot be taken to another process .*my_functions.py"
     ):
         build_config("grpo_tiny", reward=reward)
+
+
+@pytest.mark.long
+def test_an_open_run_is_served_between_two_steps(here):
+    openai = import_extra("dev", "openai")
+    with jaxrl.open_run("grpo_tiny", data=iter(ROWS), reward=brevity, **SMALL) as run:
+        run.step()
+        with run.serve() as server:
+            ask = {"model": server.model, "prompt": "3 + 4 =", "max_tokens": 4, "seed": 1}
+            with openai.OpenAI(base_url=server.url, api_key=server.key, max_retries=0) as client:
+                first, again = (client.completions.create(**ask).choices[0].text for _ in range(2))
+                assert first == again
+            other = openai.OpenAI(base_url=server.url, api_key="other", max_retries=0)
+            with other, pytest.raises(openai.AuthenticationError):
+                other.completions.create(**ask)
+        assert np.isfinite(run.step()["actor/pg_loss"])
+    with pytest.raises(UserError, match="this run is closed"), run.serve():
+        pass
