@@ -1,17 +1,17 @@
 """A server that ends at any moment, and one that goes on in its folder: clients notice nothing."""
 
+import contextlib
 import http.client
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
 from extras import import_extra
-from processes import free_port
+from processes import free_port, started
 
 for package in ("google.protobuf", "starlette", "uvicorn"):
     import_extra("dev", package)
@@ -136,22 +136,18 @@ class Server:
             "train_microbatches": 4,
             "checkpoint_steps": 2,
         }
+        self._running = contextlib.ExitStack()
         self._command = [sys.executable, "-m", "jaxrl", "serve", "--tinker"]
         for name, value in flags.items():
             self._command += [f"--{name}", str(value)]
         self.start()
 
     def start(self):
-        self._process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.DEVNULL,
-        )
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        self._running.enter_context(started([self._command], cwd=ROOT, env=env))
 
     def kill(self):
-        self._process.kill()
-        self._process.wait()
+        self._running.close()
 
     def ids(self, kind: str) -> set[str]:
         """The ids of all complete records of a kind."""
