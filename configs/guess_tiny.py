@@ -3,7 +3,7 @@
     python launch/train.py --config configs/guess_tiny.py
 
 The game is in configs/shared/number_game.py: up to six turns, "It is higher." or "It is lower." between them.
-Hardware: any two cores, 2 GB of memory, no accelerator. Score to expect: docs/agents.md.
+Hardware: any two cores, 2 GB of memory, no accelerator. Score to expect: not measured yet.
 """
 
 import pathlib
@@ -29,5 +29,6 @@ def get_config():
     config.rollout.generation_prompts = 24
     config.reward.overlong_buffer_tokens = 0
     config.train.row_tokens = 256
-    config.sft.num_steps = 1000
+    config.sft.num_steps = 1500
+    config.sft.examples_per_step = 24
     return config

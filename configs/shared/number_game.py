@@ -26,7 +26,7 @@ from jaxrl.agents.environments import environment_agent
 NUMBERS, TURNS = 20, 6
 QUESTION = f"Guess my number from 1 to {NUMBERS}."
 # Share of the games to learn from whose guesses agree with all answers so far.
-LISTENS = 0.15
+LISTENS = 0.35
 
 
 def _user(text: str) -> dict[str, str]:
