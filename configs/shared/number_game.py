@@ -9,7 +9,7 @@
     data.train.path = "shared/number_game.py:make"     positions of games, each with a next guess, for SFT
 
 Most of these games are played without taking notice of what was said, and some by always agreeing with it. A
-model trained on them wins about one game in three; reinforcement learning has to discover which way pays off.
+model trained on them wins about two games in five; reinforcement learning has to discover which way pays off.
 """
 
 from __future__ import annotations
