@@ -328,6 +328,12 @@ class Scored:
         """Correctness by group, bool."""
         return self.correct_B.reshape(-1, self.completions.num_samples)
 
+    @property
+    def counts_NG(self) -> np.ndarray:
+        """Whether a sample counts in its group, bool; those of failed agents do not."""
+        agents, shape = self.completions.of_agents, self.correct_NG.shape
+        return np.ones(shape, bool) if agents is None else ~agents.failed_B.reshape(shape)
+
     def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Scored:
         """The groups of the prompts at `prompt_indices`, in that order."""
         rows = self.completions.rows_of(prompt_indices)

@@ -27,9 +27,6 @@ from jaxrl.errors import UserError
 _CLONE = pathlib.Path(__file__).parents[1] / "configs"
 _PACKAGE = pathlib.Path(__file__).parent / "recipes"
 
-# How `load_function` loads an agent (docs/agents.md).
-AGENT_CALL: Mapping[str, Any] = {"takes": ("client", "problem"), "own_process": True}
-
 _FUNCTION = re.compile(r"(.+\.(?:py|pkl)|[^\W\d][\w.]*):[^\W\d]\w*")
 
 
@@ -101,6 +98,11 @@ def load_function(
     if takes is not None:
         _check_takes(function, path, what, takes, options or {})
     return function
+
+
+def load_agent(path: str) -> Callable[..., Any]:
+    """The agent at `path` (docs/agents.md), which a worker process will call. Raises as `load_function`."""
+    return load_function(path, "rollout.agent", takes=("client", "problem"), own_process=True)
 
 
 def _pickled_function(

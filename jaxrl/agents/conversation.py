@@ -28,7 +28,6 @@ import numpy as np
 from jaxrl.agents.suffix import ChatRenderer, Messages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, template_message
-from jaxrl.errors import UserError
 
 History: TypeAlias = Literal["kept", "as_template"]
 
@@ -137,14 +136,12 @@ class Turn:
     Attributes:
       key: name of the turn; it follows from the texts and tokens before it alone.
       prompt_ids: int32 [T], all tokens that the model reads, read-only.
-      num_messages: number of messages before the answer.
       start: beginning of the answer that was given to the model.
       answer: what was sampled; None before.
     """
 
     key: str
     prompt_ids: np.ndarray
-    num_messages: int
     start: str
     answer: Answer | None = None
     # The turn whose answer comes before the messages, and the one whose tokens come before the tokens. They
@@ -188,19 +185,17 @@ class Conversation:
       counts: numbers of tokens so far.
     """
 
-    def __init__(self, model: ChatModel, *, history: History = "kept", max_tokens: int = 0):
+    def __init__(self, model: ChatModel, *, history: History = "kept"):
         """Starts an empty conversation.
 
         Args:
           model: the chat format.
           history: "kept" leaves sampled tokens in all later prompts. "as_template" starts a branch where the
             template shows earlier messages in another way, with the template's rendering.
-          max_tokens: maximum number of tokens of the whole tree; 0 means no limit.
         """
         assert history in get_args(History), history
         self._model = model
         self._history = history
-        self._max_tokens = max_tokens
         # By tools and variables of the template.
         self._roots: dict[str, _Children] = {}
         self._turns: list[Turn] = []
@@ -227,7 +222,7 @@ class Conversation:
           The turn. It is the same one if a request is repeated; `Turn.answer` may be there then.
 
         Raises:
-          UserError: the template refuses the messages, or the tree has reached its limit.
+          UserError: the template refuses the messages.
         """
         given = [template_message(message) for message in messages]
         keys = [self._compared(message) for message in given]
@@ -244,7 +239,6 @@ class Conversation:
         before = root if parent is None else f"{parent.key} {_digest(_answer_of(parent).tokens)}"
         turn.key = _digest(json.dumps([before, *place]).encode())
         num_new = len(turn.prompt_ids) - turn.first
-        self._check_room(num_new)
         # Only now, so that a request that is refused leaves nothing.
         siblings[place] = turn
         self._roots.setdefault(root, roots)
@@ -374,7 +368,6 @@ class Conversation:
         renderer, encode = self._model.renderer, self._model.tokenizer.encode
         new = given[known:]
         common: dict[str, Any] = {
-            "num_messages": len(given),
             "start": start,
             "parent": parent,
             "messages": tuple(new),
@@ -434,14 +427,6 @@ class Conversation:
             for call in message.get("tool_calls", ())
         )
         return _Message(message["role"], content, reasoning, calls, message.get("name", ""))
-
-    def _check_room(self, num_new: int) -> None:
-        stored = self.counts.encoded + self.counts.sampled
-        if self._max_tokens and stored + num_new > self._max_tokens:
-            raise UserError(
-                f"the conversation has {stored} tokens and {num_new} would come on top, but no more than "
-                f"{self._max_tokens} may; end it, or change less of its history"
-            )
 
     def _count(self, **more: int) -> None:
         added = {name: getattr(self.counts, name) + count for name, count in more.items()}

@@ -60,13 +60,7 @@ class Endpoint:
         self._sessions = Sessions(settings.agent_seconds)
         self._prompts = SessionPrompts(self._model, self._sessions, most_turns=settings.agent_turns)
         self._runner = Runner(settings.agent, self._sessions, seconds=settings.agent_seconds)
-        limits = RequestLimits(
-            _MODEL,
-            sizes.max_prompt_tokens,
-            sizes.max_response_tokens,
-            sizes.max_context_tokens,
-            stop_ids=sizes.stop_ids,
-        )
+        limits = RequestLimits.of_engine(_MODEL, sizes)
         app = build_app(
             LiveText(live, model.tokenizer.decode),
             model.tokenizer,

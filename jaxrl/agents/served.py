@@ -43,13 +43,7 @@ def served(actor: Actor, tokenizer: Tokenizer) -> Iterator[Served]:
     engine = backend.inner if isinstance(backend, AgentBackend) else backend
     assert isinstance(engine, OfflineBackend), "a run with another backend has no engine of ours"
     sizes, key = engine.engine.config, secrets.token_urlsafe(18)
-    limits = RequestLimits(
-        _MODEL,
-        sizes.max_prompt_tokens,
-        sizes.max_response_tokens,
-        sizes.max_context_tokens,
-        stop_ids=sizes.stop_ids,
-    )
+    limits = RequestLimits.of_engine(_MODEL, sizes)
     with OnlineDriver(engine.engine, engine.params, tokenizer.decode) as driver:
         app = build_app(driver, tokenizer, limits, max_body_bytes=_MAX_BODY_BYTES)
         server = HttpServer(app, host="127.0.0.1", port=0, api_key=key)

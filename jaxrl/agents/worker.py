@@ -23,7 +23,7 @@ from typing import Any
 
 import openai
 
-from jaxrl.user_code import AGENT_CALL, load_function
+from jaxrl.user_code import load_agent
 
 # An answer may take as long as its sampling does.
 _NO_LIMIT = 24 * 3600.0
@@ -59,7 +59,7 @@ def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
     Raises:
       UserError: the agent cannot be loaded.
     """
-    agent = load_function(path, "rollout.agent", **AGENT_CALL)
+    agent = load_agent(path)
 
     def run(where: tuple[str, str, float]) -> None:
         url, key, seconds = where

@@ -31,7 +31,7 @@ from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, Faults, RunKind, fine_tuning
 from jaxrl.trainer.run_files import stage_folders
-from jaxrl.user_code import AGENT_CALL, load_function, names_function
+from jaxrl.user_code import load_agent, load_function, names_function
 
 
 class Training(NamedTuple):
@@ -123,9 +123,7 @@ def check_for_plan(config: Config) -> None:
     for name, function in config.reward.functions.items():
         faults(f"reward.functions.{name}", functools.partial(user_reward, function["path"]))
     if agent := config.rollout.agent:
-        faults(
-            "rollout.agent", functools.partial(load_function, agent, "rollout.agent", **AGENT_CALL)
-        )
+        faults("rollout.agent", functools.partial(load_agent, agent))
     faults.check()
 
 

@@ -35,7 +35,7 @@ class GroupFilter(Protocol):
 
 
 class MixedGroups:
-    """Groups with 0 < number correct < G.
+    """Groups with both right and wrong samples, without those of failed agents.
 
     It looks at correctness, not at the spread of rewards. A length penalty makes rewards differ in a group
     without a signal about the answer, and the float deviation of equal rewards need not be 0.
@@ -45,8 +45,7 @@ class MixedGroups:
 
     def __call__(self, scored: Scored) -> np.ndarray:
         """Whether each group is kept, bool [N]."""
-        correct_N = scored.correct_NG.sum(axis=1)
-        return (correct_N > 0) & (correct_N < scored.completions.num_samples)
+        return _differ(scored.correct_B, scored)
 
 
 class SpreadGroups:
@@ -56,8 +55,15 @@ class SpreadGroups:
 
     def __call__(self, scored: Scored) -> np.ndarray:
         """Whether each group is kept, bool [N]."""
-        score_NG = scored.score_B.reshape(-1, scored.completions.num_samples)
-        return np.ptp(score_NG, axis=1) > 0
+        return _differ(scored.score_B, scored)
+
+
+def _differ(value_B: np.ndarray, scored: Scored) -> np.ndarray:
+    """Whether values of samples that count differ in a group, bool [N]."""
+    counts_NG = scored.counts_NG
+    value_NG = value_B.reshape(counts_NG.shape)
+    above_NG, below_NG = (np.where(counts_NG, value_NG, x) for x in (-np.inf, np.inf))
+    return above_NG.max(axis=1) > below_NG.min(axis=1)
 
 
 class NotEnoughGroups(UserError):

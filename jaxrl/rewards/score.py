@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,14 +92,10 @@ class AskedVerdicts:
 
 def _given_by(agents: AgentRows) -> list[Verdict | None]:
     """The verdicts of agents. A sample whose agent failed is wrong; nothing learns from it."""
-    return [
-        Verdict(0.0, False)
-        if failed
-        else None
-        if np.isnan(score)
-        else Verdict(float(score), bool(score >= RIGHT))
-        for score, failed in zip(agents.score_B, agents.failed_B, strict=True)
-    ]
+    scores = agents.score_B.tolist()
+    given = [None if math.isnan(score) else Verdict(score, score >= RIGHT) for score in scores]
+    wrong = Verdict(0.0, False)
+    return [wrong if bad else one for bad, one in zip(agents.failed_B, given, strict=True)]
 
 
 def score_completions(

@@ -118,7 +118,7 @@ def with_agent(backend: RolloutBackend, settings: RolloutConfig, tokenizer: Any)
     """The backend that runs `rollout.agent` with answers of `backend`; `backend` itself without an agent.
 
     Raises:
-      UserError: the agent cannot be loaded, or the tokenizer has no chat template.
+      UserError: the tokenizer has no chat template.
     """
     if not settings.agent:
         return backend

@@ -123,13 +123,7 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
     from jaxrl.serving.openai.endpoint import build_app
 
     tokenizer, sizes = loaded.tokenizer, loaded.engine.config
-    limits = RequestLimits(
-        config.model_name,
-        sizes.max_prompt_tokens,
-        sizes.max_response_tokens,
-        sizes.max_context_tokens,
-        stop_ids=tokenizer.stop_ids,
-    )
+    limits = RequestLimits.of_engine(config.model_name, sizes)
     with contextlib.ExitStack() as stack:
         driver = OnlineDriver(
             loaded.engine, loaded.params, tokenizer.decode, max_waiting=config.max_waiting

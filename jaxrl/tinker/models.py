@@ -38,15 +38,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl.algos.summed_losses import SUMMED_LOSSES
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Targets, pack_targets
+from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, pack_targets
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
 from jaxrl.tinker.turns import Turns
-from jaxrl.tinker.wire import array_of, forward_backward_output, tokens_of
+from jaxrl.tinker.wire import forward_backward_output, read_data
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.tracking.durable import sync
 
@@ -534,117 +533,3 @@ class Models:
         if not folder.is_dir():
             raise UserError(f"{path} is not here; this server has what it saved in {self._folder}")
         return folder
-
-
-def check_loss(name: str, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a loss that is not served, or settings that it does not have."""
-    if name == "stable_reinforce":
-        raise UserError(
-            "loss_fn stable_reinforce is not published, so only its maker can serve it; use "
-            "loss_fn=importance_sampling"
-        )
-    if name not in SUMMED_LOSSES:
-        raise UserError(
-            f"loss_fn {name[:80]!r} is not served; use one of {', '.join(SUMMED_LOSSES)}, or a loss of your "
-            "own by forward_backward_custom"
-        )
-    known = SUMMED_LOSSES[name].numbers
-    for key, value in config.items():
-        if key not in known:
-            raise UserError(
-                f"loss_fn_config {key[:80]!r} is no setting of {name}; it has {', '.join(known) or 'none'}"
-            )
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise UserError(f"loss_fn_config {key} is {value!r}; send a finite number")
-
-
-def read_data(request: Any, longest: int, vocabulary: int) -> list[Targets]:
-    """The data of a ForwardBackwardRequest.
-
-    Args:
-      request: the message.
-      longest: number of tokens of the longest sequence.
-      vocabulary: number of tokens of the model.
-
-    Raises:
-      UserError: something does not fit; the message names the datum.
-    """
-    config = dict(request.loss_fn_config) | {
-        key: value.number if value.WhichOneof("value") == "number" else value.text
-        for key, value in request.loss_fn_config_v2.items()
-    }
-    check_loss(request.loss_fn, config)
-    if not request.data:
-        raise UserError("the request has no data; send at least one datum")
-    numbers = {**SUMMED_LOSSES[request.loss_fn].numbers, **config}
-    if request.forward_only:
-        # Custom losses ask for log-probabilities alone: their own inputs stay with the client.
-        numbers |= dict.fromkeys(SUMMED_LOSSES[request.loss_fn].inputs, 1.0)
-    return [
-        _read_datum(datum, f"datum {i}", request, numbers, longest, vocabulary)
-        for i, datum in enumerate(request.data)
-    ]
-
-
-def _read_datum(
-    datum: Any,
-    where: str,
-    request: Any,
-    numbers: Mapping[str, float],
-    longest: int,
-    vocabulary: int,
-) -> Targets:
-    tokens = tokens_of(datum.model_input)
-    if not 1 <= len(tokens) <= longest:
-        raise UserError(
-            f"{where} has {len(tokens)} tokens; this server trains on 1 to {longest}: cut it, or start the "
-            "server with more --train_tokens"
-        )
-    if "target_tokens" not in datum.loss_fn_inputs:
-        raise UserError(f"{where} has no target_tokens in loss_fn_inputs; send them")
-    tensors = datum.loss_fn_inputs
-    targets = array_of(tensors["target_tokens"], f"{where}: target_tokens")
-    if len(targets) != len(tokens) or targets.ndim not in (1, 2) or not targets.size:
-        raise UserError(
-            f"{where} has target_tokens {list(targets.shape)} for {len(tokens)} tokens; send [N] or [N, K]"
-        )
-    for name, ids in (("tokens", tokens), ("target_tokens", targets)):
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise UserError(f"{where}: {name} are {ids.dtype}; send int64")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            raise UserError(
-                f"{where}: {name} go from {ids.min()} to {ids.max()}; this model's go from 0 to "
-                f"{vocabulary - 1}: use its own tokenizer"
-            )
-    loss = SUMMED_LOSSES[request.loss_fn]
-    if targets.ndim == 2 and targets.shape[1] > 1 and request.loss_fn != "cross_entropy":
-        raise UserError(
-            f"{where} has {targets.shape[1]} targets of each token; {request.loss_fn} takes one"
-        )
-    extra = tensors.keys() - {"target_tokens", *loss.arrays}
-    if extra and not request.forward_only:
-        raise UserError(
-            f"{where} has {', '.join(sorted(extra))}, which {request.loss_fn} does not take; it takes "
-            f"{', '.join(('target_tokens', *loss.arrays))}"
-        )
-    inputs: dict[str, np.ndarray] = {}
-    for name in loss.arrays:
-        if name not in tensors:
-            if name not in numbers:
-                raise UserError(
-                    f"{where} has no {name} in loss_fn_inputs, which {request.loss_fn} needs"
-                )
-            values = np.full(targets.shape, numbers[name], np.float32)
-        else:
-            values = array_of(tensors[name], f"{where}: {name}").astype(np.float32)
-            if values.shape != targets.shape:
-                raise UserError(
-                    f"{where} has {name} {list(values.shape)} and target_tokens {list(targets.shape)}; send "
-                    "arrays of one shape"
-                )
-            if not np.isfinite(values).all():
-                raise UserError(
-                    f"{where}: {name} has values that are not finite; remove NaN and infinity"
-                )
-        inputs[name] = values.reshape(len(tokens), -1)
-    return Targets(tokens, targets.astype(np.int32).reshape(len(tokens), -1), inputs)

@@ -27,7 +27,7 @@ from jaxrl.rollout.drivers import lookup_driver
 from jaxrl.tracking.run_config import split_logger
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_rewards import graders_of, needs_truths
-from jaxrl.user_code import AGENT_CALL, bundled_file, load_function
+from jaxrl.user_code import bundled_file, load_agent, load_function
 
 T = TypeVar("T")
 
@@ -141,9 +141,7 @@ def find_everything(
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
     if path := config.rollout.agent:
         packages |= dict.fromkeys(("openai", "pydantic", "starlette", "uvicorn"), "rollout.agent")
-        faults(
-            "rollout.agent", functools.partial(load_function, path, "rollout.agent", **AGENT_CALL)
-        )
+        faults("rollout.agent", functools.partial(load_agent, path))
     for package, setting in packages.items():
         if package and importlib.util.find_spec(package) is None:
             faults.found.append(
@@ -158,9 +156,6 @@ def find_everything(
         sources = config.data.training_sources | config.data.evaluation_sources
         faults("reward.grader", lambda: graders_of(config, sources))
     if kind.rewards:
-        if agent := config.rollout.agent:
-            takes = ("client", "problem")
-            faults("rollout.agent", lambda: load_function(agent, "rollout.agent", takes=takes))
         for name, function in config.reward.functions.items():
             path = function["path"]
             faults(f"reward.functions.{name}", functools.partial(user_reward, path))

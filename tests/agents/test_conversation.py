@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jaxrl.agents.conversation import ChatModel, Conversation, Counts
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.errors import UserError
 
 QWEN = pathlib.Path(__file__).parents[2] / "../shared/data/tokenizers/qwen2.5"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -209,16 +208,6 @@ def test_reasoning_that_the_template_drops_is_kept_or_starts_a_branch():
     assert np.array_equal(main.tokens[: main.start], encode(whole, THINKING))
     assert "R" not in whole and main.turns == 2 and first.turns == 1
     assert len(main.messages) == 6 and forked.counts.forked == main.start
-
-
-def test_the_tree_has_a_limit():
-    conversation = Conversation(model_of(CHATML), max_tokens=60)
-    say(conversation, conversation.extend([user("x")]), "4<|im_end|>")
-    counts = conversation.counts
-    with pytest.raises(UserError, match="no more than 60 may; end it, or change less"):
-        conversation.extend([user("x" * 50)])
-    assert conversation.counts == counts
-    assert conversation.extend([user("x"), assistant("4"), user("y")]).parent is not None
 
 
 # In any order

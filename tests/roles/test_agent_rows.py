@@ -7,6 +7,7 @@ import pytest
 from small import prompts_of
 from test_redraw import OPTIONS, actor_of, fraction
 
+from jaxrl.dataflows.dynamic_sampling import MixedGroups, SpreadGroups
 from jaxrl.dataflows.preparation import _groups
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.score import AskedVerdicts
@@ -15,7 +16,7 @@ from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.sampling import turn_seed
-from jaxrl.types import AgentRows, Branch, Completions, Prompts, TurnText
+from jaxrl.types import AgentRows, Branch, Completions, Prompts, Scored, TurnText
 
 
 def row(*parts: tuple[list[int], float]) -> tuple[np.ndarray, np.ndarray]:
@@ -153,3 +154,15 @@ def test_turns_are_drawn_again_with_their_own_keys(actor):
     assert fraction(actor, completions, OPTIONS) == 1
     # Keyed as plain responses, other tokens would be expected.
     assert fraction(actor, dataclasses.replace(completions, of_agents=None), OPTIONS) < 1
+
+
+def test_a_failed_sample_makes_no_group_mixed():
+    # Group 0: right, and one that failed. Group 1: right and wrong. Group 2: none that counts.
+    rows = [row(([5], 1)), row(), row(([5], 1)), row(([5], 1)), row(), row()]
+    failed = [False, True, False, False, True, True]
+    completions = talk(prompts_of([2], [3], [4]), rows, [()] * 6, failed=failed)
+    correct_B = np.array([True, False, True, False, False, False])
+    score_B = np.array([1, 0, 1, 0.5, 0, 0], np.float32)
+    scored = Scored(completions, correct_B, score_B, np.zeros(6, np.float32), (None,) * 6)
+    assert MixedGroups()(scored).tolist() == [False, True, False]
+    assert SpreadGroups()(scored).tolist() == [False, True, False]

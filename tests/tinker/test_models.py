@@ -12,9 +12,9 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Futures, Gone
-from jaxrl.tinker.models import Models, TrainedModel, read_data
+from jaxrl.tinker.models import Models, TrainedModel
 from jaxrl.tinker.turns import Turns
-from jaxrl.tinker.wire import MESSAGES, tensor_of
+from jaxrl.tinker.wire import MESSAGES, read_data, tensor_of
 
 SHAPE = PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4)
 

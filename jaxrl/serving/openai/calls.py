@@ -29,6 +29,7 @@ from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import AnswerParser, AssistantMessage
 from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.chat_prompts import (
     ChatPrompts,
@@ -112,6 +113,17 @@ class RequestLimits:
     max_context_tokens: int
     max_choices: int = 128
     stop_ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def of_engine(model: str, sizes: EngineConfig) -> RequestLimits:
+        """What an engine of these sizes takes, under a name."""
+        return RequestLimits(
+            model,
+            sizes.max_prompt_tokens,
+            sizes.max_response_tokens,
+            sizes.max_context_tokens,
+            stop_ids=sizes.stop_ids,
+        )
 
 
 # OpenAI's default number of tokens for completions. Chats default to the server's limit.
