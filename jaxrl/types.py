@@ -331,8 +331,8 @@ class Scored:
     @property
     def counts_NG(self) -> np.ndarray:
         """Whether a sample counts in its group, bool; those of failed agents do not."""
-        agents, shape = self.completions.of_agents, self.correct_NG.shape
-        return np.ones(shape, bool) if agents is None else ~agents.failed_B.reshape(shape)
+        agents, ones_NG = self.completions.of_agents, np.ones(self.correct_NG.shape, bool)
+        return ones_NG if agents is None else ~agents.failed_B.reshape(ones_NG.shape)
 
     def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Scored:
         """The groups of the prompts at `prompt_indices`, in that order."""

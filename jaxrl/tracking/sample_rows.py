@@ -95,7 +95,7 @@ def sample_rows(
             if (agents := completions.of_agents) is not None and agents.branches[b]:
                 fields["branches"] = [
                     {
-                        "text": token_strings(x.tokens, token_strings.text_of(x.tokens)),
+                        "text": token_strings(x.tokens),
                         "rollout_logprob": list(map(_number, x.rollout_logprob)),
                         "given": np.flatnonzero(x.mask == 0).tolist(),
                     }
@@ -148,18 +148,15 @@ class TokenStrings:
         }
         self._strings: dict[int, str] = {}
 
-    def text_of(self, tokens: np.ndarray) -> str:
-        """The text of all tokens, without special tokens."""
-        return self._tokenizer.decode(tokens)
-
-    def __call__(self, tokens: np.ndarray, text: str) -> list[str]:
+    def __call__(self, tokens: np.ndarray, text: str | None = None) -> list[str]:
         """The string that each token adds to the text; "" for a token that begins a character.
 
         Args:
           tokens: int32 [R].
-          text: text of all tokens, without special tokens.
+          text: text of all tokens, without special tokens; None decodes them.
         """
         ids = tokens.tolist()
+        text = self._tokenizer.decode(ids) if text is None else text
         for i in set(ids) - self._strings.keys():
             self._strings[i] = self._tokenizer.decode([i])
         # Most tokens are text by themselves; only if they do not join to the text they are decoded in turn.

@@ -9,11 +9,12 @@ from test_redraw import OPTIONS, actor_of, fraction
 
 from jaxrl.dataflows.dynamic_sampling import MixedGroups, SpreadGroups
 from jaxrl.dataflows.preparation import _groups
+from jaxrl.dataflows.rewarding import SequenceScores
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.score import AskedVerdicts
 from jaxrl.roles.advantage_estimator import Estimator
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.packing import PackedShape, RowLimits
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.sampling import turn_seed
 from jaxrl.types import AgentRows, Branch, Completions, Prompts, Scored, TurnText
@@ -166,3 +167,21 @@ def test_a_failed_sample_makes_no_group_mixed():
     scored = Scored(completions, correct_B, score_B, np.zeros(6, np.float32), (None,) * 6)
     assert MixedGroups()(scored).tolist() == [False, True, False]
     assert SpreadGroups()(scored).tolist() == [False, True, False]
+
+
+def test_reward_models_score_the_main_conversation():
+    class Ones:
+        """A model whose score of a sequence is its number of tokens."""
+
+        def place(self, batch):
+            return batch
+
+        def scores_of(self, batch):
+            return (batch.segment_ids > 0).astype(np.float32)
+
+    # One row has room for one of these sequences, of 2 + 3 and 2 + 1 tokens, and the limits are for two.
+    rows = [row(([5, 6, 7], 1)), row(([8], 1))]
+    further = [row(([2, 3, 4], 0), ([6], 1))] * 2
+    completions = talk(prompts_of([2, 3]), rows, [further, []])
+    scores = SequenceScores(Ones(), RowLimits(rows=1, tokens=5, longest=5))  # pyright: ignore
+    assert scores(completions).tolist() == [5, 3]
