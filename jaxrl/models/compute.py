@@ -111,7 +111,7 @@ def _values_and_scale(
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Implementation choices of a forward pass. They change its result only by rounding.
+    """Implementation choices of a forward pass. They change its result only by rounding, but for `adapter_B`.
 
     Attributes:
       dtype: type of activations, and of weights in matmuls.
@@ -127,6 +127,7 @@ class Compute:
         for every degree of tensor parallelism that divides the number.
       wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
         for bfloat16 only with such results: at 16 rows they take a third of the time.
+      adapter_B: int32 [B], the adapter of each row in stacks of adapters; None for one that all rows share.
     """
 
     dtype: Any = jnp.float32
@@ -138,6 +139,7 @@ class Compute:
     flat: bool = False
     sum_parts: int = 0
     wide_results: bool = False
+    adapter_B: jax.Array | None = None
 
     def product(
         self,

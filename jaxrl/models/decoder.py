@@ -218,7 +218,7 @@ class Decoder(nnx.Module):
 
         def layer(x_BTD, one_layer, layer_in, row_in):
             layer_weights, slides = one_layer
-            rotations, live_BT, attend_in = row_in
+            rotations, live_BT, attend_in, adapter_B = row_in
             module, kind = nnx.merge(layer_graph, layer_weights), self._kind(slides)
             attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
@@ -227,7 +227,9 @@ class Decoder(nnx.Module):
                 chosen = lambda a, b: a if kind.slides is None else jnp.where(kind.slides, a, b)  # noqa: E731
                 rotation = jax.tree.map(chosen, local, rotation)
             x_BTD = checkpoint_name(x_BTD, "layer_in")
-            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, compute)
+            # Of this microbatch, in a pipeline.
+            here = dataclasses.replace(compute, adapter_B=adapter_B)
+            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, here)
             return x_BTD, tuple(outputs)
 
         policy = REMAT_POLICIES[compute.remat]
@@ -235,7 +237,7 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         sliding = self.config.sliding_layers
         slides_L = jnp.array(sliding) if any(sliding) and not all(sliding) else None
-        row_in = (self._rotations(positions_BT), live_BT, per_row)
+        row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
         x_BTD, (layer_out, routing) = compute.layers(
             layer, x_BTD, (weights, slides_L), per_layer, row_in, unroll=compute.unroll
         )
