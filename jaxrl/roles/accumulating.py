@@ -99,7 +99,7 @@ class Trainee:
 
     Attributes:
       state: its training state, without frozen weights; None before the first weights.
-      gradients: what has added up since the last step; None for nothing.
+      gradients: what has added up since the last step, of adapters with their scale; None for nothing.
       scale: factor of an adapter's output.
     """
 
@@ -218,7 +218,8 @@ class AccumulatingActor(Actor):
         self._gradients = None
         self._num_updates += 1
         traced: Any = AdamNumbers(*map(np.float32, numbers))  # pyright: ignore[reportArgumentType]
-        self.state, grad_norm = self.apply_program(state, gradients, traced)
+        scale = np.float32(self._scale)
+        self.state, grad_norm = self.apply_program(state, gradients, scale, traced)
         return {"grad_norm": float(grad_norm)}
 
     # Pure functions
@@ -233,6 +234,7 @@ class AccumulatingActor(Actor):
         *,
         loss: str,
     ) -> tuple[Params, jax.Array, jax.Array]:
+        trained = lora.scaled(trained, scale)
         place = functools.partial(
             jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
         )
@@ -242,9 +244,7 @@ class AccumulatingActor(Actor):
         def add(micro: TargetBatch) -> tuple[jax.Array, jax.Array]:
             pull_back: Any
             total, pull_back, logprob_KRT = jax.vjp(
-                lambda trained: self._loss(
-                    lora.join(lora.scaled(trained, scale), frozen), micro, loss
-                ),
+                lambda trained: self._loss(lora.join(trained, frozen), micro, loss),
                 trained,
                 has_aux=True,
             )
@@ -304,8 +304,10 @@ class AccumulatingActor(Actor):
 
     @jax.named_scope("optimizer")
     def _apply(
-        self, state: TrainState, gradients: Params, numbers: AdamNumbers
+        self, state: TrainState, gradients: Params, scale: jax.Array, numbers: AdamNumbers
     ) -> tuple[TrainState, jax.Array]:
+        # The chain rule of `scaled`: JAX 0.10.2 cannot add the gradient of a product to a ref.
+        gradients = lora.scaled(gradients, scale)
         trained, grad_norm = state.params, optax.tree.norm(gradients)
         # Adam's bias correction raises a float to an int: optax relies on promotion.
         with jax.numpy_dtype_promotion("standard"):
