@@ -98,7 +98,7 @@ class Projection(nnx.Module):
         else:
             # Decoding: slots are many, and factors gathered for each of them would be more to read than the
             # whole stack. What is of other adapters is an exact 0.
-            own_BN = adapter_B[:, None] == jnp.arange(N)
+            own_BN = adapter_B[:, None] == jnp.arange(N)[None]
             low_BTNr = jnp.einsum("bti,nir->btnr", x_BTI, a_NIr)
             low_BTNr = jnp.where(own_BN[:, None, :, None], low_BTNr, 0)
             delta_BTO = jnp.einsum("btnr,nro->bto", low_BTNr, b_NrO)

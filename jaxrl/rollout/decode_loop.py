@@ -221,7 +221,7 @@ class DecodeLoop:
         if rows is None:
             adapters = ()
             if self._engine.config.adapter_places:
-                adapters = tuple(owner.start.adapter if owner else 0 for owner in owners)
+                adapters = tuple(0 if sample is None else sample.start.adapter for sample in owners)
             self._slots.generate(scheduler.enough_active, adapters)
             return
         prompt_ids: list[int | None] = [None] * len(rows.slot_m)
