@@ -111,7 +111,9 @@ def empty_stack(like: Params, places: int, dtype: Any) -> Params:
 
 def put_into(stack: Params, adapters: Params, place: Any) -> Params:
     """The stack with other adapters at a place."""
-    return jax.tree.map(lambda all_, x: all_.at[:, place].set(x.astype(all_.dtype)), stack, adapters)
+    return jax.tree.map(
+        lambda all_, x: all_.at[:, place].set(x.astype(all_.dtype)), stack, adapters
+    )
 
 
 def taken_from(stack: Params, place: Any) -> Params:

@@ -143,9 +143,7 @@ class DecodeLoop:
                 )
             ),
             # The shards that hold most of the beginning of a sample's sequence.
-            preferred=lambda sample: (
-                () if known is None else _holders(known, sample.start)[0]
-            ),
+            preferred=lambda sample: () if known is None else _holders(known, sample.start)[0],
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []

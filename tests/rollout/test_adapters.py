@@ -47,9 +47,7 @@ def loop_of(layout, **changes):
     engine = Engine(RANKED, graph, mesh, config)
     like, _ = lora.split(shapes)
     where, base_where = lora.split(shardings(axes, shapes, GENERATE_RULES, mesh))
-    stack = jax.device_put(
-        lora.empty_stack(like, PLACES, jnp.float32), lora.stack_shardings(where)
-    )
+    stack = jax.device_put(lora.empty_stack(like, PLACES, jnp.float32), lora.stack_shardings(where))
     base = jax.device_put(weights(), base_where)
     return LiveLoop(engine, lora.join(stack, base), StopSearch(decode)), stack, engine
 

@@ -24,7 +24,7 @@ class Client:
 
     def __init__(self, **options):
         self.futures = Futures()
-        unused: dict = {"actor": None, "load_base": None, "shards": 1}
+        unused: dict = {"actor": None, "fresh": None, "shards": 1}
         unused["turns"] = Turns(exclusive=False)
         unused |= {"write": lambda *_, **__: None, "held": set}
         place = pathlib.Path()
