@@ -36,10 +36,22 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return write_model(tmp_path_factory.mktemp("tinker"))
 
 
-@pytest.fixture(scope="module")
-def server(folder):
-    with running(config_of(folder)) as server:
+@pytest.fixture(
+    scope="module", params=["adapters", pytest.param("full", marks=pytest.mark.long)]
+)
+def server(folder, request):
+    saved = str(folder / request.param)
+    with running(config_of(folder, folder=saved, full=request.param == "full")) as server:
         yield server
+
+
+def places_of(server) -> int:
+    return 2 if server.actor.frozen else 1
+
+
+def finish(*clients):
+    for client in clients:
+        client.post(f"sessions/{client.session_id}/finish", {})
 
 
 @pytest.fixture
@@ -250,7 +262,8 @@ def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
     # All that was wrong has had its turn.
     trainer.train(DATA)
     assert "metrics" in trainer.step(0.0)
-    # Another session may not take the model while this one is heard of.
+    # Another session may not take a place while those that have them are heard of.
+    others = [Trainer(server.http_port) for _ in range(places_of(server) - 1)]
     other = Client(server.http_port)
     session = other.post("create_session", {"tags": []})["session_id"]
     create = {"session_id": session, "model_seq_id": 1, "base_model": "Other/Model"}
@@ -260,11 +273,12 @@ def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
     monkeypatch.setattr(tinker_app, "_HOLD_S", 0.05)
     status, answer = other.send("retrieve_future", waiting)
     assert (status, answer["queue_state"]) == (408, "paused_capacity")
-    assert trainer.session_id in answer["queue_state_reason"]
-    trainer.post(f"sessions/{trainer.session_id}/finish", {})
+    assert "places for models are taken" in answer["queue_state_reason"]
+    finish(trainer)
     monkeypatch.undo()
     assert other.result(waiting)["model_id"] == f"{session}:train:0"
     other.post(f"sessions/{session}/finish", {})
+    finish(*others)
 
 
 NOWHERE = {"model_id": "s1:train:0", "seq_id": 1}
@@ -322,10 +336,10 @@ def test_a_session_that_is_not_heard_of_loses_its_model(server, monkeypatch):
     silent = Trainer(server.http_port)
     later = tinker_clients.monotonic() + 1000
     monkeypatch.setattr(tinker_clients, "monotonic", lambda: later)
-    other = Trainer(server.http_port)
+    others = [Trainer(server.http_port) for _ in range(places_of(server))]
     status, answer = silent.send("get_info", {"model_id": silent.model_id})
-    assert status == 410 and other.model_id in answer["error"]
-    other.post(f"sessions/{other.session_id}/finish", {})
+    assert status == 410 and "another model has its place" in answer["error"]
+    finish(*others)
 
 
 def test_a_pending_result_is_asked_for_again(trainer, monkeypatch):
