@@ -98,7 +98,7 @@ class Client:
 class Trainer(Client):
     """A client with a session and a model."""
 
-    def __init__(self, port: int, rank: int = 4):
+    def __init__(self, port: int, rank: int = 4, **lora_config):
         super().__init__(port)
         session = {
             "tags": [],
@@ -119,6 +119,7 @@ class Trainer(Client):
                 "train_unembed": True,
                 "train_mlp": True,
                 "train_attn": True,
+                **lora_config,
             },
             "optimizer_config": {"type": "adamw"},
             "type": "create_model",

@@ -36,9 +36,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return write_model(tmp_path_factory.mktemp("tinker"))
 
 
-@pytest.fixture(
-    scope="module", params=["adapters", pytest.param("full", marks=pytest.mark.long)]
-)
+@pytest.fixture(scope="module", params=["adapters", pytest.param("full", marks=pytest.mark.long)])
 def server(folder, request):
     saved = str(folder / request.param)
     with running(config_of(folder, folder=saved, full=request.param == "full")) as server:
