@@ -92,12 +92,12 @@ class Projection(nnx.Module):
         N, r, outs = a.shape[0], a.shape[-1], b.shape[2:]
         x_BTI = x.reshape(*x.shape[:2], -1)
         a_NIr, b_NrO = a.reshape(N, -1, r), b.reshape(N, r, -1)
-        if x.shape[1] > 1:
+        if x.shape[1] > 1 or compute.gathers_adapters:
             low_BTr = jnp.einsum("bti,bir->btr", x_BTI, a_NIr[adapter_B])
             delta_BTO = jnp.einsum("btr,bro->bto", low_BTr, b_NrO[adapter_B])
         else:
             # Decoding: slots are many, and factors gathered for each of them would be more to read than the
-            # whole stack. What is of other adapters is an exact 0.
+            # whole stack. What is of other adapters is an exact 0, but rounding depends on the place.
             own_BN = adapter_B[:, None] == jnp.arange(N)[None]
             low_BTNr = jnp.einsum("bti,nir->btnr", x_BTI, a_NIr)
             low_BTNr = jnp.where(own_BN[:, None, :, None], low_BTNr, 0)

@@ -156,6 +156,7 @@ class Engine:
             unroll=config.layers_per_iteration(model.num_layers, platform),
             sum_parts=_sum_parts(model) if config.deterministic else 0,
             wide_results=on_cpu,
+            gathers_adapters=on_cpu,
         )
         slots = SlotPrograms(self.cache, layout, config.tokens_per_dispatch)
         kernel = pick_implementation(

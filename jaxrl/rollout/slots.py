@@ -58,7 +58,7 @@ def prefilled(engine: Engine, params: Params, starts: Sequence[Start]) -> Prefix
 
 
 def adapters_on_device(engine: Engine, numbers: Sequence[int], rows: int) -> tuple[jax.Array, ...]:
-    """Places of adapters with these numbers, int32 [rows], as a last argument of programs; () without a stack."""
+    """Places of adapters, int32 [rows], as the last argument of programs; () without a stack."""
     places = engine.config.adapter_places
     if not places:
         return ()

@@ -4,9 +4,9 @@
     forward_backward, optim_step,   in the order of their seq_id, which counts from 1 without gaps; they
     save_weights, load_weights, ..  arrive in any order, and those after a gap wait for it
 
-There is a place for each of several adapters, or one for a model of which all weights are trained. Without a
-free place a model takes that of a session that has ended or was not heard of for a while, else that of an older
-model of its own session, else it waits. Calls of different models run one after the other, as they arrive.
+There is a place for each of several adapters, or one for a model of which all weights are trained. Without
+a free place a model takes that of a session that has ended or was not heard of for a while, else that of an
+older model of its own session, else it waits. Calls of different models run one after the other.
 
 Weights of a name lie in the server's folder, and outlive it:
 
@@ -88,8 +88,8 @@ class TrainedModel:
 
     model_id: str
     session_id: str
-    adapter: LoraConfig = LoraConfig()
-    trainee: Trainee = Trainee()
+    adapter: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    trainee: Trainee = dataclasses.field(default_factory=Trainee)
     unsaved_steps: float = 0.0
     next_seq: int = 1
     waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)
@@ -207,8 +207,8 @@ class Models:
         Args:
           actor: policy without weights.
           shape, shards: shape of its batches, and the devices that split their rows.
-          fresh: function that makes what is trained, in the training layout: an adapter, or for None the base
-            model's weights.
+          fresh: function that makes what is trained, in the training layout: an adapter, or for None the
+            base model's weights.
           futures: futures, which the thread finishes.
           folder: folder of named weights.
           source: directory of the base model.
@@ -257,8 +257,8 @@ class Models:
         model = self._models.get(model_id)
         if model is None:
             raise Gone(
-                f"model {model_id!r} is not here: its session is over, or another model has its place; create "
-                "a model, or load weights that were saved"
+                f"model {model_id!r} is not here: its session is over, or another model has its place; "
+                "create a model, or load weights that were saved"
             )
         return model
 
@@ -289,8 +289,8 @@ class Models:
             self._new.append(new)
             if self._place_for(new) is None:
                 future.waits_for = (
-                    f"{self._places} of {self._places} places for models are taken; a session that ends, or is "
-                    "not heard of, frees its own"
+                    f"{self._places} of {self._places} places for models are taken; a session that ends, or "
+                    "is not heard of, frees its own"
                 )
             self._changed.notify_all()
 
@@ -600,7 +600,7 @@ class Models:
         return {"type": "load_weights", "model_id": model.model_id, "path": path}
 
     def export(self, model: TrainedModel, request_id: str, name: str) -> Any:
-        """Writes the weights as a Hugging Face directory or an adapter as a PEFT directory, to sample from."""
+        """Writes a Hugging Face directory, or of an adapter a PEFT directory, to sample from."""
         out = self._path(model.model_id, "sampler_weights", name)
         with self._saved(out, request_id, overwrite=False) as folder:
             if model.adapter.rank:

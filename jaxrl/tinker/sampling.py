@@ -3,10 +3,10 @@
     asample --> waiting --> driver of these weights --> samples --> log-probabilities --> future
                             (the only use of `serving.online_driver`)
 
-Adapters decode together, whichever sampler has them, as long as there are places for them (`tinker.adapters`).
+Adapters decode together, whichever sampler has them, as long as there are places (`tinker.adapters`).
 Of whole weights the devices hold one set for sampling at a time. Requests are served in the order of their
-arrival: those that follow each other with the same weights decode together, and one with other weights waits
-until the samples before it have ended. A sampling session never changes its weights.
+arrival: those that follow each other with the same weights decode together, and one with others waits until
+the samples before it have ended. A sampling session never changes its weights.
 
 Log-probabilities are those at temperature 1, as the trainer computes them. The engine's are of the tempered
 distribution, so for other temperatures, and for those of prompts, targets and top-k, the sequences are run

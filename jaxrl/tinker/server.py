@@ -4,9 +4,9 @@
 
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python my_loop.py
 
-DIR is a Hugging Face directory. Several clients train an adapter each, or with --full one at a time trains all
-of the model's weights, and any number may sample. In --folder are the weights that clients save by name and
-what it takes to go on after a restart.
+DIR is a Hugging Face directory. Several clients train an adapter each, or with --full one at a time trains
+all of the model's weights, and any number may sample. In --folder are the weights that clients save by name
+and what it takes to go on after a restart.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def _with_adapters(
     """The settings and the model of a server of adapters."""
     if config.weights_dtype:
         raise UserError(
-            f"--weights_dtype {config.weights_dtype} is for samples only, and adapters are trained and sampled "
-            "from with one copy of the base model; leave it out, or set --full"
+            f"--weights_dtype {config.weights_dtype} is for samples alone: adapters train and sample with "
+            "one copy of the base model; leave it out, or set --full"
         )
     # Experts choose their weights by token, and cannot by adapter, too.
     targets = LORA_TARGETS[:4] if found.model.num_experts else LORA_TARGETS
@@ -296,7 +296,7 @@ def _adapters(
     model, mesh = found.model, actor.mesh
     like = actor.trained(actor.shapes)
     where, frozen_where = lora.split(actor.train_shardings)
-    # The base model, and what each client may sample from; two at least, for loops that sample while they train.
+    # The base model, and a sampler of each client; two at least, for a loop that samples ahead.
     count = 1 + max(config.adapters, 2)
     make_stack = functools.partial(lora.empty_stack, like, count, jnp.dtype(config.dtype))
     stack_where = lora.stack_shardings(where)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, decode, spread, weights
 from closeness import assert_close
+from flax import nnx
 from test_live_loop import Heard, drain
 
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
+from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.rollout.engine import Engine
@@ -121,3 +123,23 @@ def test_places_make_no_difference_to_a_bit():
         drain(live)
         found.append(heard.joined("logprob").tobytes())
     assert len(set(found)) == 1
+
+
+def test_the_whole_stack_gives_what_gathered_factors_give():
+    """As accelerators decode."""
+    like, _ = lora.split(decoder_graph(RANKED)[1])
+    stack = lora.empty_stack(like, PLACES, jnp.float32)
+    for number in (1, 2):
+        stack = lora.put_into(stack, adapter(number), number)
+    model = nnx.merge(
+        decoder_graph(RANKED)[0], lora.join(stack, jax.tree.map(jnp.asarray, weights()))
+    )
+    given = {"per_row": None, "live_BT": jnp.ones((4, 1), bool)}
+
+    def hidden(gathers):
+        compute = Compute(adapter_B=jnp.array([2, 0, 1, 2]), gathers_adapters=gathers)
+        attend = lambda q, k, v, *_: (q + k.mean() + v.mean(), None)  # noqa: E731
+        places = jnp.zeros((4, 1), jnp.int32)
+        return jax.jit(lambda: model(places + 7, places, attend, compute=compute, **given)[0])()
+
+    assert_close(hidden(False), hidden(True), scale=1)
