@@ -1,5 +1,6 @@
 """Clients with adapters: several at once, their files, and what they may not ask."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -23,6 +24,7 @@ from recorded import (  # noqa: E402
     asked,
     config_of,
     decoded,
+    sampled,
     supervised,
     write_model,
 )
@@ -36,6 +38,7 @@ from jaxrl.models.huggingface.weight_loading import load_adapter, load_params  #
 from jaxrl.tinker.adapters import AdapterPlaces  # noqa: E402
 from jaxrl.tinker.sampler_weights import SamplerWeights  # noqa: E402
 from jaxrl.tinker.server import running  # noqa: E402
+from jaxrl.tinker.wire import parse  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +65,9 @@ def steps(clients, which):
     """Two steps of some of the clients, whose calls alternate; samples of each after each step.
 
     Returns:
-      for each client its log-probabilities, losses, norms, and samples.
+      for each client its log-probabilities, losses and norms; and the samples' tokens and log-probabilities.
     """
-    found = {i: [] for i in which}
+    found, drawn = {i: [] for i in which}, {i: [] for i in which}
     for step in range(2):
         batches = {
             i: clients[i].post("forward_backward", clients[i].batch(CLIENTS[i][0]), kind=PROTOBUF)
@@ -77,30 +80,38 @@ def steps(clients, which):
             found[i].append(clients[i].step(CLIENTS[i][2])["metrics"]["grad_norm:mean"])
         samplers = {i: clients[i].snapshot() for i in which}
         # All are submitted before the first result is there: they decode together.
-        drawn = {
+        asked_for = {
             i: [
                 clients[i].post("asample", asked(samplers[i], n, params={"seed": 10 * step + n}))
                 for n in range(3)
             ]
             for i in which
         }
-        found |= {i: found[i] + [clients[i].result(each) for each in drawn[i]] for i in which}
-    return found
+        for i in which:
+            for each in asked_for[i]:
+                response = parse("SampleResponse", clients[i].result(each))
+                drawn[i] += map(sampled, response.sequences)
+    return found, drawn
 
 
 def test_two_clients_at_once_get_what_each_gets_alone(server):
     clients = [Trainer(server.http_port, rank) for _, rank, _ in CLIENTS]
-    together = steps(clients, (0, 1))
+    trained, drawn = steps(clients, (0, 1))
     finish(*clients)
     programs = [server.actor.accumulate_program, server.actor.apply_program]
     compiled = [program._cache_size() for program in programs]
     assert compiled == [1, 1]
     for i, (_, rank, _) in enumerate(CLIENTS):
-        alone = {i: Trainer(server.http_port, rank)}
-        assert steps(alone, (i,))[i] == together[i]
-        finish(*alone.values())
+        client = Trainer(server.http_port, rank)
+        trained_alone, drawn_alone = steps({i: client}, (i,))
+        # To the bit; the sampler's cache has another size beside others.
+        assert trained_alone[i] == trained[i]
+        for (tokens, logprobs), (here, there) in zip(drawn[i], drawn_alone[i], strict=True):
+            assert tokens == here
+            np.testing.assert_allclose(logprobs, there, atol=1e-6)
+        finish(client)
     assert [program._cache_size() for program in programs] == compiled
-    assert together[0][:3] != together[1][:3]
+    assert [tokens for tokens, _ in drawn[0]] != [tokens for tokens, _ in drawn[1]]
 
 
 def plain_logprobs(model, tokens):
@@ -132,7 +143,8 @@ def test_files_are_those_of_peft(server, folder):
         tensors = safetensors.numpy.load_file(run / place / "adapter_model.safetensors")
         name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
         assert tensors[name].shape == (2, 32) and len(tensors) == 2 * 7 * 2
-    base = read_config(folder / "tiny")
+    padding = {"num_tokens": server.actor.model.num_tokens}
+    base = dataclasses.replace(read_config(folder / "tiny"), **padding)
     model = lora.with_adapters(base, read_adapter_config(run / "weights/state"))
     graph, shapes, _ = decoder_graph(model)
     where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
