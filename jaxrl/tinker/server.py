@@ -126,7 +126,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     directory = model_directory(config.model)
     found = read_model(directory)
     if not config.full:
-        config, found = _with_adapters(config, found)
+        found = _with_adapters(config, found)
     model, tokenizer = found.model, found.tokenizer
     # The state is split over all replicas: it takes four times the memory of the weights.
     mesh = build_generation_mesh(config.mesh, shard_state=True)
@@ -273,21 +273,19 @@ def _whole_weights(
     return _Weights(engine, fresh, exported(directory, None), snapshot, exported)
 
 
-def _with_adapters(
-    config: TinkerConfig, found: ModelDirectory
-) -> tuple[TinkerConfig, ModelDirectory]:
-    """The settings and the model of a server of adapters."""
-    if config.weights_dtype:
-        raise UserError(
-            f"--weights_dtype {config.weights_dtype} is for samples alone: adapters train and sample with "
-            "one copy of the base model; leave it out, or set --full"
-        )
+def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirectory:
+    """The model with adapters of the highest rank."""
+    for name in ("weights_dtype", "speculate"):
+        if value := getattr(config, name):
+            raise UserError(
+                f"--{name} {value} does not work with adapters; leave it out, or set --full"
+            )
     # Experts choose their weights by token, and cannot by adapter, too.
     targets = LORA_TARGETS[:4] if found.model.num_experts else LORA_TARGETS
     # A scale of 1: each client has its own.
     adapters = LoraConfig(rank=config.max_rank, alpha=float(config.max_rank), targets=targets)
     model = lora.with_adapters(found.model, adapters)
-    return dataclasses.replace(config, speculate=0), dataclasses.replace(found, model=model)
+    return dataclasses.replace(found, model=model)
 
 
 def _adapters(

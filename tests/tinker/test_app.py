@@ -377,10 +377,11 @@ def steps_on(folder, /, **changes):
 
 
 @pytest.mark.long
-def test_eight_devices_train_and_sample_the_same(folder):
-    alone = steps_on(folder, folder=str(folder / "alone"))
-    changes = {"mesh": "1-2-4", "prefill_prompts": 4, "folder": str(folder / "spread")}
-    spread = steps_on(folder, **changes)
+@pytest.mark.parametrize("full", [False, True])
+def test_eight_devices_train_and_sample_the_same(folder, full):
+    alone = steps_on(folder, folder=str(folder / f"alone-{full}"), full=full)
+    changes = {"mesh": "1-2-4", "prefill_prompts": 4, "folder": str(folder / f"spread-{full}")}
+    spread = steps_on(folder, full=full, **changes)
     assert [tokens for tokens, _ in spread[1]] == [tokens for tokens, _ in alone[1]]
     assert_close([x for _, x in spread[1]], [x for _, x in alone[1]], scale=1)
     assert_close(spread[0], alone[0], scale=1)
