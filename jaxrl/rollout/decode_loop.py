@@ -303,7 +303,7 @@ class DecodeLoop:
             self._pages.pool.forget()
 
     def load_adapters(self, adapters: Params) -> None:
-        """Decodes on with another stack of adapters, in which those of samples in slots are the same."""
+        """Decodes on with another stack of adapters. Samples keep their slots and caches."""
         self._slots.load_adapters(adapters)
 
     def release_weights(self) -> None:

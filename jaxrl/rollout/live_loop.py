@@ -165,6 +165,7 @@ class LiveLoop:
         self._cancelled: list[int] = []
         self._accepting = True
         self._adapters: Params | None = None
+        self._loaded: Params | None = None
         # The same on every process. The owner of a sample is the ticket of its request.
         self._loop = DecodeLoop(
             engine,
@@ -287,7 +288,7 @@ class LiveLoop:
     def load_adapters(self, adapters: Params) -> None:
         """Gives requests that are submitted from now on a stack of adapters with theirs. One process only.
 
-        Those of samples at work must be the same as before.
+        Samples at work go on with what is at their places now.
         """
         self._adapters = adapters
 
@@ -313,9 +314,9 @@ class LiveLoop:
           jax.errors.JaxRuntimeError: a device has failed, which may have destroyed the slots; call `clear`.
         """
         cancelled, arrived = hosts.on_first(functools.partial(self._take, wait_s))
-        adapters, self._adapters = self._adapters, None
-        if adapters is not None:
-            self._loop.load_adapters(adapters)
+        if self._adapters is not self._loaded:
+            self._loaded = self._adapters
+            self._loop.load_adapters(self._loaded)
         new: list[Sample] = []
         # Equal prompts that arrive together share a prefill.
         starts: dict[tuple[int, bytes], Start] = {}

@@ -3,28 +3,43 @@
     place 0   nothing, the base model
     others    weights of samplers; those that no sample uses make room, the least recently used first
 
-Weights that come to a place get a number that was never used, so that nothing cached under the adapter before
-them is found (`rollout.samples.Start`).
+What comes to a place gets a number that was never used, so that nothing cached under the adapter before it is
+found (`rollout.samples.Start`). Samplers of `kind: inflight` share a place, each with a number of its own:
+new weights come to the place while samples decode, whose keys and values stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 
 import jax
 
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
-from jaxrl.tinker.sampler_weights import SamplerWeights
+from jaxrl.tinker.sampler_weights import Newest, SamplerWeights
 
 
 @dataclasses.dataclass
 class _Place:
-    """A place, the number of its adapter, and the calls that sample with it."""
+    """A place.
+
+    Attributes:
+      number: the last number that was given here.
+      shown: whose weights they are: a sampler's, or of all samplers that follow a model.
+      saved: the weights.
+      numbers: number of each sampler.
+      calls: calls that sample with it.
+      last_use: when the last of them came.
+    """
 
     number: int
-    weights: SamplerWeights | None = None
+    shown: SamplerWeights | Newest | None = None
+    saved: SamplerWeights | None = None
+    numbers: weakref.WeakKeyDictionary[SamplerWeights, int] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     calls: int = 0
     last_use: int = 0
 
@@ -38,7 +53,8 @@ class AdapterPlaces:
         self.stack = stack
         count = jax.tree.leaves(stack)[0].shape[1]
         self._places = [_Place(number) for number in range(count)]
-        self._places[0].weights = base
+        self._places[0].shown = base
+        self._places[0].numbers[base] = 0
         self._uses = itertools.count(1)
         where = jax.tree.map(lambda x: x.sharding, stack)
         # Not donated: the loop may be about to use the stack as it is.
@@ -52,19 +68,34 @@ class AdapterPlaces:
 
     def take(self, weights: SamplerWeights) -> int | None:
         """The number of the adapter of a sampler, for a call; None if a place has to become free first."""
-        place = next((each for each in self._places if each.weights is weights), None)
+        shown = weights.newest or weights
+        place = next((each for each in self._places if each.shown is shown), None)
         if place is None:
             free = [each for each in self._places[1:] if not each.calls]
             if not free:
                 return None
             place = min(free, key=lambda each: each.last_use)
-            at = place.number % len(self._places)
-            self.stack = self._put(self.stack, weights.load(), at)
-            place.weights = weights
+            self._load(place, shown)
+            place.numbers.clear()
+        self.refresh()
+        if weights not in place.numbers:
             place.number += len(self._places)
+            place.numbers[weights] = place.number
         place.calls += 1
         place.last_use = next(self._uses)
-        return place.number
+        return place.numbers[weights]
+
+    def refresh(self) -> None:
+        """Brings newer weights to the places of samplers that follow a model."""
+        for place in self._places:
+            if isinstance(place.shown, Newest) and place.saved is not place.shown.saved:
+                self._load(place, place.shown)
+
+    def _load(self, place: _Place, shown: SamplerWeights | Newest) -> None:
+        saved = shown.saved if isinstance(shown, Newest) else shown
+        at = place.number % len(self._places)
+        self.stack = self._put(self.stack, shown.load(), at)
+        place.shown, place.saved = shown, saved
 
     def leave(self, number: int) -> None:
         """Ends a call."""

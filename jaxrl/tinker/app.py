@@ -244,24 +244,39 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return training("save_weights", body.get("model_id"), body.get("seq_id"), content, work)
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
+        kind, number = body.get("kind", "snapshot"), body.get("sampling_session_seq_id")
+        kinds = ("snapshot", "inflight") if service.max_rank else ("snapshot",)
+        follows = kind == "inflight" and kind in kinds and not body.get("path")
+
         def work(model: TrainedModel, request_id: str) -> Json:
-            if body.get("kind", "snapshot") != "snapshot":
+            if kind not in kinds:
                 raise UserError(
-                    f"samplers of kind {body['kind']!r} are not served; use snapshot, after each step"
+                    f"samplers of kind {kind!r} are not served; use {' or '.join(kinds)}"
                 )
             if body.get("path"):
                 return models.export(model, request_id, str(body["path"]))
-            number = body.get("sampling_session_seq_id")
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
-            sampler_id = f"{model.session_id}:sample:{number}"
-            clients.add_sampler(sampler_id, model.session_id, service.snapshot(model, request_id))
+            sampler_id, saved = (
+                f"{model.session_id}:sample:{number}",
+                service.snapshot(model, request_id),
+            )
+            if follows:
+                model.newest.saved = saved
+                service.sampler.refresh()
+            else:
+                clients.add_sampler(sampler_id, model.session_id, saved)
             return {
                 "type": "save_weights_for_sampler",
                 "path": None,
                 "sampling_session_id": sampler_id,
             }
 
+        if follows:
+            # Here and not in `work`, since a restart repeats only the newest save.
+            model = models.model_of(str(body.get("model_id")))
+            weights = SamplerWeights(model.newest.load, newest=model.newest)
+            clients.add_sampler(f"{model.session_id}:sample:{number}", model.session_id, weights)
         return training(
             "save_weights_for_sampler", body.get("model_id"), body.get("seq_id"), content, work
         )

@@ -90,7 +90,7 @@ class Clients:
     def snapshots(self) -> set[str]:
         """Ids of the requests that took the snapshots which are kept."""
         with self._lock:
-            return {s.weights.taken_by for s in self._samplers.values() if s.weights} - {""}
+            return {s.weights.needs for s in self._samplers.values() if s.weights} - {""}
 
     def sampler(self, sampler_id: Any) -> tuple[str, SamplerWeights]:
         """The session and the weights of a sampler; raises Gone or UserError if it, or they, are not here."""

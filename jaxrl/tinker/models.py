@@ -51,6 +51,7 @@ from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Trainee, pack_targets
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
+from jaxrl.tinker.sampler_weights import Newest
 from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import forward_backward_output, read_data
 from jaxrl.tracking.checkpoints import Checkpoints
@@ -81,6 +82,7 @@ class TrainedModel:
       model_id, session_id: ids.
       adapter: rank and alpha of what is trained; the rank is 0 if that is all weights.
       trainee: the weights and what belongs to them.
+      newest: what its samplers of `kind: inflight` sample from.
       unsaved_steps: number of steps since the last checkpoint; infinite where one must follow.
       next_seq: seq_id of the next call.
       waiting: calls by seq_id.
@@ -90,6 +92,7 @@ class TrainedModel:
     session_id: str
     adapter: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     trainee: Trainee = dataclasses.field(default_factory=Trainee)
+    newest: Newest = dataclasses.field(default_factory=Newest)
     unsaved_steps: float = 0.0
     next_seq: int = 1
     waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)

@@ -83,12 +83,17 @@ def replay(
         if result["ran"]
     ]
     snapshots: dict[str, list[str]] = collections.defaultdict(list)
+    newest: dict[str, str] = {}
     for call in ran:
-        if call.route == "save_weights_for_sampler" and json.loads(
-            results[call.request_id]["body"]
-        ).get("sampling_session_id"):
+        if call.route != "save_weights_for_sampler" or call.failed:
+            continue
+        body = json.loads(calls[call.request_id]["body"])
+        if body.get("kind") == "inflight":
+            newest[call.model_id] = call.request_id
+        elif not body.get("path"):
             snapshots[calls[call.request_id]["session"]].append(call.request_id)
     held = [each for of in snapshots.values() for each in of[-MAX_SNAPSHOTS:]]
+    held += newest.values()
     checkpoints, replaced = (
         [record["id"] for record in records if record["kind"] == kind]
         for kind in ("checkpoint", "replaced")

@@ -12,7 +12,7 @@ Log-probabilities are those at temperature 1, as the trainer computes them. The 
 distribution, so for other temperatures, and for those of prompts, targets and top-k, the sequences are run
 through the trainer's forward pass once more, with the sampler's weights.
 
-Not covered: `prompt_alt_tokens_k`, `kind: inflight`, images; the latter two are refused elsewhere.
+Not covered: `prompt_alt_tokens_k`, images; the latter are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -172,6 +172,10 @@ class Sampler:
         with self._lock:
             self._num_waiting += samples
 
+    def refresh(self) -> None:
+        """Lets samplers of `kind: inflight` go on with weights that were saved now."""
+        self._events.put(self._refresh)
+
     def cancel(self, request_id: str) -> None:
         """Ends a call that nobody waits for."""
         self._events.put(functools.partial(self._cancel, request_id))
@@ -234,15 +238,23 @@ class Sampler:
                 self._weights = job.weights
                 return True
             return False
-        stack, number = self._places.stack, self._places.take(job.weights)
+        number = self._places.take(job.weights)
         if number is None:
             return False
         job.adapter = number
-        if self._driver is None or not self._is_alive:
+        if not self._is_alive:
             self._drive(self._places.params)
-        elif self._places.stack is not stack:
-            self._driver.load_adapters(self._places.stack)
+        self._pass_stack_on(self._places)
         return True
+
+    def _refresh(self) -> None:
+        if self._places is not None:
+            self._places.refresh()
+            self._pass_stack_on(self._places)
+
+    def _pass_stack_on(self, places: AdapterPlaces) -> None:
+        if self._driver is not None:
+            self._driver.load_adapters(places.stack)
 
     def _drive(self, params: Params) -> None:
         self._params = params

@@ -326,7 +326,7 @@ def test_samples_that_cannot_be_drawn_say_why(trainer):
     for i, (fields, says) in enumerate(wrong):
         answer = trainer.sample(sampler, seq_id=i, **fields)
         assert answer["category"] == "user" and says in answer["error"], (fields, answer)
-    kind = trainer.call("save_weights_for_sampler", sampling_session_seq_id=9, kind="inflight")
+    kind = trainer.call("save_weights_for_sampler", sampling_session_seq_id=9, kind="other")
     assert "snapshot" in kind["error"]
 
 

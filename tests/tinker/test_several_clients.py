@@ -239,6 +239,30 @@ def test_an_adapter_comes_again_from_its_file_to_a_place_that_no_call_uses():
     assert loads == [1, 2, 3, 2]
 
 
+def test_samplers_in_flight_go_on_with_the_newest_save(server):
+    client = Trainer(server.http_port)
+    seeded = {"params": {"seed": 5}}
+
+    def sampler(kind):
+        saved = client.call(
+            "save_weights_for_sampler", sampling_session_seq_id=client.samplers, kind=kind
+        )
+        client.samplers += 1
+        return saved["sampling_session_id"]
+
+    first = sampler("inflight")
+    before = client.sample(first, 0, **seeded)
+    client.train(DATA)
+    client.step(0.1)
+    snapshot = sampler("snapshot")
+    assert client.sample(first, 1, **seeded) == before
+    second = sampler("inflight")
+    after = client.sample(snapshot, 0, **seeded)
+    assert client.sample(first, 2, **seeded) == client.sample(second, 0, **seeded) == after
+    assert after != before
+    finish(client)
+
+
 @pytest.mark.long
 def test_two_clients_go_on_after_a_restart(folder):
     """One of them twice replaced its model, and one snapshot is of a model that is gone."""
@@ -265,6 +289,11 @@ def test_two_clients_go_on_after_a_restart(folder):
         clients[1].train(DATA)
         clients[1].step()
         samplers.append(clients[0].snapshot())
+        for _ in range(2):
+            saved = clients[0].call(
+                "save_weights_for_sampler", sampling_session_seq_id=1, kind="inflight"
+            )
+        samplers.append(saved["sampling_session_id"])
         clients[1].train(DATA)
         before = seen(clients, samplers, 0)
     for restart in (1, 2):
