@@ -3,7 +3,7 @@
     asample --> waiting --> driver of these weights --> samples --> log-probabilities --> future
                             (the only use of `serving.online_driver`)
 
-Adapters decode together, whichever sampler has them, as long as there are places (`tinker.adapters`).
+Adapters decode together, whichever sampler has them, as long as there are places (`sampler_weights`).
 Of whole weights the devices hold one set for sampling at a time. Requests are served in the order of their
 arrival: those that follow each other with the same weights decode together, and one with others waits until
 the samples before it have ended. A sampling session never changes its weights.
@@ -39,9 +39,8 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.serving.online_driver import STOP, Delta, OnlineDriver
-from jaxrl.tinker.adapters import AdapterPlaces
 from jaxrl.tinker.futures import Future, Futures, Result
-from jaxrl.tinker.sampler_weights import SamplerWeights
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import MESSAGES, tensor_of, topk_of
 

@@ -50,13 +50,12 @@ from jaxrl.serving.model_loading import (
     model_directory,
     read_model,
 )
-from jaxrl.tinker.adapters import AdapterPlaces
 from jaxrl.tinker.app import Service, build_app
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
-from jaxrl.tinker.sampler_weights import SamplerWeights
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.sampling import Sampler, SamplingLimits
 from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tinker.turns import Turns

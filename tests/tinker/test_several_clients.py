@@ -35,8 +35,7 @@ from jaxrl.models.compute import Compute  # noqa: E402
 from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config  # noqa: E402
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params  # noqa: E402
-from jaxrl.tinker.adapters import AdapterPlaces  # noqa: E402
-from jaxrl.tinker.sampler_weights import SamplerWeights  # noqa: E402
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights  # noqa: E402
 from jaxrl.tinker.server import running  # noqa: E402
 from jaxrl.tinker.wire import parse  # noqa: E402
 
