@@ -144,11 +144,8 @@ class AccumulatingActor(Actor):
 
     @trainee.setter
     def trainee(self, trainee: Trainee) -> None:
-        self._state, self._gradients, self._scale = (
-            trainee.state,
-            trainee.gradients,
-            trainee.scale,
-        )
+        self._state, self._gradients = trainee.state, trainee.gradients
+        self._scale = trainee.scale
 
     def _fresh_state(self, params: Params) -> TrainState:
         params, like = self.trained(params), self.trained(self.shapes)
@@ -159,15 +156,6 @@ class AccumulatingActor(Actor):
         """A TrainState of shardings of what is trained."""
         where = super().state_shardings()
         return where.replace(params=self.trained(where.params))
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether anything was accumulated since the last `apply`."""
-        return self._gradients is not None
-
-    def drop_gradients(self) -> None:
-        """Forgets what was accumulated."""
-        self._gradients = None
 
     @protocol(PER_TOKEN)
     def accumulate(self, batch: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:

@@ -281,10 +281,8 @@ class Slots:
                 length_P[row], token_P[row] = length, tokens[length]
                 rests[row] = tokens[length + 1 :]
             given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
-            prefix, adapter_P = (
-                engine.reuse(state, *given),
-                adapters_on_device(engine, adapters, P),
-            )
+            prefix = engine.reuse(state, *given)
+            adapter_P = adapters_on_device(engine, adapters, P)
             yield _extended(engine, self.params, prefix, rests, adapter_P), number_of
 
     def release(self, slots: Sequence[int]) -> None:

@@ -257,10 +257,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
                 return models.export(model, request_id, str(body["path"]))
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
-            sampler_id, saved = (
-                f"{model.session_id}:sample:{number}",
-                service.snapshot(model, request_id),
-            )
+            sampler_id = f"{model.session_id}:sample:{number}"
+            saved = service.snapshot(model, request_id)
             if follows:
                 model.newest.saved = saved
                 service.sampler.refresh()

@@ -465,7 +465,7 @@ class Models:
                 checkpoints.close()
             model.adapter = adapter
             scale = adapter.scale if most else 1.0
-            actor.trainee = dataclasses.replace(actor.trainee, scale=scale)
+            actor.trainee = Trainee(actor.state, scale=scale)
 
     # The thread
 

@@ -157,8 +157,15 @@ def test_files_are_those_of_peft(server, folder):
     path = f"tinker://{client.model_id}/weights/state"
     load = {"session_id": client.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
     loaded = client.future("load_weights", load)
-    info = client.post("get_info", {"model_id": loaded["model_id"]})
+    client.model_id, client.seq_id = loaded["model_id"], 0
+    info = client.post("get_info", {"model_id": client.model_id})
     assert (info["lora_rank"], info["is_lora"]) == (2, True)
+    # Loading drops what has added up.
+    client.train(DATA)
+    client.call("load_weights", path=path, optimizer=False)
+    assert "no gradient" in client.step()["error"]
+    again, _ = client.train(DATA[:1], forward_only=True)
+    assert again[0].tobytes() == expected[0].tobytes()
     finish(client)
 
 
