@@ -16,6 +16,7 @@ by their views, however a client writes them. Messages of the assistant that wer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -28,6 +29,7 @@ import numpy as np
 from jaxrl.agents.suffix import ChatRenderer, Messages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, template_message
+from jaxrl.errors import UserError
 
 History: TypeAlias = Literal["kept", "as_template"]
 
@@ -76,7 +78,8 @@ class Counts:
       forked: those of `encoded` that begin another branch after a place that had one, because a history was
         edited or a conversation started again.
       rewritten: those of `sampled` that the chat template shows in another way in a later prompt. They stay
-        in that prompt (history "kept") or are replaced there ("as_template").
+        in that prompt (history "kept", which counts them in `branches`) or are replaced there
+        ("as_template").
     """
 
     encoded: int = 0
@@ -150,7 +153,8 @@ class Turn:
     context: Turn | None = None
     # The given messages, as they are rendered.
     messages: tuple[dict[str, Any], ...] = ()
-    has_tools: bool = False
+    # Of the template, with the tools.
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Text of the block, and the place of its first token in the prompt.
     text: str = ""
     first: int = 0
@@ -277,7 +281,7 @@ class Conversation:
             return turn.answer.view
         assert len(tokens) == len(logprob) == len(entropy) > 0, "a value for each sampled token"
         parser = self._model.parser
-        calls = calls and turn.has_tools
+        calls = calls and "tools" in turn.variables
         view = parser.view(turn.prompt_ids, tokens, start=turn.start, stop=stop, calls=calls)
         turn.answer = Answer(
             _fixed(tokens, np.int32),
@@ -303,6 +307,12 @@ class Conversation:
         continued = {id(turn.context) for turn in answered}
         leaves = [turn for turn in answered if id(turn) not in continued]
         leaves.sort(key=lambda turn: _answer_of(turn).number)
+        if self._model.renderer.rewrites and self._history == "kept":
+            # Only now: to render whole conversations takes too long for each request.
+            for leaf in leaves:
+                # The template may refuse as a whole what it has shown in parts.
+                with contextlib.suppress(UserError):
+                    self._count_rewritten(leaf)
         trained: set[int] = set()
         found = tuple(self._branch(leaf, trained) for leaf in leaves[-1:] + leaves[:-1])
         assert sum(branch.mask.sum() for branch in found) == self.counts.sampled
@@ -371,7 +381,7 @@ class Conversation:
             "start": start,
             "parent": parent,
             "messages": tuple(new),
-            "has_tools": "tools" in variables,
+            "variables": variables,
         }
         if parent is None:
             text = renderer.whole(given, variables) + start
@@ -379,10 +389,9 @@ class Conversation:
         answer = _answer_of(parent)
         system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
         text = renderer.after(new, variables, system=system) + start
-        if renderer.rewrites or self._history == "as_template":
-            shown = renderer.whole([*self._messages_before(parent), *new], variables) + start
-            self._count_rewritten(parent, shown)
-            if self._history == "as_template" and shown != self._text_before(parent) + text:
+        if self._history == "as_template":
+            shown = self._count_rewritten(Turn("", answer.tokens, **common))
+            if shown != self._text_before(parent) + text:
                 return Turn("", _fixed(encode(shown), np.int32), text=shown, **common)
         before = np.concatenate([parent.prompt_ids, answer.tokens])
         ids = np.concatenate([before, renderer.encode_after(text, answer.tokens)])
@@ -406,13 +415,16 @@ class Conversation:
             text += each.text + self._model.parser.decode(_answer_of(each).tokens)
         return text
 
-    def _count_rewritten(self, parent: Turn, shown: str) -> None:
-        """Counts the answers that the template shows in another way in `shown`, each once."""
-        for turn in parent.path():
-            answer = _answer_of(turn)
-            if not turn.rewritten and self._model.parser.decode(answer.tokens) not in shown:
-                turn.rewritten = True
+    def _count_rewritten(self, turn: Turn) -> str:
+        """What the template shows up to `turn`. Counts the answers that it shows in another way, each once."""
+        before = [] if turn.parent is None else self._messages_before(turn.parent)
+        shown = self._model.renderer.whole([*before, *turn.messages], turn.variables) + turn.start
+        for each in turn.path()[:-1]:
+            answer = _answer_of(each)
+            if not each.rewritten and self._model.parser.decode(answer.tokens) not in shown:
+                each.rewritten = True
                 self._count(rewritten=len(answer.tokens))
+        return shown
 
     def _compared(self, message: Mapping[str, Any]) -> _Message:
         content, reasoning = message["content"], message.get("reasoning_content", "")

@@ -94,7 +94,7 @@ class Sessions:
     def take(self, worker: str, most: int) -> list[Session]:
         """Sessions that a worker runs from now on, as many as it may run at the same time."""
         with self._lock:
-            if worker in self._dead:
+            if not self._waiting or worker in self._dead:
                 return []
             running = self._running[worker]
             room = min((most, *(_TOGETHER[s.deaths] for s in running.values())))

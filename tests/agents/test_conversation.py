@@ -194,11 +194,13 @@ def test_reasoning_that_the_template_drops_is_kept_or_starts_a_branch():
         say(conversation, conversation.extend(history[:1]), said, THINKING)
         turn = conversation.extend(history)
         say(conversation, turn, "5<|im_end|>", THINKING)
+        conversation.branches()
         assert conversation.counts.rewritten == len(encode(said, THINKING))
         later = conversation.extend([*history, assistant("5"), tool("z")])
         # Nothing more is rewritten, so the second turn is continued.
         assert later.context is turn
         say(conversation, later, "6<|im_end|>", THINKING)
+        conversation.branches()
         assert conversation.counts.rewritten == len(encode(said, THINKING))
     (branch,) = kept.branches()
     assert branch.mask.sum() == kept.counts.sampled and branch.turns == 3

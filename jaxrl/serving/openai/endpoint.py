@@ -220,13 +220,14 @@ def build_app(
 
     return Starlette(
         routes=[
+            # The first that matches, and the most frequent.
+            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", endpoint(completion, COMPLETION), methods=["POST"]),
-            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
             Route("/inference/v1/generate", endpoint(generate, GENERATE), methods=["POST"]),
         ],
         # Starlette logs an `Exception` with its traceback after sending the answer.
