@@ -4,7 +4,7 @@
     request 2   [user, a, tool, tool]                   turn B: 30 encoded, after a   answer b: 7 sampled
     request 3   [user, a, tool, user]                   turn C: 12 encoded, after a   answer c: 4 sampled
 
-    branches    A a C c    mask 0..0 1..1 0..0 1..1     the one with the last answer comes first
+    branches    A a C c    mask 0..0 1..1 0..0 1..1     the one with the most turns comes first
                 A a B b    mask 0..0 0..0 0..0 1..1     a is trained once
 
 A turn is the block of all given messages between two answers. A request is compared with the tree message
@@ -30,6 +30,7 @@ from jaxrl.agents.suffix import ChatRenderer, Messages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, template_message
 from jaxrl.errors import UserError
+from jaxrl.types import Branch
 
 History: TypeAlias = Literal["kept", "as_template"]
 
@@ -56,7 +57,6 @@ class Answer:
       version: int32 [R], version of the weights that sampled each token.
       finish: "stop" or "length".
       view: the message for the client.
-      number: answers are numbered in their order.
     """
 
     tokens: np.ndarray
@@ -65,7 +65,6 @@ class Answer:
     version: np.ndarray
     finish: str
     view: AssistantMessage
-    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,32 +85,6 @@ class Counts:
     sampled: int = 0
     forked: int = 0
     rewritten: int = 0
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Branch:
-    """A path of the tree that ends with an answer; what a trainer learns from.
-
-    Attributes:
-      tokens: int32 [T].
-      logprob, entropy: float32 [T], 0 for tokens that were not sampled.
-      mask: float32 [T], 1 for tokens that were sampled, unless an earlier branch has them.
-      version: int32 [T], 0 for tokens that were not sampled.
-      start: index of the first sampled token, which ends the prompt. It may be one of an earlier branch.
-      messages: the conversation as its client saw it, with the last answer.
-      turns: number of answers.
-      finish: "stop" or "length", of the last answer.
-    """
-
-    tokens: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
-    mask: np.ndarray
-    version: np.ndarray
-    start: int
-    messages: tuple[dict[str, Any], ...]
-    turns: int
-    finish: str
 
 
 class _Message(NamedTuple):
@@ -203,7 +176,6 @@ class Conversation:
         # By tools and variables of the template.
         self._roots: dict[str, _Children] = {}
         self._turns: list[Turn] = []
-        self._num_answers = 0
         self.counts = Counts()
 
     def extend(
@@ -290,23 +262,22 @@ class Conversation:
             _fixed(np.broadcast_to(version, np.shape(tokens)), np.int32),
             finish,
             view,
-            self._num_answers,
         )
         turn.shown = self._compared(template_message(view.to_message()))
-        self._num_answers += 1
         self._count(sampled=len(tokens))
         return view
 
     def branches(self) -> tuple[Branch, ...]:
         """All paths that end with an answer which no other answer continues.
 
-        The branch with the last answer comes first, the others in the order of theirs. Every sampled token
-        has mask 1 in the first branch that has it, and only there.
+        The branch with the most turns comes first, of several that with the smallest key, and so on: the order
+        in which requests arrive has no part in it. Every sampled token has mask 1 in the first branch that has
+        it, and only there.
         """
         answered = [turn for turn in self._turns if turn.answer is not None]
         continued = {id(turn.context) for turn in answered}
         leaves = [turn for turn in answered if id(turn) not in continued]
-        leaves.sort(key=lambda turn: _answer_of(turn).number)
+        leaves.sort(key=lambda turn: (-len(turn.path()), turn.key))
         if self._model.renderer.rewrites and self._history == "kept":
             # Only now: to render whole conversations takes too long for each request.
             for leaf in leaves:
@@ -314,7 +285,7 @@ class Conversation:
                 with contextlib.suppress(UserError):
                     self._count_rewritten(leaf)
         trained: set[int] = set()
-        found = tuple(self._branch(leaf, trained) for leaf in leaves[-1:] + leaves[:-1])
+        found = tuple(self._branch(leaf, trained) for leaf in leaves)
         assert sum(branch.mask.sum() for branch in found) == self.counts.sampled
         return found
 
@@ -337,18 +308,8 @@ class Conversation:
             "a branch must hold the tokens that the model has read"
         )
         logprob, entropy, mask, version = np.concatenate(sampled, axis=1)
-        messages = self._messages_before(leaf)
-        return Branch(
-            tokens=tokens,
-            logprob=logprob,
-            entropy=entropy,
-            mask=mask,
-            version=version.astype(np.int32),
-            start=len(path[0].prompt_ids),
-            messages=tuple(messages),
-            turns=len(path),
-            finish=_answer_of(leaf).finish,
-        )
+        truncated = _answer_of(leaf).finish == "length"
+        return Branch(tokens, logprob, entropy, mask, version.astype(np.int32), truncated)
 
     def _last_known(self, roots: _Children, keys: Sequence[_Message]) -> tuple[Turn | None, int]:
         """The last turn whose answer these messages contain, and the number of messages up to it."""

@@ -195,9 +195,7 @@ class _RequestPart(BaseModel):
         for name, value in body.items():
             if name not in fields and not cls._means_nothing(value):
                 raise PydanticCustomError("unknown_field", "unknown", {"name": _short(name)})
-        return {
-            name: value for name, value in body.items() if name in fields and value is not None
-        }
+        return {name: value for name, value in body.items() if name in fields and value is not None}
 
     @classmethod
     def _means_nothing(cls, value: Any) -> bool:
@@ -412,7 +410,9 @@ class ChatRequest(_Request):
     tools: Annotated[
         list[Annotated[dict[str, Any], AfterValidator(_check_tool)]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
-    ] = Field(default_factory=list, description=f"a list of up to {MAX_TOOLS} tools, each an object")
+    ] = Field(
+        default_factory=list, description=f"a list of up to {MAX_TOOLS} tools, each an object"
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
         default="auto", description="'none', 'auto', 'required' or the name of a function"
     )
