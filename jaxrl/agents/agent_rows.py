@@ -69,12 +69,17 @@ class Tally:
 
     Attributes:
       errors: how often each error has ended one.
+      total: number of sessions.
     """
 
     def __init__(self):
         self.errors: collections.Counter[str] = collections.Counter()
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds: list[float] = []
+
+    @property
+    def total(self) -> int:
+        return len(self._seconds)
 
     def add(self, session: Session) -> None:
         """Counts a session that has ended."""
@@ -89,8 +94,8 @@ class Tally:
         """Tokens by `conversation.Counts`, of failed agents too, and the time of a session in seconds."""
         return {
             **{f"{name}_tokens": float(count) for name, count in self._counts.items()},
-            "seconds/mean": float(np.mean(self._seconds)),
-            "seconds/max": max(self._seconds),
+            "seconds/mean": float(np.mean(self._seconds or [0])),
+            "seconds/max": max(self._seconds, default=0.0),
         }
 
 

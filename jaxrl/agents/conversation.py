@@ -270,9 +270,9 @@ class Conversation:
     def branches(self) -> tuple[Branch, ...]:
         """All paths that end with an answer which no other answer continues.
 
-        The branch with the most turns comes first, of several that with the smallest key, and so on: the order
-        in which requests arrive has no part in it. Every sampled token has mask 1 in the first branch that has
-        it, and only there.
+        Those with more turns come first, of equally long ones that with the smaller key: the order in which
+        requests arrive has no part in it. Every sampled token has mask 1 in the first branch that has it, and
+        only there.
         """
         answered = [turn for turn in self._turns if turn.answer is not None]
         continued = {id(turn.context) for turn in answered}
@@ -377,7 +377,7 @@ class Conversation:
         return text
 
     def _count_rewritten(self, turn: Turn) -> str:
-        """What the template shows up to `turn`. Counts the answers that it shows in another way, each once."""
+        """What the template shows up to `turn`; counts each answer that it shows in another way, once."""
         before = [] if turn.parent is None else self._messages_before(turn.parent)
         shown = self._model.renderer.whole([*before, *turn.messages], turn.variables) + turn.start
         for each in turn.path()[:-1]:

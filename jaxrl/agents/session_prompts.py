@@ -17,7 +17,7 @@ from jaxrl.agents.conversation import ChatModel, Turn
 from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tool_calls import AssistantMessage
 from jaxrl.rollout.live_loop import Request
-from jaxrl.rollout.sampling import SamplingOptions, turn_seed
+from jaxrl.rollout.sampling import turn_seed
 from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import ApiError
 from jaxrl.serving.openai.chat_prompts import ChatQuery, ChatTurn
@@ -27,10 +27,10 @@ class SessionPrompts:
     """Finds the conversation of a request by its key.
 
     Attributes:
-      options: how answers are drawn; set before a session opens.
+      version: version of the weights that answer.
     """
 
-    options: SamplingOptions
+    version = 0
 
     def __init__(self, model: ChatModel, sessions: Sessions, *, most_turns: int):
         """Args: the model's chat format, the sessions, and the most turns of one."""
@@ -73,6 +73,8 @@ class SessionPrompts:
             # Before the answer: an agent may ask for any number of turns at once.
             session.turns.add(turn.key)
             known = session.deltas.get(turn.key, ())
+            if not known:
+                session.asked.setdefault(turn.key, self.version)
         answered = functools.partial(self._answered, session, turn, query)
         return ChatTurn(
             query, turn.prompt_ids, answered, known, functools.partial(self._drawn, session)
@@ -80,11 +82,11 @@ class SessionPrompts:
 
     def _drawn(self, session: Session, request: Request) -> Request:
         """The request as the run samples; its stop strings come on top."""
-        stops = (*self.options.stop_strings, *request.options.stop_strings)
+        stops = (*session.options.stop_strings, *request.options.stop_strings)
         return dataclasses.replace(
             request,
             seed=turn_seed(session.prompt_id, session.sample, request.prompt),
-            options=self.options.replace(num_samples=1, stop_strings=stops),
+            options=session.options.replace(num_samples=1, stop_strings=stops),
         )
 
     def _answered(
@@ -100,6 +102,7 @@ class SessionPrompts:
                     turn.prompt_ids, tokens, start=query.start, stop=query.stop, calls=query.calls
                 )
             session.deltas.setdefault(turn.key, tuple(deltas))
+            session.asked.pop(turn.key, None)
             return session.conversation.answer(
                 turn,
                 tokens,
@@ -107,6 +110,6 @@ class SessionPrompts:
                 entropy,
                 np.concatenate([np.full(len(d.tokens), d.version, np.int32) for d in deltas]),
                 finish=deltas[-1].finish,
-                stop=(*self.options.stop_strings, *query.stop),
+                stop=(*session.options.stop_strings, *query.stop),
                 calls=query.calls,
             )

@@ -17,7 +17,6 @@ from scripted_driver import ScriptedDriver, serving  # noqa: E402
 from jaxrl.agents.conversation import ChatModel, Conversation  # noqa: E402
 from jaxrl.agents.session_prompts import SessionPrompts  # noqa: E402
 from jaxrl.agents.sessions import Session, Sessions  # noqa: E402
-from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 # Spaces and keys that no template writes, and a token for each byte.
@@ -59,7 +58,6 @@ def test_agents_at_once_leave_exact_branches():
     sessions.open(opened)
     keys = [session.key for session in opened]
     prompts = SessionPrompts(model, sessions, most_turns=3)
-    prompts.options = SamplingOptions()
     driver = ScriptedDriver(tokenizer, say)
     with serving(driver, tokenizer, prompts=prompts) as url:
         threads = [

@@ -324,7 +324,7 @@ class Sampling(_RequestPart):
         f"{MAX_STOP_CHARACTERS} characters",
     )
 
-    # Not supported; accepted only at their defaults. Factories, because pydantic copies other defaults slowly.
+    # Not supported; accepted only at their defaults. pydantic copies what no factory makes, and slowly.
     logit_bias: _EmptyObject = Field(default_factory=dict)
     presence_penalty: _Zero = 0
     frequency_penalty: _Zero = 0
