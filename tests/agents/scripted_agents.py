@@ -130,7 +130,8 @@ async def agent(client, problem):
     if kind == "silent":
         await client.close()
         return 1.0
-    if kind in ("talk", "threads"):
-        function = {"talk": talk, "threads": threads}[kind]
+    if kind in ("talk", "long", "threads"):
+        long = functools.partial(talk, turns=7)
+        function = {"talk": talk, "long": long, "threads": threads}[kind]
         return await function(client, problem, nap_s=problem.extra.get("nap_s", 0.0))
     return await {"fork": fork, "fill": fill, "goes_on": goes_on}[kind](client, problem)
