@@ -204,7 +204,9 @@ class AgentBackend:
         """Draws prompts and decodes once, unless groups have finished; returns whether there are any groups."""
         self._renew(options.step)
         if more is not None:
-            unfinished = sum(group.num_samples - len(group.talks) for group in self._lasting.values())
+            unfinished = sum(
+                group.num_samples - len(group.talks) for group in self._lasting.values()
+            )
             opened = self._open(more(_PLACES, unfinished), options)
             self._lasting |= {n: self._groups[n] for n in opened}
         if self._lasting and not self._finished:

@@ -140,7 +140,7 @@ def find_everything(
     packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
     if path := config.rollout.agent:
-        packages |= dict.fromkeys(("openai", "pydantic", "starlette", "uvicorn"), "rollout.agent")
+        packages |= dict.fromkeys(("httptools", "openai", "pydantic", "starlette", "uvicorn"), "rollout.agent")
         faults("rollout.agent", functools.partial(load_agent, path))
     for package, setting in packages.items():
         if package and importlib.util.find_spec(package) is None:

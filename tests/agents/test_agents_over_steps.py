@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from agent_runs import OPTIONS, agent_backend, problems
 from plain_pass import plain_logprobs
+from recipe_files import write_recipe_file
 from test_agent_backend import conversations, said
+from test_agent_training import settings_of
 
+import jaxrl
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Prompts
 
@@ -43,6 +46,7 @@ def other_weights(params):
     return jax.tree.map(lambda x: x * 1.1, params)
 
 
+@pytest.mark.long
 def test_every_token_has_the_version_of_the_weights_that_sampled_it(backend):
     prompts = problems(KINDS, nap_s=0.05)
     params = {3: backend.inner.params}
@@ -77,6 +81,7 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(backend):
     assert second.completions.of_agents.failed_B.sum() == 0
 
 
+@pytest.mark.long
 def test_killed_sessions_go_on_from_a_checkpoint_to_the_same_rows(backend):
     prompts = problems(KINDS, nap_s=0.05)
     expected = said(backend.generate(prompts, OPTIONS))
@@ -98,3 +103,45 @@ def test_killed_sessions_go_on_from_a_checkpoint_to_the_same_rows(backend):
     old = sum(int((v == 3).sum()) for v in rest.versions)
     new = sum(int((v == 5).sum()) for v in rest.versions)
     assert old == sum(len(s) for s in saved.samples) > 0 and 0 < new <= sampled < whole
+
+
+APART = {
+    "placement": {
+        "learn": {"roles": ("actor",), "train": "1-1-1"},
+        "sample": {"roles": ("rollout",), "train": "1-1-1"},
+    },
+    "algorithm.correction.weights": "token",
+    "optim.lr": 1e-2,
+    "optim.lr_warmup_steps": 0,
+}
+# DAPO on one mesh ends a step when it has enough groups.
+TOGETHER = {
+    "placement": {"one": {"roles": ("actor",), "train": "1-1-1", "devices": "0-0"}},
+    "algorithm.dataflow": "dapo",
+    "rollout.keep_groups": "score",
+    "rollout.on_shortage": "fill",
+    "rollout.generation_prompts": 6,
+    "rollout.max_generation_batches": 2,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", [APART, TOGETHER], ids=["apart", "together"])
+def test_training_goes_on_with_open_sessions_and_from_their_checkpoint(where, tmp_path):
+    # Scores that differ, so that every step learns.
+    settings = settings_of(tmp_path, {"by_sample": True}, **where) | {
+        "rollout.max_staleness": 2,
+        "run.save_every": 2,
+        "evaluation.every": 3,
+        "evaluation.num_samples": 1,
+    }
+    recipe = write_recipe_file(tmp_path, settings)
+    for num_steps in (2, 4):
+        rows = jaxrl.train(str(recipe), num_steps=num_steps).to_pylist()
+    assert len(rows) == 4 and rows[2]["rollout/unfinished_groups"] > 0
+    for row in rows:
+        assert row["agent/failed"] == 0 and row["rollout/dropped_stale_groups"] == 0
+    assert rows[0]["training/rollout_probs_diff_max"] < 1e-4
+    assert max(row["rollout/unfinished_groups"] for row in rows) > 0
+    assert max(row["rollout/stale_tokens"] for row in rows) > 0
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) > 1e-4
