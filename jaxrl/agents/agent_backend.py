@@ -8,8 +8,8 @@
 The first process has the workers, the endpoint and the conversations. What a session leaves it sends to the
 other processes, which turn the same live loop.
 
-`generate` runs agents to their end. `resume` and `continuous` leave some open, which go on with the weights of
-the next step; they run on one process.
+`generate` runs agents to their end. `resume` and `continuous` leave some open, which go on with the weights
+of the next step; they run on one process.
 
 N prompts   G samples of each
 """
@@ -53,6 +53,8 @@ class AgentBackend:
 
     Attributes:
       mesh, dtype, weights_dtype, metrics: see `RolloutBackend`.
+      lasting: groups that outlive a call, by number, until they are taken.
+      finished: numbers of those of them that have ended.
     """
 
     def __init__(self, inner: OfflineBackend, settings: RolloutConfig, tokenizer: Tokenizer):
@@ -78,10 +80,10 @@ class AgentBackend:
             _LOG.warning("%s", self._model.renderer.note)
         self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
-        # Groups that nobody has taken, by number; those that outlive a call; of these, those that have ended.
+        # All groups that nobody has taken.
         self._groups: dict[int, AgentGroup] = {}
-        self._lasting: dict[int, AgentGroup] = {}
-        self._finished: list[int] = []
+        self.lasting: dict[int, AgentGroup] = {}
+        self.finished: list[int] = []
         self._numbers = itertools.count()
         # Sessions that no worker may take yet.
         self._unopened: list[Session] = []
@@ -127,8 +129,8 @@ class AgentBackend:
           UserError: all agents have failed, and no agent has ever ended.
         """
         del expected_tokens_N
-        # Groups that outlive a call go on meanwhile. The step of an evaluation is no version for their tokens.
-        self._renew(self._version + self._is_new if self._lasting else options.step)
+        # Groups that outlive a call go on meanwhile. The step of an evaluation is no version of theirs.
+        self._renew(self._version + self._is_new if self.lasting else options.step)
         own = self._open(prompts, options)
         missing = set(own)
         while missing:
@@ -158,7 +160,7 @@ class AgentBackend:
           UserError: as `generate`.
         """
         self.keep(unfinished, options)
-        self._lasting |= {n: self._groups[n] for n in self._open(prompts, options)}
+        self.lasting |= {n: self._groups[n] for n in self._open(prompts, options)}
         taken: list[AgentGroup] = []
         enough = False
         while not enough and self.advance(options, more):
@@ -185,7 +187,7 @@ class AgentBackend:
 
     def keep(self, unfinished: UnfinishedGroups | None, options: SamplingOptions) -> None:
         """Drops all other groups than these. Those of an earlier run begin again."""
-        known = {group.prompt_id: n for n, group in self._lasting.items()}
+        known = {group.prompt_id: n for n, group in self.lasting.items()}
         wanted = [] if unfinished is None else unfinished.prompts.ids_N.tolist()
         for prompt_id in known.keys() - set(wanted):
             self.drop(known[prompt_id])
@@ -195,59 +197,46 @@ class AgentBackend:
             assert unfinished is not None, "there are wanted ones"
             n, saved = next(self._numbers), unfinished.take([i])
             group = restored_group(n, saved, options, self._model, self._settings.history)
-            self._groups[n] = self._lasting[n] = group
+            self._groups[n] = self.lasting[n] = group
             self._unopened += group.sessions.values()
             if not group.sessions:
                 self._complete(n)
 
     def advance(self, options: SamplingOptions, more: More | None) -> bool:
-        """Draws prompts and decodes once, unless groups have finished; returns whether there are any groups."""
+        """Draws prompts, and decodes once unless groups have finished; returns whether there is any group."""
         self._renew(options.step)
         if more is not None:
             unfinished = sum(
-                group.num_samples - len(group.talks) for group in self._lasting.values()
+                group.num_samples - len(group.talks) for group in self.lasting.values()
             )
             opened = self._open(more(_PLACES, unfinished), options)
-            self._lasting |= {n: self._groups[n] for n in opened}
-        if self._lasting and not self._finished:
+            self.lasting |= {n: self._groups[n] for n in opened}
+        if self.lasting and not self.finished:
             self._turn()
-        return bool(self._lasting)
+        return bool(self.lasting)
 
     def take_finished(self) -> list[AgentGroup]:
         """The groups that have finished since the last call, in that order."""
-        taken, self._finished = self._finished, []
+        taken, self.finished = self.finished, []
         for n in taken:
-            del self._lasting[n]
+            del self.lasting[n]
         return [self._groups.pop(n) for n in taken]
 
     def drop(self, n: int) -> None:
         """Ends the sessions of a group that nobody wants any more."""
         group = self._groups.pop(n)
-        del self._lasting[n]
+        del self.lasting[n]
         self._unopened = [session for session in self._unopened if session.prompt != n]
-        if n in self._finished:
-            self._finished.remove(n)
+        if n in self.finished:
+            self.finished.remove(n)
         if self._endpoint is not None:
             self._endpoint.drop(group.sessions.values())
-
-    def drop_older(self, version: int) -> int:
-        """Drops groups with a token of a version before `version`; returns their number."""
-        groups = [n for n in self._lasting if n not in self._finished]
-        old = [n for n in groups if self._groups[n].saved().oldest_version_N[0] < version]
-        for n in old:
-            self.drop(n)
-        return len(old)
-
-    @property
-    def num_unfinished(self) -> int:
-        """The number of groups that have not finished."""
-        return len(self._lasting) - len(self._finished)
 
     def unfinished(self, options: SamplingOptions) -> UnfinishedGroups:
         """A copy of the groups that nobody has taken."""
         none = UnfinishedGroups(Prompts.concatenate([]), options.num_samples, ())
         return UnfinishedGroups.concatenate(
-            [none, *(group.saved() for group in self._lasting.values())]
+            [none, *(group.saved() for group in self.lasting.values())]
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -299,7 +288,7 @@ class AgentBackend:
         if self._live is None:
             self._live = self.inner.live(version=version)
         # Else a batch would begin with what the pages of the one before it hold, which rounds differently.
-        elif self._is_new or version != self._version or not self._lasting:
+        elif self._is_new or version != self._version or not self.lasting:
             self._live.renew(self.inner.params, version)
         self._version, self._is_new = version, False
 
@@ -343,8 +332,8 @@ class AgentBackend:
         talks = [group.talks[g] for g in sorted(group.talks)]
         decode = self._tokenizer.decode_batch
         group.completions = group_of(group.prompts, talks, group.step, decode)
-        if n in self._lasting:
-            self._finished.append(n)
+        if n in self.lasting:
+            self.finished.append(n)
 
 
 class AgentRollout:
@@ -358,7 +347,7 @@ class AgentRollout:
     @property
     def num_unfinished(self) -> int:
         """The number of groups in progress."""
-        return self._backend.num_unfinished
+        return len(self._backend.lasting) - len(self._backend.finished)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -375,7 +364,15 @@ class AgentRollout:
 
     def drop_older(self, version: int) -> int:
         """Drops unfinished groups with a token of a version before `version`; returns their number."""
-        return self._backend.drop_older(version)
+        backend = self._backend
+        old = [
+            n
+            for n, group in backend.lasting.items()
+            if n not in backend.finished and group.saved().oldest_version_N[0] < version
+        ]
+        for n in old:
+            backend.drop(n)
+        return len(old)
 
     def unfinished(self) -> UnfinishedGroups:
         """A copy of the groups in progress."""

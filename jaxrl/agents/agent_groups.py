@@ -4,8 +4,8 @@
     a checkpoint    the answers of an open session, by the keys of their turns; what an ended one has left
 
 After a restart the agent of an open session begins again. Its requests have the same keys, so it gets the
-answers of the checkpoint, with the versions of the weights that sampled them, until it is where it was. A turn
-that was being sampled is sampled anew.
+answers of the checkpoint, with the versions of the weights that sampled them, until it is where it was. A
+turn that was being sampled is sampled anew.
 
 N prompts   G samples of each
 """
@@ -145,7 +145,8 @@ def _deltas_of(sample: Sample) -> dict[str, tuple[Delta, ...]]:
             part = slice(at, at + length)
             first = int(version[at]) if length else 0
             texts = ("",) * length
-            deltas.append(Delta(0, *(x[part] for x in values), first, texts, "", ""))
+            tokens, logprob, entropy = (x[part] for x in values)
+            deltas.append(Delta(0, tokens, logprob, entropy, first, texts, "", ""))
             at += length
         found[key] = (*deltas[:-1], dataclasses.replace(deltas[-1], finish=finish))
     return found

@@ -55,6 +55,8 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(backend):
     assert all((v == 3).all() for v in first.versions)
     params[4] = other_weights(backend.unload())
     backend.load(params[4])
+    # An evaluation, during which open sessions go on.
+    backend.generate(problems(["talk"]), OPTIONS.replace(step=2**31 - 1))
     second = backend.resume(NONE, OPTIONS.replace(step=4), unfinished=first.unfinished)
     assert len(second.unfinished.prompts) == 0
     assert first.unfinished.oldest_version_N.tolist() == [3] * len(first.unfinished.prompts)
