@@ -223,6 +223,33 @@ class Conversation:
         self._count(encoded=num_new, forked=num_new if starts_branch else 0)
         return turn
 
+    def extend_ids(self, prompt_ids: np.ndarray) -> Turn:
+        """Finds or makes the turn of a prompt that a client has rendered itself, int32 [T].
+
+        It continues the longest turn whose prompt and answer it begins with, and else is a branch.
+        """
+        before, length = None, 0
+        for turn in self._turns:
+            if np.array_equal(turn.prompt_ids, prompt_ids):
+                return turn
+            if turn.answer is not None:
+                whole = np.concatenate([turn.prompt_ids, turn.answer.tokens])
+                if len(whole) > length and np.array_equal(whole, prompt_ids[: len(whole)]):
+                    before, length = turn, len(whole)
+        again = any(turn.context is before for turn in self._turns)
+        new = Turn(
+            _digest(prompt_ids.tobytes()),
+            _fixed(prompt_ids, np.int32),
+            start="",
+            parent=before,
+            context=before,
+            first=length,
+        )
+        self._turns.append(new)
+        num_new = len(prompt_ids) - length
+        self._count(encoded=num_new, forked=num_new if again else 0)
+        return new
+
     def answer(
         self,
         turn: Turn,
@@ -280,7 +307,7 @@ class Conversation:
         leaves.sort(key=lambda turn: (-len(turn.path()), turn.key))
         if self._model.renderer.rewrites and self._history == "kept":
             # Only now: to render whole conversations takes too long for each request.
-            for leaf in leaves:
+            for leaf in (leaf for leaf in leaves if leaf.messages):
                 # The template may refuse as a whole what it has shown in parts.
                 with contextlib.suppress(UserError):
                     self._count_rewritten(leaf)

@@ -1,7 +1,8 @@
 """The endpoint of a run's agents, on loopback: their requests, and the worker processes that run them.
 
-    POST /v1/chat/completions    by an agent, with the key of its session
-    POST /agents/next, /done     by a worker, with its own key: `worker`
+    POST /v1/chat/completions     by an agent, with the key of its session
+    POST /inference/v1/generate   by one that renders its prompts itself
+    POST /agents/next, /done      by a worker, with its own key: `worker`
 
 A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
 """

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.agents.conversation import ChatModel, Turn
+from jaxrl.agents.conversation import ChatModel, Conversation, Turn
 from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tool_calls import AssistantMessage
 from jaxrl.rollout.live_loop import Request
@@ -45,6 +45,22 @@ class SessionPrompts:
           ApiError: no open session has one of these keys, it has had its turns, or n is not 1.
           UserError: the template refuses the messages.
         """
+        return self._open(
+            query,
+            keys,
+            lambda conversation: conversation.extend(
+                query.messages, query.tools, start=query.start, variables=query.variables
+            ),
+        )
+
+    def open_ids(self, prompt: np.ndarray, num_choices: int, keys: Sequence[str]) -> ChatTurn:
+        """The turn of a prompt that a client has rendered itself, int32 [T]. Raises as `open`."""
+        query = ChatQuery((), num_choices=num_choices)
+        return self._open(query, keys, lambda conversation: conversation.extend_ids(prompt))
+
+    def _open(
+        self, query: ChatQuery, keys: Sequence[str], extend: Callable[[Conversation], Turn]
+    ) -> ChatTurn:
         # A client may have a name of its own for its session, besides the key that it was given.
         session = next((found for key in keys if (found := self._sessions.find(key))), None)
         if session is None:
@@ -61,9 +77,7 @@ class SessionPrompts:
                 param="n",
             )
         with session.lock:
-            turn = session.conversation.extend(
-                query.messages, query.tools, start=query.start, variables=query.variables
-            )
+            turn = extend(session.conversation)
             if turn.key not in session.turns and len(session.turns) >= self._most_turns:
                 raise ApiError(
                     400,

@@ -95,3 +95,47 @@ def test_agents_at_once_leave_exact_branches():
             client.chat.completions.create(**ask, extra_headers={"X-Session-ID": "trace 1"})
             with pytest.raises(openai.BadRequestError, match="/v1/completions would not be part"):
                 client.completions.create(model="m", prompt="x")
+
+
+def test_prompts_of_ids_are_turns_of_the_same_tree():
+    tokenizer = chat_tokenizer(CHATML)
+    model, sessions, sampled = ChatModel(tokenizer), Sessions(100.0), []
+
+    def say(prompt):
+        sampled.append(prompt)
+        return tokenizer.encode("4<|im_end|>")
+
+    session = Session(0, 0, 7, {}, Conversation(model), key="k")
+    sessions.open([session])
+    prompts = SessionPrompts(model, sessions, most_turns=4)
+    with (
+        serving(ScriptedDriver(tokenizer, say), tokenizer, prompts=prompts) as url,
+        openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client,
+    ):
+
+        def ask(ids, **params):
+            body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1, **params}}
+            answer = client.post("/inference/v1/generate", cast_to=object, body=body)
+            (choice,) = answer["choices"]
+            assert [x["logprob"] for x in choice["logprobs"]["content"]] == [0, -1 / 8]
+            assert choice["finish_reason"] == "stop"
+            return choice["token_ids"]
+
+        first = tokenizer.encode("2 + 2").tolist()
+        said = ask(first)
+        assert said == tokenizer.encode("4<|im_end|>").tolist() == ask(first)
+        second = [*first, *said, *tokenizer.encode("Why?").tolist()]
+        ask(second, max_tokens=10_000)
+        # Another beginning is a branch.
+        ask(first[1:])
+        with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
+            ask(first, n=2)
+        chat = client.with_options(base_url=f"{url}/v1").chat.completions
+        chat.create(model="m", messages=[{"role": "user", "content": "x"}])
+        with pytest.raises(openai.BadRequestError, match="has had 4 turns"):
+            ask([1])
+    assert len(sampled) == 4
+    main, *others = session.conversation.branches()
+    assert main.tokens.tolist() == [*second, *said] and main.mask.sum() == 4
+    assert sorted(x.mask.sum() for x in others) == [2, 2]
+    assert session.conversation.counts.sampled == 8

@@ -78,7 +78,7 @@ class Call:
       include_usage: whether the last event has the token counts.
       logprobs: whether the answer has log-probabilities.
       token_ids: whether the answer has the ids of prompt and answer.
-      turn: the turn of a chat; None for other calls.
+      turn: the turn of a chat, or of ids that belong to a conversation; None for other calls.
     """
 
     requests: tuple[Request, ...]
@@ -213,14 +213,8 @@ def read_chat(
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    rest = _rest_of_context(turn.prompt_ids, limits)
-    if max_tokens is None:
-        max_tokens = rest
-    elif turn.drawn is not None:
-        max_tokens = min(max_tokens, rest)
-    requests = _requests(request, [turn.prompt_ids], max_tokens, limits)
     return Call(
-        requests if turn.drawn is None else tuple(map(turn.drawn, requests)),
+        _requests_of_turn(request, turn.prompt_ids, max_tokens, limits, turn),
         request.stream,
         request.stream_options.include_usage,
         request.logprobs,
@@ -229,8 +223,10 @@ def read_chat(
     )
 
 
-def read_generate(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
-    """Parses the body of POST /inference/v1/generate.
+def read_generate(
+    body: Json, limits: RequestLimits, *, prompts: ChatPrompts, keys: Sequence[str] = ()
+) -> Call:
+    """Parses the body of POST /inference/v1/generate; arguments as for `read_chat`.
 
     Raises:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
@@ -246,16 +242,29 @@ def read_generate(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits
             param="sampling_params.stop_token_ids",
         )
     prompt = np.array(request.token_ids, np.int32)
-    max_tokens = params.max_tokens
-    if max_tokens is None:
-        max_tokens = _rest_of_context(prompt, limits)
-    requests = _requests(params, [prompt], max_tokens, limits)
-    return Call(requests, stream=False, include_usage=False, logprobs=params.logprobs is not None)
+    turn = prompts.open_ids(prompt, params.n, keys)
+    requests = _requests_of_turn(params, prompt, params.max_tokens, limits, turn)
+    logprobs = params.logprobs is not None
+    return Call(requests, stream=False, include_usage=False, logprobs=logprobs, turn=turn)
 
 
-def _rest_of_context(prompt: np.ndarray, limits: RequestLimits) -> int:
+def _requests_of_turn(
+    sampling: Sampling,
+    prompt: np.ndarray,
+    max_tokens: int | None,
+    limits: RequestLimits,
+    turn: ChatTurn | None,
+) -> tuple[Request, ...]:
+    """The requests of a prompt, drawn as its turn says if there is one that says so."""
+    drawn = None if turn is None else turn.drawn
     # A prompt that leaves no room is refused later, with a better message.
-    return max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
+    rest = max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
+    if max_tokens is None:
+        max_tokens = rest
+    elif drawn is not None:
+        max_tokens = min(max_tokens, rest)
+    requests = _requests(sampling, [prompt], max_tokens, limits)
+    return requests if drawn is None else tuple(map(drawn, requests))
 
 
 def _checked(kind: type[RequestType], body: Json, limits: RequestLimits) -> RequestType:

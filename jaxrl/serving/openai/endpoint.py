@@ -160,7 +160,7 @@ def build_app(
       limits: limits of requests.
       max_body_bytes: maximum size of a body; larger ones are refused.
       prompts: where chats get their prompts from; by default each request is rendered by itself. With a
-        source that keeps conversations there are no other requests, since it would not know of them.
+        source that keeps conversations there are no completions, since it would not know of them.
     """
     parser = AnswerParser(tokenizer)
     source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
@@ -196,15 +196,15 @@ def build_app(
         return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
 
     def generate(body: Json, keys: Sequence[str]) -> Call:
-        return read_generate(body, tokenizer, limits)
+        return read_generate(body, limits, prompts=source, keys=keys)
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
-            if prompts is not None and form is not CHAT:
+            if prompts is not None and form is COMPLETION:
                 raise ApiError(
                     400,
                     f"{request.url.path} would not be part of a conversation, which this server keeps; ask "
-                    "/v1/chat/completions",
+                    "/v1/chat/completions, or /inference/v1/generate with token ids",
                 )
             body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
