@@ -248,6 +248,7 @@ class HttpServer:
                 http=protocol,  # pyright: ignore[reportArgumentType]
                 log_level="warning",
                 access_log=False,
+                proxy_headers=False,
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=_LAST_WORDS_S,
