@@ -8,8 +8,8 @@ available, its figures for programs with that many slots refine the estimate.
 With a paged cache a slot is memory for one sequence of full length, as pages. Several samples share it: as
 many as fit at the length that samples are taken to have while they decode (`Workload.slot_tokens`).
 
-With more agents than slots, `rollout.cache_tokens = 0` is chosen in the same way: room for the conversations of
-all agents, or as many as fit, so that those whose tools run stay known.
+With more agents than slots, `rollout.cache_tokens = 0` is chosen in the same way: room for the conversations
+of all agents, or as many as fit, so that those whose tools run stay known.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ class _Choice:
     def with_known_pages(self) -> Config:
         """The config whose cache has room for as many conversations as fit, if these are more than slots."""
         rollout, most = self._config.rollout, self.counted() * self._replicas
+        assert rollout.slots != "auto", "the slots are given"
         if most <= rollout.slots:
             return self._config
         tokens = most * (self._config.longest_sequence + rollout.tokens_per_dispatch)
