@@ -1,0 +1,102 @@
+"""Edits of logits that the host makes from the tokens of a sample: bias, penalties by count, a grammar.
+
+All of them are one row of values that is added to the logits of a slot before temperature and truncation.
+The log-probabilities that are reported stay those of the model without edits.
+
+    V vocabulary
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+# Added to the logits of tokens that a grammar forbids. It is finite, as in `sampling`, and lower than what
+# `min_tokens` gives to stop ids: at the end of a grammar nothing else is left.
+_NEVER = -1e32
+
+
+class Grammar(Protocol):
+    """A matcher of llguidance: a grammar, and the tokens that have been read."""
+
+    def deep_copy(self) -> Grammar: ...
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
+
+    def compute_logit_bias(self) -> bytes:
+        """One byte a token of the vocabulary, 0 for those that may not follow."""
+        ...
+
+    def get_error(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogitEdits:
+    """The edits of a request's samples.
+
+    Attributes:
+      bias: value added to the logit of each of these token ids.
+      presence_penalty: value subtracted from the logits of all tokens that the sample has; not of those that
+        only its prompt has.
+      frequency_penalty: the same for each time that the sample has the token.
+      grammar: matcher of all texts that a sample may be, with nothing read; None for any text.
+      grammar_after: token id after which the grammar begins; None if it begins at once.
+    """
+
+    bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    grammar: Grammar | None = None
+    grammar_after: int | None = None
+
+
+class SampleEdits:
+    """The edits of one sample, which follow its tokens.
+
+    Attributes:
+      change: whether the edits change from token to token.
+      error: reason why the grammar cannot go on; "" if it can.
+    """
+
+    def __init__(self, edits: LogitEdits):
+        """Starts a sample without tokens."""
+        self._edits = edits
+        self._grammar = None if edits.grammar is None else edits.grammar.deep_copy()
+        self._after = edits.grammar_after
+        self._counts: collections.Counter[int] = collections.Counter()
+        penalty = edits.presence_penalty or edits.frequency_penalty
+        self.change = bool(penalty or self._grammar is not None)
+        self.error = ""
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Reads the next tokens of the sample, int32 [R]."""
+        read = tokens.tolist()
+        self._counts.update(read)
+        if self._after in read:
+            read = read[read.index(self._after) + 1 :]
+            self._after = None
+        if self._grammar is not None and self._after is None:
+            self._grammar.consume_tokens(read)
+            self._note_error(self._grammar)
+
+    def fill(self, row_V: np.ndarray) -> None:
+        """Writes the values for the next token into a row of zeros, float32."""
+        edits = self._edits
+        row_V[list(edits.bias)] += np.array(list(edits.bias.values()), np.float32)
+        if self._counts:
+            tokens, counts = np.array(list(self._counts.items())).T
+            row_V[tokens] -= edits.presence_penalty + edits.frequency_penalty * counts
+        if self._grammar is not None and self._after is None and not self.error:
+            allowed = np.frombuffer(self._grammar.compute_logit_bias(), np.uint8) != 0
+            self._note_error(self._grammar)
+            # A model may have more rows than its tokenizer has tokens.
+            row_V[: len(allowed)][~allowed] = _NEVER
+            row_V[len(allowed) :] = _NEVER
+
+    def _note_error(self, grammar: Grammar) -> None:
+        if fault := grammar.get_error():
+            self.error = f"the grammar of response_format failed: {fault.splitlines()[0][:200]}"
