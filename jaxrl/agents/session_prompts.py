@@ -79,12 +79,34 @@ class SessionPrompts:
         )
 
     def _drawn(self, session: Session, request: Request) -> Request:
-        """The request as the run samples; its stop strings come on top."""
+        """The request as the run samples; its stop strings come on top.
+
+        Raises:
+          ApiError: it would edit logits: training computes the probabilities of the policy without that.
+        """
+        if (edits := request.options.edits) is not None:
+            fields = {
+                "logit_bias": edits.bias,
+                "presence_penalty": edits.presence_penalty,
+                "frequency_penalty": edits.frequency_penalty,
+                "response_format": edits.grammar,
+            }
+            asked = [name for name, value in fields.items() if value]
+            raise ApiError(
+                400,
+                f"{' and '.join(asked)}: answers of an agent are trained as the policy alone would draw "
+                "them; leave it out",
+                param=asked[0],
+            )
         stops = (*self.options.stop_strings, *request.options.stop_strings)
         return dataclasses.replace(
             request,
             seed=turn_seed(session.prompt_id, session.sample, request.prompt),
-            options=self.options.replace(num_samples=1, stop_strings=stops),
+            options=self.options.replace(
+                num_samples=1,
+                stop_strings=stops,
+                top_logprobs=request.options.top_logprobs,
+            ),
         )
 
     def _answered(

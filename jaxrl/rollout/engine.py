@@ -178,9 +178,7 @@ class Engine:
         self.extend = jax.jit(programs.extend, donate_argnames="prefix", **options)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
         self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
-        self.generate_edited = jax.jit(
-            programs.generate_edited, donate_argnames="state", **options
-        )
+        self.generate_edited = jax.jit(programs.generate_edited, donate_argnames="state", **options)
         self.speculate = jax.jit(programs.speculate, donate_argnames="state", **options)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.reuse = jax.jit(slots.reuse)

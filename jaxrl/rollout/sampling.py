@@ -262,7 +262,9 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
     # If a logit is NaN, no token is inside and the last one is taken, as in `sample_tokens`.
     is_nan_S1 = jnp.isnan(p_SV[:, :1])
     last_S1 = jnp.full(is_nan_S1.shape, p_SV.shape[-1] - 1)
-    draw = among(largest(sum_SV, _TRIES), _Draw(last_S1, jnp.full(is_nan_S1.shape, -1.0), is_nan_S1))
+    draw = among(
+        largest(sum_SV, _TRIES), _Draw(last_S1, jnp.full(is_nan_S1.shape, -1.0), is_nan_S1)
+    )
     return jax.lax.while_loop(lambda draw: ~draw.found_S1.all(), again, draw).token_S1[:, 0]
 
 
