@@ -21,6 +21,7 @@ from jaxrl.rollout.sampling import SamplingOptions, turn_seed
 from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import ApiError
 from jaxrl.serving.openai.chat_prompts import ChatQuery, ChatTurn
+from jaxrl.serving.openai.logit_edits import LogitEdits
 
 
 class SessionPrompts:
@@ -84,7 +85,7 @@ class SessionPrompts:
         Raises:
           ApiError: it would edit logits: training computes the probabilities of the policy without that.
         """
-        if (edits := request.options.edits) is not None:
+        if isinstance(edits := request.options.edits, LogitEdits):
             fields = {
                 "logit_bias": edits.bias,
                 "presence_penalty": edits.presence_penalty,

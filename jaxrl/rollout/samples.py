@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.rollout.logit_edits import SampleEdits
-from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
 from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
 
@@ -93,7 +92,7 @@ class Sample:
         self.prompt_tokens = len(start.tokens) - len(self)
         allowed = len(self) + options.budget_tokens if options.budget_tokens else max_tokens
         self.limit = min(allowed, max_tokens)
-        self.edits = None if options.edits is None else SampleEdits(options.edits)
+        self.edits = None if options.edits is None else options.edits.begin()
         return self
 
     @property

@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ import numpy as np
 
 from jaxrl.algos.truncation import Truncation, as_rows, least_before_top_p, total
 from jaxrl.checks import MAX_VOCABULARY, Range, at_least, between, check_value, token_count
-from jaxrl.rollout.logit_edits import LogitEdits
 
 # Bounds of the temperature: below, logits / temperature overflows float32; above, the draw is uniform.
 TEMPERATURE = between(0.01, 100)
@@ -75,6 +74,37 @@ def truncation_of(
         np.bool_(renormalized),
     )
     return Truncation(*scalars)
+
+
+class SampleEdits(Protocol):
+    """Changes of one sample's logits, made on the host from its tokens; see `SamplingOptions.edits`.
+
+    Attributes:
+      change: whether they change with every token, so that dispatches decode one.
+      error: reason why the sample cannot go on; "" if it can.
+    """
+
+    change: bool
+    error: str
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Reads the next tokens of the sample, int32 [R]."""
+        ...
+
+    def fill(self, row_V: np.ndarray) -> None:
+        """Writes what is added to the logits of the next token into zeros, float32; finite values."""
+        ...
+
+
+class LogitEdits(Protocol):
+    """The edits of a request; `bias` has values for some token ids."""
+
+    @property
+    def bias(self) -> Mapping[int, float]: ...
+
+    def begin(self) -> SampleEdits:
+        """The edits of a sample without tokens."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

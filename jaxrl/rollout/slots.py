@@ -30,9 +30,8 @@ from jaxrl.rollout.decode_state import (
 )
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.engine_sizes import round_up
-from jaxrl.rollout.logit_edits import SampleEdits
 from jaxrl.rollout.samples import Sample
-from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.speculation import Rows
 

@@ -98,7 +98,29 @@ def _nested(depth):
         ({"stop": [""]}, "stop", "stop must be a text or up to 16 of them"),
         ({"stop": ["x"] * 17}, "stop", "stop must be a text or up to 16 of them"),
         ({"stop": "x" * 257}, "stop", "stop must be a text or up to 16 of them"),
-        ({"logprobs": 5}, "logprobs", "there are only those of the sampled tokens"),
+        ({"logprobs": 21}, "logprobs", "logprobs is 21; it must be an integer from 0 to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias names 'x', which is no token id"),
+        ({"logit_bias": {"7": 101}}, "logit_bias", "gives token 7 101; give a number from -100 to"),
+        ({"logit_bias": {"7": True}}, "logit_bias", "gives token 7 True; give a number from"),
+        ({"logit_bias": {"7": float("nan")}}, "logit_bias", "gives token 7 nan; give a number"),
+        (
+            {"frequency_penalty": -2.5},
+            "frequency_penalty",
+            "is -2.5; it must be a number from -2 to",
+        ),
+        *(
+            ({"response_format": value}, "response_format" + path, message)
+            for value, path, message in (
+                ("json", "", "response_format is 'json'; it must be an object with a type"),
+                ({"type": "xml"}, ".type", "must be 'text', 'json_object' or 'json_schema'"),
+                ({"type": "json_schema"}, ".json_schema.schema", "must be a JSON schema"),
+                (
+                    {"type": "json_schema", "json_schema": {"schema": {"a": _nested(900)}}},
+                    ".json_schema.schema",
+                    "is nested too deeply; 32 levels are read",
+                ),
+            )
+        ),
         ({"stream_options": 3}, "stream_options", "stream_options is 3; it must be an object"),
         (
             {"stream_options": {"include_usage": "yes"}},
@@ -107,7 +129,7 @@ def _nested(depth):
         ),
         ({"echo": True}, "echo", "echo True: this server does not have it; leave it out"),
         ({"best_of": 2}, "best_of", "best_of 2: this server does not have it"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty 0.5: this server"),
+        ({"presence_penalty": 3}, "presence_penalty", "is 3; it must be a number from -2 to 2"),
         ({"tempreature": 1}, "tempreature", "tempreature is no field of this request"),
         ({"\ud800": 1}, r"\ud800", r"\ud800 is no field of this request"),
     ],
@@ -141,8 +163,16 @@ def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message)
             "messages[0].audio is no field of this request",
         ),
         ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be true or false"),
-        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs 2: this server does not have it"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "does not have it"),
+        ({"top_logprobs": 2}, "top_logprobs", "is only given with logprobs true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "must be an integer from 0 to 20"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            "response_format",
+            "allows no call of a tool, and there are tools; leave one out",
+        ),
         ({"prompt": "x"}, "prompt", "prompt is no field of this request"),
         *(
             ({"chat_template_kwargs": value}, "chat_template_kwargs", message)

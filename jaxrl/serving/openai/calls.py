@@ -31,7 +31,6 @@ from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import END_THINK, AnswerParser, AssistantMessage
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import Request
-from jaxrl.rollout.logit_edits import LogitEdits
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import Delta
@@ -41,7 +40,7 @@ from jaxrl.serving.openai.chat_prompts import (
     ChatTurn,
     RequestTokenizer,
 )
-from jaxrl.serving.openai.json_grammar import json_grammar
+from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -1,7 +1,8 @@
-"""Edits of logits that the host makes from the tokens of a sample: bias, penalties by count, a grammar.
+"""Edits of logits, made on the host from the tokens of a sample: bias, penalties by count, JSON schemas.
 
-All of them are one row of values that is added to the logits of a slot before temperature and truncation.
-The log-probabilities that are reported stay those of the model without edits.
+All of them are one row of values that is added to the logits of a slot before temperature and truncation
+(`rollout.sampling.SampleEdits`). Log-probabilities stay those of the model without edits. JSON schemas are
+compiled by llguidance to a grammar over the tokens.
 
     V vocabulary
 """
@@ -10,14 +11,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import json
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.serving.openai.chat_prompts import RequestTokenizer
 
 # Added to the logits of tokens that a grammar forbids. It is finite, as in `sampling`, and lower than what
 # `min_tokens` gives to stop ids: at the end of a grammar nothing else is left.
 _NEVER = -1e32
+# Between two tokens of JSON. Models that may write any amount of white space sometimes write nothing else.
+_WHITE_SPACE = r"[ \t\r\n]{0,32}"
+# Schemas and tokenizers that are kept compiled. A tokenizer takes about a second.
+_KEPT_SCHEMAS, _KEPT_TOKENIZERS = 64, 2
 
 
 class Grammar(Protocol):
@@ -53,17 +63,15 @@ class LogitEdits:
     grammar: Grammar | None = None
     grammar_after: int | None = None
 
+    def begin(self) -> _SampleEdits:
+        """The edits of a sample without tokens."""
+        return _SampleEdits(self)
 
-class SampleEdits:
-    """The edits of one sample, which follow its tokens.
 
-    Attributes:
-      change: whether the edits change from token to token.
-      error: reason why the grammar cannot go on; "" if it can.
-    """
+class _SampleEdits:
+    """The edits of one sample; see `rollout.sampling.SampleEdits`."""
 
     def __init__(self, edits: LogitEdits):
-        """Starts a sample without tokens."""
         self._edits = edits
         self._grammar = None if edits.grammar is None else edits.grammar.deep_copy()
         self._after = edits.grammar_after
@@ -100,3 +108,46 @@ class SampleEdits:
     def _note_error(self, grammar: Grammar) -> None:
         if fault := grammar.get_error():
             self.error = f"the grammar of response_format failed: {fault.splitlines()[0][:200]}"
+
+
+def json_grammar(
+    tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], schema: Mapping[str, Any]
+) -> Grammar:
+    """A matcher of the JSON texts that a schema allows, each followed by a stop id.
+
+    Raises:
+      UserError: llguidance is not installed, or does not know something in the schema.
+    """
+    return _compiled(tokenizer, stop_ids, json.dumps(schema))
+
+
+@functools.lru_cache(_KEPT_SCHEMAS)
+def _compiled(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], schema: str) -> Grammar:
+    tokens, llguidance = _tokens(tokenizer, stop_ids)
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": _WHITE_SPACE}
+        )
+    except ValueError as error:
+        raise UserError(f"response_format has no JSON schema ({error}); correct it") from error
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
+    if fault := matcher.get_error():
+        raise UserError(
+            f"response_format has a schema that cannot be enforced ({fault.splitlines()[0][:200]}); change "
+            "or leave out that part of it"
+        )
+    return matcher
+
+
+@functools.lru_cache(_KEPT_TOKENIZERS)
+def _tokens(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...]) -> tuple[Any, Any]:
+    """The tokenizer as llguidance has it, and the package."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "response_format needs the package llguidance, which this server lacks; run pip install "
+            "llguidance there, or leave response_format out"
+        ) from error
+    tokens = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=list(stop_ids))
+    return tokens, llguidance
