@@ -283,8 +283,8 @@ class Slots:
         V = self.engine.model.vocab_size
         row_n = np.full(state.num_slots, -1, np.int32)
         edited = [(slot, each) for slot, each in edits.items() if each is not None]
-        # The program is compiled for few numbers of rows: 1, 8, 64 ...
-        E = next(8**k for k in range(len(row_n)) if 8**k >= len(edited))
+        # The program is compiled for few numbers of rows: 8, 64, 512 ...
+        E = next(8**k for k in range(1, 8) if 8**k >= len(edited))
         rows_EV = np.zeros((min(E, len(row_n)), V), np.float32)
         for row, (slot, each) in enumerate(edited):
             row_n[slot] = row
