@@ -225,9 +225,14 @@ def test_a_schema_that_cannot_be_enforced_is_refused(schema, message):
         json_grammar(TOKENIZER, TOKENIZER.stop_ids, schema)
 
 
-def test_a_grammar_that_fails_fails_its_request_alone(live):
-    """This one is of another tokenizer, whose stop id ends no answer here: tokens follow its end."""
-    edits = LogitEdits(grammar=grammar_of('{"type": "boolean"}'))
+@pytest.mark.parametrize("limit", [{"max_items_in_row": 3}, {"max_lexer_states": 20}], ids=str)
+def test_a_grammar_that_fails_fails_its_request_alone(live, limit):
+    """Some schemas need too much only when tokens are read, or when the next ones are looked for."""
+    llguidance = import_extra("json", "llguidance")
+    tokens = llguidance.LLTokenizer(TOKENIZER.backend.to_str(), eos_token=[1])
+    text = llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    limits = llguidance.LLParserLimits(**limit)
+    edits = LogitEdits(grammar=llguidance.LLMatcher(tokens, text, log_level=0, limits=limits))
     failed, usual = answered(live, request_of(edits), request_of(seed=1))
     assert isinstance(failed.error, LiveError) and "response_format failed" in str(failed.error)
     assert usual.error is None and usual.end() is not None

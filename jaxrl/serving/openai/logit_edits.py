@@ -35,7 +35,7 @@ class Grammar(Protocol):
 
     def deep_copy(self) -> Grammar: ...
 
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool: ...
+    def consume_token(self, sampled_token: int) -> bool: ...
 
     def compute_logit_bias(self) -> bytes:
         """One byte a token of the vocabulary, 0 for those that may not follow."""
@@ -88,7 +88,8 @@ class _SampleEdits:
             read = read[read.index(self._after) + 1 :]
             self._after = None
         if self._grammar is not None and self._after is None:
-            self._grammar.consume_tokens(read)
+            for token in read:
+                self._grammar.consume_token(token)
             self._note_error(self._grammar)
 
     def fill(self, row_V: np.ndarray) -> None:
