@@ -1,7 +1,9 @@
 """Edits of logits in a live loop: numbers by hand, a NumPy twin, and requests without edits beside them."""
 
+import dataclasses
 import functools
 import json
+import sys
 
 import jax
 import numpy as np
@@ -223,6 +225,13 @@ def test_a_schema_that_cannot_be_enforced_is_refused(schema, message):
     import_extra("json", "llguidance")
     with pytest.raises(UserError, match=message):
         json_grammar(TOKENIZER, TOKENIZER.stop_ids, schema)
+
+
+def test_without_llguidance_a_response_format_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    other = dataclasses.replace(TOKENIZER)
+    with pytest.raises(UserError, match="needs the package llguidance, which this server lacks"):
+        json_grammar(other, other.stop_ids, SCHEMA)
 
 
 @pytest.mark.parametrize("limit", [{"max_items_in_row": 3}, {"max_lexer_states": 20}], ids=str)

@@ -1,5 +1,6 @@
 """What is a request and what is none, in terms of the request; that OpenAI's client reads the answers."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
+from jaxrl.rollout.decode_state import TopTokens  # noqa: E402
 from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 from jaxrl.serving.online_driver import Delta  # noqa: E402
@@ -246,16 +248,22 @@ class Tokenizer:
         return np.zeros(3, np.int32)
 
     def decode(self, ids):
-        return "".join({5: "a", 6: "é"}.get(int(i), "") for i in ids)
+        return "".join({5: "a", 6: "é"}.get(int(i), chr(i)) for i in ids)
 
 
 PARSER = AnswerParser(Tokenizer())
 
 
 def answer_of(
-    form, *, logprobs: bool = True, include_usage: bool = False, token_ids: bool = False
+    form,
+    *,
+    logprobs: bool = True,
+    include_usage: bool = False,
+    token_ids: bool = False,
+    num_top: int = 0,
 ) -> Answer:
-    request = Request(np.zeros(3, np.int32), 9, 0, SamplingOptions(num_samples=2))
+    options = SamplingOptions(num_samples=2, top_logprobs=num_top)
+    request = Request(np.zeros(3, np.int32), 9, 0, options)
     turn = None
     if form is CHAT:
         turn = RenderedPrompts(Tokenizer(), PARSER).open(ChatQuery(()), "")
@@ -303,6 +311,34 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
         assert first["logprobs"]["token_logprobs"] == [-0.5, -1.0] * 2
     else:
         assert first["logprobs"]["content"][1]["bytes"] == list("é".encode())
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+)
+def test_the_most_probable_tokens_stand_beside_each(form, kind):
+    """A model with 3 tokens and 4 rows; the second token is not among the most probable two."""
+    answer = answer_of(form, num_top=3)
+    token = np.array([[70, 71, 288], [72, 70, 288]], np.int32)
+    logprob = np.array([[-0.5, -1.5, -np.inf], [-0.25, -0.75, -np.inf]], np.float32)
+    for index in range(2):
+        top = TopTokens(token, logprob)
+        answer.add(index, dataclasses.replace(delta(index, "stop"), top=top))
+    (first, _) = read_by_openai(kind, answer.whole())["choices"]
+    expected = [
+        {"F": -0.5, "G": -1.5},
+        {"H": -0.25, "F": -0.75},
+    ]
+    if form is COMPLETION:
+        # With the tokens that were drawn.
+        drawn = [{"a": -0.5}, {"é": -1.0}]
+        assert first["logprobs"]["top_logprobs"] == [
+            a | b for a, b in zip(drawn, expected, strict=True)
+        ]
+    else:
+        found = [entry["top_logprobs"] for entry in first["logprobs"]["content"]]
+        assert [{e["token"]: e["logprob"] for e in top} for top in found] == expected
+        assert found[0][0]["bytes"] == [70]
 
 
 def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():

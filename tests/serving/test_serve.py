@@ -411,6 +411,22 @@ def post(server, body, path="/v1/completions", **headers):
         ),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
         ({"prompt": "x", "top_p": 0}, 400, "top_p 0.0 is not positive"),
+        (
+            {"prompt": "x", "logit_bias": {"319": 1}},
+            400,
+            "logit_bias has token id 319; this model's",
+        ),
+        (
+            {
+                "prompt": "x",
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                },
+            },
+            400,
+            "response_format has a schema that cannot be enforced (Unimplemented keys",
+        ),
         ({"prompt": "x", "n": 129}, 400, "this server gives 1 to 128 choices"),
         ({"prompt": ["x"] * 100, "n": 2}, 400, "100 prompts with n 2"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "model 'gpt-4' is not here; this server has"),
