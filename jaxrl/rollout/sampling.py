@@ -121,8 +121,9 @@ class SamplingOptions:
       stop_strings: texts that end a sample, as a stop id does. Tokens after the stop string are removed.
       budget_tokens: maximum number of tokens that one call adds to a sample, which is then left unfinished; 0
         means no limit.
-      edits: further changes of the logits, made on the host; None for none. For live loops only, as is
-      top_logprobs: number of most probable tokens to report at each place, up to `MOST_TOP_LOGPROBS`.
+      edits: further changes of the logits, made on the host; None for none.
+      top_logprobs: number of most probable tokens that a live loop reports at each place, up to
+        `MOST_TOP_LOGPROBS`.
     """
 
     num_samples: int = 1
