@@ -248,11 +248,13 @@ class DecodeLoop:
         self._begun = False
         active, decoded = self._slots.decoded()
         busy, before_n = self.scheduler.busy_slots, self._length_n
-        edited = self._edited_slots(busy)
-        top = self._slots.top() if edited else None
-        for slot in edited:
-            if (edits := self.scheduler.owners[slot].edits) is not None:
-                edits.add(decoded.token[slot, : decoded.count[slot]])
+        top = None
+        for slot in self._edited_slots(busy):
+            sample = self.scheduler.owners[slot]
+            if sample.edits is not None:
+                sample.edits.add(decoded.token[slot, : decoded.count[slot]])
+            if top is None and sample.options.top_logprobs:
+                top = self._slots.top()
         self._log.append(decoded)
         self._length_n = before_n + decoded.count
         if self._pages is not None:
