@@ -317,10 +317,10 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
     ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
 )
 def test_the_most_probable_tokens_stand_beside_each(form, kind):
-    """A model with 3 tokens and 4 rows; the second token is not among the most probable two."""
-    answer = answer_of(form, num_top=3)
-    token = np.array([[70, 71, 288], [72, 70, 288]], np.int32)
-    logprob = np.array([[-0.5, -1.5, -np.inf], [-0.25, -0.75, -np.inf]], np.float32)
+    """The drawn tokens, "a" and "é", are not among the most probable two."""
+    answer = answer_of(form, num_top=2)
+    token = np.array([[70, 71], [72, 70]], np.int32)
+    logprob = np.array([[-0.5, -1.5], [-0.25, -0.75]], np.float32)
     for index in range(2):
         top = TopTokens(token, logprob)
         answer.add(index, dataclasses.replace(delta(index, "stop"), top=top))

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import reprlib
 import secrets
 import time
@@ -440,8 +439,7 @@ class Choice:
         tops: Sequence[Sequence[tuple[str, float]]] = [()] * len(delta.tokens)
         if delta.top is not None:
             tops = [
-                # A model may have fewer tokens than rows, and those that it lacks are never drawn.
-                [(self._spell(t), p) for t, p in zip(*row, strict=True) if math.isfinite(p)]
+                [(self._spell(token), logprob) for token, logprob in zip(*row, strict=True)]
                 for row in zip(delta.top.token.tolist(), delta.top.logprob.tolist(), strict=True)
             ]
         self._tokens += map(_Token, delta.pieces, map(float, delta.logprob), tops)
