@@ -21,6 +21,7 @@ from jaxrl.rollout.sampling import turn_seed
 from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import ApiError
 from jaxrl.serving.openai.chat_prompts import ChatQuery, ChatTurn
+from jaxrl.serving.openai.logit_edits import LogitEdits
 
 
 class SessionPrompts:
@@ -95,12 +96,34 @@ class SessionPrompts:
         )
 
     def _drawn(self, session: Session, request: Request) -> Request:
-        """The request as the run samples; its stop strings come on top."""
+        """The request as the run samples; its stop strings come on top.
+
+        Raises:
+          ApiError: it would edit logits: training computes the probabilities of the policy without that.
+        """
+        if isinstance(edits := request.options.edits, LogitEdits):
+            fields = {
+                "logit_bias": edits.bias,
+                "presence_penalty": edits.presence_penalty,
+                "frequency_penalty": edits.frequency_penalty,
+                "response_format": edits.grammar,
+            }
+            asked = [name for name, value in fields.items() if value]
+            raise ApiError(
+                400,
+                f"{' and '.join(asked)}: answers of an agent are trained as the policy alone would draw "
+                "them; leave it out",
+                param=asked[0],
+            )
         stops = (*session.options.stop_strings, *request.options.stop_strings)
         return dataclasses.replace(
             request,
             seed=turn_seed(session.prompt_id, session.sample, request.prompt),
-            options=session.options.replace(num_samples=1, stop_strings=stops),
+            options=session.options.replace(
+                num_samples=1,
+                stop_strings=stops,
+                top_logprobs=request.options.top_logprobs,
+            ),
         )
 
     def _answered(

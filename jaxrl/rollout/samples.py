@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
 from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
 
@@ -47,6 +47,7 @@ class Sample:
       start, prompt_id, options, max_tokens, owner: see `request`.
       prompt_tokens: number of tokens before the sample.
       limit: length of the sample at which its slot stops decoding.
+      edits: the edits of its logits; None for none.
     """
 
     start: Start
@@ -56,6 +57,7 @@ class Sample:
     owner: Any
     prompt_tokens: int
     limit: int
+    edits: SampleEdits | None
 
     def __init__(self, prompt: int, index: int, step: int):
         self.prompt = prompt
@@ -93,6 +95,7 @@ class Sample:
         self.prompt_tokens = len(start.tokens) - len(self)
         allowed = len(self) + options.budget_tokens if options.budget_tokens else max_tokens
         self.limit = min(allowed, max_tokens)
+        self.edits = None if options.edits is None else options.edits.begin()
         return self
 
     @property

@@ -93,6 +93,14 @@ def test_agents_at_once_leave_exact_branches():
                 client.chat.completions.create(**ask, n=2)
             # A name of its own for the session, beside the key.
             client.chat.completions.create(**ask, extra_headers={"X-Session-ID": "trace 1"})
+            # They would change the policy that samples; what is only reported would not.
+            edits = {"presence_penalty": 1, "logit_bias": {"7": 5}}
+            with pytest.raises(
+                openai.BadRequestError, match="logit_bias and presence_penalty: ans"
+            ):
+                client.chat.completions.create(**ask, **edits)
+            (choice,) = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices
+            assert choice.logprobs.content
             with pytest.raises(openai.BadRequestError, match="/v1/completions would not be part"):
                 client.completions.create(model="m", prompt="x")
 

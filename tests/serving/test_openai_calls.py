@@ -62,7 +62,7 @@ def read_chat(body, tokenizer, limits):
 
 def read_generate(body, tokenizer, limits):
     prompts = RenderedPrompts(tokenizer, AnswerParser(tokenizer))
-    return calls.read_generate(body, limits, prompts=prompts)
+    return calls.read_generate(body, tokenizer, limits, prompts=prompts)
 
 
 # Room for tools.

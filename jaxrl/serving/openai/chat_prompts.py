@@ -22,6 +22,11 @@ from jaxrl.serving.online_driver import Delta
 class RequestTokenizer(ChatTokenizer, Protocol):
     """The methods of a tokenizer that requests need."""
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers` object; for response formats only."""
+        ...
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
         """Int32 [T] ids of a conversation, up to the start of the answer; UserError if the template fails.
 

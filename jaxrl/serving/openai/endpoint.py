@@ -196,7 +196,7 @@ def build_app(
         return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
 
     def generate(body: Json, keys: Sequence[str]) -> Call:
-        return read_generate(body, limits, prompts=source, keys=keys)
+        return read_generate(body, tokenizer, limits, prompts=source, keys=keys)
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:

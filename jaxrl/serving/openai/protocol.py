@@ -34,6 +34,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxrl.data.chat import RESERVED_VARIABLES
+from jaxrl.rollout.sampling import MOST_TOP_LOGPROBS
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_VARIABLES, MAX_NAME_CHARACTERS, MAX_DEPTH = 64, 64, 8
@@ -152,6 +153,31 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise _refused(f"names {reprlib.repr(token)}, which is no token id; give ids as texts")
+        if isinstance(value, bool) or not (isinstance(value, int | float) and abs(value) <= 100):
+            raise _refused(
+                f"gives token {token} {reprlib.repr(value)}; give a number from -100 to 100"
+            )
+    return bias
+
+
+def _check_format(form: dict[str, Any]) -> dict[str, Any]:
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _refused("must be 'text', 'json_object' or 'json_schema'", "type")
+    if kind == "json_schema":
+        holder = form.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise _refused("must be a JSON schema", "json_schema", "schema")
+        if fault := _value_fault(schema, MAX_TOOL_DEPTH):
+            raise _refused(fault, "json_schema", "schema")
+    return form
+
+
 def _check_arguments(arguments: str) -> str:
     try:
         # Some clients send "" for no arguments.
@@ -174,9 +200,10 @@ _Int64 = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 _NUMBER, _INT32 = "a number below 1e9", "an integer of 32 bits"
 # Report only the first wrong item of a long list.
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-_Zero = Annotated[float, Field(ge=0, le=0)]
 _EmptyList = Annotated[list[Any], Field(max_length=0)]
-_EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_NumTop = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
+_NUM_TOP = f"an integer from 0 to {MOST_TOP_LOGPROBS}"
 
 
 class _RequestPart(BaseModel):
@@ -300,10 +327,6 @@ class NamedTool(_OpenPart):
     function: NamedFunction
 
 
-class _TextFormat(_RequestPart):
-    type: Literal["text"]
-
-
 class Sampling(_RequestPart):
     """How samples are drawn: fields of all kinds of request."""
 
@@ -323,11 +346,21 @@ class Sampling(_RequestPart):
         description=f"a text or up to {MAX_STOPS} of them, none empty or longer than "
         f"{MAX_STOP_CHARACTERS} characters",
     )
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_check_bias)] = Field(
+        default_factory=dict, description="an object with numbers from -100 to 100 for token ids"
+    )
+    presence_penalty: _Penalty = Field(default=0.0, description="a number from -2 to 2")
+    frequency_penalty: _Penalty = Field(default=0.0, description="a number from -2 to 2")
 
-    # Not supported; accepted only at their defaults. pydantic copies what no factory makes, and slowly.
-    logit_bias: _EmptyObject = Field(default_factory=dict)
-    presence_penalty: _Zero = 0
-    frequency_penalty: _Zero = 0
+    @property
+    def num_top(self) -> int:
+        """The number of most probable tokens to report at each place."""
+        return 0
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema of answers; None if they are any text."""
+        return None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -342,6 +375,9 @@ class _Request(Sampling):
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions = Field(default=StreamOptions(), description="an object")
     return_token_ids: bool = Field(default=False, description="true or false")
+    response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] = Field(
+        default={"type": "text"}, description="an object with a type"
+    )
 
     # Accepted and ignored: they do not affect an answer.
     user: Any = None
@@ -357,11 +393,20 @@ class _Request(Sampling):
     suffix: Literal[""] = ""
     functions: _EmptyList = Field(default_factory=list)
     function_call: Literal["none", "auto"] = "none"
-    response_format: _TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: None = None
     audio: None = None
-    top_logprobs: Literal[0] = 0
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema of answers; None if they are any text."""
+        match self.response_format["type"]:
+            case "text":
+                return None
+            case "json_object":
+                return {"type": "object"}
+            case _:
+                return self.response_format["json_schema"]["schema"]
 
 
 class CompletionRequest(_Request):
@@ -371,6 +416,7 @@ class CompletionRequest(_Request):
     tools: _EmptyList = Field(default_factory=list)
     tool_choice: Literal["none", "auto"] = "none"
     parallel_tool_calls: bool = True
+    top_logprobs: Literal[0] = 0
 
     prompt: (
         _Text
@@ -380,9 +426,12 @@ class CompletionRequest(_Request):
     ) = Field(
         description="a text, a list of token ids, or a list of several of either, and not empty"
     )
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = Field(
-        default=None, description="0 or 1: there are only those of the sampled tokens"
-    )
+    logprobs: _NumTop | None = Field(default=None, description=_NUM_TOP)
+
+    @property
+    def num_top(self) -> int:
+        """The number of most probable tokens to report at each place."""
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -404,6 +453,7 @@ class ChatRequest(_Request):
     )
     max_completion_tokens: _Int32 | None = Field(default=None, description=_INT32)
     logprobs: bool = Field(default=False, description="true or false")
+    top_logprobs: _NumTop = Field(default=0, description=_NUM_TOP)
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = Field(
         default_factory=dict, description=VARIABLES_RULE
     )
@@ -420,6 +470,11 @@ class ChatRequest(_Request):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _refused("is only given with logprobs true", "top_logprobs")
+        if self.answer_schema is not None and self.tools and self.tool_choice != "none":
+            rule = "allows no call of a tool, and there are tools; leave one out, or set tool_choice to none"
+            raise _refused(rule, "response_format")
         names = {tool["function"]["name"] for tool in self.tools}
         if self.forced_tool is not None and not names:
             raise _refused("needs tools, and this request has none", "tool_choice")
@@ -435,6 +490,11 @@ class ChatRequest(_Request):
                 where = ("messages", i, "tool_call_id")
                 raise _refused("is the id of no call in the messages before", *where)
         return self
+
+    @property
+    def num_top(self) -> int:
+        """The number of most probable tokens to report at each place."""
+        return self.top_logprobs
 
     @property
     def forced_tool(self) -> str | None:
