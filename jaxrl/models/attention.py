@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxrl.models.attention_kind import FULL, AttentionKind, picked
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
-from jaxrl.models.xla_attention import TreeSegments, xla_attention
+from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
@@ -30,6 +30,7 @@ def attention(
     *,
     implementation: str = "xla",
     block_tokens: int = 512,
+    **ring: Any,
 ) -> jax.Array:
     """Causal attention inside each segment of a packed row.
 
@@ -43,13 +44,18 @@ def attention(
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
         "cudnn" chooses its own.
+      ring: fields of `xla_attention.Ring`, if the arrays are a part of the rows ("xla" only).
 
     Returns:
       [B, T, Q, H], in the type of `q_BTQH`; softmax is taken in float32.
     """
     assert implementation in IMPLEMENTATIONS, f"{implementation} is not from pick_implementation"
     if implementation == "xla":
-        return xla_attention(q_BTQH, k_BTKH, v_BTKH, segments, kind, block_tokens=block_tokens)
+        around = Ring(**ring) if ring else None
+        return xla_attention(
+            q_BTQH, k_BTKH, v_BTKH, segments, kind, block_tokens=block_tokens, ring=around
+        )
+    assert not ring, f"{implementation} attends to whole rows"
     assert not isinstance(segments, TreeSegments), f"{implementation} has no tree attention"
     arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":

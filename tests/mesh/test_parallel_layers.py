@@ -7,9 +7,9 @@ import pytest
 from closeness import assert_close
 from meshes import mesh_of
 
-from jaxrl.errors import UserError
+from jaxrl.mesh import ring
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.models.attention import attention
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 
@@ -50,19 +50,15 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
     # Packed rows, some with padding at the end.
     segments = np.sort(np.random.default_rng(0).integers(1, 4, (B, T)), axis=1).astype(np.int32)
     segments[::2, -2:] = 0
-    on_mesh = attention_parallel(attention, mesh_of(**layout), rules)
+    mesh = mesh_of(**layout)
+    tensor = shards_of("heads", rules, mesh)
+    heads = (8 // tensor, max(1, num_kv_heads // tensor))
+    exchange = ring.pick_split(shards_of("length", rules, mesh), *heads, whole_rows=True)
+    assert exchange.ring == 1
+    on_mesh = attention_parallel(attention, mesh, rules, exchange)
     found = value_and_gradients(on_mesh, q, k, v, segments)
     expected = value_and_gradients(attention, q, k, v, segments)
     assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (24, 6)])
-def test_more_context_than_heads_is_refused(num_heads, num_kv_heads):
-    on_mesh = attention_parallel(attention, mesh_of("1-2-4", context=4), TRAIN_RULES)
-    q, k = normal(B, T, num_heads, H), normal(B, T, num_kv_heads, H)
-    rule = f"{num_heads // 2} query heads and {num_kv_heads // 2} key-value heads .* context = 4; "
-    with pytest.raises(UserError, match=rule):
-        jax.eval_shape(on_mesh, q, k, k, np.ones((B, T), np.int32))
 
 
 @pytest.mark.parametrize(

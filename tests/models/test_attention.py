@@ -181,13 +181,13 @@ def test_padding_costs_one_tile_a_block():
     """Texts of six and four tokens in blocks of four: five tiles, and one for each block of padding."""
     ids = np.array([[1] * 6 + [2] * 4 + [0] * 14], np.int32)
     blocks = ids.reshape(1, 6, 4).swapaxes(0, 1)
-    needed = needed_tiles(blocks, None, None, np)
+    needed = needed_tiles(blocks, None, None, xp=np)
     assert np.argwhere(needed).tolist() == [
         [0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 4], [5, 5]
     ]  # fmt: skip
     # With a prompt shared by the second text, its blocks see the first one, too.
     prefix = np.where(ids == 2, 1, 0).reshape(1, 6, 4).swapaxes(0, 1)
-    needed = needed_tiles(blocks, prefix, None, np)
+    needed = needed_tiles(blocks, prefix, None, xp=np)
     assert needed[2].tolist() == [True, True, True, False, False, False]
     assert not needed[3:, :3].any() and needed[3:].sum() == 3
 
