@@ -20,6 +20,9 @@ from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
+# Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
+MOST_MASKED_TOKENS = 32_768
+
 
 def attention(
     q_BTQH: jax.Array,
@@ -70,6 +73,7 @@ def pick_implementation(
     *,
     softcap: float = 0.0,
     tree: bool = False,
+    tokens: int = 0,
 ) -> str:
     """The implementation of `attention` for a kind of device and a type of activations.
 
@@ -78,9 +82,10 @@ def pick_implementation(
         do not depend on the implementation.
       dtype: type of queries, keys and values.
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
-        16 bits, "xla" elsewhere.
+        16 bits for rows whose mask fits, "xla" elsewhere.
       softcap: score cap of the model; 0 for none.
       tree: the implementation must support `TreeSegments`.
+      tokens: T, if it is known.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -91,12 +96,13 @@ def pick_implementation(
         "splash": platform == "tpu" and not tree,
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or tree),
+        and not (softcap or tree or tokens > MOST_MASKED_TOKENS),
         "xla": True,
     }
     rules = {
         "splash": "TPUs",
-        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
+        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, in rows of up to "
+        f"{MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
     if tree:

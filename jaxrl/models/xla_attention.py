@@ -307,8 +307,8 @@ def _unmix(
         return tuple(d_keys_values), d_q_BKGCH.astype(dtype) if alone else d_q_BKGCH
 
     tiles = _tiles(given[0], keys, reach)
-    d_keys_values, d_q_NBKGCH = lax.scan(unmix, d_keys_values, (given, tiles, d_q_NBKGCH))
-    return d_q_NBKGCH, d_keys_values
+    d_keys_values, d_q = lax.scan(unmix, d_keys_values, (given, tiles, d_q_NBKGCH))
+    return d_q, d_keys_values
 
 
 def _mixed(queries: _Queries, keys: _Keys, reach: jax.Array | None, static: _Static) -> jax.Array:

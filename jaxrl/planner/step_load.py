@@ -161,6 +161,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         "auto",
         softcap=model.attention_softcap,
         tree=train.share_prompts is True,
+        tokens=config.row_tokens,
     )
     decode_attention = pick_decode_implementation(
         kind.platform,

@@ -129,8 +129,11 @@ class PackedModel:
         self._attention(tree=train.shares_prompts)
         self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
 
-    def _attention(self, *, tree: bool) -> tuple[Attention, ContextSplit]:
-        """The attention to batches with shared prompts (`tree`) or without, and how devices share rows."""
+    def _attention(self, *, tree: bool, tokens: int = 0) -> tuple[Attention, ContextSplit]:
+        """The attention to batches with shared prompts (`tree`) or without, and how devices share rows.
+
+        `tokens` is the length of a row, if it is known.
+        """
         platform = platform_of(self.mesh)
         implementation = pick_implementation(
             platform,
@@ -138,6 +141,7 @@ class PackedModel:
             self.attention_kernel,
             softcap=self.model.attention_softcap,
             tree=tree,
+            tokens=tokens,
         )
         block_tokens = pick_block_tokens(platform, tree=tree)
         heads = [
@@ -296,7 +300,9 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
-        attention_to, split = self._attention(tree=micro.prefix_ids is not None)
+        attention_to, split = self._attention(
+            tree=micro.prefix_ids is not None, tokens=micro.tokens.shape[-1]
+        )
 
         def attend(q, k, v, kind, _, segments):
             # A scope of its own separates attention from the projections in a profile.

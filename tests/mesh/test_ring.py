@@ -1,6 +1,7 @@
 """Devices that share rows, by exchange, by ring and by both, give what one device gives."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def gradients(function, q, k, v, weights):
     return out * (weights != 0).astype(np.float32), found
 
 
-def shared(attend, split, ids, kind):
+def shared(attend, split, ids: Any, kind):
     """`attend` on eight devices that share every row."""
     mesh = mesh_of(**EIGHT)
     to = functools.partial(spread, split=split, mesh=mesh, rules=TRAIN_RULES)
@@ -56,7 +57,7 @@ def shared(attend, split, ids, kind):
 def test_a_ring_gives_what_one_device_gives(tokens, split, kind):
     q, k, v = normal(2, tokens, 8, 8), *(normal(2, tokens, 2, 8, seed=s) for s in (1, 2))
     rng = np.random.default_rng(3)
-    ids = np.sort(rng.integers(1, 4, (2, tokens)), axis=1).astype(np.int32)
+    ids: Any = np.sort(rng.integers(1, 4, (2, tokens)), axis=1).astype(np.int32)
     ids[0, -7:] = 0
     # Padding has outputs without a meaning.
     weights = normal(2, tokens, 8, 8, seed=4) * (ids > 0)[..., None, None]
@@ -69,8 +70,8 @@ def test_a_ring_gives_what_one_device_gives(tokens, split, kind):
 
 def test_answers_see_a_shared_prompt_on_other_devices():
     """The prompt is in the first chunks, its two answers in the others."""
-    ids = np.repeat(np.array([[1, 2, 3]], np.int32), [24, 20, 36], axis=1)
-    segments = TreeSegments(ids, np.where(ids > 1, 1, 0).astype(np.int32))
+    ids: Any = np.repeat(np.array([[1, 2, 3]], np.int32), [24, 20, 36], axis=1)
+    segments: Any = TreeSegments(ids, jnp.where(ids > 1, 1, 0))
     q, k, v = normal(1, 80, 2, 8), *(normal(1, 80, 1, 8, seed=s) for s in (1, 2))
     weights = normal(1, 80, 2, 8, seed=4)
     found = gradients(shared(attention, ContextSplit(1, 8), segments, FULL), q, k, v, weights)

@@ -402,6 +402,13 @@ def test_capped_scores_are_left_to_those_who_have_them():
         pick_implementation("gpu", jnp.bfloat16, "cudnn", softcap=50.0)
 
 
+def test_a_mask_of_a_long_row_is_never_made():
+    """128k tokens: 2 T^2 bytes are 34 GB."""
+    assert pick_implementation("gpu", jnp.bfloat16, tokens=32_768) == "cudnn"
+    assert pick_implementation("gpu", jnp.bfloat16, tokens=131_072) == "xla"
+    assert pick_implementation("tpu", jnp.bfloat16, tokens=131_072) == "splash"
+
+
 def test_every_implementation_can_be_picked():
     picks = {pick_implementation(p, jnp.bfloat16) for p in ("cpu", "gpu", "tpu")}
     assert picks == set(IMPLEMENTATIONS)
