@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -291,6 +292,20 @@ def rotary_angles(
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None and scaling.kind == "linear":
         frequency = frequency / scaling.factor
+    elif scaling is not None and scaling.kind == "yarn":
+        low, high = (
+            head_dim
+            * math.log(scaling.original_max_positions / (2 * math.pi * turns))
+            / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        # As in Transformers, the bounds count pairs, but the last one is that of all dimensions.
+        ramp = (jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low or 0.001)
+        stretched = jnp.clip(ramp, 0, 1)
+        frequency = frequency * (1 - stretched) + frequency / scaling.factor * stretched
     elif scaling is not None:
         # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
         turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
@@ -298,7 +313,10 @@ def rotary_angles(
         keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
     angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None and scaling.magnitude != 1:
+        cos, sin = scaling.magnitude * cos, scaling.magnitude * sin
+    return cos, sin
 
 
 def rotate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, ClassVar
 
 from jaxrl.checks import (
@@ -35,18 +36,53 @@ class RopeScaling:
     """Factor of the wavelengths."""
     low_freq_factor: Annotated[float, positive_coefficient()] = 1.0
     high_freq_factor: Annotated[float, positive_coefficient()] = 4.0
-    original_max_positions: Annotated[int, token_count(1)] = 8192
     """Parameters of "llama3" only."""
-    kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
-    """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them."""
+    original_max_positions: Annotated[int, token_count(1)] = 8192
+    """Longest text before the scaling."""
+    beta_fast: Annotated[float, positive_coefficient()] = 32.0
+    beta_slow: Annotated[float, positive_coefficient()] = 1.0
+    """Turns within `original_max_positions` from which a wavelength stays, and up to which it is stretched
+    by the whole factor ("yarn").
+    """
+    truncate: bool = True
+    """Whether the bounds between the two are rounded to whole dimensions ("yarn")."""
+    attention_factor: Annotated[float, coefficient()] = 0.0
+    """Factor of queries and keys ("yarn"); 0 for the one that follows from `factor` and the two below."""
+    mscale: Annotated[float, coefficient()] = 0.0
+    mscale_all_dim: Annotated[float, coefficient()] = 0.0
+    """Coefficients of the logarithm in `attention_factor`, if both are set ("yarn")."""
+    kind: Annotated[str, one_of("llama3", "linear", "yarn")] = "llama3"
+    """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them, "yarn"
+    (arXiv 2309.00071) long ones, and it scales queries and keys.
+    """
 
     def __post_init__(self):
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}; wavelengths between the "
+                "two are blended, so copy the published values"
+            )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor "
                 f"{self.low_freq_factor}; wavelengths between the two are blended, so copy the published "
                 "values"
             )
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of rotated queries and of rotated keys."""
+        if self.kind != "yarn":
+            return 1.0
+
+        def growth(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1
+
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return growth(self.mscale) / growth(self.mscale_all_dim)
+        return growth(1.0)
 
 
 @settings

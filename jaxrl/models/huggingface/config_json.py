@@ -7,7 +7,7 @@ from the file and never guessed from the name of a model. A row only adds what t
 reads it.
 
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
-rotation of heads, rotary scalings other than Llama 3.1's and a plain factor, biases on the output projection
+rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on the output projection
 or the feed-forward network, quantised weights. Of a Gemma 3 with images (4B and larger) only the text model
 is read. Other keys are ignored: no supported class computes anything with them.
 """
@@ -245,14 +245,26 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 # Default of Transformers for a missing key.
 _MISTRAL_WINDOW = 4096
 
-# Keys of a rotary scaling by the fields of RopeScaling, and how many of them each kind has.
+# Key and type of the fields of RopeScaling.
 _ROPE_KEYS = {
     "factor": ("factor", float),
     "low_freq_factor": ("low_freq_factor", float),
     "high_freq_factor": ("high_freq_factor", float),
     "original_max_positions": ("original_max_position_embeddings", int),
+    "beta_fast": ("beta_fast", float),
+    "beta_slow": ("beta_slow", float),
+    "truncate": ("truncate", bool),
+    "attention_factor": ("attention_factor", float),
+    "mscale": ("mscale", float),
+    "mscale_all_dim": ("mscale_all_dim", float),
 }
-_ROPE_KINDS = {"default": 0, "llama3": 4, "linear": 1}
+# The fields that each kind of scaling needs, and those that may be missing.
+_ROPE_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (tuple(_ROPE_KEYS)[:4], ()),
+    "yarn": (("factor", "original_max_positions"), tuple(_ROPE_KEYS)[4:]),
+}
 
 
 def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -> dict[str, Any]:
@@ -462,7 +474,8 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
             "supported; choose a checkpoint with one of these, or remove the scaling for texts of the "
             "original length"
         )
-    keys = dict(list(_ROPE_KEYS.items())[: _ROPE_KINDS[kind]])
+    needed, optional = _ROPE_KINDS[kind]
+    keys = {field: _ROPE_KEYS[field] for field in (*needed, *optional)}
     # Another key could change the numbers.
     nested.check_needs({"partial_rotary_factor": 1}, "choose a checkpoint without it")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -473,8 +486,25 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
         )
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    values: dict[str, Any] = {field: nested.get(*key_type) for field, key_type in keys.items()}
-    return {"rope_theta": theta, "rope_scaling": nested.build(RopeScaling, **values, kind=kind)}
+    values: dict[str, Any] = {
+        field: nested.get(*key_type)
+        for field, key_type in keys.items()
+        if field in needed or settings.get(key_type[0]) is not None
+    }
+    scaling = nested.build(RopeScaling, **values, kind=kind)
+    longest = read.values.get("max_position_embeddings")
+    if (
+        kind == "yarn"
+        and is_finite(longest)
+        and longest > scaling.factor * scaling.original_max_positions
+    ):
+        # Fewer positions are fine: who adds a scaling to Qwen's file by hand need not change their number.
+        raise UserError(
+            f"{nested.origin} stretches original_max_position_embeddings {scaling.original_max_positions} by "
+            f"factor {scaling.factor:g}, which falls short of max_position_embeddings {longest}; set factor to "
+            f"{longest / scaling.original_max_positions:g}, or correct the lengths"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def config_json(
@@ -504,8 +534,11 @@ def config_json(
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
     scaling = None
     if (rope := config.rope_scaling) is not None:
-        keys = list(_ROPE_KEYS.items())[: _ROPE_KINDS[rope.kind]]
-        scaling = {"rope_type": rope.kind} | {key: getattr(rope, field) for field, (key, _) in keys}
+        needed, optional = _ROPE_KINDS[rope.kind]
+        plain = RopeScaling()
+        told = [f for f in optional if getattr(rope, f) != getattr(plain, f)]
+        scaling = {"rope_type": rope.kind}
+        scaling |= {_ROPE_KEYS[field][0]: getattr(rope, field) for field in (*needed, *told)}
     scores = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
     values = {
         **kept,

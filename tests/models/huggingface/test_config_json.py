@@ -193,6 +193,21 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same():
     )
 
 
+def test_yarn_is_read_as_users_add_it_to_the_files_of_qwen():
+    added = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for values in (QWEN2, QWEN3):
+        # Qwen3 has 40,960 positions: fewer than the factor allows is no contradiction.
+        config = parse_config({**values, "rope_scaling": added})
+        expected = RopeScaling(kind="yarn", factor=4.0, original_max_positions=32768)
+        assert config.rope_scaling == expected
+        assert config.rope_scaling.magnitude == pytest.approx(1 + 0.1 * 1.3862944)
+    whole = {**added, "mscale": 1.0, "mscale_all_dim": 2.0, "truncate": False, "beta_slow": 0.5}
+    config = parse_config({**QWEN3, "rope_scaling": whole})
+    assert config.rope_scaling.magnitude == pytest.approx(1.13862944 / 1.27725887)
+    written = config_json(config, dtype="float32")["rope_scaling"]
+    assert written == {**without(whole, "type"), "rope_type": "yarn"}
+
+
 def test_what_early_files_leave_out_is_filled_as_transformers_does():
     early = without(LLAMA, "rope_theta", "rope_scaling", "num_key_value_heads", "attention_bias")
     config = parse_config(without(early, "tie_word_embeddings", "hidden_act", "mlp_bias"))

@@ -1,4 +1,4 @@
-"""The decoder against Transformers: logits, gradients, and the way back."""
+"""The decoder against Transformers: logits, gradients, sampled tokens, and the way back."""
 
 import copy
 import dataclasses
@@ -15,12 +15,22 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.algos.logprobs import token_logprobs
-from jaxrl.models.attention import attention
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.models import lora
+from jaxrl.models.attention import TreeSegments, attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.model_config import LoraConfig
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.types import Prompts
 
 torch = import_extra("parity", "torch")
 transformers = import_extra("parity", "transformers")
@@ -44,6 +54,25 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 PLAIN = dict(rope_type="default", rope_theta=1e6)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=8.0,
+    original_max_position_embeddings=32,
+    # Closer than the defaults, so that some wavelengths of so few lie between.
+    beta_fast=8.0,
+    beta_slow=0.5,
+)
+# No dimension is a power of two, and two devices divide the heads.
+ODD = dict(
+    vocab_size=48,
+    hidden_size=40,
+    intermediate_size=52,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 FAMILIES = {
     "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=PLAIN, **kw),
     # Heads are not hidden_size / num_attention_heads wide.
@@ -92,13 +121,25 @@ FAMILIES = {
         rope_parameters=PLAIN,
         **kw,
     ),
+    "qwen2_yarn": lambda **kw: transformers.Qwen2Config(**ODD, rope_parameters=YARN, **kw),
+    "qwen3_yarn": lambda **kw: transformers.Qwen3Config(
+        **ODD,
+        head_dim=14,
+        rope_parameters={**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
+        **kw,
+    ),
 }
-# Of the others only the kind of unembedding that published models have; the code is the same for all.
 BOTH = ("qwen2", "qwen3", "qwen3_moe", "llama")
-PUBLISHED = [("mistral", False), ("gemma3", True), ("gemma2", True)]
+# Of the others only the kind of unembedding that published models have; the code is the same for all.
+PUBLISHED = {"mistral": False, "gemma3": True, "gemma2": True}
+LATER = {"qwen2_yarn": True, "qwen3_yarn": False}
+ONCE = [
+    *PUBLISHED.items(),
+    *(pytest.param(*row, marks=pytest.mark.long) for row in LATER.items()),
+]
 FAMILY_AND_TIE = [
     *((family, tie) for family in BOTH for tie in (True, False)),
-    *PUBLISHED,
+    *ONCE,
 ]
 COMPUTE = Compute()
 # All batches have one shape, so that one program per model is compiled.
@@ -273,7 +314,7 @@ def their_gradient(pair, sequences, directory):
             for i, family in enumerate(BOTH)
             for tie in (True, False)
         ),
-        *PUBLISHED,
+        *ONCE,
     ],
 )
 def test_gradients_of_padded_and_packed_batches(pair_of, tmp_path, family, tie):
@@ -312,6 +353,106 @@ def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie):
     expected = their_logits(theirs, tokens_BT)
     assert_close(expected, found)
     assert not np.allclose(expected, their_logits(pair.theirs, tokens_BT), atol=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", LATER)
+def test_adapters_and_shared_prompts(pair_of, family):
+    """Merged adapters compute the same, and answers beside a shared prompt what each alone does."""
+    pair = pair_of(family, LATER[family])
+    config = lora.with_adapters(pair.config, LoraConfig(rank=3))
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda leaf: 0.05 * rng.normal(size=leaf.shape).astype(np.float32),
+        lora.split(decoder_graph(config)[1])[0],
+    )
+    params = lora.join(adapters, pair.params)
+    tokens_BT = random_tokens(B, T)
+    whole = (tokens_BT, counting(), np.ones_like(tokens_BT))
+    found = jitted_logits(decoder_graph(config)[0], params, *whole)
+    merged = jitted_logits(pair.graph, lora.merge(params, config), *whole)
+    assert_close(found, merged)
+    assert not np.allclose(found, our_logits(pair, *whole), atol=0.01)
+
+    if pair.config.sliding_window:
+        return  # refused by `PackedModel`
+    prompt, answers = random_tokens(20), [random_tokens(n, seed=n) for n in (9, 30)]
+    segments = TreeSegments(*(np.zeros((1, T), np.int32) for _ in range(2)))
+    tokens_1T, positions_1T = (np.zeros((1, T), np.int32) for _ in range(2))
+    begin = 0
+    for i, (text, first, prefix) in enumerate(
+        [(prompt, 0, 0), *((answer, len(prompt), 1) for answer in answers)], start=1
+    ):
+        place = slice(begin, begin := begin + len(text))
+        tokens_1T[0, place], positions_1T[0, place] = text, first + np.arange(len(text))
+        segments.segment_ids_BT[0, place], segments.prefix_ids_BT[0, place] = i, prefix
+        if prefix:
+            answers[i - 2] = (place, np.concatenate([prompt, text]))
+    found = our_logits(pair, tokens_1T, positions_1T, segments)
+    for place, text in answers:
+        assert_close(found[0, place], their_logits(pair.theirs, text[None])[0, len(prompt) :])
+
+
+GREEDY = 64
+ENGINE = EngineConfig(
+    slots=8,
+    smallest_bucket=8,
+    prefill_prompts=2,
+    max_prompt_tokens=40,
+    max_response_tokens=GREEDY,
+    tokens_per_dispatch=16,
+    stop_ids=(),
+)
+# How the tokens are sampled: settings of the engine, and the layout of its devices.
+WAYS = {
+    "contiguous": ({}, {}),
+    "paged and in chunks, over heads and replicas": (
+        dict(cache="paged", prefill_chunk_tokens=16),
+        dict(train="1-4-2", generate="1-2-2-2", fsdp=2),
+    ),
+    "stages": ({}, dict(train="2-2-2", generate="2-2-1-2")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", LATER)
+def test_greedy_tokens_are_theirs(pair_of, family):
+    pair = pair_of(family, LATER[family])
+    texts = [random_tokens(n, seed=n) for n in (3, 17, 38)]
+    expected = []
+    for text in texts:
+        for _ in range(GREEDY):
+            last = their_logits(pair.theirs, text[None])[0, -1]
+            text = np.append(text, last.argmax().astype(np.int32))
+        expected.append(text[-GREEDY:].tolist())
+    blank = ("",) * len(texts)
+    prompts = Prompts(np.arange(len(texts)), tuple(texts), blank, blank, blank)
+    for way, (changes, layout) in WAYS.items():
+        layout = ParallelLayout.from_config(LayoutConfig(**layout))
+        mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+        engine = Engine(pair.config, pair.graph, mesh, dataclasses.replace(ENGINE, **changes))
+        backend = OfflineBackend(engine, functools.partial(map, str))
+        _, shapes, axes = decoder_graph(pair.config)
+        backend.load(jax.device_put(pair.params, shardings(axes, shapes, GENERATE_RULES, mesh)))
+        found = backend.generate(prompts, SamplingOptions(temperature=0.0))
+        assert [tokens.tolist() for tokens in found.tokens] == expected, way
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", LATER)
+def test_export_has_the_bits_of_the_source(pair_of, tmp_path, family):
+    pair = pair_of(family, LATER[family])
+    save_checkpoint(
+        pair.params, pair.config, tmp_path / "out", dtype="float32", source=pair.directory
+    )
+    tensors = [
+        safetensors.numpy.load_file(path / "model.safetensors")
+        for path in (pair.directory, tmp_path / "out")
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        np.testing.assert_array_equal(tensors[1][name], tensor, err_msg=name)
+    assert read_config(tmp_path / "out") == pair.config
 
 
 @pytest.fixture(scope="module")
