@@ -59,8 +59,8 @@ class RopeScaling:
     def __post_init__(self):
         if self.beta_fast <= self.beta_slow:
             raise ValueError(
-                f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}; wavelengths between the "
-                "two are blended, so copy the published values"
+                f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}; wavelengths between "
+                "the two are blended, so copy the published values"
             )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(

@@ -7,9 +7,10 @@ from the file and never guessed from the name of a model. A row only adds what t
 reads it.
 
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
-rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on the output projection
-or the feed-forward network, quantised weights. Of a Gemma 3 with images (4B and larger) only the text model
-is read. Other keys are ignored: no supported class computes anything with them.
+rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on the output
+projection or the feed-forward network, quantised weights. Of a model with images (Gemma 3 from 4B on,
+Mistral Small 3.1) only the text model is read. Other keys are ignored: no supported class computes anything
+with them.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class Architecture:
       own_head_dim: True if the head size does not follow from the width of the model.
       divides: True if its code requires a width that is a multiple of the number of heads.
       tied: default of a missing `tie_word_embeddings`.
+      with_images: class whose text model, described by `text_config`, is of this family; "" for none.
+      text_absent: defaults of missing keys of `text_config`, which published files leave out.
+      text_fixed: keys that `with_images` ignores, and the values that it has instead.
     """
 
     language_model: str
@@ -94,6 +98,9 @@ class Architecture:
     own_head_dim: bool = False
     divides: bool = False
     tied: bool = False
+    with_images: str = ""
+    text_absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text_fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def keys(self) -> dict[str, tuple[str, type]]:
@@ -136,6 +143,15 @@ _GEMMA_NEEDS = {
 }
 _GEMMA: dict[str, Any] = dict(windows="types", own_head_dim=True, divides=True, tied=True)
 _GEMMA_QUERIES = {"query_pre_attn_scalar": 256.0}
+# Defaults of the Gemma3TextConfig of Transformers.
+_GEMMA3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
 
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
@@ -172,7 +188,11 @@ ARCHITECTURES = (
         divides=True,
     ),
     Architecture(
-        "MistralForCausalLM", "MistralForSequenceClassification", "mistral", windows="number"
+        "MistralForCausalLM",
+        "MistralForSequenceClassification",
+        "mistral",
+        windows="number",
+        with_images="Mistral3ForConditionalGeneration",
     ),
     Architecture(
         "Gemma2ForCausalLM",
@@ -194,6 +214,9 @@ ARCHITECTURES = (
         own={"logits_softcap": 0.0, "rope_local_theta": 10_000.0, **_GEMMA_QUERIES},
         window_pattern=6,
         rope_theta=1_000_000.0,
+        with_images="Gemma3ForConditionalGeneration",
+        text_absent=_GEMMA3_TEXT,
+        text_fixed={"final_logit_softcapping": None},
         **_GEMMA,
     ),
 )
@@ -219,16 +242,6 @@ _REPLACED = frozenset(
 # Llama class of Transformers would otherwise use ids 1 and 2 for begin and end.
 _WITHOUT_BASE = {"max_position_embeddings": 32_768, "bos_token_id": None, "eos_token_id": None}
 
-_GEMMA3_WITH_IMAGES = "Gemma3ForConditionalGeneration"
-# Defaults of the Gemma3TextConfig of Transformers. The published files leave out what equals them.
-_GEMMA3_TEXT: Mapping[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131_072,
-}
 # Keys beside `text_config` that hold for the text model too.
 _OF_BOTH = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
@@ -282,16 +295,25 @@ def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -
 
 def _text_values(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The values of the text model in a config.json with `text_config`; other files unchanged."""
-    if values.get("architectures") != [_GEMMA3_WITH_IMAGES]:
+    families = {
+        a.model_type: a for a in ARCHITECTURES if [a.with_images] == values.get("architectures")
+    }
+    if not families:
         return dict(values)
+    text = _Reader(values, origin).get("text_config", dict)
+    # A list, since the value of an untrusted file may not be hashable.
+    if text.get("model_type") not in [*families]:
+        raise _Reader(text, f"{origin}: text_config").fault(
+            "model_type",
+            f", but supported is one of {', '.join(families)}; choose another checkpoint",
+        )
+    family = families[text["model_type"]]
     return {
-        **_GEMMA3_TEXT,
-        **_Reader(values, origin).get("text_config", dict),
+        **family.text_absent,
+        **text,
         **{key: values[key] for key in _OF_BOTH if values.get(key) is not None},
-        # The class with images does not cap logits, whatever its file says.
-        "final_logit_softcapping": None,
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
+        **family.text_fixed,
+        "architectures": [family.language_model],
     }
 
 
@@ -370,8 +392,9 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     if names not in [[name] for name in by_name]:
         raise read.fault(
             "architectures",
-            f", but supported is one of {', '.join((*by_name, _GEMMA3_WITH_IMAGES))} (text only); choose a "
-            "checkpoint of one of these",
+            f", but supported is one of {', '.join(by_name)}, and the text models of "
+            f"{', '.join(sorted({a.with_images for a in ARCHITECTURES} - {''}))}; choose a checkpoint of "
+            "one of these",
         )
     architecture = by_name[names[0]]
     read.check_needs({**_NEEDS_OF_ALL, **architecture.needs}, "choose a checkpoint without it")
@@ -492,17 +515,14 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
         if field in needed or settings.get(key_type[0]) is not None
     }
     scaling = nested.build(RopeScaling, **values, kind=kind)
-    longest = read.values.get("max_position_embeddings")
-    if (
-        kind == "yarn"
-        and is_finite(longest)
-        and longest > scaling.factor * scaling.original_max_positions
-    ):
-        # Fewer positions are fine: who adds a scaling to Qwen's file by hand need not change their number.
+    # Fewer positions are fine: who adds a scaling to Qwen's file by hand need not change their number.
+    original = scaling.original_max_positions
+    longest = read.get("max_position_embeddings", int, original) if kind == "yarn" else 0
+    if longest > scaling.factor * original:
         raise UserError(
-            f"{nested.origin} stretches original_max_position_embeddings {scaling.original_max_positions} by "
-            f"factor {scaling.factor:g}, which falls short of max_position_embeddings {longest}; set factor to "
-            f"{longest / scaling.original_max_positions:g}, or correct the lengths"
+            f"{nested.origin} stretches original_max_position_embeddings {original} by factor "
+            f"{scaling.factor:g}, which falls short of max_position_embeddings {longest}; set factor to "
+            f"{longest / original:g}, or correct the lengths"
         )
     return {"rope_theta": theta, "rope_scaling": scaling}
 

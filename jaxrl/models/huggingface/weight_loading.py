@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 import pathlib
@@ -51,19 +52,21 @@ from jaxrl.models.huggingface.weight_table import (
 )
 from jaxrl.models.model_config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 # Buffers that old versions of Transformers stored. They follow from config.json and are ignored.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# The text model of a checkpoint with images: the names that Transformers gives it alone, and the rest, which
-# is not read. Transformers writes "language_model.model." and "model.language_model.", by version.
+# Prefixes of the text model in a checkpoint with images, and the names that Transformers gives it alone.
+# Transformers writes "language_model.model." or "model.language_model.", by version.
 _OF_TEXT = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
 )
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 _MAX_NAMES_LISTED = 4
 
@@ -101,12 +104,14 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
     """
     directory = pathlib.Path(directory)
     stored = _all_headers(directory)
-    if any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT):
+    if any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT[:2]):
         of_text: dict[str, Stored] = {}
+        rest = set()
         for name, tensor in stored.items():
-            if _OF_IMAGES.match(name):
-                continue
             prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
+            if not prefix:
+                rest.add(name.removeprefix("model.").split(".")[0])
+                continue
             alone = ours + name.removeprefix(prefix)
             if alone in of_text:
                 raise UserError(
@@ -115,6 +120,7 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
                 )
             of_text[alone] = tensor
         stored = of_text
+        logger.info("%s: the text model is used; %s is not read", directory, _listed(sorted(rest)))
     if config.tie_embeddings:
         # A duplicate of the embedding, which Transformers ignores too.
         stored.pop("lm_head.weight", None)

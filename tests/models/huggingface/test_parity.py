@@ -24,7 +24,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
@@ -157,6 +157,18 @@ class Pair:
     directory: object
 
 
+def with_random_weights(model, family):
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norm scales and biases too, or a forgotten one could not be seen.
+            scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
+            # Gemma's are scales less 1.
+            centre = float(parameter.ndim == 1 and "gemma" not in family)
+            parameter.copy_(centre + scale * torch.randn_like(parameter))
+    return model
+
+
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory):
     @functools.cache
@@ -164,14 +176,7 @@ def pair_of(tmp_path_factory):
         torch.manual_seed(0)
         config = FAMILIES[family](tie_word_embeddings=tie)
         theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        theirs = theirs.float().eval()
-        with torch.no_grad():
-            for parameter in theirs.parameters():
-                # Norm scales and biases too, or a forgotten one could not be seen.
-                scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-                # Gemma's are scales less 1.
-                centre = float(parameter.ndim == 1 and "gemma" not in family)
-                parameter.copy_(centre + scale * torch.randn_like(parameter))
+        theirs = with_random_weights(theirs, family)
         directory = tmp_path_factory.mktemp(f"{family.replace(' ', '-')}-{tie}")
         theirs.save_pretrained(directory)
         config = read_config(directory)
@@ -455,48 +460,74 @@ def test_export_has_the_bits_of_the_source(pair_of, tmp_path, family):
     assert read_config(tmp_path / "out") == pair.config
 
 
-@pytest.fixture(scope="module")
-def with_images(tmp_path_factory):
-    """A Gemma 3 with images and the directory of its files."""
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
+# The text model, its class alone, and the config of the model with images.
+WITH_IMAGES = {
+    "gemma3": (
+        lambda: FAMILIES["gemma3"](),
+        "Gemma3ForCausalLM",
+        lambda **kw: transformers.Gemma3Config(vision_config=VISION, mm_tokens_per_image=4, **kw),
+    ),
+    "mistral3": (
+        # Heads are wider than their share of the model, as in Mistral Small 3.
+        lambda: transformers.MistralConfig(
+            **ODD, head_dim=14, sliding_window=None, rope_parameters=PLAIN
+        ),
+        "MistralForCausalLM",
+        lambda **kw: transformers.Mistral3Config(
+            vision_config=dict(VISION, model_type="pixtral", head_dim=8),
+            tie_word_embeddings=False,
+            **kw,
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("mistral3", marks=pytest.mark.long)])
+def with_images(request, tmp_path_factory):
+    """A model with images, the directory of its files, and the class of its text model."""
     torch.manual_seed(0)
-    text = FAMILIES["gemma3"]().to_dict()
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=dict(vision, image_size=28, patch_size=14),
-        mm_tokens_per_image=4,
-        eos_token_id=[1, 7],
-    )
-    model = transformers.Gemma3ForConditionalGeneration._from_config(
+    text, alone, whole = WITH_IMAGES[request.param]
+    config = whole(text_config=text().to_dict(), eos_token_id=[1, 7])
+    model = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation="eager"
     )
-    model = model.float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-            parameter.copy_(scale * torch.randn_like(parameter))
-    directory = tmp_path_factory.mktemp("gemma3-with-images")
+    model = with_random_weights(model, request.param)
+    directory = tmp_path_factory.mktemp("with-images")
     model.save_pretrained(directory)
-    return model, directory
+    return model, directory, alone
 
 
 @pytest.mark.parametrize("newer_names", [False, True])
-def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_names):
-    theirs, directory = with_images
+def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_names, caplog):
+    theirs, directory, alone = with_images
     if newer_names:
         source, directory = directory, tmp_path / "newer"
         shutil.copytree(source, directory)
         tensors = safetensors.numpy.load_file(source / "model.safetensors")
         renamed = {
-            name.replace("language_model.model.", "model.language_model.")
+            name.replace("language_model.model.", "model.language_model.").replace(
+                "language_model.lm_head.", "lm_head."
+            )
             if name.startswith("language_model.")
             else f"model.{name}": tensor
             for name, tensor in tensors.items()
         }
-        renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"]
+        if "language_model.lm_head.weight" not in tensors:
+            renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"]
         safetensors.numpy.save_file(renamed, directory / "model.safetensors")
     config = read_config(directory)
-    assert config.num_layers == 2 and config.vocab_size == 48 and config.tie_embeddings
+    assert config.vocab_size == 48
+    with caplog.at_level("INFO"):
+        check_params(directory, config)
+    assert "multi_modal_projector, vision_tower is not read" in caplog.text
     pair = Pair(theirs, decoder_graph(config)[0], load(directory, config), config, directory)
     tokens_BT = random_tokens(B, T)
     found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
@@ -509,6 +540,6 @@ def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_name
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(report.values())
-    assert exported.config.architectures == ["Gemma3ForCausalLM"]
+    assert exported.config.architectures == [alone]
     assert exported.config.eos_token_id == [1, 7]
     assert_close(their_logits(exported, tokens_BT), found)
