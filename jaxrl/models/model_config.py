@@ -1,4 +1,4 @@
-"""The shape of a decoder: one dataclass for Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Gemma 2 and Gemma 3."""
+"""The shape of a decoder: one dataclass for all families (docs/models.md)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float, positive_coefficient()] = 4.0
     """Parameters of "llama3" only."""
     original_max_positions: Annotated[int, token_count(1)] = 8192
-    """Longest text before the scaling."""
+    """Longest text before the scaling, for all kinds but "linear"."""
     beta_fast: Annotated[float, positive_coefficient()] = 32.0
     beta_slow: Annotated[float, positive_coefficient()] = 1.0
     """Turns within `original_max_positions` from which a wavelength stays, and up to which it is stretched
@@ -47,13 +47,25 @@ class RopeScaling:
     truncate: bool = True
     """Whether the bounds between the two are rounded to whole dimensions ("yarn")."""
     attention_factor: Annotated[float, coefficient()] = 0.0
-    """Factor of queries and keys ("yarn"); 0 for the one that follows from `factor` and the two below."""
+    """Factor of queries and keys ("yarn", "longrope"); 0 for the one that follows from the other values."""
     mscale: Annotated[float, coefficient()] = 0.0
     mscale_all_dim: Annotated[float, coefficient()] = 0.0
     """Coefficients of the logarithm in `attention_factor`, if both are set ("yarn")."""
-    kind: Annotated[str, one_of("llama3", "linear", "yarn")] = "llama3"
+    short_factors: tuple[Annotated[float, positive_coefficient()], ...] = ()
+    long_factors: tuple[Annotated[float, positive_coefficient()], ...] = ()
+    """Factors of each wavelength for texts of up to `original_max_positions`, and for longer ones
+    ("longrope").
+    """
+    long: bool = False
+    """Whether `long_factors` hold. One list holds for a whole run: cached keys depend on it."""
+    query_beta: Annotated[float, coefficient()] = 0.0
+    """Queries grow with their position, by 1 + `query_beta` ln(1 + floor(position /
+    `original_max_positions`)) (Ministral 3).
+    """
+    kind: Annotated[str, one_of("llama3", "linear", "yarn", "longrope")] = "llama3"
     """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them, "yarn"
-    (arXiv 2309.00071) long ones, and it scales queries and keys.
+    (arXiv 2309.00071) long ones, "longrope" (Phi-4-mini) each by a factor of its own. The last two also
+    scale queries and keys.
     """
 
     def __post_init__(self):
@@ -72,7 +84,7 @@ class RopeScaling:
     @property
     def magnitude(self) -> float:
         """The factor of rotated queries and of rotated keys."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
 
         def growth(mscale: float) -> float:
@@ -80,6 +92,8 @@ class RopeScaling:
 
         if self.attention_factor:
             return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
         if self.mscale and self.mscale_all_dim:
             return growth(self.mscale) / growth(self.mscale_all_dim)
         return growth(1.0)
@@ -121,6 +135,8 @@ class ModelConfig:
         "tie_embeddings",
         "qkv_bias",
         "qk_norm",
+        "qk_norm_over_heads",
+        "rotary_fraction",
         "rope_theta",
         "rope_scaling",
         "rope_local_theta",
@@ -131,6 +147,7 @@ class ModelConfig:
         "attention_softcap",
         "logits_softcap",
         "activation",
+        "pre_norms",
         "post_norms",
         "zero_centered_norms",
         "scale_embeddings",
@@ -157,13 +174,17 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Base of the rotary wavelengths, and their scaling; None for none."""
     rope_local_theta: Annotated[float, at_least(0, at_most=1e11)] = 0.0
-    """Rotary base of layers with a sliding window, which are not scaled (Gemma 3); 0 for the
-    base of the other layers.
+    """Rotary base of layers with a sliding window, which are not scaled (Gemma 3, OLMo 3); 0 for
+    the base of the other layers.
     """
+    rotary_fraction: Annotated[float, positive(at_most=1)] = 1.0
+    """Leading part of each head that is rotated (Phi-4-mini: 0.75)."""
     sliding_window: Annotated[int, token_count(0)] = 0
     """Tokens that a token of a sliding layer sees, itself included; 0 if no layer slides."""
-    layer_pattern: tuple[Annotated[str, one_of("full", "sliding")], ...] = ("full",)
-    """Kinds of attention, each "full" or "sliding", repeated over the layers from the first."""
+    layer_pattern: tuple[Annotated[str, one_of("full", "sliding", "unrotated")], ...] = ("full",)
+    """Kinds of attention, repeated over the layers from the first: "full", "sliding", or
+    "unrotated", which is full and without rotary positions (SmolLM3).
+    """
     rms_norm_eps: Annotated[float, positive(at_most=0.1)] = 1e-6
     """Added to the mean square before its root."""
     tie_embeddings: bool = True
@@ -172,6 +193,8 @@ class ModelConfig:
     """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
+    qk_norm_over_heads: bool = False
+    """These norms run over all heads together (OLMo 3)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
@@ -179,8 +202,10 @@ class ModelConfig:
     """C of the cap c * tanh(x / c) on attention scores and on logits (Gemma 2); 0 for none."""
     activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     """Activation function of the gate, "silu" or "gelu_tanh"."""
+    pre_norms: bool = True
+    """Norms before attention and feed-forward; OLMo 3 has none."""
     post_norms: bool = False
-    """Add norms after attention and feed-forward, before the residual sum (Gemma)."""
+    """Norms after attention and feed-forward, before the residual sum (Gemma, OLMo 3)."""
     zero_centered_norms: bool = False
     """Norm weights are stored as scale - 1 (Gemma)."""
     scale_embeddings: bool = False
@@ -204,8 +229,21 @@ class ModelConfig:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
                 "each key-value head serves an equal group of query heads"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions pair its halves")
+        if self.rotary_dims % 2 or not self.rotary_dims:
+            raise ValueError(
+                f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} is "
+                f"{self.rotary_dims}; rotary positions pair its halves, so it must be even"
+            )
+        rope = self.rope_scaling
+        if rope is not None and rope.kind == "longrope":
+            counts = len(rope.short_factors), len(rope.long_factors)
+            if counts != (self.rotary_dims // 2,) * 2:
+                raise ValueError(
+                    f"{counts[0]} short_factors and {counts[1]} long_factors of {self.rotary_dims} rotated "
+                    f"dimensions; each of the {self.rotary_dims // 2} wavelengths has one"
+                )
+        if self.qk_norm_over_heads and not self.qk_norm:
+            raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
         if self.num_tokens > self.vocab_size:
             raise ValueError(
                 f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
@@ -237,6 +275,25 @@ class ModelConfig:
         return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
 
     @property
+    def rotated_layers(self) -> tuple[bool, ...]:
+        """For each layer, True if it has rotary positions."""
+        pattern = self.layer_pattern
+        return tuple(pattern[i % len(pattern)] != "unrotated" for i in range(self.num_layers))
+
+    @property
+    def rotary_dims(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def for_texts_of(self, tokens: int) -> ModelConfig:
+        """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`."""
+        rope = self.rope_scaling
+        if rope is None or rope.kind != "longrope":
+            return self
+        rope = dataclasses.replace(rope, long=tokens > rope.original_max_positions)
+        return dataclasses.replace(self, rope_scaling=rope)
+
+    @property
     def live_tokens(self) -> int:
         """The number of token ids that the model can emit."""
         return self.num_tokens or self.vocab_size
@@ -262,11 +319,11 @@ class ModelConfig:
         if self.qkv_bias:
             attention += (self.num_heads + 2 * self.num_kv_heads) * h
         if self.qk_norm:
-            attention += 2 * h
+            attention += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
             feed_forward = d * self.num_experts + num_experts * feed_forward
-        layer = attention + feed_forward + (4 if self.post_norms else 2) * d
+        layer = attention + feed_forward + 2 * (self.pre_norms + self.post_norms) * d
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return self.num_layers * layer + d + self.vocab_size * d + head
 

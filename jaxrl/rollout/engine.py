@@ -241,6 +241,11 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
             f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
             "set deterministic to False"
         )
+    if model.qk_norm_over_heads:
+        raise UserError(
+            "deterministic sampling covers norms within a head, and this model's run over all heads "
+            "(qk_norm_over_heads); set deterministic to False"
+        )
     parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
     if parts % devices:
         raise UserError(

@@ -93,7 +93,12 @@ def load_params(
         than in `config`; the message names it. All headers are checked before any data is read.
     """
     stored = check_params(directory, config)
-    return _load_table(stored, weight_table(config), shardings, jnp.dtype(dtype))
+    return _load_table(stored, _table_of(stored, config), shardings, jnp.dtype(dtype))
+
+
+def _table_of(stored: Mapping[str, Stored], config: ModelConfig) -> tuple[WeightRule, ...]:
+    """The table of a checkpoint, by the names of its tensors."""
+    return weight_table(config, fused=any(".qkv_proj." in name for name in stored))
 
 
 def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -124,7 +129,7 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
     if config.tie_embeddings:
         # A duplicate of the embedding, which Transformers ignores too.
         stored.pop("lm_head.weight", None)
-    _check_headers(stored, weight_table(config), directory)
+    _check_headers(stored, _table_of(stored, config), directory)
     return stored
 
 
@@ -241,7 +246,7 @@ def _check_headers(
     stored: Mapping[str, Stored], table: Iterable[WeightRule], directory: pathlib.Path
 ) -> None:
     """Raises UserError for tensors that are missing, unexpected or malformed."""
-    shapes = {name: row.tensor_shape for name, (row, _) in tensors_of(table).items()}
+    shapes = {name: row.tensor_shape for name, [(row, _), *_] in tensors_of(table).items()}
     if missing := [name for name in shapes if name not in stored]:
         raise UserError(
             f"{directory} lacks {_listed(missing)}, which the model of its config.json has; copy the files "
@@ -322,15 +327,17 @@ def _load_leaf(
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """Reads the part of a tensor within `bounds`, and splits its merged dimensions."""
+    """Reads the part of a tensor within `bounds` of our leaf, and splits its merged dimensions."""
     ranges, shape, rest = [], [], []
+    at = row.in_tensor(bounds)
     for first, *others in row.stored.split():
-        width = math.prod(row.sizes[c] for c in others)
-        begin, end = bounds[first]
+        width = math.prod(map(row.size_in_tensor, others))
+        begin, end = at[first]
         ranges.append(slice(begin * width, end * width))
-        shape += [end - begin, *(row.sizes[c] for c in others)]
-        rest += [slice(None), *(slice(*bounds[c]) for c in others)]
-    return tensor[tuple(ranges)].reshape(shape)[tuple(rest)]
+        shape += [end - begin, *map(row.size_in_tensor, others)]
+        rest += [slice(None), *(slice(*at[c]) for c in others)]
+    piece = tensor[tuple(ranges)].reshape(shape)[tuple(rest)]
+    return piece.reshape([end - begin for c, (begin, end) in at.items() if c in row.ours])
 
 
 @functools.partial(jax.jit, static_argnames="order", donate_argnums=0)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import shutil
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.algos.logprobs import token_logprobs
+from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
@@ -23,7 +25,7 @@ from jaxrl.models.attention import TreeSegments, attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -128,11 +130,64 @@ FAMILIES = {
         rope_parameters={**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
         **kw,
     ),
+    "smollm3": lambda **kw: transformers.SmolLM3Config(
+        **ODD, no_rope_layers=[1, 0, 1, 1], pad_token_id=None, rope_parameters=PLAIN, **kw
+    ),
+    # Six of the ten dimensions of a head are rotated.
+    "phi4": lambda **kw: transformers.Phi3Config(
+        **ODD, pad_token_id=None, rope_parameters={**PLAIN, "partial_rotary_factor": 0.6}, **kw
+    ),
+    "phi4_mini": lambda **kw: transformers.Phi3Config(
+        **ODD,
+        pad_token_id=None,
+        original_max_position_embeddings=128,
+        partial_rotary_factor=0.6,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=1e4,
+            short_factor=[1.0, 1.25, 1.5],
+            long_factor=[1.0, 4.0, 16.0],
+        ),
+        **kw,
+    ),
+    "ministral3": lambda **kw: transformers.Ministral3Config(
+        **ODD,
+        head_dim=14,
+        pad_token_id=None,
+        rope_parameters={
+            **YARN,
+            "original_max_position_embeddings": 16,
+            "factor": 16.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        **kw,
+    ),
+    "olmo3": lambda **kw: transformers.Olmo3Config(
+        **ODD,
+        sliding_window=10,
+        pad_token_id=None,
+        eos_token_id=None,
+        rope_parameters={
+            "full_attention": {**YARN, "rope_theta": 500_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+        },
+        **kw,
+    ),
 }
 BOTH = ("qwen2", "qwen3", "qwen3_moe", "llama")
 # Of the others only the kind of unembedding that published models have; the code is the same for all.
 PUBLISHED = {"mistral": False, "gemma3": True, "gemma2": True}
-LATER = {"qwen2_yarn": True, "qwen3_yarn": False}
+LATER = {
+    "qwen2_yarn": True,
+    "qwen3_yarn": False,
+    "smollm3": True,
+    "phi4": False,
+    "phi4_mini": True,
+    "ministral3": True,
+    "olmo3": False,
+}
 ONCE = [
     *PUBLISHED.items(),
     *(pytest.param(*row, marks=pytest.mark.long) for row in LATER.items()),
@@ -351,6 +406,8 @@ def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie):
     )
     assert not any(report.values())
     assert theirs.config.architectures == pair.theirs.config.architectures
+    # The older spelling of the kind may stand beside the newer one.
+    theirs.config.rope_parameters.pop("type", None)
     assert theirs.config.rope_parameters == pair.theirs.config.rope_parameters
     tokens_BT = random_tokens(B, T)
     changed = dataclasses.replace(pair, params=params)
@@ -396,6 +453,36 @@ def test_adapters_and_shared_prompts(pair_of, family):
     found = our_logits(pair, tokens_1T, positions_1T, segments)
     for place, text in answers:
         assert_close(found[0, place], their_logits(pair.theirs, text[None])[0, len(prompt) :])
+
+
+@pytest.mark.long
+def test_longer_texts_have_other_rotary_factors(pair_of, tmp_path):
+    pair = pair_of("phi4_mini", True)
+    shutil.copytree(pair.directory, tmp_path / "short")
+    values = json.loads((tmp_path / "short" / "config.json").read_text())
+    values["original_max_position_embeddings"] = 16
+    values["rope_parameters"]["original_max_position_embeddings"] = 16
+    (tmp_path / "short" / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "short", attn_implementation="eager"
+    )
+    config = read_config(tmp_path / "short")
+    assert config.for_texts_of(16) == config
+    config = config.for_texts_of(T)
+    changed = dataclasses.replace(pair, graph=decoder_graph(config)[0])
+    tokens_BT = random_tokens(B, T)
+    found = our_logits(changed, tokens_BT, counting(), np.ones_like(tokens_BT))
+    assert_close(found, their_logits(theirs, tokens_BT))
+
+
+@pytest.mark.long
+def test_fused_projections_have_no_adapters_of_peft(pair_of, tmp_path):
+    pair = pair_of("phi4", False)
+    config = lora.with_adapters(pair.config, LoraConfig(rank=2))
+    with pytest.raises(UserError, match="PEFT has one adapter for q, k and v"):
+        save_adapter(
+            pair.params, config, tmp_path / "out", dtype="float32", base=str(pair.directory)
+        )
 
 
 GREEDY = 64
