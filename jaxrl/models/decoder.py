@@ -23,9 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
+from jaxrl.models.gates import GATES
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig, RopeScaling
-from jaxrl.models.modules import Projection, RMSNorm, normal
+from jaxrl.models.modules import Projection, RMSNorm, constant, normal
 from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
@@ -33,11 +34,6 @@ Params = Any  # nested dict of arrays, one entry per weight
 # of `per_layer`, `row_in` is `per_row`. In a pipeline all arguments are those of one microbatch, so an
 # attention function must not take anything that differs between rows from a closure.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionKind, Any, Any], tuple[jax.Array, Any]]
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
 
 
 class Rotation(NamedTuple):
@@ -89,7 +85,9 @@ class Attention(nnx.Module):
         self.q = Projection("q", (width,), (queries, head), bias=config.qkv_bias, **options)
         self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
-        self.o = Projection("o", (queries, head), (width,), **options)
+        self.o = Projection("o", (queries, head), (width,), bias=config.output_bias, **options)
+        if config.attention_sinks:
+            self.sinks = constant(0.0, (queries,))
         if config.qk_norm:
             over_heads = config.qk_norm_over_heads
             self.q_norm = _norm(config, *([queries] if over_heads else []), head)
@@ -132,7 +130,7 @@ def _norm(config: ModelConfig, *dims: tuple[str, int]) -> RMSNorm:
 
 
 class FeedForward(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(GATES[activation](gate(x), up(x)))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, inner = ("embed", config.d_model), ("mlp", config.d_ff)
@@ -147,12 +145,11 @@ class FeedForward(nnx.Module):
     ) -> tuple[jax.Array, None]:
         """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
         del live_BT
-        activate = _ACTIVATIONS[self.activation]
 
         # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-            hidden_BTF = activate(gate_BTF) * up_BTF
+            hidden_BTF = GATES[self.activation](gate_BTF, up_BTF)
             hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
             return self.down(hidden_BTF, compute)
 
@@ -266,6 +263,9 @@ class Decoder(nnx.Module):
             layer_weights, flags = one_layer
             rotations, live_BT, attend_in = row_in
             module, kind = nnx.merge(layer_graph, layer_weights), self._kind(flags.slides)
+            if self.config.attention_sinks:
+                sinks_Q = module.attention.sinks[...].astype(jnp.float32)
+                kind = dataclasses.replace(kind, sinks=sinks_Q)
             attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
             if local is not None and kind.window:

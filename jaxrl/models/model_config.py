@@ -24,8 +24,8 @@ from jaxrl.checks import (
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-# Activation functions of the gate of a feed-forward network.
-ACTIVATIONS = ("silu", "gelu_tanh")
+# Gates of feed-forward networks, see `gates.GATES`; those without "gelu_tanh" are the gates of experts.
+ACTIVATIONS = ("silu", "clamped_silu", "gelu_tanh")
 
 
 @settings
@@ -134,6 +134,8 @@ class ModelConfig:
         "num_tokens",
         "tie_embeddings",
         "qkv_bias",
+        "output_bias",
+        "attention_sinks",
         "qk_norm",
         "qk_norm_over_heads",
         "rotary_fraction",
@@ -154,6 +156,7 @@ class ModelConfig:
         "num_experts",
         "experts_per_token",
         "normalize_experts",
+        "expert_biases",
         "num_scores",
     )
 
@@ -191,6 +194,10 @@ class ModelConfig:
     """The unembedding is the embedding transposed."""
     qkv_bias: bool = True
     """Biases on the query, key and value projections (Qwen2)."""
+    output_bias: bool = False
+    """Bias on the output projection of attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """Every query head has one more score, a weight, which takes probability and adds no value (gpt-oss)."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
     qk_norm_over_heads: bool = False
@@ -201,7 +208,9 @@ class ModelConfig:
     logits_softcap: Annotated[float, coefficient()] = 0.0
     """C of the cap c * tanh(x / c) on attention scores and on logits (Gemma 2); 0 for none."""
     activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
-    """Activation function of the gate, "silu" or "gelu_tanh"."""
+    """Gate of the feed-forward network: silu(gate) * up, the same with gelu, or "clamped_silu", which
+    bounds both and adds 1 to up (gpt-oss).
+    """
     pre_norms: bool = True
     """Norms before attention and feed-forward; OLMo 3 has none."""
     post_norms: bool = False
@@ -216,6 +225,8 @@ class ModelConfig:
     """Number of experts that each token is sent to."""
     normalize_experts: bool = True
     """Scale the weights of a token's experts to sum to 1 (`norm_topk_prob`)."""
+    expert_biases: bool = False
+    """Biases on the router and on the projections of experts (gpt-oss)."""
     num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
     """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
     language model.
@@ -262,11 +273,13 @@ class ModelConfig:
                 f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
                 "with sliding layers has a window of 1 or more tokens, another has 0"
             )
-        if self.num_experts and self.activation != "silu":
+        if self.num_experts and self.activation == "gelu_tanh":
             raise ValueError(
                 f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
-                "silu; use it, or a dense model"
+                "silu or clamped_silu; use one of them, or a dense model"
             )
+        if self.expert_biases and not self.num_experts:
+            raise ValueError("expert_biases with num_experts 0; a dense model has none")
 
     @property
     def sliding_layers(self) -> tuple[bool, ...]:
@@ -318,11 +331,14 @@ class ModelConfig:
         attention = 2 * d * h * (self.num_heads + self.num_kv_heads)
         if self.qkv_bias:
             attention += (self.num_heads + 2 * self.num_kv_heads) * h
+        attention += self.output_bias * d + self.attention_sinks * self.num_heads
         if self.qk_norm:
             attention += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
-            feed_forward = d * self.num_experts + num_experts * feed_forward
+            biases = self.expert_biases
+            router = (d + biases) * self.num_experts
+            feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
         layer = attention + feed_forward + 2 * (self.pre_norms + self.post_norms) * d
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return self.num_layers * layer + d + self.vocab_size * d + head

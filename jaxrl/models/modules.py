@@ -59,7 +59,7 @@ class Projection(nnx.Module):
         summed = range(len(stack), len(stack) + len(ins))
         self.weight = normal(rngs.params(), (*stack, *ins, *outs), fan_in, summed=summed)
         if bias:
-            self.bias = constant(0.0, outs)
+            self.bias = constant(0.0, (*stack, *outs))
         self.has_bias = bias
         self.has_adapter = bool(lora.rank) and name in lora.targets
         if self.has_adapter:

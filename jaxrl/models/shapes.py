@@ -87,6 +87,22 @@ _OLMO3 = {
     "pre_norms": False,
     "post_norms": True,
 }
+_GPT_OSS = {
+    "vocab_size": 201_088,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=32.0, original_max_positions=4096, truncate=False
+    ),
+    "sliding_window": 128,
+    "layer_pattern": ("sliding", "full"),
+    "qkv_bias": True,
+    "output_bias": True,
+    "attention_sinks": True,
+    "activation": "clamped_silu",
+    "expert_biases": True,
+    "experts_per_token": 4,
+}
 _MIXTURE = {"num_experts": 128, "experts_per_token": 8}
 
 SHAPES = {
@@ -116,6 +132,8 @@ SHAPES = {
     "phi-4-mini": _shape(32, 3072, 24, 8, 128, 8192, family=_PHI4_MINI),
     "phi-4": _shape(40, 5120, 40, 10, 128, 17920, family=_PHI4),
     "ministral-3-3b": _shape(26, 3072, 32, 8, 128, 9216, family=_MINISTRAL3),
+    "gpt-oss-20b": _shape(24, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=32),
+    "gpt-oss-120b": _shape(36, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=128),
     "olmo-3-7b": _shape(32, 4096, 32, 32, 128, 11008, family=_OLMO3),
 }
 

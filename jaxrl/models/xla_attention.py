@@ -82,7 +82,8 @@ def xla_attention(
     own, prefix = segments if isinstance(segments, TreeSegments) else (segments, None)
     ids = _Ids(blocks(own), None if prefix is None else blocks(prefix))
     reach = None if kind.reach is None else jnp.int32(kind.reach)
-    out_NBKGCH = _blocks_attention(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, kind.softcap)
+    sinks_KG = None if kind.sinks is None else kind.sinks.reshape(K, Q // K)
+    out_NBKGCH = _blocks_attention(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, sinks_KG, kind.softcap)
     return out_NBKGCH.transpose(1, 0, 4, 2, 3, 5).reshape(B, N * C, Q, H)[:, :T]
 
 
@@ -92,6 +93,7 @@ def _forward(
     v_NBKSH: jax.Array,
     ids: _Ids,
     reach: jax.Array | None,
+    sinks_KG: jax.Array | None,
     softcap: float,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the mixed values, and the residuals of the backward pass."""
@@ -119,23 +121,25 @@ def _forward(
         zeros_BKGC = zeros_BKGCH[..., 0]
         # If all keys of a tile are masked for a row, it counts them with weight 1. The first real key wipes
         # them out, as decay becomes 0. There always is one: the last tile contains the token itself.
-        top_BKGC, total_BKGC, mixed_BKGCH = lax.fori_loop(
-            0, tiles.num, add, (zeros_BKGC + _MASKED, zeros_BKGC, zeros_BKGCH)
-        )
+        start = (zeros_BKGC + _MASKED, zeros_BKGC, zeros_BKGCH)
+        if sinks_KG is not None:
+            # A key that all queries see, with the value 0.
+            start = (zeros_BKGC + sinks_KG[None, :, :, None], zeros_BKGC + 1, zeros_BKGCH)
+        top_BKGC, total_BKGC, mixed_BKGCH = lax.fori_loop(0, tiles.num, add, start)
         out_BKGCH = (mixed_BKGCH / total_BKGC[..., None]).astype(q_BKGCH.dtype)
         return out_BKGCH, top_BKGC + jnp.log(total_BKGC)
 
     blocks = jnp.arange(len(q_NBKGCH))
     tiles = _tiles(ids, reach)
     out_NBKGCH, logsumexp_NBKGC = lax.map(mix, (blocks, tiles, q_NBKGCH))
-    operands = (q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach)
+    operands = (q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, sinks_KG)
     return out_NBKGCH, (*operands, out_NBKGCH, logsumexp_NBKGC)
 
 
 def _backward(
     softcap: float, residuals: tuple[Any, ...], d_out_NBKGCH: jax.Array
 ) -> tuple[Any, ...]:
-    q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, out_NBKGCH, logsumexp_NBKGC = residuals
+    q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, sinks_KG, out_NBKGCH, logsumexp_NBKGC = residuals
     tile = functools.partial(_scores, reach=reach, softcap=softcap)
     dtype, scale = q_NBKGCH.dtype, q_NBKGCH.shape[-1] ** -0.5
     # The gradient of a softmax subtracts sum(weights * d_weights), which equals out . d_out.
@@ -175,7 +179,11 @@ def _backward(
         (blocks, tiles, q_NBKGCH, d_out_NBKGCH, logsumexp_NBKGC, shift_NBKGC),
     )
     d_k_NBKSH, d_v_NBKSH = (x.swapaxes(-1, -2).astype(dtype) for x in d_keys_values)
-    return d_q_NBKGCH, d_k_NBKSH, d_v_NBKSH, None, None
+    d_sinks_KG = None
+    if sinks_KG is not None:
+        weights_NBKGC = jnp.exp(sinks_KG[None, None, :, :, None] - logsumexp_NBKGC)
+        d_sinks_KG = -(weights_NBKGC * shift_NBKGC).sum((0, 1, 4))
+    return d_q_NBKGCH, d_k_NBKSH, d_v_NBKSH, None, None, d_sinks_KG
 
 
 def _mixed(
@@ -184,12 +192,13 @@ def _mixed(
     v_NBKSH: jax.Array,
     ids: _Ids,
     reach: jax.Array | None,
+    sinks_KG: jax.Array | None,
     softcap: float,
 ) -> jax.Array:
-    return _forward(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, softcap)[0]
+    return _forward(q_NBKGCH, k_NBKSH, v_NBKSH, ids, reach, sinks_KG, softcap)[0]
 
 
-_blocks_attention = jax.custom_vjp(_mixed, nondiff_argnums=(5,))
+_blocks_attention = jax.custom_vjp(_mixed, nondiff_argnums=(6,))
 _blocks_attention.defvjp(_forward, _backward)
 
 

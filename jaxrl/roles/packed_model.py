@@ -136,6 +136,7 @@ class PackedModel:
             self.train.dtype,
             self.attention_kernel,
             softcap=self.model.attention_softcap,
+            sinks=self.model.attention_sinks,
             tree=tree,
         )
         block_tokens = pick_block_tokens(platform, tree=tree)

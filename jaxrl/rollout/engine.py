@@ -158,7 +158,11 @@ class Engine:
         )
         slots = SlotPrograms(self.cache, layout, config.tokens_per_dispatch)
         kernel = pick_implementation(
-            platform, config.dtype, config.attention, softcap=model.attention_softcap
+            platform,
+            config.dtype,
+            config.attention,
+            softcap=model.attention_softcap,
+            sinks=model.attention_sinks,
         )
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES

@@ -7,8 +7,8 @@ from the file and never guessed from the name of a model. A row only adds what t
 reads it.
 
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
-rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on the output
-projection or the feed-forward network, quantised weights. Of a model with images (Gemma 3 from 4B on,
+rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on a
+dense feed-forward network, quantised weights but gpt-oss's. Of a model with images (Gemma 3 from 4B on,
 Mistral Small 3.1) only the text model is read. Other keys are ignored: no supported class computes anything
 with them.
 """
@@ -55,6 +55,9 @@ _SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
 _PLAIN: Mapping[str, Any] = {
     "qkv_bias": False,
+    "output_bias": False,
+    "attention_sinks": False,
+    "expert_biases": False,
     "qk_norm": False,
     "qk_norm_over_heads": False,
     "activation": "silu",
@@ -84,6 +87,8 @@ class Architecture:
       unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
       scaled_queries: True if queries grow with their position.
       fused: True if one tensor holds q, k and v, and another gate and up.
+      renamed: keys of fields that have another one in other families.
+      quantized: the method of `quantization_config` whose weights can be read; "" for none.
       rope_theta: default of a missing rotary base.
       own_head_dim: True if the head size does not follow from the width of the model.
       divides: True if its code requires a width that is a multiple of the number of heads.
@@ -105,6 +110,8 @@ class Architecture:
     unrotated_every: int = 0
     scaled_queries: bool = False
     fused: bool = False
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quantized: str = ""
     rope_theta: float = 10_000.0
     own_head_dim: bool = False
     divides: bool = False
@@ -117,9 +124,9 @@ class Architecture:
     def keys(self) -> dict[str, tuple[str, type]]:
         """Key and type of all plain values of the family, by field."""
         keys = _KEYS | {field: _OWN_KEYS[field] for field in self.own}
-        return (
-            keys | {"d_ff": ("moe_intermediate_size", int)} if "num_experts" in self.own else keys
-        )
+        if "num_experts" in self.own:
+            keys["d_ff"] = ("moe_intermediate_size", int)
+        return keys | {field: (key, keys[field][1]) for field, key in self.renamed.items()}
 
     @property
     def has_local_theta(self) -> bool:
@@ -198,6 +205,27 @@ ARCHITECTURES = (
         traits={"qk_norm": True},
         needs={**_SILU_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
         own={"num_experts": None, "experts_per_token": None, "normalize_experts": False},
+        own_head_dim=True,
+    ),
+    Architecture(
+        "GptOssForCausalLM",
+        "GptOssForSequenceClassification",
+        "gpt_oss",
+        traits={
+            "qkv_bias": True,
+            "output_bias": True,
+            "attention_sinks": True,
+            "expert_biases": True,
+            "activation": "clamped_silu",
+        },
+        needs={**_SILU, "attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        own={"num_experts": 128, "experts_per_token": 4},
+        renamed={"num_experts": "num_local_experts", "d_ff": "intermediate_size"},
+        quantized="mxfp4",
+        windows="types",
+        window_pattern=2,
+        window=128,
+        rope_theta=150_000.0,
         own_head_dim=True,
     ),
     Architecture(
@@ -289,9 +317,6 @@ ARCHITECTURES = (
         **_GEMMA,
     ),
 )
-
-# Required values of every architecture, as `Architecture.needs`; they are read and never written.
-_NEEDS_OF_ALL = {"quantization_config": None}
 
 # Keys of a base config that are not kept: `config_json` writes their content under another name, or they
 # describe other weights.
@@ -471,7 +496,15 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
             "one of these",
         )
     architecture = by_name[names[0]]
-    read.check_needs({**_NEEDS_OF_ALL, **architecture.needs}, "choose a checkpoint without it")
+    read.check_needs(architecture.needs, "choose a checkpoint without it")
+    stored = read.get("quantization_config", dict, {})
+    if stored and not (
+        architecture.quantized and stored.get("quant_method") == architecture.quantized
+    ):
+        raise read.fault(
+            "quantization_config",
+            f", but only {architecture.quantized or None!r} is supported; choose a checkpoint without it",
+        )
     fields: dict[str, Any] = {**_PLAIN, **architecture.traits}
     if names != [architecture.language_model]:
         # Two labels are the default of Transformers, which it does not write.
@@ -514,7 +547,7 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
         if architecture.windows:
             window = read.values.get("sliding_window", architecture.window)
         longest = read.values.get("max_position_embeddings")
-        if is_finite(window) and is_finite(longest) and window >= longest:
+        if all(map(is_finite, (window, longest))) and window >= longest:  # pyright: ignore
             window = None
         sliding = [window is not None] * num_layers
     kinds = [_LAYER_TYPES[kind] for kind in listed] or sliding
@@ -669,7 +702,7 @@ def config_json(
         "architectures": [architecture.score_model if scores else architecture.language_model],
         "model_type": architecture.model_type,
         "torch_dtype": dtype,
-        # A mixture has no dense layers, but its class requires a number for their width.
+        # Qwen3-MoE has no dense layers, but its class requires a number for their width.
         "intermediate_size": kept.get("intermediate_size", config.d_ff),
         **{architecture.keys[field][0]: value for field, value in fields.items()},
         "rope_theta": config.rope_theta,

@@ -11,7 +11,7 @@ dimensions.
     model.layers.0.self_attn.q_proj.weight --slice--> device 0: layers.attention.q.weight [L, D/2, Q, H]
                                  [QH, D]   --slice--> device 1: layers.attention.q.weight [L, D/2, Q, H]
 
-Not covered: pickled weights, quantised weights.
+Not covered: pickled weights, quantised weights but MXFP4 (`mxfp4.py`), which is widened as it is read.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from jaxrl.errors import UserError
 from jaxrl.files import open_file, read_json_object
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
+from jaxrl.models.huggingface.mxfp4 import Mxfp4Tensor, mxfp4_shape
 from jaxrl.models.huggingface.weight_table import (
     Bounds,
     WeightRule,
@@ -126,6 +127,7 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
             of_text[alone] = tensor
         stored = of_text
         logger.info("%s: the text model is used; %s is not read", directory, _listed(sorted(rest)))
+    stored = _with_mxfp4(stored)
     if config.tie_embeddings:
         # A duplicate of the embedding, which Transformers ignores too.
         stored.pop("lm_head.weight", None)
@@ -168,12 +170,35 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16")."""
+    """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16").
+
+    One in MXFP4 has two `parts`, blocks and scales.
+    """
 
     name: str
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[Stored, ...] = ()
+
+
+def _with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors with one entry in place of the blocks and scales of MXFP4."""
+    found = dict(stored)
+    for name, blocks in stored.items():
+        whole = name.removesuffix("_blocks")
+        scales = stored.get(f"{whole}_scales")
+        if whole == name or scales is None:
+            continue
+        shape = mxfp4_shape(blocks.shape, scales.shape)
+        if shape is None or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+            raise UserError(
+                f"{name} in {blocks.file} has shape {list(blocks.shape)} and type {blocks.dtype}, its scales "
+                f"{list(scales.shape)} and {scales.dtype}, which is not MXFP4; copy the published files again"
+            )
+        del found[name], found[scales.name]
+        found[whole] = Stored(whole, blocks.file, shape, "MXFP4", (blocks, scales))
+    return found
 
 
 def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
@@ -265,7 +290,7 @@ def _check_headers(
                 f"{name} in {tensor.file} has shape {list(tensor.shape)}, but config.json says "
                 f"{list(shape)}; use the files of one model"
             )
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _FLOATS and not tensor.parts:
             raise UserError(
                 f"{name} in {tensor.file} has type {tensor.dtype}, but weights must be one of "
                 f"{', '.join(sorted(_FLOATS))}; use the checkpoint that is not quantised"
@@ -288,11 +313,13 @@ def _load_table(
         # Open files are mapped into memory; a slice of a tensor is read from its file when it is indexed.
         files = {
             path: opened.enter_context(safetensors.safe_open(path, "np"))
-            for path in {tensor.file for tensor in stored.values()}
+            for path in {part.file for whole in stored.values() for part in whole.parts or (whole,)}
         }
 
         def slice_of(name: str) -> Any:
-            return files[stored[name].file].get_slice(stored[name].name)
+            whole = stored[name]
+            parts = [files[part.file].get_slice(part.name) for part in whole.parts or (whole,)]
+            return Mxfp4Tensor(*parts) if whole.parts else parts[0]
 
         leaves = {
             row.path: _load_leaf(slice_of, row, leaf_at(shardings, row.path), dtype)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
@@ -123,6 +124,10 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
         per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
         per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
         per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
+    if config.output_bias:
+        per_layer("self_attn.o_proj.bias", "D", "attention.o.bias", "D")
+    if config.attention_sinks:
+        per_layer("self_attn.sinks", "Q", "attention.sinks", "Q")
     if config.qk_norm:
         q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
         per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
@@ -136,16 +141,26 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
     else:
         per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
-    if config.num_experts:
-        per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
-    expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")
-    if fused:
+    if config.expert_biases:
+        per_layer("mlp.router.weight", "E D", "mlp.router", "DE")
+        per_layer("mlp.router.bias", "E", "mlp.router_bias", "E")
+        for i, path in enumerate(("mlp.gate", "mlp.up")):
+            # Columns of gate and up in turn, and the input dimension first.
+            per_layer("mlp.experts.gate_up_proj", "E D FG", f"{path}.weight", "EDF", G=(i, 2))
+            per_layer("mlp.experts.gate_up_proj_bias", "E FG", f"{path}.bias", "EF", G=(i, 2))
+        per_layer("mlp.experts.down_proj", "E F D", "mlp.down.weight", "EFD")
+        per_layer("mlp.experts.down_proj_bias", "E D", "mlp.down.bias", "ED")
+    elif fused:
         per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.gate.weight", "DF", G=(0, 2))
         per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.up.weight", "DF", G=(1, 2))
+        per_layer("mlp.down_proj.weight", "D F", "mlp.down.weight", "FD")
     else:
+        expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")
+        if config.num_experts:
+            per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
         per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
         per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
-    per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
+        per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
     rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
         rows.append(rule("score.weight", "S D", "score_head", "DS"))
@@ -175,6 +190,9 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
 
     Example: layers.attention.q has lora_a [L, D, R], in PEFT [R, D] for each layer, and lora_b [L, R, Q, H],
     in PEFT [Q * H, R].
+
+    Raises:
+      UserError: PEFT has no such adapter for a tensor.
     """
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = []
@@ -183,6 +201,11 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
         if leaf != "weight" or path.split(".")[-1] not in config.lora.targets:
             continue
         name = f"base_model.model.{row.name.removesuffix('.weight')}"
+        if len(row.stored.split()) != 2:
+            raise UserError(
+                f"PEFT has no adapters for single experts of {row.name}; merge the adapters into the model, "
+                f"or leave {path.split('.')[-1]} out of model.lora.targets"
+            )
         outs, ins = row.stored.split()
         stack = row.stacked
         rows += [

@@ -217,6 +217,30 @@ def test_yarn_is_read_as_users_add_it_to_the_files_of_qwen():
     assert written == {**without(whole, "type"), "rope_type": "yarn"}
 
 
+def test_a_gpt_oss():
+    values = config_json(SHAPES["gpt-oss-20b"], dtype="bfloat16")
+    assert (values["num_local_experts"], values["intermediate_size"]) == (32, 2880)
+    published = {
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+    }
+    config = parse_config({**without(values, "swiglu_alpha"), **published})
+    assert config == SHAPES["gpt-oss-20b"] and config.normalize_experts
+    for change, message in (
+        ({"quantization_config": {"quant_method": "fp8"}}, "but only 'mxfp4' is supported"),
+        ({"swiglu_limit": 6.0}, "swiglu_limit is 6.0, but only 7.0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_config({**values, **change})
+
+
 def test_layers_without_rotary_positions_are_read():
     listed = {**SMOLLM3, "no_rope_layers": [1, 1, 1, 0] * 9}
     assert parse_config(listed) == parse_config(SMOLLM3)

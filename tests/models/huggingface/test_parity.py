@@ -164,6 +164,16 @@ FAMILIES = {
         },
         **kw,
     ),
+    # Biases of such size that some gates are beyond their bounds.
+    "gpt_oss": lambda **kw: transformers.GptOssConfig(
+        **{**ODD, "intermediate_size": 28},
+        head_dim=14,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=10,
+        rope_parameters={**YARN, "truncate": False},
+        **kw,
+    ),
     "olmo3": lambda **kw: transformers.Olmo3Config(
         **ODD,
         sliding_window=10,
@@ -186,6 +196,7 @@ LATER = {
     "phi4": False,
     "phi4_mini": True,
     "ministral3": True,
+    "gpt_oss": False,
     "olmo3": False,
 }
 ONCE = [
