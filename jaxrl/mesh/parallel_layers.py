@@ -156,7 +156,7 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
             out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
         return jax.lax.psum(out, inner_axes) if inner_axes else out
 
-    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes, activation):
+    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes, activation="silu"):
         tokens = ("batch", "length", None)
         token_specs = [spec(tokens, a) for a in (x_BTD, expert_BTA, share_BTA)]
         weight_specs = jax.tree.map(spec, axes, weights, is_leaf=lambda v: isinstance(v, tuple))

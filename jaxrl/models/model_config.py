@@ -240,6 +240,8 @@ class ModelConfig:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
                 "each key-value head serves an equal group of query heads"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions pair its halves")
         if self.rotary_dims % 2 or not self.rotary_dims:
             raise ValueError(
                 f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} is "
