@@ -1,4 +1,4 @@
-"""Mixture of experts as the feed-forward network (Qwen3-MoE): router, load-balancing loss, metrics.
+"""Mixture of experts as the feed-forward network (Qwen3-MoE, gpt-oss): router, load-balancing loss, metrics.
 
 B sequences   T tokens   A experts of a token   E experts   D width   F width of an expert   L layers
 """

@@ -81,6 +81,12 @@ class RopeScaling:
                 "values"
             )
 
+        if self.kind == "longrope" and self.original_max_positions < 2:
+            raise ValueError(
+                f"original_max_positions {self.original_max_positions} has no logarithm to scale by; copy "
+                "the published values"
+            )
+
     @property
     def magnitude(self) -> float:
         """The factor of rotated queries and of rotated keys."""
@@ -255,6 +261,8 @@ class ModelConfig:
                     f"{counts[0]} short_factors and {counts[1]} long_factors of {self.rotary_dims} rotated "
                     f"dimensions; each of the {self.rotary_dims // 2} wavelengths has one"
                 )
+        if rope is not None and rope.kind == "yarn" and self.rope_theta == 1:
+            raise ValueError("rope_theta 1 makes all wavelengths equal; copy the published value")
         if self.qk_norm_over_heads and not self.qk_norm:
             raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
         if self.num_tokens > self.vocab_size:
