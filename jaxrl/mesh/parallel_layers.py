@@ -34,7 +34,7 @@ from jaxrl.mesh.ring import ONE_DEVICE, ContextSplit
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec, per_device
 
 # (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. `ids` is a pytree of [B, T], such as segment ids. `rest`
-# are pytrees of scalars that are equal on every device, such as the attention kind.
+# are pytrees of scalars that are equal on every device, and of [Q], such as the attention kind.
 Attention = Callable[..., jax.Array]
 
 
@@ -77,6 +77,11 @@ def attention_parallel(
                 ids = jax.lax.all_gather(
                     ids, context_axes, axis=1, tiled=True, axis_index_groups=split.groups()
                 )
+                first = jax.lax.axis_index(context_axes) % split.exchanged * q.shape[2]
+                rest = jax.tree.map(
+                    lambda x: jax.lax.dynamic_slice_in_dim(x, first, q.shape[2]) if x.ndim else x,
+                    rest,
+                )
             around = {}
             if split.ring > 1:
                 around = _around(split, context_axes, q.shape[1])
@@ -87,7 +92,8 @@ def attention_parallel(
         keys = ("batch", "length", "kv_heads", "head_dim")
         of_queries, of_keys = spec(queries, q_BTQH), spec(keys, k_BTKH)
         of_ids = jax.tree.map(functools.partial(spec, queries[:2]), ids)
-        in_specs = (of_queries, of_keys, of_keys, of_ids, *[P()] * len(rest))
+        of_rest = jax.tree.map(lambda x: spec(("heads",), x) if jnp.ndim(x) else P(), rest)
+        in_specs = (of_queries, of_keys, of_keys, of_ids, *of_rest)
         attend = per_device(shard, mesh, in_specs=in_specs, out_specs=of_queries)
         return attend(q_BTQH, k_BTKH, v_BTKH, ids, *rest)
 
@@ -123,8 +129,8 @@ def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, .
     return jax.lax.dynamic_slice_in_dim(x, first, num_used, axis=2)
 
 
-# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights) -> out_BTD
-Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
+# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights, activation) -> out_BTD
+Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any, str], jax.Array]
 
 
 def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -> Layer:
@@ -145,24 +151,32 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
         whole = tuple(None if axis == "embed" else axis for axis in axes)
         return partition_spec(whole, array.shape, rules, sizes, "experts")
 
-    def shard(x, expert, share, weights):
+    def shard(activation, x, expert, share, weights):
         for axis in expert_axes:
             x, expert, share = (
                 jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, expert, share)
             )
         num_held = weights["gate"]["weight"].shape[0]
         first = jax.lax.axis_index(expert_axes) * num_held if expert_axes else 0
-        out = layer(x, expert, share, weights, first_expert=first)
+        if inner_axes and "bias" in weights["down"]:
+            # The parts of an expert are summed; one of them adds the bias.
+            is_first = jax.lax.axis_index(inner_axes) == 0
+            bias = weights["down"]["bias"] * is_first.astype(x.dtype)
+            weights = {**weights, "down": {**weights["down"], "bias": bias}}
+        out = layer(x, expert, share, weights, activation=activation, first_expert=first)
         for axis in reversed(expert_axes):
             out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
         return jax.lax.psum(out, inner_axes) if inner_axes else out
 
-    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes):
+    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes, activation="silu"):
         tokens = ("batch", "length", None)
         token_specs = [spec(tokens, a) for a in (x_BTD, expert_BTA, share_BTA)]
         weight_specs = jax.tree.map(spec, axes, weights, is_leaf=lambda v: isinstance(v, tuple))
         return per_device(
-            shard, mesh, in_specs=(*token_specs, weight_specs), out_specs=token_specs[0]
+            functools.partial(shard, activation),
+            mesh,
+            in_specs=(*token_specs, weight_specs),
+            out_specs=token_specs[0],
         )(x_BTD, expert_BTA, share_BTA, weights)
 
     return on_mesh

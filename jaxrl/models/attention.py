@@ -3,7 +3,7 @@
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
 Covered: causal grouped-query attention within packed segments, full or with a sliding window, with or without
-capped scores. One function has three implementations. Not covered: attention sinks.
+capped scores and sinks. One function has three implementations; only "xla" has sinks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention(
       segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
         outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
         segment.
-      kind: window (counted in positions of the row) and score cap of the layer.
+      kind: window (counted in positions of the row), score cap and sinks of the layer.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
@@ -60,6 +60,7 @@ def attention(
         )
     assert not ring, f"{implementation} attends to whole rows"
     assert not isinstance(segments, TreeSegments), f"{implementation} has no tree attention"
+    assert kind.sinks is None, f"{implementation} has no sinks"
     arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
@@ -72,6 +73,7 @@ def pick_implementation(
     requested: str = "auto",
     *,
     softcap: float = 0.0,
+    sinks: bool = False,
     tree: bool = False,
     tokens: int = 0,
 ) -> str:
@@ -84,6 +86,7 @@ def pick_implementation(
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
         16 bits for rows whose mask fits, "xla" elsewhere.
       softcap: score cap of the model; 0 for none.
+      sinks: whether the model has sinks.
       tree: the implementation must support `TreeSegments`.
       tokens: T, if it is known.
 
@@ -93,10 +96,10 @@ def pick_implementation(
     dtype = jnp.dtype(dtype)
     # JAX calls GPUs of NVIDIA and of AMD "gpu". On a GPU without cuDNN compilation fails with a clear error.
     runs = {
-        "splash": platform == "tpu" and not tree,
+        "splash": platform == "tpu" and not (sinks or tree),
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or tree or tokens > MOST_MASKED_TOKENS),
+        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS),
         "xla": True,
     }
     rules = {
@@ -105,6 +108,9 @@ def pick_implementation(
         f"{MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
+    if sinks:
+        asked += " with attention sinks"
+        rules = {name: f"{rule} without sinks," for name, rule in rules.items()}
     if tree:
         asked += " with shared prompts (train.share_prompts)"
         rules = {name: f"{rule} without them," for name, rule in rules.items()}

@@ -73,7 +73,13 @@ class Ring(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Blocks of queries, [N, B, K, G, C, H], ids of their tokens, [N, B, C], and their first places [N]."""
+    """Blocks of queries.
+
+    Attributes:
+      q: [N, B, K, G, C, H].
+      own, prefix: ids of their tokens, [N, B, C], as in `TreeSegments`.
+      first: int32 [N], places of the first token of each block.
+    """
 
     q: jax.Array
     own: jax.Array
@@ -82,7 +88,13 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Blocks of keys and values, [N, B, K, S, H], ids of their tokens, [N, B, S], and first places [N]."""
+    """Blocks of keys and values.
+
+    Attributes:
+      k, v: [N, B, K, S, H].
+      own: ids of their tokens, [N, B, S].
+      first: int32 [N], places of the first token of each block.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -135,16 +147,21 @@ def xla_attention(
     keys = _Keys(k_NBKSH, v_NBKSH, queries.own, first)
     reach = None if kind.reach is None else jnp.int32(kind.reach)
     static = _Static(kind.softcap) if ring is None else _Static(kind.softcap, *ring[1:])
-    out_NBKGCH = _blocks_attention(queries, keys, reach, static)
+    sinks_KG = None if kind.sinks is None else kind.sinks.reshape(K, Q // K)
+    out_NBKGCH = _blocks_attention(queries, keys, reach, sinks_KG, static)
     out_BNCQH = out_NBKGCH.transpose(1, 0, 4, 2, 3, 5).reshape(B, chunks, -1, Q, H)
     return out_BNCQH[:, :, : T // chunks].reshape(B, T, Q, H)
 
 
 def _forward(
-    queries: _Queries, keys: _Keys, reach: jax.Array | None, static: _Static
+    queries: _Queries,
+    keys: _Keys,
+    reach: jax.Array | None,
+    sinks_KG: jax.Array | None,
+    static: _Static,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the mixed values, and the residuals of the backward pass."""
-    mix = functools.partial(_mix, queries, reach=reach, softcap=static.softcap)
+    mix = functools.partial(_mix, queries, reach=reach, sinks_KG=sinks_KG, softcap=static.softcap)
     if static.ring_size == 1:
         found = mix(keys, None, last=True)
     else:
@@ -158,7 +175,7 @@ def _forward(
             (coming, sums),
         )
         found = mix(coming, sums, last=True)
-    return found[0], (queries, keys, reach, *found)
+    return found[0], (queries, keys, reach, sinks_KG, *found)
 
 
 def _mix(
@@ -167,6 +184,7 @@ def _mix(
     sums: Any,
     *,
     reach: jax.Array | None,
+    sinks_KG: jax.Array | None,
     softcap: float,
     last: bool,
 ) -> tuple[jax.Array, ...]:
@@ -176,6 +194,7 @@ def _mix(
       queries, keys: blocks.
       sums: what an earlier call returned; None for the part of the row that has the queries themselves.
       reach: number of tokens in a window; None without one.
+      sinks_KG: sinks of the query heads; None without them.
       softcap: score cap.
       last: whether no further keys come.
 
@@ -208,6 +227,9 @@ def _mix(
             # If all keys of a tile are masked for a row, it counts them with weight 1. The first real key
             # wipes them out, as decay becomes 0. There always is one: the token itself.
             sums = (zeros_BKGC + _MASKED, zeros_BKGC, zeros_BKGCH)
+            if sinks_KG is not None:
+                # A key that all queries see, with the value 0.
+                sums = (zeros_BKGC + sinks_KG[None, :, :, None], zeros_BKGC + 1, zeros_BKGCH)
         sums = lax.fori_loop(0, tiles.num, add, sums)
         if not last:
             return sums
@@ -221,7 +243,7 @@ def _mix(
 def _backward(
     static: _Static, residuals: tuple[Any, ...], d_out_NBKGCH: jax.Array
 ) -> tuple[Any, ...]:
-    queries, keys, reach, out_NBKGCH, logsumexp_NBKGC = residuals
+    queries, keys, reach, sinks_KG, out_NBKGCH, logsumexp_NBKGC = residuals
     # The gradient of a softmax subtracts sum(weights * d_weights), which equals out . d_out.
     shift_NBKGC = _product("nbkgch,nbkgch->nbkgc", out_NBKGCH, d_out_NBKGCH)
     given = (queries, d_out_NBKGCH, logsumexp_NBKGC, shift_NBKGC)
@@ -248,10 +270,15 @@ def _backward(
         d_keys_values = shift(d_keys_values)
     dtype = queries.q.dtype
     d_k_NBKSH, d_v_NBKSH = (x.swapaxes(-1, -2).astype(dtype) for x in d_keys_values)
+    d_sinks_KG = None
+    if sinks_KG is not None:
+        weights_NBKGC = jnp.exp(sinks_KG[None, None, :, :, None] - logsumexp_NBKGC)
+        d_sinks_KG = -(weights_NBKGC * shift_NBKGC).sum((0, 1, 4))
     return (
         _Queries(d_q_NBKGCH.astype(dtype), None, None, None),  # pyright: ignore
         _Keys(d_k_NBKSH, d_v_NBKSH, None, None),  # pyright: ignore
         None,
+        d_sinks_KG,
     )
 
 
@@ -311,11 +338,17 @@ def _unmix(
     return d_q, d_keys_values
 
 
-def _mixed(queries: _Queries, keys: _Keys, reach: jax.Array | None, static: _Static) -> jax.Array:
-    return _forward(queries, keys, reach, static)[0]
+def _mixed(
+    queries: _Queries,
+    keys: _Keys,
+    reach: jax.Array | None,
+    sinks_KG: jax.Array | None,
+    static: _Static,
+) -> jax.Array:
+    return _forward(queries, keys, reach, sinks_KG, static)[0]
 
 
-_blocks_attention = jax.custom_vjp(_mixed, nondiff_argnums=(3,))
+_blocks_attention = jax.custom_vjp(_mixed, nondiff_argnums=(4,))
 _blocks_attention.defvjp(_forward, _backward)
 
 

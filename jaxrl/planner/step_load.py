@@ -160,6 +160,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         train.dtype,
         "auto",
         softcap=model.attention_softcap,
+        sinks=model.attention_sinks,
         tree=train.share_prompts is True,
         tokens=config.row_tokens,
     )

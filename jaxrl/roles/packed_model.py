@@ -140,6 +140,7 @@ class PackedModel:
             self.train.dtype,
             self.attention_kernel,
             softcap=self.model.attention_softcap,
+            sinks=self.model.attention_sinks,
             tree=tree,
             tokens=tokens,
         )

@@ -79,6 +79,22 @@ def test_answers_see_a_shared_prompt_on_other_devices():
     assert_close(found, expected)
 
 
+def test_sinks_count_once_however_many_parts_come_by():
+    ids, sinks = np.ones((1, 80), np.int32), normal(8, seed=5)
+    q, k, v = normal(1, 80, 8, 8), *(normal(1, 80, 2, 8, seed=s) for s in (1, 2))
+
+    def gradient(attend):
+        def loss(sinks):
+            out = attend(q, k, v, AttentionKind(0, 0.0, None, sinks))
+            return jnp.sum(out * normal(1, 80, 8, 8, seed=4)), out
+
+        return jax.jit(jax.grad(loss, has_aux=True))(sinks)
+
+    on_mesh = lambda q, k, v, kind: shared(attention, ContextSplit(2, 4), ids, kind)(q, k, v)  # noqa: E731
+    alone = lambda q, k, v, kind: attention(q, k, v, jnp.asarray(ids), kind)  # noqa: E731
+    assert_close(gradient(on_mesh), gradient(alone))
+
+
 def test_the_order_for_a_ring():
     """Four devices, 16 tokens: the first and the last two, the next two from both ends, and so on."""
     mesh = mesh_of("1-1-4", context=4)
