@@ -150,6 +150,10 @@ FAMILIES = {
         ),
         **kw,
     ),
+    # Heads are wider than their share of the model.
+    "mistral_small3": lambda **kw: transformers.MistralConfig(
+        **ODD, head_dim=14, sliding_window=None, rope_parameters=PLAIN, **kw
+    ),
     "ministral3": lambda **kw: transformers.Ministral3Config(
         **ODD,
         head_dim=14,
@@ -195,6 +199,7 @@ LATER = {
     "smollm3": True,
     "phi4": False,
     "phi4_mini": True,
+    "mistral_small3": False,
     "ministral3": True,
     "gpt_oss": False,
     "olmo3": False,
@@ -574,10 +579,7 @@ WITH_IMAGES = {
         lambda **kw: transformers.Gemma3Config(vision_config=VISION, mm_tokens_per_image=4, **kw),
     ),
     "mistral3": (
-        # Heads are wider than their share of the model, as in Mistral Small 3.
-        lambda: transformers.MistralConfig(
-            **ODD, head_dim=14, sliding_window=None, rope_parameters=PLAIN
-        ),
+        lambda: FAMILIES["mistral_small3"](),
         "MistralForCausalLM",
         lambda **kw: transformers.Mistral3Config(
             vision_config=dict(VISION, model_type="pixtral", head_dim=8),
