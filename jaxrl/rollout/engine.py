@@ -159,7 +159,11 @@ class Engine:
         )
         slots = SlotPrograms(self.cache, layout, config.tokens_per_dispatch)
         kernel = pick_implementation(
-            platform, config.dtype, config.attention, softcap=model.attention_softcap
+            platform,
+            config.dtype,
+            config.attention,
+            softcap=model.attention_softcap,
+            sinks=model.attention_sinks,
         )
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES
@@ -242,6 +246,11 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
         raise UserError(
             f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
             "set deterministic to False"
+        )
+    if model.qk_norm_over_heads:
+        raise UserError(
+            "deterministic sampling covers norms within a head, and this model's run over all heads "
+            "(qk_norm_over_heads); set deterministic to False"
         )
     parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
     if parts % devices:
