@@ -115,18 +115,22 @@ class TurnText(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A further conversation of an agent's sample, of which a beginning may be trained elsewhere.
+    """A conversation of an agent's sample, of which a beginning may be trained elsewhere.
 
     Attributes:
       tokens: int32 [T], from the first token that the model saw.
       rollout_logprob, entropy: float32 [T], as in `Completions`; 0 on tokens that were not sampled.
-      mask: float32 [T], 1 on sampled tokens that no other branch trains.
+      mask: float32 [T], 1 on sampled tokens that no earlier branch of the sample trains.
+      version: int32 [T], version of the weights that sampled each token; 0 on those that were not sampled.
+      truncated: whether its last answer reached a limit.
     """
 
     tokens: np.ndarray
     rollout_logprob: np.ndarray
     entropy: np.ndarray
     mask: np.ndarray
+    version: np.ndarray
+    truncated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

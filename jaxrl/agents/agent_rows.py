@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.agents.sessions import Session
-from jaxrl.serving.online_driver import LENGTH
 from jaxrl.types import AgentRows, Branch, Completions, Prompts, TurnText
 
 _SILENT = "ended without an answer of the policy, so there is nothing to learn from"
@@ -31,45 +30,38 @@ class Talk:
 
     Attributes:
       branches: its conversations, the main one first; none if the agent failed or asked nothing.
-      first: number of tokens of the main conversation before its first sampled one.
-      truncated: whether its last turn reached a limit.
       score: score of the agent; None for none.
-      failed: whether the agent failed.
     """
 
     branches: tuple[Branch, ...]
-    first: int
-    truncated: bool
     score: float | None
-    failed: bool
+
+    @property
+    def failed(self) -> bool:
+        """Whether the agent failed."""
+        return not self.branches
 
     def to_plain(self) -> dict[str, Any]:
         """In types of JSON, which keep float32 exactly."""
-        branches = [{k: v.tolist() for k, v in vars(branch).items()} for branch in self.branches]
-        return {**vars(self), "branches": branches}
+        arrays = lambda x: x.tolist() if isinstance(x, np.ndarray) else x  # noqa: E731
+        branches = [{k: arrays(v) for k, v in vars(branch).items()} for branch in self.branches]
+        return {"branches": branches, "score": self.score}
 
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> Talk:
         """The talk that `to_plain` was called on."""
-        types = {"tokens": np.int32}
-        branches = tuple(
-            Branch(**{k: np.array(v, types.get(k, np.float32)) for k, v in branch.items()})
-            for branch in plain["branches"]
-        )
-        return Talk(**{**plain, "branches": branches})
+
+        def branch(truncated: bool, **lists: Any) -> Branch:
+            types = {"tokens": np.int32, "version": np.int32}
+            arrays = {k: np.array(v, types.get(k, np.float32)) for k, v in lists.items()}
+            return Branch(**arrays, truncated=truncated)
+
+        return Talk(tuple(branch(**each) for each in plain["branches"]), plain["score"])
 
     @staticmethod
     def of(session: Session) -> Talk:
         """The talk of a session that has ended. Nothing is trained on what a failed agent said."""
-        found = () if session.error else session.conversation.branches()
-        failed = bool(session.error) or not found
-        return Talk(
-            tuple(Branch(b.tokens, b.logprob, b.entropy, b.mask) for b in found),
-            found[0].start if found else 0,
-            bool(found) and found[0].finish == LENGTH,
-            session.score,
-            failed,
-        )
+        return Talk(() if session.error else session.conversation.branches(), session.score)
 
 
 class Tally:
@@ -77,12 +69,17 @@ class Tally:
 
     Attributes:
       errors: how often each error has ended one.
+      total: number of sessions.
     """
 
     def __init__(self):
         self.errors: collections.Counter[str] = collections.Counter()
         self._counts: collections.Counter[str] = collections.Counter()
         self._seconds: list[float] = []
+
+    @property
+    def total(self) -> int:
+        return len(self._seconds)
 
     def add(self, session: Session) -> None:
         """Counts a session that has ended."""
@@ -97,8 +94,8 @@ class Tally:
         """Tokens by `conversation.Counts`, of failed agents too, and the time of a session in seconds."""
         return {
             **{f"{name}_tokens": float(count) for name, count in self._counts.items()},
-            "seconds/mean": float(np.mean(self._seconds)),
-            "seconds/max": max(self._seconds),
+            "seconds/mean": float(np.mean(self._seconds or [0])),
+            "seconds/max": max(self._seconds, default=0.0),
         }
 
 
@@ -113,15 +110,15 @@ def group_of(
       step: training step whose sampling keys they have.
       decode_texts: function from token ids to texts.
     """
-    heads = [talk.branches[0].tokens[: talk.first] for talk in talks if talk.branches]
+    heads = [_head(talk.branches[0]) for talk in talks if talk.branches]
     common = _common_prefix(heads)
     if common:
         prompts = dataclasses.replace(prompts, tokens=(heads[0][:common],))
     # Without a common beginning there is no prompt, and every conversation stands alone.
     mains = [talk.branches[:1] if common else () for talk in talks]
     further = tuple(talk.branches[1:] if common else talk.branches for talk in talks)
-    none = np.zeros(0, np.float32)
-    rows = [main[0] if main else Branch(np.zeros(0, np.int32), none, none, none) for main in mains]
+    none, no_ids = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    rows = [main[0] if main else Branch(no_ids, none, none, none, no_ids) for main in mains]
     turns = [_turns(row.tokens[common:], row.mask[common:], decode_texts) for row in rows]
     return Completions(
         prompts=prompts,
@@ -129,7 +126,7 @@ def group_of(
         tokens=tuple(row.tokens[common:] for row in rows),
         rollout_logprob=tuple(row.rollout_logprob[common:] for row in rows),
         entropy=tuple(row.entropy[common:] for row in rows),
-        truncated_B=np.array([talk.truncated for talk in talks], bool),
+        truncated_B=np.array([any(x.truncated for x in talk.branches[:1]) for talk in talks], bool),
         texts=tuple("".join(turn.text for turn in some) for some in turns),
         mask=tuple(row.mask[common:] for row in rows),
         turns=tuple(turns),
@@ -140,6 +137,11 @@ def group_of(
             further,
         ),
     )
+
+
+def _head(main: Branch) -> np.ndarray:
+    """The tokens before the first sampled one, which no other branch trains."""
+    return main.tokens[: int(np.argmax(main.mask))]
 
 
 def _common_prefix(sequences: Sequence[np.ndarray]) -> int:

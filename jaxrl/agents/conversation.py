@@ -4,7 +4,7 @@
     request 2   [user, a, tool, tool]                   turn B: 30 encoded, after a   answer b: 7 sampled
     request 3   [user, a, tool, user]                   turn C: 12 encoded, after a   answer c: 4 sampled
 
-    branches    A a C c    mask 0..0 1..1 0..0 1..1     the one with the last answer comes first
+    branches    A a C c    mask 0..0 1..1 0..0 1..1     the one with the most turns comes first
                 A a B b    mask 0..0 0..0 0..0 1..1     a is trained once
 
 A turn is the block of all given messages between two answers. A request is compared with the tree message
@@ -16,6 +16,7 @@ by their views, however a client writes them. Messages of the assistant that wer
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -28,6 +29,8 @@ import numpy as np
 from jaxrl.agents.suffix import ChatRenderer, Messages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, template_message
+from jaxrl.errors import UserError
+from jaxrl.types import Branch
 
 History: TypeAlias = Literal["kept", "as_template"]
 
@@ -54,7 +57,6 @@ class Answer:
       version: int32 [R], version of the weights that sampled each token.
       finish: "stop" or "length".
       view: the message for the client.
-      number: answers are numbered in their order.
     """
 
     tokens: np.ndarray
@@ -63,7 +65,6 @@ class Answer:
     version: np.ndarray
     finish: str
     view: AssistantMessage
-    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,39 +77,14 @@ class Counts:
       forked: those of `encoded` that begin another branch after a place that had one, because a history was
         edited or a conversation started again.
       rewritten: those of `sampled` that the chat template shows in another way in a later prompt. They stay
-        in that prompt (history "kept") or are replaced there ("as_template").
+        in that prompt (history "kept", which counts them in `branches`) or are replaced there
+        ("as_template").
     """
 
     encoded: int = 0
     sampled: int = 0
     forked: int = 0
     rewritten: int = 0
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Branch:
-    """A path of the tree that ends with an answer; what a trainer learns from.
-
-    Attributes:
-      tokens: int32 [T].
-      logprob, entropy: float32 [T], 0 for tokens that were not sampled.
-      mask: float32 [T], 1 for tokens that were sampled, unless an earlier branch has them.
-      version: int32 [T], 0 for tokens that were not sampled.
-      start: index of the first sampled token, which ends the prompt. It may be one of an earlier branch.
-      messages: the conversation as its client saw it, with the last answer.
-      turns: number of answers.
-      finish: "stop" or "length", of the last answer.
-    """
-
-    tokens: np.ndarray
-    logprob: np.ndarray
-    entropy: np.ndarray
-    mask: np.ndarray
-    version: np.ndarray
-    start: int
-    messages: tuple[dict[str, Any], ...]
-    turns: int
-    finish: str
 
 
 class _Message(NamedTuple):
@@ -150,7 +126,8 @@ class Turn:
     context: Turn | None = None
     # The given messages, as they are rendered.
     messages: tuple[dict[str, Any], ...] = ()
-    has_tools: bool = False
+    # Of the template, with the tools.
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Text of the block, and the place of its first token in the prompt.
     text: str = ""
     first: int = 0
@@ -199,7 +176,6 @@ class Conversation:
         # By tools and variables of the template.
         self._roots: dict[str, _Children] = {}
         self._turns: list[Turn] = []
-        self._num_answers = 0
         self.counts = Counts()
 
     def extend(
@@ -247,6 +223,33 @@ class Conversation:
         self._count(encoded=num_new, forked=num_new if starts_branch else 0)
         return turn
 
+    def extend_ids(self, prompt_ids: np.ndarray) -> Turn:
+        """Finds or makes the turn of a prompt that a client has rendered itself, int32 [T].
+
+        It continues the longest turn whose prompt and answer it begins with, and else is a branch.
+        """
+        before, length = None, 0
+        for turn in self._turns:
+            if np.array_equal(turn.prompt_ids, prompt_ids):
+                return turn
+            if turn.answer is not None:
+                whole = np.concatenate([turn.prompt_ids, turn.answer.tokens])
+                if len(whole) > length and np.array_equal(whole, prompt_ids[: len(whole)]):
+                    before, length = turn, len(whole)
+        again = any(turn.context is before for turn in self._turns)
+        new = Turn(
+            _digest(prompt_ids.tobytes()),
+            _fixed(prompt_ids, np.int32),
+            start="",
+            parent=before,
+            context=before,
+            first=length,
+        )
+        self._turns.append(new)
+        num_new = len(prompt_ids) - length
+        self._count(encoded=num_new, forked=num_new if again else 0)
+        return new
+
     def answer(
         self,
         turn: Turn,
@@ -277,7 +280,7 @@ class Conversation:
             return turn.answer.view
         assert len(tokens) == len(logprob) == len(entropy) > 0, "a value for each sampled token"
         parser = self._model.parser
-        calls = calls and turn.has_tools
+        calls = calls and "tools" in turn.variables
         view = parser.view(turn.prompt_ids, tokens, start=turn.start, stop=stop, calls=calls)
         turn.answer = Answer(
             _fixed(tokens, np.int32),
@@ -286,25 +289,30 @@ class Conversation:
             _fixed(np.broadcast_to(version, np.shape(tokens)), np.int32),
             finish,
             view,
-            self._num_answers,
         )
         turn.shown = self._compared(template_message(view.to_message()))
-        self._num_answers += 1
         self._count(sampled=len(tokens))
         return view
 
     def branches(self) -> tuple[Branch, ...]:
         """All paths that end with an answer which no other answer continues.
 
-        The branch with the last answer comes first, the others in the order of theirs. Every sampled token
-        has mask 1 in the first branch that has it, and only there.
+        Those with more turns come first, of equally long ones that with the smaller key: the order in which
+        requests arrive has no part in it. Every sampled token has mask 1 in the first branch that has it, and
+        only there.
         """
         answered = [turn for turn in self._turns if turn.answer is not None]
         continued = {id(turn.context) for turn in answered}
         leaves = [turn for turn in answered if id(turn) not in continued]
-        leaves.sort(key=lambda turn: _answer_of(turn).number)
+        leaves.sort(key=lambda turn: (-len(turn.path()), turn.key))
+        if self._model.renderer.rewrites and self._history == "kept":
+            # Only now: to render whole conversations takes too long for each request.
+            for leaf in (leaf for leaf in leaves if leaf.messages):
+                # The template may refuse as a whole what it has shown in parts.
+                with contextlib.suppress(UserError):
+                    self._count_rewritten(leaf)
         trained: set[int] = set()
-        found = tuple(self._branch(leaf, trained) for leaf in leaves[-1:] + leaves[:-1])
+        found = tuple(self._branch(leaf, trained) for leaf in leaves)
         assert sum(branch.mask.sum() for branch in found) == self.counts.sampled
         return found
 
@@ -327,18 +335,8 @@ class Conversation:
             "a branch must hold the tokens that the model has read"
         )
         logprob, entropy, mask, version = np.concatenate(sampled, axis=1)
-        messages = self._messages_before(leaf)
-        return Branch(
-            tokens=tokens,
-            logprob=logprob,
-            entropy=entropy,
-            mask=mask,
-            version=version.astype(np.int32),
-            start=len(path[0].prompt_ids),
-            messages=tuple(messages),
-            turns=len(path),
-            finish=_answer_of(leaf).finish,
-        )
+        truncated = _answer_of(leaf).finish == "length"
+        return Branch(tokens, logprob, entropy, mask, version.astype(np.int32), truncated)
 
     def _last_known(self, roots: _Children, keys: Sequence[_Message]) -> tuple[Turn | None, int]:
         """The last turn whose answer these messages contain, and the number of messages up to it."""
@@ -371,7 +369,7 @@ class Conversation:
             "start": start,
             "parent": parent,
             "messages": tuple(new),
-            "has_tools": "tools" in variables,
+            "variables": variables,
         }
         if parent is None:
             text = renderer.whole(given, variables) + start
@@ -379,10 +377,9 @@ class Conversation:
         answer = _answer_of(parent)
         system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
         text = renderer.after(new, variables, system=system) + start
-        if renderer.rewrites or self._history == "as_template":
-            shown = renderer.whole([*self._messages_before(parent), *new], variables) + start
-            self._count_rewritten(parent, shown)
-            if self._history == "as_template" and shown != self._text_before(parent) + text:
+        if self._history == "as_template":
+            shown = self._count_rewritten(Turn("", answer.tokens, **common))
+            if shown != self._text_before(parent) + text:
                 return Turn("", _fixed(encode(shown), np.int32), text=shown, **common)
         before = np.concatenate([parent.prompt_ids, answer.tokens])
         ids = np.concatenate([before, renderer.encode_after(text, answer.tokens)])
@@ -406,13 +403,16 @@ class Conversation:
             text += each.text + self._model.parser.decode(_answer_of(each).tokens)
         return text
 
-    def _count_rewritten(self, parent: Turn, shown: str) -> None:
-        """Counts the answers that the template shows in another way in `shown`, each once."""
-        for turn in parent.path():
-            answer = _answer_of(turn)
-            if not turn.rewritten and self._model.parser.decode(answer.tokens) not in shown:
-                turn.rewritten = True
+    def _count_rewritten(self, turn: Turn) -> str:
+        """What the template shows up to `turn`; counts each answer that it shows in another way, once."""
+        before = [] if turn.parent is None else self._messages_before(turn.parent)
+        shown = self._model.renderer.whole([*before, *turn.messages], turn.variables) + turn.start
+        for each in turn.path()[:-1]:
+            answer = _answer_of(each)
+            if not each.rewritten and self._model.parser.decode(answer.tokens) not in shown:
+                each.rewritten = True
                 self._count(rewritten=len(answer.tokens))
+        return shown
 
     def _compared(self, message: Mapping[str, Any]) -> _Message:
         content, reasoning = message["content"], message.get("reasoning_content", "")

@@ -1,7 +1,8 @@
 """The endpoint of a run's agents, on loopback: their requests, and the worker processes that run them.
 
-    POST /v1/chat/completions    by an agent, with the key of its session
-    POST /agents/next, /done     by a worker, with its own key: `worker`
+    POST /v1/chat/completions     by an agent, with the key of its session
+    POST /inference/v1/generate   by one that renders its prompts itself
+    POST /agents/next, /done      by a worker, with its own key: `worker`
 
 A chat's prompt comes from its session (`session_prompts`). Completions are refused: no session has them.
 """
@@ -10,26 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
-from typing import Any
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jaxrl.agents.conversation import ChatModel, Conversation, History
+from jaxrl.agents.conversation import ChatModel
 from jaxrl.agents.runner import Runner
 from jaxrl.agents.session_prompts import SessionPrompts
 from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.rollout.live_loop import LiveLoop
 from jaxrl.rollout.rollout_config import RolloutConfig
-from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import LiveText
 from jaxrl.serving.openai.calls import ApiError, RequestLimits
 from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
-from jaxrl.types import Prompts
 
 _LOOK_EVERY_S = 0.05
 _MAX_BODY_BYTES = 10_000_000
@@ -55,10 +53,8 @@ class Endpoint:
         Raises:
           UserError: the agent cannot be loaded.
         """
-        self._history: History = settings.history
-        self._model = model
         self._sessions = Sessions(settings.agent_seconds)
-        self._prompts = SessionPrompts(self._model, self._sessions, most_turns=settings.agent_turns)
+        self._prompts = SessionPrompts(model, self._sessions, most_turns=settings.agent_turns)
         self._runner = Runner(settings.agent, self._sessions, seconds=settings.agent_seconds)
         limits = RequestLimits.of_engine(_MODEL, sizes)
         app = build_app(
@@ -82,20 +78,20 @@ class Endpoint:
         self._runner.close()
         self._server.stop()
 
-    def begin(self, options: SamplingOptions, prompts: Prompts) -> None:
-        """Opens G sessions for each prompt, whose answers are drawn with these options."""
-        self._prompts.options = options
-        self._sessions.open(
-            Session(
-                prompt=n,
-                sample=sample,
-                prompt_id=int(prompts.ids_N[n]),
-                problem=_problem(prompts, n, sample),
-                conversation=Conversation(self._model, history=self._history),
-            )
-            for n in range(len(prompts))
-            for sample in range(options.num_samples)
-        )
+    def go_on(self, new: Iterable[Session], version: int) -> None:
+        """Answers requests with weights of this version, those of new sessions too."""
+        self._prompts.version = version
+        self._sessions.go_on()
+        self._sessions.open(new)
+
+    def hold(self) -> None:
+        """Stops the clock of the open sessions until `go_on`."""
+        self._sessions.hold()
+
+    def drop(self, sessions: Iterable[Session]) -> None:
+        """Ends sessions that nobody wants any more."""
+        for session in sessions:
+            self._sessions.stop(session, "was dropped")
 
     def take_done(self) -> list[Session]:
         """The sessions that have ended since the last call, in that order.
@@ -113,14 +109,16 @@ class Endpoint:
         _, worker = keys_of(request)
         most = self._heard(worker)
         until = time.monotonic() + self._runner.silent_s / 4
-        while not (taken := self._sessions.take(worker, most)) and time.monotonic() < until:
+        while True:
+            taken = self._sessions.take(worker, most)
+            stopped = self._sessions.take_stopped(worker)
+            if taken or stopped or time.monotonic() >= until:
+                sessions = [{"key": each.key, "problem": each.problem} for each in taken]
+                return JSONResponse({"sessions": sessions, "stopped": stopped})
             if self._sessions.closed:
                 return JSONResponse({"closed": True})
             most = self._heard(worker)
             await asyncio.sleep(_LOOK_EVERY_S)
-        return JSONResponse(
-            {"sessions": [{"key": session.key, "problem": session.problem} for session in taken]}
-        )
 
     async def _done(self, request: Request) -> Response:
         _, worker = keys_of(request)
@@ -137,16 +135,3 @@ class Endpoint:
             raise ApiError(
                 401, "only workers of this run ask this", code="invalid_api_key"
             ) from error
-
-
-def _problem(prompts: Prompts, n: int, sample: int) -> dict[str, Any]:
-    """The fields of `worker.Problem`."""
-    name = f"{prompts.sources[n]} {prompts.ids_N[n]}"
-    return {
-        "prompt": prompts.texts[n],
-        "answer": prompts.answers[n],
-        "source": prompts.sources[n],
-        "extra": dict(prompts.extras[n]),
-        "seed": zlib.crc32(name.encode()),
-        "sample": sample,
-    }

@@ -42,7 +42,7 @@ class Runner:
         """
         self.sessions = sessions
         self.silent_s = min(_SILENT_S, max(_LEAST_SILENT_S, seconds / 4))
-        self._path, self._seconds = path, seconds
+        self._path = path
         self._size = max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
         self._pool = ProcessPool(
             (path,), load_worker, what="agent", patience_s=_FOREVER_S, workers=self._size
@@ -98,7 +98,7 @@ class Runner:
         with contextlib.suppress(WorkerFault, Interrupted):
             self._pool.call(
                 self._path,
-                (url, worker, self._seconds),
+                (url, worker),
                 interrupted=lambda: time.monotonic() - self._heard[worker] > self.silent_s,
             )
         del self._heard[worker]

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl.agents.conversation import ChatModel, Turn
+from jaxrl.agents.conversation import ChatModel, Conversation, Turn
 from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tool_calls import AssistantMessage
 from jaxrl.rollout.live_loop import Request
-from jaxrl.rollout.sampling import SamplingOptions, turn_seed
+from jaxrl.rollout.sampling import turn_seed
 from jaxrl.serving.online_driver import Delta
 from jaxrl.serving.openai.calls import ApiError
 from jaxrl.serving.openai.chat_prompts import ChatQuery, ChatTurn
+from jaxrl.serving.openai.logit_edits import LogitEdits
 
 
 class SessionPrompts:
     """Finds the conversation of a request by its key.
 
     Attributes:
-      options: how answers are drawn; set before a session opens.
+      version: version of the weights that answer.
     """
 
-    options: SamplingOptions
+    version = 0
 
     def __init__(self, model: ChatModel, sessions: Sessions, *, most_turns: int):
         """Args: the model's chat format, the sessions, and the most turns of one."""
@@ -45,6 +46,22 @@ class SessionPrompts:
           ApiError: no open session has one of these keys, it has had its turns, or n is not 1.
           UserError: the template refuses the messages.
         """
+        return self._open(
+            query,
+            keys,
+            lambda conversation: conversation.extend(
+                query.messages, query.tools, start=query.start, variables=query.variables
+            ),
+        )
+
+    def open_ids(self, prompt: np.ndarray, num_choices: int, keys: Sequence[str]) -> ChatTurn:
+        """The turn of a prompt that a client has rendered itself, int32 [T]. Raises as `open`."""
+        query = ChatQuery((), num_choices=num_choices)
+        return self._open(query, keys, lambda conversation: conversation.extend_ids(prompt))
+
+    def _open(
+        self, query: ChatQuery, keys: Sequence[str], extend: Callable[[Conversation], Turn]
+    ) -> ChatTurn:
         # A client may have a name of its own for its session, besides the key that it was given.
         session = next((found for key in keys if (found := self._sessions.find(key))), None)
         if session is None:
@@ -61,9 +78,7 @@ class SessionPrompts:
                 param="n",
             )
         with session.lock:
-            turn = session.conversation.extend(
-                query.messages, query.tools, start=query.start, variables=query.variables
-            )
+            turn = extend(session.conversation)
             if turn.key not in session.turns and len(session.turns) >= self._most_turns:
                 raise ApiError(
                     400,
@@ -73,18 +88,42 @@ class SessionPrompts:
             # Before the answer: an agent may ask for any number of turns at once.
             session.turns.add(turn.key)
             known = session.deltas.get(turn.key, ())
+            if not known:
+                session.asked.setdefault(turn.key, self.version)
         answered = functools.partial(self._answered, session, turn, query)
         return ChatTurn(
             query, turn.prompt_ids, answered, known, functools.partial(self._drawn, session)
         )
 
     def _drawn(self, session: Session, request: Request) -> Request:
-        """The request as the run samples; its stop strings come on top."""
-        stops = (*self.options.stop_strings, *request.options.stop_strings)
+        """The request as the run samples; its stop strings come on top.
+
+        Raises:
+          ApiError: it would edit logits: training computes the probabilities of the policy without that.
+        """
+        if isinstance(edits := request.options.edits, LogitEdits):
+            fields = {
+                "logit_bias": edits.bias,
+                "presence_penalty": edits.presence_penalty,
+                "frequency_penalty": edits.frequency_penalty,
+                "response_format": edits.grammar,
+            }
+            asked = [name for name, value in fields.items() if value]
+            raise ApiError(
+                400,
+                f"{' and '.join(asked)}: answers of an agent are trained as the policy alone would draw "
+                "them; leave it out",
+                param=asked[0],
+            )
+        stops = (*session.options.stop_strings, *request.options.stop_strings)
         return dataclasses.replace(
             request,
             seed=turn_seed(session.prompt_id, session.sample, request.prompt),
-            options=self.options.replace(num_samples=1, stop_strings=stops),
+            options=session.options.replace(
+                num_samples=1,
+                stop_strings=stops,
+                top_logprobs=request.options.top_logprobs,
+            ),
         )
 
     def _answered(
@@ -100,6 +139,7 @@ class SessionPrompts:
                     turn.prompt_ids, tokens, start=query.start, stop=query.stop, calls=query.calls
                 )
             session.deltas.setdefault(turn.key, tuple(deltas))
+            session.asked.pop(turn.key, None)
             return session.conversation.answer(
                 turn,
                 tokens,
@@ -107,6 +147,6 @@ class SessionPrompts:
                 entropy,
                 np.concatenate([np.full(len(d.tokens), d.version, np.int32) for d in deltas]),
                 finish=deltas[-1].finish,
-                stop=(*self.options.stop_strings, *query.stop),
+                stop=(*session.options.stop_strings, *query.stop),
                 calls=query.calls,
             )

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl.agents.conversation import Conversation
+from jaxrl.rollout.sampling import SamplingOptions
 from jaxrl.serving.online_driver import Delta
 
 # By how often its worker has died: the most sessions that a worker runs beside one.
@@ -35,6 +36,7 @@ class Session:
       prompt_id: `Prompts.ids_N` of the prompt.
       problem: fields of `worker.Problem`.
       conversation: what was said.
+      options: how its answers are drawn.
       key: secret that its requests bear.
       worker: key of the worker that runs it; "" while it waits.
       deaths: number of workers that have died under it.
@@ -45,7 +47,9 @@ class Session:
       ended: whether it is done.
       turns: keys of the turns that were asked for.
       lock: held while the conversation is read or changed, not while the model answers.
-      deltas: of each turn that was answered, for requests that are repeated.
+      deltas: of each turn that was answered, for requests that are repeated. A session of an earlier run has
+        them from the start: its agent begins again, and gets the same answers up to where it was.
+      asked: version of the weights at the time of each request that is not answered yet, by turn.
     """
 
     prompt: int
@@ -53,6 +57,7 @@ class Session:
     prompt_id: int
     problem: dict[str, Any]
     conversation: Conversation
+    options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     key: str = dataclasses.field(default_factory=lambda: secrets.token_urlsafe(18))
     worker: str = ""
     deaths: int = 0
@@ -64,6 +69,7 @@ class Session:
     turns: set[str] = dataclasses.field(default_factory=set)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     deltas: dict[str, tuple[Delta, ...]] = dataclasses.field(default_factory=dict)
+    asked: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Sessions:
@@ -79,6 +85,9 @@ class Sessions:
         self._running: dict[str, dict[str, Session]] = collections.defaultdict(dict)
         self._dead: set[str] = set()
         self._done: list[Session] = []
+        # Keys of sessions that their worker has to end, by worker.
+        self._ended: dict[str, list[str]] = collections.defaultdict(list)
+        self._held_since: float | None = None
         self.closed = False
 
     def open(self, sessions: Iterable[Session]) -> None:
@@ -94,7 +103,7 @@ class Sessions:
     def take(self, worker: str, most: int) -> list[Session]:
         """Sessions that a worker runs from now on, as many as it may run at the same time."""
         with self._lock:
-            if worker in self._dead:
+            if not self._waiting or worker in self._dead:
                 return []
             running = self._running[worker]
             room = min((most, *(_TOGETHER[s.deaths] for s in running.values())))
@@ -139,12 +148,37 @@ class Sessions:
                 else:
                     self._waiting[session.key] = session
 
-    def end_late(self) -> None:
-        """Ends sessions whose time is over; their worker should have done so."""
-        now = time.monotonic()
+    def stop(self, session: Session, error: str) -> None:
+        """Ends a session, and has its worker end the agent."""
         with self._lock:
-            for session in [s for s in self._by_key.values() if s.until < now]:
-                self.end(session.key, None, f"took longer than {self._seconds:g} s")
+            if session.key in self._by_key and session.worker:
+                self._ended[session.worker].append(session.key)
+            self.end(session.key, None, error)
+
+    def take_stopped(self, worker: str) -> list[str]:
+        """Keys of the sessions that a worker has to end, since the last call."""
+        with self._lock:
+            return self._ended.pop(worker, [])
+
+    def end_late(self) -> None:
+        """Ends sessions whose time is over."""
+        now = time.monotonic()
+        for session in [s for s in [*self._by_key.values()] if s.until < now]:
+            self.stop(session, f"took longer than {self._seconds:g} s")
+
+    def hold(self) -> None:
+        """Stops the clock of all sessions, because nobody answers them now."""
+        self._held_since = time.monotonic()
+
+    def go_on(self) -> None:
+        """Ends a `hold`."""
+        with self._lock:
+            if self._held_since is not None:
+                held_s = time.monotonic() - self._held_since
+                for session in self._by_key.values():
+                    # Those that a worker has taken meanwhile get a little more.
+                    session.until += held_s
+            self._held_since = None
 
     def take_done(self) -> list[Session]:
         """The sessions that have ended since the last call, in that order."""

@@ -3,6 +3,7 @@
     the trainer (agents.endpoint)                   a worker: one event loop
       POST /agents/next      <------------------      asks for sessions as they open
            problem, key      ------------------>      agent(client, problem), a task each
+           keys of late ones                          cancels their tasks
       POST /v1/chat/completions, ..   <--------       by the agent, with the key of its session
       POST /agents/done      <------------------      score, or what went wrong
 
@@ -50,7 +51,7 @@ class Problem:
     sample: int
 
 
-def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
+def load_worker(path: str) -> Callable[[tuple[str, str]], None]:
     """The function of a worker: runs the sessions of a trainer until it says that there are no more.
 
     Args:
@@ -61,16 +62,15 @@ def load_worker(path: str) -> Callable[[tuple[str, str, float]], None]:
     """
     agent = load_agent(path)
 
-    def run(where: tuple[str, str, float]) -> None:
-        url, key, seconds = where
-        asyncio.run(_work(agent, url, key, seconds))
+    def run(where: tuple[str, str]) -> None:
+        asyncio.run(_work(agent, *where))
 
     return run
 
 
-async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -> None:
-    """Runs the sessions of the trainer at `url`, each for at most so many seconds."""
-    running: set[asyncio.Task[None]] = set()
+async def _work(agent: Callable[..., Any], url: str, key: str) -> None:
+    """Runs the sessions of the trainer at `url`, each until it ends or the trainer says so."""
+    running: dict[str, asyncio.Task[None]] = {}
     http = _Connections()
     trainer = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=_NO_LIMIT, http_client=http)
     try:
@@ -79,11 +79,14 @@ async def _work(agent: Callable[..., Any], url: str, key: str, seconds: float) -
             if given.get("closed"):
                 break
             for session in given["sessions"]:
-                task = asyncio.create_task(_run(agent, trainer, url, session, seconds))
-                running.add(task)
-                task.add_done_callback(running.discard)
+                task = asyncio.create_task(_run(agent, trainer, url, session))
+                running[session["key"]] = task
+                task.add_done_callback(lambda _, key=session["key"]: running.pop(key))
+            for stopped in given["stopped"]:
+                if stopped in running:
+                    running[stopped].cancel()
     finally:
-        for task in running:
+        for task in running.values():
             task.cancel()
         await http.close()
 
@@ -93,22 +96,17 @@ async def _run(
     trainer: openai.AsyncOpenAI,
     url: str,
     session: Mapping[str, Any],
-    seconds: float,
 ) -> None:
     """Runs an agent, and sends its score or its error."""
     ended: dict[str, Any] = {"key": session["key"]}
-    limit = asyncio.timeout(seconds)
     try:
         client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
-        async with limit:
-            score = agent(client, Problem(**session["problem"]))
-            if inspect.isawaitable(score):
-                score = await score
+        score = agent(client, Problem(**session["problem"]))
+        if inspect.isawaitable(score):
+            score = await score
         ended |= _score(score)
     except (Exception, SystemExit) as error:  # a user's agent may raise anything
-        late = isinstance(error, TimeoutError) and limit.expired()
-        said = f"took longer than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
-        ended |= {"error": said[:1000]}
+        ended |= {"error": f"{type(error).__name__}: {error}"[:1000]}
     await _post(trainer, "/agents/done", ended)
 
 

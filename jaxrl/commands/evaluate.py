@@ -238,6 +238,7 @@ def evaluate(
             f"{config.rollout.max_response_tokens} are more than the {found.context_tokens} positions of the "
             "model (max_position_embeddings of its config.json); lower one of them"
         )
+    model = model.for_texts_of(config.longest_sequence)
     check_evaluation_fits(config, len(prompts))
     (pool,) = pools = read_placement({}, config.mesh, ("actor",))
     # Every process has to take part, so several use all of their devices.

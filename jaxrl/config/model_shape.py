@@ -50,6 +50,7 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
         stored = read_config(config.weights)
         _check_stated(config.model, stored, config.weights)
         of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
+        stored = stored.for_texts_of(config.longest_sequence)
         return dataclasses.replace(stored, **of_the_run), config.weights
     if not _stated(config.model):
         # The longest name that the weights' name has in it: qwen2.5-0.5b in Qwen/Qwen2.5-0.5B-Instruct.

@@ -1,10 +1,10 @@
 """Layers on a mesh: attention over split heads and sequences, and experts on several devices.
 
 **Attention.** Every device attends with its own heads to its own rows. If sequences are split over `context`,
-an all-to-all exchanges parts of the sequence for parts of the heads before attention, and another one
-reverses it (DeepSpeed-Ulysses, arXiv 2309.14509). The kernel always sees whole sequences, packed ones too:
+u of its devices exchange parts of the sequence for parts of the heads, and between r of them keys and values
+travel in a ring (`mesh.ring`). Without a ring the kernel sees whole sequences, packed ones too:
 
-    [B, T/c, Q, H] --all-to-all over context--> [B, T, Q/c, H] --attention--> --all-to-all--> [B, T/c, Q, H]
+    [B, T/c, Q, H] --all-to-all over u--> [B, T/r, Q/u, H] --attention--> --all-to-all--> [B, T/c, Q, H]
 
 Kernels written by hand cannot be partitioned by the compiler, so all of them run inside `shard_map`.
 
@@ -22,7 +22,6 @@ the traffic: each token (D numbers) goes to every device of the group, not only 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,30 +30,36 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.errors import UserError
+from jaxrl.mesh.ring import ONE_DEVICE, ContextSplit
 from jaxrl.mesh.rules import Rules, axes_of, partition_spec, per_device
 
 # (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. `ids` is a pytree of [B, T], such as segment ids. `rest`
-# are pytrees of scalars that are equal on every device, such as the attention kind.
+# are pytrees of scalars that are equal on every device, and of [Q], such as the attention kind.
 Attention = Callable[..., jax.Array]
 
 
-def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attention:
+def attention_parallel(
+    attention: Attention, mesh: Mesh, rules: Rules, split: ContextSplit = ONE_DEVICE
+) -> Attention:
     """Runs `attention` on every device for its own rows and heads.
 
     Args:
-      attention: attention over whole sequences on one device.
+      attention: attention on one device, over whole sequences. With a ring it is also called with arguments
+        `first_N`, `size` and `shift`, which `models.xla_attention.Ring` explains.
       mesh, rules: mesh, and sharding rules of rows, heads and parts of sequences.
-
-    Raises:
-      UserError: the heads of a device do not divide over the context axis (raised at trace time).
+      split: what the devices that share a row do. With a ring the rows are in the order of `ring.spread`.
     """
     if mesh.size == 1:
         return attention
     sizes = dict(mesh.shape)
     head_axes = axes_of("heads", rules, sizes)
     context_axes = axes_of("length", rules, sizes)
-    num_parts = math.prod(sizes[axis] for axis in context_axes)
+    swap = functools.partial(
+        jax.lax.all_to_all,
+        axis_name=context_axes,
+        tiled=True,
+        axis_index_groups=split.groups(),
+    )
 
     def spec(axes, array):
         return partition_spec(axes, array.shape, rules, sizes, "attention")
@@ -64,35 +69,47 @@ def attention_parallel(attention: Attention, mesh: Mesh, rules: Rules) -> Attent
 
         def shard(q, k, v, ids, *rest):
             k, v = (_kv_heads_of(q, x, group, head_axes) for x in (k, v))
-            if not context_axes:
-                return attention(q, k, v, ids, *rest)
-            num_queries, num_keys = q.shape[2], k.shape[2]
-            if num_queries % num_parts or (num_keys % num_parts and num_parts % num_keys):
-                raise UserError(
-                    f"{num_queries} query heads and {num_keys} key-value heads on a device do not divide "
-                    f"over {' x '.join(context_axes)} = {num_parts}; sequences are exchanged for heads, so "
-                    f"mesh.context must divide {num_queries}, and divide {num_keys} or be a multiple of it"
+            if split.exchanged > 1:
+                # Each part of the heads gets at least one key-value head.
+                copies = max(1, split.exchanged // k.shape[2])
+                k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+                q, k, v = (swap(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+                ids = jax.lax.all_gather(
+                    ids, context_axes, axis=1, tiled=True, axis_index_groups=split.groups()
                 )
-            if num_keys % num_parts:
-                # Each part of the context axis gets at least one key-value head.
-                k, v = (jnp.repeat(x, num_parts // num_keys, axis=2) for x in (k, v))
-            q, k, v = (
-                jax.lax.all_to_all(x, context_axes, split_axis=2, concat_axis=1, tiled=True)
-                for x in (q, k, v)
-            )
-            ids = jax.lax.all_gather(ids, context_axes, axis=1, tiled=True)
-            out = attention(q, k, v, ids, *rest)
-            return jax.lax.all_to_all(out, context_axes, split_axis=1, concat_axis=2, tiled=True)
+                first = jax.lax.axis_index(context_axes) % split.exchanged * q.shape[2]
+                rest = jax.tree.map(
+                    lambda x: jax.lax.dynamic_slice_in_dim(x, first, q.shape[2]) if x.ndim else x,
+                    rest,
+                )
+            around = {}
+            if split.ring > 1:
+                around = _around(split, context_axes, q.shape[1])
+            out = attention(q, k, v, ids, *rest, **around)
+            return swap(out, split_axis=1, concat_axis=2) if split.exchanged > 1 else out
 
         queries = ("batch", "length", "heads", "head_dim")
         keys = ("batch", "length", "kv_heads", "head_dim")
         of_queries, of_keys = spec(queries, q_BTQH), spec(keys, k_BTKH)
         of_ids = jax.tree.map(functools.partial(spec, queries[:2]), ids)
-        in_specs = (of_queries, of_keys, of_keys, of_ids, *[P()] * len(rest))
+        of_rest = jax.tree.map(lambda x: spec(("heads",), x) if jnp.ndim(x) else P(), rest)
+        in_specs = (of_queries, of_keys, of_keys, of_ids, *of_rest)
         attend = per_device(shard, mesh, in_specs=in_specs, out_specs=of_queries)
         return attend(q_BTQH, k_BTKH, v_BTKH, ids, *rest)
 
     return on_mesh
+
+
+def _around(split: ContextSplit, axes: tuple[str, ...], tokens: int) -> dict[str, Any]:
+    """The arguments of attention in a ring; `tokens` is the length of a part."""
+    part = jax.lax.axis_index(axes) // split.exchanged
+    chunks = split.chunks(tokens * split.ring)
+    first = (part, 2 * split.ring - 1 - part)[:chunks]
+    return {
+        "first_N": jnp.stack(first) * (tokens // chunks),
+        "size": split.ring,
+        "shift": functools.partial(jax.lax.ppermute, axis_name=axes, perm=split.next_part()),
+    }
 
 
 def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, ...]) -> jax.Array:
@@ -112,8 +129,8 @@ def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, .
     return jax.lax.dynamic_slice_in_dim(x, first, num_used, axis=2)
 
 
-# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights) -> out_BTD
-Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
+# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights, activation) -> out_BTD
+Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any, str], jax.Array]
 
 
 def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -> Layer:
@@ -134,24 +151,32 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
         whole = tuple(None if axis == "embed" else axis for axis in axes)
         return partition_spec(whole, array.shape, rules, sizes, "experts")
 
-    def shard(x, expert, share, weights):
+    def shard(activation, x, expert, share, weights):
         for axis in expert_axes:
             x, expert, share = (
                 jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, expert, share)
             )
         num_held = weights["gate"]["weight"].shape[0]
         first = jax.lax.axis_index(expert_axes) * num_held if expert_axes else 0
-        out = layer(x, expert, share, weights, first_expert=first)
+        if inner_axes and "bias" in weights["down"]:
+            # The parts of an expert are summed; one of them adds the bias.
+            is_first = jax.lax.axis_index(inner_axes) == 0
+            bias = weights["down"]["bias"] * is_first.astype(x.dtype)
+            weights = {**weights, "down": {**weights["down"], "bias": bias}}
+        out = layer(x, expert, share, weights, activation=activation, first_expert=first)
         for axis in reversed(expert_axes):
             out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
         return jax.lax.psum(out, inner_axes) if inner_axes else out
 
-    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes):
+    def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes, activation="silu"):
         tokens = ("batch", "length", None)
         token_specs = [spec(tokens, a) for a in (x_BTD, expert_BTA, share_BTA)]
         weight_specs = jax.tree.map(spec, axes, weights, is_leaf=lambda v: isinstance(v, tuple))
         return per_device(
-            shard, mesh, in_specs=(*token_specs, weight_specs), out_specs=token_specs[0]
+            functools.partial(shard, activation),
+            mesh,
+            in_specs=(*token_specs, weight_specs),
+            out_specs=token_specs[0],
         )(x_BTD, expert_BTA, share_BTA, weights)
 
     return on_mesh

@@ -3,7 +3,7 @@
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
 Covered: causal grouped-query attention within packed segments, full or with a sliding window, with or without
-capped scores. One function has three implementations. Not covered: attention sinks.
+capped scores and sinks. One function has three implementations; only "xla" has sinks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from jaxrl.models.attention_kind import FULL, AttentionKind, picked
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
-from jaxrl.models.xla_attention import TreeSegments, xla_attention
+from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
+
+# Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
+MOST_MASKED_TOKENS = 32_768
 
 
 def attention(
@@ -30,6 +33,7 @@ def attention(
     *,
     implementation: str = "xla",
     block_tokens: int = 512,
+    **ring: Any,
 ) -> jax.Array:
     """Causal attention inside each segment of a packed row.
 
@@ -38,19 +42,25 @@ def attention(
       segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
         outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
         segment.
-      kind: window (counted in positions of the row) and score cap of the layer.
+      kind: window (counted in positions of the row), score cap and sinks of the layer.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
         "cudnn" chooses its own.
+      ring: fields of `xla_attention.Ring`, if the arrays are a part of the rows ("xla" only).
 
     Returns:
       [B, T, Q, H], in the type of `q_BTQH`; softmax is taken in float32.
     """
     assert implementation in IMPLEMENTATIONS, f"{implementation} is not from pick_implementation"
     if implementation == "xla":
-        return xla_attention(q_BTQH, k_BTKH, v_BTKH, segments, kind, block_tokens=block_tokens)
+        around = Ring(**ring) if ring else None
+        return xla_attention(
+            q_BTQH, k_BTKH, v_BTKH, segments, kind, block_tokens=block_tokens, ring=around
+        )
+    assert not ring, f"{implementation} attends to whole rows"
     assert not isinstance(segments, TreeSegments), f"{implementation} has no tree attention"
+    assert kind.sinks is None, f"{implementation} has no sinks"
     arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
@@ -63,7 +73,9 @@ def pick_implementation(
     requested: str = "auto",
     *,
     softcap: float = 0.0,
+    sinks: bool = False,
     tree: bool = False,
+    tokens: int = 0,
 ) -> str:
     """The implementation of `attention` for a kind of device and a type of activations.
 
@@ -72,9 +84,11 @@ def pick_implementation(
         do not depend on the implementation.
       dtype: type of queries, keys and values.
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
-        16 bits, "xla" elsewhere.
+        16 bits for rows whose mask fits, "xla" elsewhere.
       softcap: score cap of the model; 0 for none.
+      sinks: whether the model has sinks.
       tree: the implementation must support `TreeSegments`.
+      tokens: T, if it is known.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -82,17 +96,21 @@ def pick_implementation(
     dtype = jnp.dtype(dtype)
     # JAX calls GPUs of NVIDIA and of AMD "gpu". On a GPU without cuDNN compilation fails with a clear error.
     runs = {
-        "splash": platform == "tpu" and not tree,
+        "splash": platform == "tpu" and not (sinks or tree),
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or tree),
+        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS),
         "xla": True,
     }
     rules = {
         "splash": "TPUs",
-        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores,",
+        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, in rows of up to "
+        f"{MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
+    if sinks:
+        asked += " with attention sinks"
+        rules = {name: f"{rule} without sinks," for name, rule in rules.items()}
     if tree:
         asked += " with shared prompts (train.share_prompts)"
         rules = {name: f"{rule} without them," for name, rule in rules.items()}

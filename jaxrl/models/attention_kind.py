@@ -29,11 +29,14 @@ class AttentionKind:
       window: tokens that a token of a sliding layer sees, itself included; 0 if no layer slides.
       softcap: score cap as in Gemma 2, s -> softcap * tanh(s / softcap); 0 for none.
       slides: bool scalar, True if this layer slides; None if all layers are alike, and `window` decides.
+      sinks: float32 [Q], one more score of each query head, which takes part in the softmax and has no value;
+        None for none.
     """
 
     window: int = dataclasses.field(default=0, metadata={"static": True})
     softcap: float = dataclasses.field(default=0.0, metadata={"static": True})
     slides: jax.Array | None = None
+    sinks: jax.Array | None = None
 
     @property
     def reach(self) -> jax.Array | int | None:

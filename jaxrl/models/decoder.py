@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
+from jaxrl.models.gates import GATES
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig, RopeScaling
-from jaxrl.models.modules import Projection, RMSNorm, normal
+from jaxrl.models.modules import Projection, RMSNorm, constant, normal
 from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
@@ -33,10 +35,44 @@ Params = Any  # nested dict of arrays, one entry per weight
 # attention function must not take anything that differs between rows from a closure.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionKind, Any, Any], tuple[jax.Array, Any]]
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
+
+class Rotation(NamedTuple):
+    """Rotary positions of the tokens of a batch, for the layers of one kind.
+
+    Attributes:
+      cos, sin: float32 [B, T, 1, R / 2], of the R rotated dimensions of a head.
+      query_scale: factor of the queries, float32 [B, T, 1, 1]; None for 1.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
+
+
+class LayerFlags(NamedTuple):
+    """What may differ between the layers of a stack; each a bool, or an array if a scan runs over layers.
+
+    Attributes:
+      slides: whether a layer has a sliding window; None if all layers are alike.
+      rotates: whether it has rotary positions; None if all layers have.
+    """
+
+    slides: Any
+    rotates: Any
+
+    @classmethod
+    def of_layers(cls, config: ModelConfig) -> list[LayerFlags]:
+        """The flags of each layer."""
+        return [*map(cls, config.sliding_layers, config.rotated_layers)]
+
+    @classmethod
+    def stacked(cls, config: ModelConfig) -> LayerFlags:
+        """The flags of all layers, arrays [L]."""
+        slides, rotates = config.sliding_layers, config.rotated_layers
+        return cls(
+            jnp.array(slides) if any(slides) and not all(slides) else None,
+            None if all(rotates) else jnp.array(rotates),
+        )
 
 
 class Attention(nnx.Module):
@@ -49,10 +85,13 @@ class Attention(nnx.Module):
         self.q = Projection("q", (width,), (queries, head), bias=config.qkv_bias, **options)
         self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
-        self.o = Projection("o", (queries, head), (width,), **options)
+        self.o = Projection("o", (queries, head), (width,), bias=config.output_bias, **options)
+        if config.attention_sinks:
+            self.sinks = constant(0.0, (queries,))
         if config.qk_norm:
-            self.q_norm = _norm(config, config.head_dim, "head_dim")
-            self.k_norm = _norm(config, config.head_dim, "head_dim")
+            over_heads = config.qk_norm_over_heads
+            self.q_norm = _norm(config, *([queries] if over_heads else []), head)
+            self.k_norm = _norm(config, *([keys] if over_heads else []), head)
         self.config = config
         # `attend` divides scores by the root of head_dim.
         scalar = config.query_pre_attn_scalar or config.head_dim
@@ -61,7 +100,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: Rotation,
         attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
         compute: Compute,
     ) -> tuple[jax.Array, Any]:
@@ -74,7 +113,10 @@ class Attention(nnx.Module):
             # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
             # and keeps a transposed copy of the query weights of all layers.
             q_BTQH = jax.lax.optimization_barrier(q_BTQH)
-        q_BTQH = rotate(q_BTQH, rotation, scale=self.query_scale)
+        scale: Any = self.query_scale
+        if rotation.query_scale is not None:
+            scale = scale * rotation.query_scale
+        q_BTQH = rotate(q_BTQH, rotation, scale=scale)
         q_BTQH = constrain(q_BTQH, ("batch", "length", "heads", "head_dim"))
         k_BTKH = constrain(rotate(k_BTKH, rotation), ("batch", "length", "kv_heads", "head_dim"))
         v_BTKH = constrain(v_BTKH, ("batch", "length", "kv_heads", "head_dim"))
@@ -83,12 +125,12 @@ class Attention(nnx.Module):
         return checkpoint_name(self.o(mixed_BTQH, compute), "attention_out"), layer_out
 
 
-def _norm(config: ModelConfig, size: int, axis: str) -> RMSNorm:
-    return RMSNorm(size, axis, config.rms_norm_eps, zero_centered=config.zero_centered_norms)
+def _norm(config: ModelConfig, *dims: tuple[str, int]) -> RMSNorm:
+    return RMSNorm(dims, config.rms_norm_eps, zero_centered=config.zero_centered_norms)
 
 
 class FeedForward(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(GATES[activation](gate(x), up(x)))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, inner = ("embed", config.d_model), ("mlp", config.d_ff)
@@ -103,12 +145,11 @@ class FeedForward(nnx.Module):
     ) -> tuple[jax.Array, None]:
         """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
         del live_BT
-        activate = _ACTIVATIONS[self.activation]
 
         # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-            hidden_BTF = activate(gate_BTF) * up_BTF
+            hidden_BTF = GATES[self.activation](gate_BTF, up_BTF)
             hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
             return self.down(hidden_BTF, compute)
 
@@ -117,37 +158,39 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward with norms before them, optionally also after them, and residual sums."""
+    """Attention and feed-forward with norms before them, after them or both, and residual sums."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, config.d_model, "embed")
+        width = ("embed", config.d_model)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = _norm(config, config.d_model, "embed")
         feed_forward = MixtureOfExperts if config.num_experts else FeedForward
         self.mlp = feed_forward(config, rngs=rngs)
-        self.post_norms = config.post_norms
+        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
+        if config.pre_norms:
+            self.attention_norm = _norm(config, width)
+            self.mlp_norm = _norm(config, width)
         if config.post_norms:
-            self.attention_post_norm = _norm(config, config.d_model, "embed")
-            self.mlp_post_norm = _norm(config, config.d_model, "embed")
+            self.attention_post_norm = _norm(config, width)
+            self.mlp_post_norm = _norm(config, width)
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: Rotation,
         attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
         live_BT: jax.Array,
         compute: Compute,
     ) -> tuple[jax.Array, Any, Routing | None]:
         """Returns the residual stream after this layer, the second result of `attend`, and the routing."""
         with jax.named_scope("attention"):
-            mixed_BTD, layer_out = self.attention(
-                self.attention_norm(x_BTD), rotation, attend, compute
-            )
+            in_BTD = self.attention_norm(x_BTD) if self.pre_norms else x_BTD
+            mixed_BTD, layer_out = self.attention(in_BTD, rotation, attend, compute)
             if self.post_norms:
                 mixed_BTD = self.attention_post_norm(mixed_BTD)
         x_BTD = x_BTD + mixed_BTD
         with jax.named_scope("mlp"):
-            out_BTD, routing = self.mlp(self.mlp_norm(x_BTD), live_BT, compute)
+            in_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
+            out_BTD, routing = self.mlp(in_BTD, live_BT, compute)
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
         x_BTD = compute.constrain(x_BTD + out_BTD, ("batch", "length", "activation"))
@@ -175,7 +218,7 @@ class Decoder(nnx.Module):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
         self.embedding = normal(rngs.params(), (rows, width), config.d_model)
         self.layers = nnx.vmap(lambda r: Layer(config, rngs=r))(rngs.split(config.num_layers))
-        self.final_norm = _norm(config, config.d_model, "embed")
+        self.final_norm = _norm(config, width)
         if config.has_unembedding:
             self.unembedding = normal(rngs.params(), (width, rows), config.d_model)
         if config.num_scores:
@@ -217,15 +260,23 @@ class Decoder(nnx.Module):
         layer_graph, weights = nnx.split(self.layers)
 
         def layer(x_BTD, one_layer, layer_in, row_in):
-            layer_weights, slides = one_layer
+            layer_weights, flags = one_layer
             rotations, live_BT, attend_in, adapter_B = row_in
-            module, kind = nnx.merge(layer_graph, layer_weights), self._kind(slides)
+            module, kind = nnx.merge(layer_graph, layer_weights), self._kind(flags.slides)
+            if self.config.attention_sinks:
+                sinks_Q = module.attention.sinks[...].astype(jnp.float32)
+                kind = dataclasses.replace(kind, sinks=sinks_Q)
             attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
             if local is not None and kind.window:
                 # Layers of both kinds share a scan: the one of this layer is chosen by value.
                 chosen = lambda a, b: a if kind.slides is None else jnp.where(kind.slides, a, b)  # noqa: E731
                 rotation = jax.tree.map(chosen, local, rotation)
+            if flags.rotates is not None and flags.rotates is not True:
+                rotation = rotation._replace(
+                    cos=jnp.where(flags.rotates, rotation.cos, 1.0),
+                    sin=jnp.where(flags.rotates, rotation.sin, 0.0),
+                )
             x_BTD = checkpoint_name(x_BTD, "layer_in")
             # Of this microbatch, in a pipeline.
             here = dataclasses.replace(compute, adapter_B=adapter_B)
@@ -235,11 +286,10 @@ class Decoder(nnx.Module):
         policy = REMAT_POLICIES[compute.remat]
         if policy is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        sliding = self.config.sliding_layers
-        slides_L = jnp.array(sliding) if any(sliding) and not all(sliding) else None
+        flags_L = LayerFlags.stacked(self.config)
         row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
         x_BTD, (layer_out, routing) = compute.layers(
-            layer, x_BTD, (weights, slides_L), per_layer, row_in, unroll=compute.unroll
+            layer, x_BTD, (weights, flags_L), per_layer, row_in, unroll=compute.unroll
         )
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
 
@@ -250,13 +300,17 @@ class Decoder(nnx.Module):
             return AttentionKind(window, softcap, slides)
         return AttentionKind(0 if slides is False else window, softcap)
 
-    def _rotations(self, positions_BT: jax.Array) -> tuple[Any, Any]:
+    def _rotations(self, positions_BT: jax.Array) -> tuple[Rotation, Rotation | None]:
         """Rotations of full layers, and of sliding layers; None for the latter if they share one base."""
-        config = self.config
-        whole = rotary_angles(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling)
+        config, scaling, scale = self.config, self.config.rope_scaling, None
+        if scaling is not None and scaling.query_beta:
+            lengths_BT11 = positions_BT[..., None, None] // scaling.original_max_positions
+            scale = 1 + scaling.query_beta * jnp.log1p(lengths_BT11.astype(jnp.float32))
+        angles = functools.partial(rotary_angles, positions_BT, config.rotary_dims)
+        whole = Rotation(*angles(config.rope_theta, scaling), scale)
         if not config.rope_local_theta:
             return whole, None
-        return whole, rotary_angles(positions_BT, config.head_dim, config.rope_local_theta, None)
+        return whole, Rotation(*angles(config.rope_local_theta, None), scale)
 
     def logits(
         self, hidden: jax.Array, needed: jax.Array | None = None, *, compute: Compute
@@ -284,15 +338,32 @@ class Decoder(nnx.Module):
 
 
 def rotary_angles(
-    positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
+    positions_BT: jax.Array, num_dims: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, T, 1, H/2] of the rotary position embedding.
+    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding.
 
     Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
     """
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
     if scaling is not None and scaling.kind == "linear":
         frequency = frequency / scaling.factor
+    elif scaling is not None and scaling.kind == "longrope":
+        factors = scaling.long_factors if scaling.long else scaling.short_factors
+        frequency = frequency / jnp.array(factors, jnp.float32)
+    elif scaling is not None and scaling.kind == "yarn":
+        low, high = (
+            num_dims
+            * math.log(scaling.original_max_positions / (2 * math.pi * turns))
+            / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, num_dims - 1)
+        # As in Transformers, the bounds count pairs, but the last one is that of all dimensions.
+        ramp = (jnp.arange(num_dims // 2, dtype=jnp.float32) - low) / (high - low or 0.001)
+        stretched = jnp.clip(ramp, 0, 1)
+        frequency = frequency * (1 - stretched) + frequency / scaling.factor * stretched
     elif scaling is not None:
         # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
         turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
@@ -300,19 +371,26 @@ def rotary_angles(
         keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
     angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None and scaling.magnitude != 1:
+        cos, sin = scaling.magnitude * cos, scaling.magnitude * sin
+    return cos, sin
 
 
 def rotate(
-    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array], *, scale: float = 1.0
+    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array] | Rotation, *, scale: Any = 1.0
 ) -> jax.Array:
-    """Rotates each pair (x[i], x[i + H/2]) by its angle, times `scale`; keeps the type of `x_BTNH`."""
-    cos, sin = rotation
-    if scale != 1.0:
-        cos, sin = scale * cos, scale * sin
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return out.astype(x_BTNH.dtype)
+    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions by its angle, times `scale`.
+
+    The result has the type of `x_BTNH`.
+    """
+    cos, sin, *_ = rotation
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
+    if not (isinstance(scale, float) and scale == 1.0):
+        cos, sin, rest = scale * cos, scale * sin, scale * rest
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x_BTNH.dtype)
 
 
 def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:

@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# gate, up, down -> weight, lora_a, lora_b (the last two only with an adapter); each has a leading dimension
-# E.
+from jaxrl.models.gates import GATES
+
+# gate, up, down -> weight, and where there are such, bias, lora_a, lora_b; each has a leading dimension E.
 ExpertWeights = dict[str, dict[str, jax.Array]]
 
-# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights) -> out_BTD
-ExpertLayer = Callable[[jax.Array, jax.Array, jax.Array, ExpertWeights, Any], jax.Array]
+# (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights, activation) -> out_BTD
+ExpertLayer = Callable[[jax.Array, jax.Array, jax.Array, ExpertWeights, Any, str], jax.Array]
 
 
 # Largest number of rows of a tile: enough for the matmul to outweigh reading the weights of its expert.
@@ -53,10 +54,11 @@ def apply_experts(
     share_BTA: jax.Array,
     weights: ExpertWeights,
     axes: Any = None,
+    activation: str = "silu",
     *,
     first_expert: jax.Array | int = 0,
 ) -> jax.Array:
-    """Sum over each token's experts of share * down(silu(gate(x)) * up(x)).
+    """Sum over each token's experts of share * down(GATES[activation](gate(x), up(x))).
 
     Args:
       x_BTD: activations.
@@ -64,6 +66,7 @@ def apply_experts(
       share_BTA: weight of each of these experts in the sum.
       weights: weights of the experts held here, which have consecutive numbers.
       axes: logical axes of `weights`, for `mesh.parallel_layers`; not used here.
+      activation: a name of `gates.GATES`.
       first_expert: number of the first expert held here.
 
     Returns:
@@ -76,9 +79,9 @@ def apply_experts(
     rows_per_expert = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
 
     x = x_BTD.reshape(-1, D)[order // A]
-    gate = _grouped(x, weights["gate"], rows_per_expert)
-    up = _grouped(x, weights["up"], rows_per_expert)
-    out = _grouped(jax.nn.silu(gate) * up, weights["down"], rows_per_expert)
+    grouped = functools.partial(_grouped, rows_per_expert=rows_per_expert, expert=held[order])
+    hidden = GATES[activation](grouped(x, weights["gate"]), grouped(x, weights["up"]))
+    out = grouped(hidden, weights["down"])
     # Rows behind the last group are not written by `ragged_dot` and may hold anything, even NaN.
     out = jnp.where((held[order] < num_held)[:, None], out, 0)
     return _summed(jnp.zeros_like(out).at[order].set(out, unique_indices=True), share_BTA)
@@ -102,8 +105,16 @@ def _summed(out_MD: jax.Array, share_BTA: jax.Array) -> jax.Array:
     return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
 
 
-def _grouped(x: jax.Array, projection: dict[str, jax.Array], rows_per_expert: jax.Array):
+def _grouped(
+    x: jax.Array,
+    projection: dict[str, jax.Array],
+    *,
+    rows_per_expert: jax.Array,
+    expert: jax.Array,
+) -> jax.Array:
     out = jax.lax.ragged_dot(x, projection["weight"], rows_per_expert)
+    if "bias" in projection:
+        out = out + projection["bias"].at[expert].get(mode="clip")
     if "lora_a" in projection:
         low_rank = jax.lax.ragged_dot(x, projection["lora_a"], rows_per_expert)
         out = out + jax.lax.ragged_dot(low_rank, projection["lora_b"], rows_per_expert)
@@ -116,6 +127,7 @@ def apply_experts_in_tiles(
     share_BTA: jax.Array,
     weights: ExpertWeights,
     axes: Any = None,
+    activation: str = "silu",
     *,
     first_expert: jax.Array | int = 0,
 ) -> jax.Array:
@@ -123,7 +135,8 @@ def apply_experts_in_tiles(
     del axes
     held, num_held = _held(expert_BTA, weights, first_expert)
     tiles = _tiles(held, num_held, expert_BTA.shape[-1])
-    return _summed(_in_tiles(x_BTD.reshape(-1, x_BTD.shape[-1]), weights, tiles), share_BTA)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return _summed(_in_tiles(x_ND, weights, tiles, activation), share_BTA)
 
 
 class _Tiles(NamedTuple):
@@ -190,8 +203,8 @@ def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
     )
 
 
-@jax.custom_vjp
-def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles, activation: str) -> jax.Array:
     """Applies the expert of each pair to its token: [M, D], zeros for pairs held elsewhere."""
     num_held = weights["gate"]["weight"].shape[0]
 
@@ -199,7 +212,7 @@ def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles) -> jax.Arr
         expert_n, token_nt = of
 
         def run() -> jax.Array:
-            return tiles_of_experts(x_ND[token_nt], _of_tiles(weights, expert_n))
+            return tiles_of_experts(x_ND[token_nt], _of_tiles(weights, expert_n), activation)
 
         nothing = functools.partial(jnp.zeros, (*token_nt.shape, x_ND.shape[-1]), x_ND.dtype)
         return jax.lax.cond(expert_n[0] < num_held, run, nothing)
@@ -207,8 +220,9 @@ def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles) -> jax.Arr
     return _rows(jax.lax.map(chunk, (tiles.expert_Kn, tiles.token_Knt)), tiles)
 
 
-def _in_tiles_backward(saved, d_out_MD: jax.Array):
+def _in_tiles_backward(activation: str, saved, d_out_MD: jax.Array):
     x_ND, weights, tiles = saved
+    apply = functools.partial(tiles_of_experts, activation=activation)
     num_held = weights["gate"]["weight"].shape[0]
 
     def chunk(d_weights: ExpertWeights, of: tuple[jax.Array, ...]):
@@ -216,7 +230,7 @@ def _in_tiles_backward(saved, d_out_MD: jax.Array):
 
         def run(d_weights: ExpertWeights):
             d_out = d_out_MD.at[pair_nt].get(mode="fill", fill_value=0)
-            _, pull = jax.vjp(tiles_of_experts, x_ND[token_nt], _of_tiles(weights, expert_n))
+            _, pull = jax.vjp(apply, x_ND[token_nt], _of_tiles(weights, expert_n))
             d_x, d_tiles = pull(d_out)
             # A matmul with one-hot rows, not a scatter: on GPUs a scatter adds in random order, and the sum
             # would not be reproducible.
@@ -242,7 +256,7 @@ def _in_tiles_backward(saved, d_out_MD: jax.Array):
     )
 
 
-_in_tiles.defvjp(lambda *of: (_in_tiles(*of), of), _in_tiles_backward)
+_in_tiles.defvjp(lambda *of: (_in_tiles(*of), of[:3]), _in_tiles_backward)
 
 
 def _sum_type(array: jax.Array) -> Any:
@@ -260,15 +274,17 @@ def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
     return jax.tree.map(lambda w: w.at[expert_n].get(mode="clip"), weights)
 
 
-@jax.jit
-def tiles_of_experts(x: jax.Array, weights: ExpertWeights) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="activation")
+def tiles_of_experts(x: jax.Array, weights: ExpertWeights, activation: str) -> jax.Array:
     """[n, t, D] --> [n, t, D], tile i with weights i. It is jitted to give it the name `EXPERT_TILES`."""
     gate, up = _batched(x, weights["gate"]), _batched(x, weights["up"])
-    return _batched(jax.nn.silu(gate) * up, weights["down"])
+    return _batched(GATES[activation](gate, up), weights["down"])
 
 
 def _batched(x: jax.Array, projection: dict[str, jax.Array]) -> jax.Array:
     out = x @ projection["weight"]
+    if "bias" in projection:
+        out = out + projection["bias"][:, None]
     if "lora_a" in projection:
         out = out + (x @ projection["lora_a"]) @ projection["lora_b"]
     return out

@@ -1,4 +1,4 @@
-"""Mixture of experts as the feed-forward network (Qwen3-MoE): router, load-balancing loss, metrics.
+"""Mixture of experts as the feed-forward network (Qwen3-MoE, gpt-oss): router, load-balancing loss, metrics.
 
 B sequences   T tokens   A experts of a token   E experts   D width   F width of an expert   L layers
 """
@@ -6,6 +6,7 @@ B sequences   T tokens   A experts of a token   E experts   D width   F width of
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.modules import Projection, normal
+from jaxrl.models.modules import Projection, constant, normal
 
 
 @jax.tree_util.register_dataclass
@@ -36,16 +37,20 @@ class Routing:
 class MixtureOfExperts(nnx.Module):
     """Every token goes to its `experts_per_token` most probable experts; none is dropped.
 
-    The router is a softmax over all experts in float32, as in Transformers.
+    The router is a softmax over all experts in float32, as in Transformers. With `normalize_experts` that is
+    the same as a softmax over those of a token (gpt-oss).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, inner = ("embed", config.d_model), ("mlp", config.d_ff)
         stack = (("experts", config.num_experts),)
-        options = {"lora": config.lora, "rngs": rngs, "stack": stack}
+        options: Any = {"lora": config.lora, "rngs": rngs, "stack": stack}
+        options["bias"] = config.expert_biases
         self.router = normal(
             rngs.params(), (width, (None, config.num_experts)), fan_in=config.d_model
         )
+        if config.expert_biases:
+            self.router_bias = constant(0.0, ((None, config.num_experts),))
         self.gate = Projection("gate", (width,), (inner,), **options)
         self.up = Projection("up", (width,), (inner,), **options)
         self.down = Projection("down", (inner,), (width,), **options)
@@ -69,6 +74,8 @@ class MixtureOfExperts(nnx.Module):
                 self.router[...].astype(compute.dtype),
                 preferred_element_type=jnp.float32,
             )
+            if config.expert_biases:
+                logits_BTE = logits_BTE + self.router_bias[...].astype(jnp.float32)[None, None]
             probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
             share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
             if config.normalize_experts:
@@ -79,6 +86,8 @@ class MixtureOfExperts(nnx.Module):
         for name in ("gate", "up", "down"):
             projection: Projection = getattr(self, name)
             leaves = {"weight": projection.weight}
+            if projection.has_bias:
+                leaves["bias"] = projection.bias
             if projection.has_adapter:
                 leaves |= {"lora_a": projection.lora_a, "lora_b": projection.lora_b}
             axes[name] = {key: leaf.get_metadata()["axes"] for key, leaf in leaves.items()}
@@ -88,7 +97,7 @@ class MixtureOfExperts(nnx.Module):
             }
             if projection.has_adapter:
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
-        out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes)
+        out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes, config.activation)
         routing = Routing(
             chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
                 : config.num_experts

@@ -1,8 +1,9 @@
-"""The shape of a decoder: one dataclass for Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Gemma 2 and Gemma 3."""
+"""The shape of a decoder: one dataclass for all families (docs/models.md)."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, ClassVar
 
 from jaxrl.checks import (
@@ -23,8 +24,8 @@ from jaxrl.checks import (
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-# Activation functions of the gate of a feed-forward network.
-ACTIVATIONS = ("silu", "gelu_tanh")
+# Gates of feed-forward networks, see `gates.GATES`; those without "gelu_tanh" are the gates of experts.
+ACTIVATIONS = ("silu", "clamped_silu", "gelu_tanh")
 
 
 @settings
@@ -35,18 +36,73 @@ class RopeScaling:
     """Factor of the wavelengths."""
     low_freq_factor: Annotated[float, positive_coefficient()] = 1.0
     high_freq_factor: Annotated[float, positive_coefficient()] = 4.0
-    original_max_positions: Annotated[int, token_count(1)] = 8192
     """Parameters of "llama3" only."""
-    kind: Annotated[str, one_of("llama3", "linear")] = "llama3"
-    """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them."""
+    original_max_positions: Annotated[int, token_count(1)] = 8192
+    """Longest text before the scaling, for all kinds but "linear"."""
+    beta_fast: Annotated[float, positive_coefficient()] = 32.0
+    beta_slow: Annotated[float, positive_coefficient()] = 1.0
+    """Turns within `original_max_positions` from which a wavelength stays, and up to which it is stretched
+    by the whole factor ("yarn").
+    """
+    truncate: bool = True
+    """Whether the bounds between the two are rounded to whole dimensions ("yarn")."""
+    attention_factor: Annotated[float, coefficient()] = 0.0
+    """Factor of queries and keys ("yarn", "longrope"); 0 for the one that follows from the other values."""
+    mscale: Annotated[float, coefficient()] = 0.0
+    mscale_all_dim: Annotated[float, coefficient()] = 0.0
+    """Coefficients of the logarithm in `attention_factor`, if both are set ("yarn")."""
+    short_factors: tuple[Annotated[float, positive_coefficient()], ...] = ()
+    long_factors: tuple[Annotated[float, positive_coefficient()], ...] = ()
+    """Factors of each wavelength for texts of up to `original_max_positions`, and for longer ones
+    ("longrope").
+    """
+    long: bool = False
+    """Whether `long_factors` hold. One list holds for a whole run: cached keys depend on it."""
+    query_beta: Annotated[float, coefficient()] = 0.0
+    """Queries grow with their position, by 1 + `query_beta` ln(1 + floor(position /
+    `original_max_positions`)) (Ministral 3).
+    """
+    kind: Annotated[str, one_of("llama3", "linear", "yarn", "longrope")] = "llama3"
+    """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them, "yarn"
+    (arXiv 2309.00071) long ones, "longrope" (Phi-4-mini) each by a factor of its own. The last two also
+    scale queries and keys.
+    """
 
     def __post_init__(self):
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}; wavelengths between "
+                "the two are blended, so copy the published values"
+            )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor "
                 f"{self.low_freq_factor}; wavelengths between the two are blended, so copy the published "
                 "values"
             )
+
+        if self.kind == "longrope" and self.original_max_positions < 2:
+            raise ValueError(
+                f"original_max_positions {self.original_max_positions} has no logarithm to scale by; copy "
+                "the published values"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of rotated queries and of rotated keys."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
+
+        def growth(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1
+
+        if self.attention_factor:
+            return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
+        if self.mscale and self.mscale_all_dim:
+            return growth(self.mscale) / growth(self.mscale_all_dim)
+        return growth(1.0)
 
 
 @settings
@@ -84,7 +140,11 @@ class ModelConfig:
         "num_tokens",
         "tie_embeddings",
         "qkv_bias",
+        "output_bias",
+        "attention_sinks",
         "qk_norm",
+        "qk_norm_over_heads",
+        "rotary_fraction",
         "rope_theta",
         "rope_scaling",
         "rope_local_theta",
@@ -95,12 +155,14 @@ class ModelConfig:
         "attention_softcap",
         "logits_softcap",
         "activation",
+        "pre_norms",
         "post_norms",
         "zero_centered_norms",
         "scale_embeddings",
         "num_experts",
         "experts_per_token",
         "normalize_experts",
+        "expert_biases",
         "num_scores",
     )
 
@@ -121,30 +183,44 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Base of the rotary wavelengths, and their scaling; None for none."""
     rope_local_theta: Annotated[float, at_least(0, at_most=1e11)] = 0.0
-    """Rotary base of layers with a sliding window, which are not scaled (Gemma 3); 0 for the
-    base of the other layers.
+    """Rotary base of layers with a sliding window, which are not scaled (Gemma 3, OLMo 3); 0 for
+    the base of the other layers.
     """
+    rotary_fraction: Annotated[float, positive(at_most=1)] = 1.0
+    """Leading part of each head that is rotated (Phi-4-mini: 0.75)."""
     sliding_window: Annotated[int, token_count(0)] = 0
     """Tokens that a token of a sliding layer sees, itself included; 0 if no layer slides."""
-    layer_pattern: tuple[Annotated[str, one_of("full", "sliding")], ...] = ("full",)
-    """Kinds of attention, each "full" or "sliding", repeated over the layers from the first."""
+    layer_pattern: tuple[Annotated[str, one_of("full", "sliding", "unrotated")], ...] = ("full",)
+    """Kinds of attention, repeated over the layers from the first: "full", "sliding", or
+    "unrotated", which is full and without rotary positions (SmolLM3).
+    """
     rms_norm_eps: Annotated[float, positive(at_most=0.1)] = 1e-6
     """Added to the mean square before its root."""
     tie_embeddings: bool = True
     """The unembedding is the embedding transposed."""
     qkv_bias: bool = True
     """Biases on the query, key and value projections (Qwen2)."""
+    output_bias: bool = False
+    """Bias on the output projection of attention (gpt-oss)."""
+    attention_sinks: bool = False
+    """Every query head has one more score, a weight, which takes probability and adds no value (gpt-oss)."""
     qk_norm: bool = False
     """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
+    qk_norm_over_heads: bool = False
+    """These norms run over all heads together (OLMo 3)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
     logits_softcap: Annotated[float, coefficient()] = 0.0
     """C of the cap c * tanh(x / c) on attention scores and on logits (Gemma 2); 0 for none."""
     activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
-    """Activation function of the gate, "silu" or "gelu_tanh"."""
+    """Gate of the feed-forward network: silu(gate) * up, the same with gelu, or "clamped_silu", which
+    bounds both and adds 1 to up (gpt-oss).
+    """
+    pre_norms: bool = True
+    """Norms before attention and feed-forward; OLMo 3 has none."""
     post_norms: bool = False
-    """Add norms after attention and feed-forward, before the residual sum (Gemma)."""
+    """Norms after attention and feed-forward, before the residual sum (Gemma, OLMo 3)."""
     zero_centered_norms: bool = False
     """Norm weights are stored as scale - 1 (Gemma)."""
     scale_embeddings: bool = False
@@ -155,6 +231,8 @@ class ModelConfig:
     """Number of experts that each token is sent to."""
     normalize_experts: bool = True
     """Scale the weights of a token's experts to sum to 1 (`norm_topk_prob`)."""
+    expert_biases: bool = False
+    """Biases on the router and on the projections of experts (gpt-oss)."""
     num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
     """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
     language model.
@@ -170,6 +248,23 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions pair its halves")
+        if self.rotary_dims % 2 or not self.rotary_dims:
+            raise ValueError(
+                f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} is "
+                f"{self.rotary_dims}; rotary positions pair its halves, so it must be even"
+            )
+        rope = self.rope_scaling
+        if rope is not None and rope.kind == "longrope":
+            counts = len(rope.short_factors), len(rope.long_factors)
+            if counts != (self.rotary_dims // 2,) * 2:
+                raise ValueError(
+                    f"{counts[0]} short_factors and {counts[1]} long_factors of {self.rotary_dims} rotated "
+                    f"dimensions; each of the {self.rotary_dims // 2} wavelengths has one"
+                )
+        if rope is not None and rope.kind == "yarn" and self.rope_theta == 1:
+            raise ValueError("rope_theta 1 makes all wavelengths equal; copy the published value")
+        if self.qk_norm_over_heads and not self.qk_norm:
+            raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
         if self.num_tokens > self.vocab_size:
             raise ValueError(
                 f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
@@ -188,17 +283,38 @@ class ModelConfig:
                 f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
                 "with sliding layers has a window of 1 or more tokens, another has 0"
             )
-        if self.num_experts and self.activation != "silu":
+        if self.num_experts and self.activation == "gelu_tanh":
             raise ValueError(
                 f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
-                "silu; use it, or a dense model"
+                "silu or clamped_silu; use one of them, or a dense model"
             )
+        if self.expert_biases and not self.num_experts:
+            raise ValueError("expert_biases with num_experts 0; a dense model has none")
 
     @property
     def sliding_layers(self) -> tuple[bool, ...]:
         """For each layer, True if it has a sliding window."""
         pattern = self.layer_pattern
         return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
+
+    @property
+    def rotated_layers(self) -> tuple[bool, ...]:
+        """For each layer, True if it has rotary positions."""
+        pattern = self.layer_pattern
+        return tuple(pattern[i % len(pattern)] != "unrotated" for i in range(self.num_layers))
+
+    @property
+    def rotary_dims(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def for_texts_of(self, tokens: int) -> ModelConfig:
+        """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`."""
+        rope = self.rope_scaling
+        if rope is None or rope.kind != "longrope":
+            return self
+        rope = dataclasses.replace(rope, long=tokens > rope.original_max_positions)
+        return dataclasses.replace(self, rope_scaling=rope)
 
     @property
     def live_tokens(self) -> int:
@@ -225,12 +341,15 @@ class ModelConfig:
         attention = 2 * d * h * (self.num_heads + self.num_kv_heads)
         if self.qkv_bias:
             attention += (self.num_heads + 2 * self.num_kv_heads) * h
+        attention += self.output_bias * d + self.attention_sinks * self.num_heads
         if self.qk_norm:
-            attention += 2 * h
+            attention += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
-            feed_forward = d * self.num_experts + num_experts * feed_forward
-        layer = attention + feed_forward + (4 if self.post_norms else 2) * d
+            biases = self.expert_biases
+            router = (d + biases) * self.num_experts
+            feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
+        layer = attention + feed_forward + 2 * (self.pre_norms + self.post_norms) * d
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return self.num_layers * layer + d + self.vocab_size * d + head
 

@@ -60,7 +60,7 @@ class Projection(nnx.Module):
         summed = range(len(stack), len(stack) + len(ins))
         self.weight = normal(rngs.params(), (*stack, *ins, *outs), fan_in, summed=summed)
         if bias:
-            self.bias = constant(0.0, outs)
+            self.bias = constant(0.0, (*stack, *outs))
         self.has_bias = bias
         self.has_adapter = bool(lora.rank) and name in lora.targets
         if self.has_adapter:
@@ -106,18 +106,19 @@ class Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dimension, in float32; `zero_centered` weights are scale - 1."""
+    """x / rms(x) * scale over the last dimensions, in float32; `zero_centered` weights are scale - 1."""
 
-    def __init__(self, size: int, axis: str, eps: float, *, zero_centered: bool = False):
-        self.scale = constant(0.0 if zero_centered else 1.0, ((axis, size),))
+    def __init__(self, dims: Dims, eps: float, *, zero_centered: bool = False):
+        self.scale = constant(0.0 if zero_centered else 1.0, dims)
+        self.over = tuple(range(-len(dims), 0))
         self.eps = eps
         self.zero_centered = zero_centered
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises [..., size]; keeps the type of `x`."""
+        """Normalises [..., *dims]; keeps the type of `x`."""
         x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=self.over, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32)
         if self.zero_centered:
             scale = scale + 1
-        return (x32 * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+        return (x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)

@@ -47,6 +47,62 @@ _GEMMA3 = {
     "zero_centered_norms": True,
     "scale_embeddings": True,
 }
+_SMOLLM3 = {
+    "vocab_size": 128_256,
+    "rope_theta": 5e6,
+    "tie_embeddings": True,
+    "layer_pattern": ("full",) * 3 + ("unrotated",),
+}
+# Without the factors of wavelengths, which are in its config.json.
+_PHI4_MINI = {
+    "vocab_size": 200_064,
+    "rms_norm_eps": 1e-5,
+    "tie_embeddings": True,
+    "rotary_fraction": 0.75,
+}
+_PHI4 = {"vocab_size": 100_352, "rms_norm_eps": 1e-5, "rope_theta": 250_000.0}
+_MINISTRAL3 = {
+    "vocab_size": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_embeddings": True,
+    "rope_scaling": RopeScaling(
+        kind="yarn",
+        factor=16.0,
+        original_max_positions=16_384,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        query_beta=0.1,
+    ),
+}
+_OLMO3 = {
+    "vocab_size": 100_278,
+    "rope_theta": 5e5,
+    "rope_local_theta": 5e5,
+    "rope_scaling": RopeScaling(kind="yarn", factor=8.0, original_max_positions=8192),
+    "sliding_window": 4096,
+    "layer_pattern": ("sliding",) * 3 + ("full",),
+    "qk_norm": True,
+    "qk_norm_over_heads": True,
+    "pre_norms": False,
+    "post_norms": True,
+}
+_GPT_OSS = {
+    "vocab_size": 201_088,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=32.0, original_max_positions=4096, truncate=False
+    ),
+    "sliding_window": 128,
+    "layer_pattern": ("sliding", "full"),
+    "qkv_bias": True,
+    "output_bias": True,
+    "attention_sinks": True,
+    "activation": "clamped_silu",
+    "expert_biases": True,
+    "experts_per_token": 4,
+}
 _MIXTURE = {"num_experts": 128, "experts_per_token": 8}
 
 SHAPES = {
@@ -71,7 +127,14 @@ SHAPES = {
         32, 4096, 32, 8, 128, 14336, family=_MISTRAL, vocab_size=32_768, rope_theta=1e6
     ),
     "smollm2-135m": _shape(30, 576, 9, 3, 64, 1536, family=_SMOLLM2),
+    "smollm3-3b": _shape(36, 2048, 16, 4, 128, 11008, family=_SMOLLM3),
     "gemma-3-1b": _shape(26, 1152, 4, 1, 256, 6912, family=_GEMMA3, sliding_window=512),
+    "phi-4-mini": _shape(32, 3072, 24, 8, 128, 8192, family=_PHI4_MINI),
+    "phi-4": _shape(40, 5120, 40, 10, 128, 17920, family=_PHI4),
+    "ministral-3-3b": _shape(26, 3072, 32, 8, 128, 9216, family=_MINISTRAL3),
+    "gpt-oss-20b": _shape(24, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=32),
+    "gpt-oss-120b": _shape(36, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=128),
+    "olmo-3-7b": _shape(32, 4096, 32, 32, 128, 11008, family=_OLMO3),
 }
 
 

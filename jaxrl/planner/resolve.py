@@ -27,7 +27,7 @@ from jaxrl.config.schema import Config
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.layout import LayoutConfig
 from jaxrl.planner.search.mapping_choice import with_searched_layout
-from jaxrl.planner.slot_choice import with_chosen_slots
+from jaxrl.planner.slot_choice import is_open, with_chosen_slots
 from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.program import claimed, is_settled
@@ -85,7 +85,7 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
       UserError: one group of arrays exceeds the memory of all devices, the run lacks something, its folder is
         in use, the search does not cover the recipe, or nothing fits.
     """
-    if is_settled(config):
+    if is_settled(config) and not is_open(config):
         return config
     with (
         claimed(config) as config,

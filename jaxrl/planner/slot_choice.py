@@ -7,6 +7,9 @@ available, its figures for programs with that many slots refine the estimate.
 
 With a paged cache a slot is memory for one sequence of full length, as pages. Several samples share it: as
 many as fit at the length that samples are taken to have while they decode (`Workload.slot_tokens`).
+
+With more agents than slots, `rollout.cache_tokens = 0` is chosen in the same way: room for the conversations
+of all agents, or as many as fit, so that those whose tools run stay known.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import jax
 
 from jaxrl.config.schema import Config
+from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.devices import memory_bytes
@@ -64,16 +68,19 @@ def with_slots(
     Raises:
       UserError: not even one slot fits, or a mesh does not divide a batch.
     """
-    if config.rollout.slots != "auto":
+    if not is_open(config):
         return config
     choice = _Choice(config, algorithm, meshes, memory)
+    if config.rollout.slots != "auto":
+        return choice.with_known_pages()
     return choice.config(choice.counted() if compile is None else choice.compiled(compile))
 
 
 def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
     """Returns the config with the slots that fit the devices of a run, by their compiler. Collective."""
-    if config.rollout.slots != "auto":
+    if not is_open(config):
         return config
+    slots = config.rollout.slots
     algorithm, meshes = algorithm_of(config), meshes_on(config, devices)
     # Each process sees only the memory of its own devices; all must choose the same number.
     memory = hosts.on_first(lambda: memory_bytes(jax.local_devices()[0]))
@@ -85,10 +92,21 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
     config = with_slots(config, algorithm, meshes, memory, compile_here)
     if hosts.is_first():
         share = f"{config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
-        print(
-            f"rollout.slots: {config.rollout.slots:,}, as many as {share} holds or a step has samples"
-        )
+        if slots == "auto":
+            chosen = f"rollout.slots: {config.rollout.slots:,}"
+        else:
+            chosen = f"rollout.cache_tokens: {config.rollout.cache_tokens:,}"
+        print(f"{chosen}, as many as {share} holds or a step has samples")
     return config
+
+
+def is_open(config: Config) -> bool:
+    """Whether slots are to be chosen, or the pages of more agents than slots."""
+    rollout = config.rollout
+    if rollout.slots == "auto" or not rollout.agent or rollout.cache_tokens:
+        return rollout.slots == "auto"
+    dynamic = find_dataflow(config.algorithm.dataflow).dynamic_sampling
+    return rollout.slots < rollout.prompts_per_batch(dynamic_sampling=dynamic) * rollout.num_samples
 
 
 def most_that_fit(
@@ -168,6 +186,16 @@ class _Choice:
         all_slots = slots * self._replicas
         pages = {"cache_tokens": all_slots * self._longest} if rollout.cache == "paged" else {}
         rollout = dataclasses.replace(rollout, slots=all_slots * self._samples_per_slot, **pages)
+        return dataclasses.replace(self._config, rollout=rollout)
+
+    def with_known_pages(self) -> Config:
+        """The config whose cache has room for as many conversations as fit, if these are more than slots."""
+        rollout, most = self._config.rollout, self.counted() * self._replicas
+        assert rollout.slots != "auto", "the slots are given"
+        if most <= rollout.slots:
+            return self._config
+        tokens = most * (self._config.longest_sequence + rollout.tokens_per_dispatch)
+        rollout = dataclasses.replace(rollout, cache="paged", cache_tokens=tokens)
         return dataclasses.replace(self._config, rollout=rollout)
 
     def counted(self) -> int:

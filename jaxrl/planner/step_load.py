@@ -160,7 +160,9 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         train.dtype,
         "auto",
         softcap=model.attention_softcap,
+        sinks=model.attention_sinks,
         tree=train.share_prompts is True,
+        tokens=config.row_tokens,
     )
     decode_attention = pick_decode_implementation(
         kind.platform,

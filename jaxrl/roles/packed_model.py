@@ -24,6 +24,7 @@ from jaxrl.mesh.offload import check_host_memory, offload
 from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
+from jaxrl.mesh.ring import ContextSplit, gathered, pick_split, spread
 from jaxrl.mesh.rules import (
     TRAIN_RULES,
     constraint,
@@ -128,19 +129,32 @@ class PackedModel:
         self._attention(tree=train.shares_prompts)
         self.train_shardings = shardings(self.axes, self.shapes, state_rules.weights, mesh)
 
-    def _attention(self, *, tree: bool) -> Attention:
-        """The attention to batches with shared prompts (`tree`) or without."""
+    def _attention(self, *, tree: bool, tokens: int = 0) -> tuple[Attention, ContextSplit]:
+        """The attention to batches with shared prompts (`tree`) or without, and how devices share rows.
+
+        `tokens` is the length of a row, if it is known.
+        """
         platform = platform_of(self.mesh)
         implementation = pick_implementation(
             platform,
             self.train.dtype,
             self.attention_kernel,
             softcap=self.model.attention_softcap,
+            sinks=self.model.attention_sinks,
             tree=tree,
+            tokens=tokens,
         )
         block_tokens = pick_block_tokens(platform, tree=tree)
+        heads = [
+            max(1, number // shards_of("heads", TRAIN_RULES, self.mesh))
+            for number in (self.model.num_heads, self.model.num_kv_heads)
+        ]
+        size = shards_of("length", TRAIN_RULES, self.mesh)
+        split = pick_split(size, *heads, whole_rows=implementation != "xla")
+        if split.ring > 1:
+            implementation = "xla"
         own = functools.partial(attention, implementation=implementation, block_tokens=block_tokens)
-        return attention_parallel(own, self.mesh, TRAIN_RULES)
+        return attention_parallel(own, self.mesh, TRAIN_RULES, split), split
 
     def abstract_params(self) -> Params:
         """Shapes and shardings of the weights in the training layout, nothing allocated."""
@@ -287,25 +301,29 @@ class PackedModel:
         return model.scores(out.hidden_BTD, compute=self._compute), out.routing
 
     def _run(self, model: Decoder, micro: PackedBatch) -> DecoderOutput:
-        attention_to = self._attention(tree=micro.prefix_ids is not None)
+        attention_to, split = self._attention(
+            tree=micro.prefix_ids is not None, tokens=micro.tokens.shape[-1]
+        )
 
         def attend(q, k, v, kind, _, segments):
             # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
                 return attention_to(q, k, v, segments, kind), None
 
-        segments: Any = micro.segment_ids
+        order = functools.partial(spread, split=split, mesh=self.mesh, rules=TRAIN_RULES)
+        segment_ids = order(micro.segment_ids)
+        segments: Any = segment_ids
         if micro.prefix_ids is not None:
-            segments = TreeSegments(segments, micro.prefix_ids)
-
-        return model(
-            micro.tokens,
-            micro.positions,
+            segments = TreeSegments(segment_ids, order(micro.prefix_ids))
+        out = model(
+            order(micro.tokens),
+            order(micro.positions),
             attend,
             compute=self._compute,
             per_row=segments,
-            live_BT=micro.segment_ids > 0,
+            live_BT=segment_ids > 0,
         )
+        return out._replace(hidden_BTD=gathered(out.hidden_BTD, split, self.mesh, TRAIN_RULES))
 
 
 class Frozen(PackedModel):

@@ -28,7 +28,6 @@ from jaxrl.roles.packed_model import Frozen, PackedModel, each_micro, micro_of
 from jaxrl.roles.redraw import Draws
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout
-from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.samples import Rollout, UnfinishedGroups
 from jaxrl.types import Completions, PackedBatch, Prompts, TrainBatch
 
@@ -173,8 +172,9 @@ class Actor(Learner):
           unfinished: groups of an earlier run.
         """
         assert not self._shares_mesh, "updates take the weights of a sampler on the same devices"
-        assert isinstance(self.backend, OfflineBackend), "settings with other backends are refused"
-        return self.backend.continuous(options, unfinished)
+        # Settings with backends that have no such method are refused.
+        backend: Any = self.backend
+        return backend.continuous(options, unfinished)
 
     # Log-probabilities
 

@@ -14,7 +14,8 @@ A dispatch takes these steps, in this order:
     begin     resize      chooses the number and capacity of slots that the live samples need
               grow pages  in a paged cache: takes memory for W more tokens; the newest give way if needed
               admit       moves samples from the queue into free slots: prefill if needed, then insert
-              generate    starts to decode up to W tokens in every slot, or speculates in a few
+              generate    starts to decode up to W tokens in every slot, or speculates in a few; one token
+                          while a sample has edits of its logits that change with every token
     finish    collect     cuts at stop strings, frees the slots of ended samples
 
 Between `begin` and `finish` the devices work and the host is free, for the text of finished samples, say.
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_state import DecodedTokens, Prefix
+from jaxrl.rollout.decode_state import DecodedTokens, Prefix, TopTokens
 from jaxrl.rollout.decoded_log import DecodedLog
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
@@ -66,6 +67,7 @@ class Decoded(NamedTuple):
       version: version of the weights that drew them.
       end: reason why the sample has ended; None if it continues.
       num_before: number of tokens of the prompt and the sample before the dispatch.
+      top: the `SamplingOptions.top_logprobs` most probable tokens at each place; None if there are none.
     """
 
     sample: Sample
@@ -75,6 +77,7 @@ class Decoded(NamedTuple):
     version: int
     end: End | None
     num_before: int
+    top: TopTokens | None = None
 
 
 class DecodeLoop:
@@ -156,6 +159,8 @@ class DecodeLoop:
         self._stops = StopsOfSlots(self._stop_search, num_slots)
         # Tokens of the sequence in each slot.
         self._length_n = np.zeros(num_slots, int)
+        # Whether a sample in the slot has edits or reports the most probable tokens. Stale for idle slots.
+        self._edited_n = np.zeros(num_slots, bool)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Queues samples; they start in this order. `Sample.request` comes first."""
@@ -208,6 +213,13 @@ class DecodeLoop:
         """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
         scheduler, rows = self.scheduler, None
         owners, busy = scheduler.owners, scheduler.busy_slots
+        self.speculation.rows = None
+        if edited := self._edited_slots(busy):
+            edits = {slot: owners[slot].edits for slot in edited}
+            changing = any(each is not None and each.change for each in edits.values())
+            steps = 1 if changing else self._engine.config.tokens_per_dispatch
+            self._slots.generate_edited(edits, scheduler.enough_active, steps)
+            return
         if self._engine.num_drafted:
             # Tokens of a sample, with those in the log.
             rows = self.speculation.choose(
@@ -242,6 +254,13 @@ class DecodeLoop:
         self._begun = False
         active, decoded = self._slots.decoded()
         busy, before_n = self.scheduler.busy_slots, self._length_n
+        top = None
+        for slot in self._edited_slots(busy):
+            sample = self.scheduler.owners[slot]
+            if sample.edits is not None:
+                sample.edits.add(decoded.token[slot, : decoded.count[slot]])
+            if top is None and sample.options.top_logprobs:
+                top = self._slots.top()
         self._log.append(decoded)
         self._length_n = before_n + decoded.count
         if self._pages is not None:
@@ -264,15 +283,20 @@ class DecodeLoop:
             tokens, logprob, entropy = (
                 x[slot, :kept] for x in (decoded.token, decoded.logprob, decoded.entropy)
             )
+            sample = self.scheduler.owners[slot]
+            num_top = sample.options.top_logprobs
             results.append(
                 Decoded(
-                    self.scheduler.owners[slot],
+                    sample,
                     tokens,
                     logprob,
                     entropy,
                     self._version,
                     ends.get(slot),
                     num_before=int(before_n[slot]),
+                    top=TopTokens(*(x[slot, :kept, :num_top] for x in top))
+                    if top and num_top
+                    else None,
                 )
             )
         self._free(list(ends))
@@ -321,7 +345,7 @@ class DecodeLoop:
         old_n = np.where(np.array(moves) < 0, -1, first_n + moves)
         self._log = self._log.moved(old_n)
         self._stops = self._stops.moved(old_n)
-        self._length_n = self._length_n[old_n]
+        self._length_n, self._edited_n = self._length_n[old_n], self._edited_n[old_n]
 
     # Pages
 
@@ -383,10 +407,16 @@ class DecodeLoop:
                 continue
             slots = np.array([slot for slot, _, _ in starts])
             self._log.start(slots)
-            self._stops.set(slots, [sample.options.stop_strings for _, _, sample in starts])
+            options = [sample.options for _, _, sample in starts]
+            self._stops.set(slots, [each.stop_strings for each in options])
+            self._edited_n[slots] = [bool(each.edits or each.top_logprobs) for each in options]
             self._slots.insert(prefix, starts)
 
     # Out of slots
+
+    def _edited_slots(self, busy: np.ndarray) -> list[int]:
+        """The slots among those in use whose samples need the program with edits."""
+        return busy[self._edited_n[busy]].tolist()
 
     def _free(self, ended: list[int]) -> None:
         if self._reuses and self._pages is not None:

@@ -6,7 +6,7 @@ n slots   P sequences of a prefix   C capacity of a slot   R response tokens   W
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -72,6 +72,20 @@ class DecodedTokens:
     token: Any
     logprob: Any
     entropy: Any
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens at each place, most probable first.
+
+    They are of the whole vocabulary, with the temperature and without edits, as `DecodedTokens.logprob`.
+
+    Attributes:
+      token: int32 [n, W, K], on the devices or on the host; [R, K] for one sample.
+      logprob: float32, likewise.
+    """
+
+    token: Any
+    logprob: Any
 
 
 @jax.tree_util.register_dataclass

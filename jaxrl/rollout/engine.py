@@ -7,6 +7,7 @@ n slots of capacity C. The programs:
     extend     Prefix + tokens -> Prefix           long prompts, after reuse     generate_program.py
     insert     Prefix -> slots of a state          once per sample               slot_programs.py
     generate   up to W tokens in every slot        once per dispatch             generate_program.py
+               the same with edited logits     while a slot has some         generate_program.py
     speculate  the same, of a few slots            instead of generate           speculate_program.py
     reuse      pages of a state -> Prefix          for known beginnings          slot_programs.py
     resize     state -> state of n' slots, C'      as work comes and goes        slot_programs.py
@@ -160,7 +161,11 @@ class Engine:
         )
         slots = SlotPrograms(self.cache, layout, config.tokens_per_dispatch)
         kernel = pick_implementation(
-            platform, config.dtype, config.attention, softcap=model.attention_softcap
+            platform,
+            config.dtype,
+            config.attention,
+            softcap=model.attention_softcap,
+            sinks=model.attention_sinks,
         )
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES
@@ -179,6 +184,7 @@ class Engine:
         self.extend = jax.jit(programs.extend, donate_argnames="prefix", **options)
         self.insert = jax.jit(slots.insert, donate_argnames="state")
         self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
+        self.generate_edited = jax.jit(programs.generate_edited, donate_argnames="state", **options)
         self.speculate = jax.jit(programs.speculate, donate_argnames="state", **options)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.reuse = jax.jit(slots.reuse)
@@ -249,6 +255,11 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
         raise UserError(
             f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
             "set deterministic to False"
+        )
+    if model.qk_norm_over_heads:
+        raise UserError(
+            "deterministic sampling covers norms within a head, and this model's run over all heads "
+            "(qk_norm_over_heads); set deterministic to False"
         )
     parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
     if parts % devices:

@@ -10,8 +10,9 @@ for all slots, and join the cache at the end. So the loop never scatters into th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,15 @@ from jaxrl.algos.truncation import kept_tokens
 from jaxrl.models.cache.cache_kind import Attention, Cache, DecodeStep, stacked_layers
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, Params
-from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix
-from jaxrl.rollout.sampling import draw, forbid, gumbel_noise, penalize
+from jaxrl.rollout.decode_state import DecodedTokens, DecodeState, Prefix, TopTokens
+from jaxrl.rollout.sampling import (
+    MOST_TOP_LOGPROBS,
+    draw,
+    forbid,
+    gumbel_noise,
+    largest,
+    penalize,
+)
 from jaxrl.rollout.slot_programs import SlotPrograms
 
 
@@ -36,6 +44,7 @@ class DecodeProgress(NamedTuple):
       newest: keys and values of the newest of these tokens. They are written one iteration later, before the
         buffer is read: XLA on CPU copies a buffer that is written after it was read.
       token, active, decoded: as in `DecodeState`.
+      top: the most probable tokens; None if they are not asked for.
     """
 
     i: jax.Array
@@ -44,6 +53,7 @@ class DecodeProgress(NamedTuple):
     token: jax.Array
     active: jax.Array
     decoded: DecodedTokens
+    top: TopTokens | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,6 +147,45 @@ class ModelPrograms:
           least_active: int32 scalar, number of active slots at which to stop; 0 decodes while any is active.
           adapter_n: see `_compute_of`.
         """
+        steps = self.slots.tokens_per_dispatch
+        return self._generate(params, state, least_active, steps, adapter_n=adapter_n)[0]
+
+    def generate_edited(
+        self,
+        params: Params,
+        state: DecodeState,
+        least_active: jax.Array,
+        steps: jax.Array,
+        row_n: jax.Array,
+        rows_EV: jax.Array,
+    ) -> tuple[DecodeState, TopTokens]:
+        """`generate` with other logits in some slots; finds the most probable tokens, too.
+
+        Args:
+          params, state, least_active: as for `generate`.
+          steps: int32 scalar, number of tokens to decode, 1 to W; with rows that change with every token it
+            is 1.
+          row_n: int32, row of each slot; -1 for none.
+          rows_EV: float32, values added to the logits, before temperature and truncation. Log-probabilities
+            and entropies stay those without them.
+        """
+        rows_nV = jnp.where(row_n[:, None] < 0, 0.0, rows_EV[jnp.maximum(row_n, 0)])
+        n, W = state.decoded.token.shape
+        K = min(MOST_TOP_LOGPROBS, rows_nV.shape[1])
+        top = TopTokens(jnp.zeros((n, W, K), jnp.int32), jnp.zeros((n, W, K)))
+        return self._generate(params, state, least_active, steps, rows_nV, top)
+
+    def _generate(
+        self,
+        params: Params,
+        state: DecodeState,
+        least_active: jax.Array | int,
+        steps: jax.Array | int,
+        rows_nV: jax.Array | None = None,
+        top: TopTokens | None = None,
+        adapter_n: jax.Array | None = None,
+    ) -> tuple[DecodeState, Any]:
+        """See `generate_edited`; `top` has room for what is found, or is None."""
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         cache, W = self.slots.cache, self.slots.tokens_per_dispatch
         past = cache.decoding(model, state.context.cache, state.context.length)
@@ -152,13 +201,14 @@ class ModelPrograms:
             state.context.token,
             state.active,
             jax.tree.map(jnp.zeros_like, state.decoded),
+            top,
         )
         progress = jax.lax.while_loop(
-            lambda progress: (progress.i < W) & (progress.active.sum() > least_active),
-            lambda progress: self._decode(model, past, state, progress, adapter_n),
+            lambda progress: (progress.i < steps) & (progress.active.sum() > least_active),
+            lambda progress: self._decode(model, past, state, progress, rows_nV, adapter_n),
             progress,
         )
-        return self.slots.layout.place(self._end(state, progress))
+        return self.slots.layout.place(self._end(state, progress)), progress.top
 
     def _end(self, state: DecodeState, progress: DecodeProgress) -> DecodeState:
         """The state after a dispatch: all tokens but the newest of each slot are in the cache."""
@@ -182,6 +232,7 @@ class ModelPrograms:
         past: DecodeStep,
         state: DecodeState,
         progress: DecodeProgress,
+        rows_nV: jax.Array | None,
         adapter_n: jax.Array | None,
     ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
@@ -204,7 +255,7 @@ class ModelPrograms:
             return seen_tokens(vocab_size, state.context, decoded_nW)
 
         token_n, logprob_n, entropy_n = sample(
-            logits_nV, state, state.count + i, self.stop_ids, seen, self.compute
+            logits_nV, state, state.count + i, self.stop_ids, seen, self.compute, rows_nV
         )
         stopped_n = jnp.isin(token_n, jnp.array(self.stop_ids, jnp.int32))
         stopped_n |= state.count + i + 1 >= state.limit
@@ -212,6 +263,12 @@ class ModelPrograms:
         def at_i(all_nW, new_n):
             new_n = jnp.where(active, new_n, jnp.zeros_like(new_n))
             return jax.lax.dynamic_update_slice_in_dim(all_nW, new_n[:, None], i, 1)
+
+        top = progress.top
+        if top is not None:
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i, axis=1)
+            found = top_tokens(logits_nV, state.temperature, top.token.shape[2])
+            top = TopTokens(*(put(old, new[:, None]) for old, new in zip(top, found, strict=True)))
 
         return DecodeProgress(
             i + 1,
@@ -225,6 +282,7 @@ class ModelPrograms:
                 at_i(decoded.logprob, logprob_n),
                 at_i(decoded.entropy, entropy_n),
             ),
+            top,
         )
 
 
@@ -235,6 +293,7 @@ def sample(
     stop_ids: tuple[int, ...],
     seen: Callable[[], jax.Array],
     compute: Compute,
+    rows_nV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draws one token per slot.
 
@@ -245,6 +304,7 @@ def sample(
       stop_ids: token ids that end a response.
       seen: function that returns bool [n, V], the tokens that a repetition penalty applies to.
       compute: implementation choices of the model; nothing but `constrain` of it is used.
+      rows_nV: float32, values added to the logits that a token is drawn by; None for none.
 
     Returns:
       int32 [n] tokens, and float32 [n] log-probabilities and entropies under the tempered distribution. They
@@ -252,8 +312,10 @@ def sample(
       that top-k, top-p and min-p keep of it.
     """
     greedy_n = state.temperature == 0
-    scaled_nV = logits_nV / jnp.where(greedy_n, 1.0, state.temperature)[:, None]
+    scaled_nV = _scaled(logits_nV, state.temperature)
     choice_nV = penalize(scaled_nV, state.truncation, seen)
+    if rows_nV is not None:
+        choice_nV += _scaled(rows_nV, state.temperature)
     # The compiler does not see through the conditional and would gather the vocabulary on every device.
     choice_nV = compute.constrain(choice_nV, ("batch", "vocab"))
     choice_nV = forbid(choice_nV, state.truncation, position_n, stop_ids)
@@ -274,6 +336,18 @@ def sample(
         lambda: jnp.zeros(wanted_n.shape),
     )
     return token_n, of_tokens(logprobs_nV, token_n) - log_mass_n, entropy_n
+
+
+def top_tokens(logits_nV: jax.Array, temperature_n: jax.Array, count: int) -> TopTokens:
+    """The most probable tokens of each slot, [n, K]."""
+    logprobs_nV, _ = log_softmax_entropy(_scaled(logits_nV, temperature_n))
+    token_nK = largest(logprobs_nV, count)
+    return TopTokens(token_nK, jnp.take_along_axis(logprobs_nV, token_nK, axis=1))
+
+
+def _scaled(logits_nV: jax.Array, temperature_n: jax.Array) -> jax.Array:
+    """Logits divided by the temperature; unchanged for greedy slots."""
+    return logits_nV / jnp.where(temperature_n == 0, 1.0, temperature_n)[:, None]
 
 
 def seen_tokens(vocab_size: int, context: Prefix, decoded_nW: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import Decoded, DecodeLoop, End
+from jaxrl.rollout.decode_state import TopTokens
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
@@ -90,6 +91,7 @@ class Tokens:
       entropy: float32 [R], entropy of that distribution in nats.
       version: version of the weights that drew them.
       end: reason why the sample has ended; None if it continues.
+      top: the most probable tokens at each place, if `SamplingOptions.top_logprobs` asks for them.
     """
 
     index: int
@@ -98,6 +100,7 @@ class Tokens:
     entropy: np.ndarray
     version: int
     end: End | None
+    top: TopTokens | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +230,14 @@ class LiveLoop:
                 f"{len(prompt)} tokens of the prompt and max_tokens {max_tokens}: this server has room for "
                 f"{config.max_context_tokens} together; shorten one of them"
             )
+        if options.edits is not None:
+            assert hosts.num_processes() == 1, "other processes are not sent grammars"
+            unknown = [i for i in options.edits.bias if not 0 <= i < vocabulary]
+            if unknown:
+                raise UserError(
+                    f"logit_bias has token id {unknown[0]}; this model's go from 0 to {vocabulary - 1}: use "
+                    "its own tokenizer"
+                )
         if not 0 < options.num_samples <= self._max_waiting:
             raise UserError(
                 f"{options.num_samples} samples of a prompt: this server gives 1 to {self._max_waiting}; ask "
@@ -408,27 +419,30 @@ class LiveLoop:
 
     def _pass_on(self, results: Sequence[Decoded]) -> None:
         """Sends the results of a dispatch to the listeners."""
-        broken: dict[int, Decoded] = {}
+        broken: dict[int, LiveError] = {}
         for result in results:
             sample, end = result.sample, result.end
             self._sampled += len(result.tokens)
             if end is not None:
                 del self._in_loop[sample]
             if not np.isfinite(result.logprob).all():
-                broken[sample.owner] = result
+                broken[sample.owner] = NotFinite(
+                    f"the model's log-probabilities are not finite after a sequence of {result.num_before} "
+                    "tokens, so there is nothing to sample from; look for NaN or infinity in its weights, or "
+                    "try dtype float32"
+                )
+                continue
+            if sample.edits is not None and sample.edits.error:
+                broken[sample.owner] = LiveError(sample.edits.error)
                 continue
             # Copies: on CPUs these arrays are memory of the devices, which the next dispatch overwrites.
             tokens, logprob, entropy = (
                 x.copy() for x in (result.tokens, result.logprob, result.entropy)
             )
-            added = Tokens(sample.index, tokens, logprob, entropy, result.version, end)
+            top = None if result.top is None else TopTokens(*(x.copy() for x in result.top))
+            added = Tokens(sample.index, tokens, logprob, entropy, result.version, end, top)
             self._notify(sample.owner, added)
-        for ticket, result in broken.items():
-            error = NotFinite(
-                f"the model's log-probabilities are not finite after a sequence of {result.num_before} "
-                "tokens, so there is nothing to sample from; look for NaN or infinity in its weights, or try "
-                "dtype float32"
-            )
+        for ticket, error in broken.items():
             _LOG.error("request %d: %s", ticket, error)
             self._notify(ticket, error)
         self._drop(broken)

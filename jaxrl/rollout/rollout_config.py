@@ -116,10 +116,10 @@ class RolloutConfig(EngineSettings):
                 "max_generation_batches 0 says that there is no last one; set it to 1 or more, or "
                 "on_shortage to error"
             )
-        if self.agent and self.partial:
+        if self.agent and self.schedule:
             raise ValueError(
-                f"max_staleness {self.max_staleness} leaves samples unfinished at the end of a step, and "
-                f"agent {self.agent!r} runs to its end; set max_staleness to 0"
+                f"schedule {self.schedule!r} repeats the dispatches of a run, and when agent {self.agent!r} "
+                "asks depends on the clock; leave schedule out"
             )
         if "" in self.stop_strings:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
 from jaxrl.types import Completions, LazyRows, Prompts, TurnText
 
 
@@ -49,9 +49,12 @@ class Sample:
       step: training step that started it. Its sampling keys use this step until it ends.
       finished: whether it is complete; no more tokens are added.
       truncated: whether it ended because it reached the length limit.
+      session: what the session of an agent has left so far, as JSON (`agents.agent_groups`); its tokens are
+        those of all its answers. None for a sample without an agent.
       start, prompt_id, options, max_tokens, owner: see `request`.
       prompt_tokens: number of tokens before the sample.
       limit: length of the sample at which its slot stops decoding.
+      edits: the edits of its logits; None for none.
     """
 
     start: Start
@@ -61,6 +64,7 @@ class Sample:
     owner: Any
     prompt_tokens: int
     limit: int
+    edits: SampleEdits | None
 
     def __init__(self, prompt: int, index: int, step: int):
         self.prompt = prompt
@@ -68,6 +72,7 @@ class Sample:
         self.step = step
         self.finished = False
         self.truncated = False
+        self.session: dict[str, Any] | None = None
         self._pieces: list[_Piece] = []
         self._count = 0
 
@@ -97,6 +102,7 @@ class Sample:
         self.prompt_tokens = len(start.tokens) - len(self)
         allowed = len(self) + options.budget_tokens if options.budget_tokens else max_tokens
         self.limit = min(allowed, max_tokens)
+        self.edits = None if options.edits is None else options.edits.begin()
         return self
 
     @property
@@ -113,6 +119,7 @@ class Sample:
         """A copy whose prompt index is `prompt`."""
         moved = Sample(prompt, self.index, self.step)
         moved.finished, moved.truncated = self.finished, self.truncated
+        moved.session = self.session
         moved._pieces, moved._count = list(self._pieces), self._count
         return moved
 
@@ -123,6 +130,14 @@ class Sample:
         if len(tokens):
             self._pieces.append(_Piece(tokens.copy(), logprob.copy(), entropy.copy(), version))
             self._count += len(tokens)
+
+    def add_runs(
+        self, tokens: np.ndarray, logprob: np.ndarray, entropy: np.ndarray, version: np.ndarray
+    ) -> None:
+        """Appends tokens, each with the version of the policy that has decoded it."""
+        changes = np.flatnonzero(np.diff(version)) + 1
+        for run in np.split(np.arange(len(tokens)), changes) if len(tokens) else ():
+            self.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
 
     def cut(self, count: int) -> None:
         """Removes all tokens after the first `count`."""
@@ -166,7 +181,10 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """The policy version of the first token; without tokens the largest number."""
+        """The policy version of the oldest token; without tokens the largest number."""
+        if self.session is not None:
+            # Its answers were not sampled one after another.
+            return self.session["oldest"]
         return self._pieces[0].version if self._pieces else np.iinfo(np.int64).max
 
     def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
@@ -224,6 +242,7 @@ class UnfinishedGroups:
             "prompt_lengths": np.array([len(tokens) for tokens in prompts.tokens], np.int64),
             "prompt_tokens": _flat(prompts.tokens),
             "lengths": np.array([len(s) for s in samples], np.int64),
+            "sessions": [s.session for s in samples],
             **{
                 name: np.array([getattr(s, name) for s in samples], np.int64) for name in _OF_SAMPLE
             },
@@ -246,10 +265,9 @@ class UnfinishedGroups:
             sample = Sample(prompt, index, step)
             sample.finished, sample.truncated = bool(finished), bool(truncated)
             samples.append(sample)
-            changes = np.flatnonzero(np.diff(version)) + 1
-            # Without tokens there is one run, which is empty.
-            for run in np.split(np.arange(len(tokens)), changes) if len(tokens) else ():
-                sample.add_decoded(tokens[run], logprob[run], entropy[run], int(version[run[0]]))
+            sample.add_runs(tokens, logprob, entropy, version)
+        for sample, session in zip(samples, record["sessions"], strict=True):
+            sample.session = session
         return UnfinishedGroups(prompts, record["num_samples"], tuple(samples))
 
 

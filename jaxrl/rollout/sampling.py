@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ TOP_P = between(0, 1, has_low=False)
 MIN_P = between(0, 1, has_high=False)
 MIN_TOKENS = token_count(0)
 REPETITION_PENALTY = between(0.01, 100)
+
+MOST_TOP_LOGPROBS = 20
+"""Number of most probable tokens that a program finds, if any are asked for. It is OpenAI's limit."""
 
 # The logit of a forbidden token. It is finite, because -inf plus noise could become NaN.
 _NEVER = -1e30
@@ -73,6 +76,37 @@ def truncation_of(
     return Truncation(*scalars)
 
 
+class SampleEdits(Protocol):
+    """Changes of one sample's logits, made on the host from its tokens; see `SamplingOptions.edits`.
+
+    Attributes:
+      change: whether they change with every token, so that dispatches decode one.
+      error: reason why the sample cannot go on; "" if it can.
+    """
+
+    change: bool
+    error: str
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Reads the next tokens of the sample, int32 [R]."""
+        ...
+
+    def fill(self, row_V: np.ndarray) -> None:
+        """Writes what is added to the logits of the next token into zeros, float32; finite values."""
+        ...
+
+
+class LogitEdits(Protocol):
+    """The edits of a request; `bias` has values for some token ids."""
+
+    @property
+    def bias(self) -> Mapping[int, float]: ...
+
+    def begin(self) -> SampleEdits:
+        """The edits of a sample without tokens."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
     """How samples are drawn. Samples with equal options are inserted in one call.
@@ -87,6 +121,9 @@ class SamplingOptions:
       stop_strings: texts that end a sample, as a stop id does. Tokens after the stop string are removed.
       budget_tokens: maximum number of tokens that one call adds to a sample, which is then left unfinished; 0
         means no limit.
+      edits: further changes of the logits, made on the host; None for none.
+      top_logprobs: number of most probable tokens that a live loop reports at each place, up to
+        `MOST_TOP_LOGPROBS`.
     """
 
     num_samples: int = 1
@@ -96,6 +133,8 @@ class SamplingOptions:
     truncation: Truncation = dataclasses.field(default_factory=truncation_of)
     stop_strings: tuple[str, ...] = ()
     budget_tokens: int = 0
+    edits: LogitEdits | None = None
+    top_logprobs: int = 0
 
     def replace(self, **changes: Any) -> SamplingOptions:
         return dataclasses.replace(self, **changes)
@@ -249,26 +288,28 @@ def _draw_inside(logits_SV: jax.Array, noise_SV: jax.Array, limits: Truncation) 
 
     def again(draw: _Draw) -> _Draw:
         left_SV = (p_SV > draw.outside_S1) & (p_SV >= least_S1)
-        return among(_largest(jnp.where(left_SV, sum_SV, -jnp.inf)), draw)
+        return among(largest(jnp.where(left_SV, sum_SV, -jnp.inf), _TRIES), draw)
 
     # If a logit is NaN, no token is inside and the last one is taken, as in `sample_tokens`.
     is_nan_S1 = jnp.isnan(p_SV[:, :1])
     last_S1 = jnp.full(is_nan_S1.shape, p_SV.shape[-1] - 1)
-    draw = among(_largest(sum_SV), _Draw(last_S1, jnp.full(is_nan_S1.shape, -1.0), is_nan_S1))
+    draw = among(
+        largest(sum_SV, _TRIES), _Draw(last_S1, jnp.full(is_nan_S1.shape, -1.0), is_nan_S1)
+    )
     return jax.lax.while_loop(lambda draw: ~draw.found_S1.all(), again, draw).token_S1[:, 0]
 
 
-def _largest(x_SV: jax.Array) -> jax.Array:
-    """Indices of the largest values, largest first, int32 [S, K]."""
+def largest(x_SV: jax.Array, count: int) -> jax.Array:
+    """Indices of the `count` largest values, or of all, largest first, int32 [S, K]."""
     # Searches only the K columns of `as_rows` with the largest maxima: it costs little more than a maximum.
     # `top_k` over a vocabulary of 152k costs 10 times as much.
     S, V = x_SV.shape
     x_SRC = as_rows(x_SV, -jnp.inf)
     C = x_SRC.shape[2]
-    _, column_SK = jax.lax.top_k(x_SRC.max(axis=1), min(_TRIES, C))
+    _, column_SK = jax.lax.top_k(x_SRC.max(axis=1), min(count, C))
     # In ascending order, so that the first of equal values comes first.
     column_SK = jnp.sort(column_SK, axis=-1)
     found_SN = jnp.take_along_axis(x_SRC, column_SK[:, None], axis=2).reshape(S, -1)
-    _, index_SK = jax.lax.top_k(found_SN, min(_TRIES, V))
+    _, index_SK = jax.lax.top_k(found_SN, min(count, V))
     row_SK, index_SK = jnp.divmod(index_SK, column_SK.shape[1])
     return row_SK * C + jnp.take_along_axis(column_SK, index_SK, axis=-1)

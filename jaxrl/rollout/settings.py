@@ -45,7 +45,8 @@ class EngineSettings:
     """
     cache_tokens: Annotated[int, at_least(0)] = 0
     """Number of tokens that a paged cache holds, over all replicas; 0 means the longest
-    sequence in every slot. More keep known beginnings, such as those of agents that wait for tools.
+    sequence in every slot. More keep known beginnings. With more agents than slots 0 means the
+    conversations of all agents, or as many as fit into `memory_fraction`.
     """
     deterministic: bool = False
     """Whether samples are the same on every mesh, in bfloat16 too (see docs/numerics.md). Sums

@@ -22,11 +22,17 @@ import numpy as np
 from jaxrl.mesh.hosts import fetch
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.decode_state import Assignment, DecodedTokens, DecodeState, Prefix
+from jaxrl.rollout.decode_state import (
+    Assignment,
+    DecodedTokens,
+    DecodeState,
+    Prefix,
+    TopTokens,
+)
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.engine_sizes import round_up
 from jaxrl.rollout.samples import Sample, Start
-from jaxrl.rollout.sampling import SamplingOptions
+from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.speculation import Rows
 
@@ -166,6 +172,7 @@ class Slots:
         """Drops all slots and frees their memory."""
         self._state: DecodeState | None = None
         self._rounds: jax.Array | None = None
+        self._top: TopTokens | None = None
         # A copy of weights on CPU.
         self._for_decoding = None
         self.pages: SlotPages | None = None
@@ -301,6 +308,28 @@ class Slots:
         state, params = self._taken_state(), self._decoding_params()
         given = (self._scalar(least_active), *self._adapters(adapters))
         self._state = self.engine.generate(params, state, *given)
+
+    def generate_edited(
+        self, edits: Mapping[int, SampleEdits | None], least_active: int, steps: int
+    ) -> None:
+        """Like `generate`, with the edits of some slots and up to `steps` tokens; finds `top`, too."""
+        state, params = self._taken_state(), self._decoding_params()
+        V = self.engine.model.vocab_size
+        row_n = np.full(state.num_slots, -1, np.int32)
+        edited = [(slot, each) for slot, each in edits.items() if each is not None]
+        # The program is compiled for few numbers of rows: 8, 64, 512 ...
+        E = next(8**k for k in range(1, 8) if 8**k >= len(edited))
+        rows_EV = np.zeros((min(E, len(row_n)), V), np.float32)
+        for row, (slot, each) in enumerate(edited):
+            row_n[slot] = row
+            each.fill(rows_EV[row])
+        given = host_inputs(self.engine.mesh, row_n, rows_EV)
+        scalars = self._scalar(least_active), self._scalar(steps)
+        self._state, self._top = self.engine.generate_edited(params, state, *scalars, *given)
+
+    def top(self) -> TopTokens:
+        """The most probable tokens of the last `generate_edited`, on the host."""
+        return fetch(self._top)
 
     def speculate(self, rows: Rows, reference_mS: np.ndarray, least_active: int) -> None:
         """Starts to decode up to W tokens in the slots of `rows`; `decoded` waits for them.

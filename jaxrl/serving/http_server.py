@@ -30,7 +30,7 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxrl.errors import UserError
 from jaxrl.serving.openai.calls import ApiError
@@ -40,13 +40,15 @@ from jaxrl.serving.serve_config import needs_key
 # read what is sent to it.
 _IDLE_TIMEOUT_S = 15.0
 _WRITE_TIMEOUT_S = 60.0
+# The most bytes of headers that are not complete.
+_MOST_HEAD_BYTES = 64 * 1024
 # Time for sending the remaining answers at shutdown.
 _LAST_WORDS_S = 5
 # Open files of a server besides its connections.
 _OTHER_FILES = 256
 
 
-class _Connection(H11Protocol):
+class _Connection(HttpToolsProtocol):
     """A connection with deadlines. uvicorn itself waits without limit for a request that has begun to arrive.
 
         opened, or answered --> headers complete: idle_timeout_s, even if bytes keep arriving
@@ -68,6 +70,8 @@ class _Connection(H11Protocol):
         self._idle_timeout_s = idle_timeout_s
         self._write_timeout_s = write_timeout_s
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        # Requests that have begun, and bytes of headers that are not complete.
+        self._requests, self._in_head, self._head_bytes = 0, False, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -88,16 +92,29 @@ class _Connection(H11Protocol):
             transport.close()
         self._set_deadline("request", self._idle_timeout_s)
 
-    def handle_events(self) -> None:
-        before = self.cycle
-        super().handle_events()
-        # uvicorn makes a new cycle object when the headers of a request are complete.
-        if self.cycle is not before and not self.cycle.response_complete:
-            self._drop_deadline("request")
+    def data_received(self, data: bytes) -> None:
+        requests = self._requests
+        super().data_received(data)
+        # llhttp, the parser, takes headers of any size.
+        same = self._in_head and requests == self._requests
+        self._head_bytes = self._head_bytes + len(data) if same else 0
+        if self._head_bytes > _MOST_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._requests += 1
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+        self._drop_deadline("request")
 
     def on_response_complete(self) -> None:
-        # Must come before buffered bytes are parsed: they may hold the next request.
-        self._set_deadline("request", self._idle_timeout_s)
+        # The next request may have come already.
+        if not self.pipeline:
+            self._set_deadline("request", self._idle_timeout_s)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -231,6 +248,7 @@ class HttpServer:
                 http=protocol,  # pyright: ignore[reportArgumentType]
                 log_level="warning",
                 access_log=False,
+                proxy_headers=False,
                 lifespan="off",
                 ws="none",
                 timeout_graceful_shutdown=_LAST_WORDS_S,

@@ -98,7 +98,7 @@ def build_engine(
     """
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
-    graph, shapes, _ = decoder_graph(found.model)
+    _, shapes, _ = decoder_graph(found.model)
     where = generation_shardings(found.model, mesh)
 
     def engine_of(lengths: TokenLimits) -> Engine:
@@ -113,7 +113,8 @@ def build_engine(
             smallest_bucket=8,
             adapter_places=adapter_places,
         )
-        return Engine(found.model, graph, mesh, sizes)
+        model = found.model.for_texts_of(lengths.context)
+        return Engine(model, decoder_graph(model)[0], mesh, sizes)
 
     limits = lengths_of(
         config,

@@ -24,6 +24,7 @@ import numpy as np
 from jaxrl.data.tokenizer import TextStream
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_loop import End
+from jaxrl.rollout.decode_state import TopTokens
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveCounts, LiveError, LiveLoop, Request, Tokens
 from jaxrl.rollout.stop_strings import StopSearch
@@ -51,6 +52,7 @@ class Delta:
       pieces: text of each of the R tokens; "" for an incomplete character and for special tokens.
       text: text to show now, without stop strings; it lags behind the pieces while one may have begun.
       finish: "stop" or "length" if the sample has ended, else "".
+      top: the most probable tokens at each place, [R, K], if the request asks for them.
     """
 
     index: int
@@ -61,6 +63,7 @@ class Delta:
     pieces: tuple[str, ...]
     text: str
     finish: str
+    top: TopTokens | None = None
 
 
 # Called on the driver's thread, with the deltas of each sample in order, or with one error as the last event.
@@ -92,7 +95,7 @@ class _Answer:
                 text += stream.end(at_stop_string=event.end is End.STOP_STRING)
         finish = _FINISH[event.end]
         values = (event.tokens, event.logprob, event.entropy, event.version)
-        self._listener(Delta(event.index, *values, pieces, text, finish))
+        self._listener(Delta(event.index, *values, pieces, text, finish, event.top))
 
 
 class LiveText:

@@ -81,7 +81,7 @@ def serve(config: ServeConfig) -> int:
     Raises:
       UserError: the model cannot be served, an extra is not installed, or a port is not available.
     """
-    needed = ("pydantic", "starlette", "uvicorn")
+    needed = ("httptools", "pydantic", "starlette", "uvicorn")
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
     ended = threading.Event()

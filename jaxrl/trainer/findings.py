@@ -140,7 +140,8 @@ def find_everything(
     packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
     if path := config.rollout.agent:
-        packages |= dict.fromkeys(("openai", "pydantic", "starlette", "uvicorn"), "rollout.agent")
+        needed = ("httptools", "openai", "pydantic", "starlette", "uvicorn")
+        packages |= dict.fromkeys(needed, "rollout.agent")
         faults("rollout.agent", functools.partial(load_agent, path))
     for package, setting in packages.items():
         if package and importlib.util.find_spec(package) is None:

@@ -108,7 +108,7 @@ def role_models(config: Config, roles: Sequence[str]) -> RoleModels:
             continue
         directory, stored = ROLES[role].weights(config), None
         if directory and is_here(directory):
-            stored = read_config(directory)
+            stored = read_config(directory).for_texts_of(config.longest_sequence)
         elif directory:
             why = (
                 f"counted as large as the actor: {directory} is not here, so its shape is not known"

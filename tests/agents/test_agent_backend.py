@@ -24,7 +24,7 @@ def conversations(done: Completions, b: int) -> list[Branch]:
         return list(done.of_agents.branches[b])
     prompt = done.prompts.tokens[b // done.num_samples]
     zeros = np.zeros(len(prompt), np.float32)
-    values = (done.rollout_logprob[b], done.entropy[b], done.mask[b])
+    values = (done.rollout_logprob[b], done.entropy[b], done.mask[b], 0 * done.tokens[b])
     main = Branch(np.append(prompt, done.tokens[b]), *(np.append(zeros, x) for x in values))
     return [main, *done.of_agents.branches[b]]
 

@@ -37,9 +37,12 @@ MORE = {
 ONE = {"placement": {"one": {"roles": ("actor",), "train": "1-1-1", "devices": "0-0"}}}
 
 
-def settings_of(folder: pathlib.Path, **changes) -> dict:
+def settings_of(folder: pathlib.Path, further: dict | None = None, **changes) -> dict:
+    """A run of agents, with further fields in the rows of its problems."""
     folder.mkdir(exist_ok=True)
-    rows = [{"problem": f"{n} and", "answer": "4", "nap_s": 0.05} for n in range(40)]
+    rows = [
+        {"problem": f"{n} and", "answer": "4", "nap_s": 0.05, **(further or {})} for n in range(40)
+    ]
     for n, row in enumerate(rows):
         row["kind"] = ("talk", "threads")[n % 2]
     for name in ("train", "evaluation"):

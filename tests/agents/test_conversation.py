@@ -72,13 +72,14 @@ def test_only_the_new_messages_are_encoded():
     one, two, three, four = map(len, map(encode, (beginning, "4<|im_end|>", suffix, "So")))
     assert branch.mask.tolist() == [0] * one + [1] * two + [0] * three + [1] * four
     assert branch.version.tolist() == [0] * one + [3] * two + [0] * three + [4] * four
-    assert branch.logprob[one:].tolist() == [0, 1] + [0] * three + [0, 1]
+    assert branch.rollout_logprob[one:].tolist() == [0, 1] + [0] * three + [0, 1]
     assert branch.entropy[one:].tolist() == [0, 0.5] + [0] * three + [0, 0.5]
-    assert (branch.start, branch.turns, branch.finish) == (one, 2, "length")
-    assert [message["content"] for message in branch.messages] == ["2 + 2?", "4", "Why?", "So"]
+    assert branch.truncated
     assert conversation.counts == Counts(one + three, two + four)
     # A turn that was cut lacks the terminator, which is ours then.
-    third = conversation.extend([*branch.messages, user("?")])
+    third = conversation.extend(
+        [user("2 + 2?"), assistant("4"), user("Why?"), assistant("So"), user("?")]
+    )
     added = third.prompt_ids[len(branch.tokens) :]
     expected = "<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
     assert np.array_equal(added, encode(expected))
@@ -123,11 +124,14 @@ def test_a_demonstration_is_given_and_an_edit_is_a_branch():
     whole = model_of(CHATML).renderer.whole([*shown, assistant("5"), user("Why?")])
     assert np.array_equal(fourth.prompt_ids, encode(whole))
     main, other = conversation.branches()  # the fourth has no answer
-    assert main.messages[-1]["content"] == "So" and other.messages[-1]["content"] == "Because"
+    # Both have two turns, so that with the smaller key comes first.
+    pair = sorted((second, third), key=lambda turn: turn.key)
+    for branch, turn in zip((main, other), pair, strict=True):
+        whole = np.concatenate([turn.prompt_ids, turn.answer.tokens])
+        assert np.array_equal(branch.tokens, whole)
     # The first answer is trained once, and is the end of both prompts.
-    assert main.start == other.start == len(first.prompt_ids)
-    num = len(encode("4<|im_end|>"))
-    assert main.mask[main.start :][:num].all() and not other.mask[other.start :][:num].any()
+    start, num = len(first.prompt_ids), len(encode("4<|im_end|>"))
+    assert main.mask[start:][:num].all() and not other.mask[start:][:num].any()
     assert main.mask.sum() + other.mask.sum() == conversation.counts.sampled
     new = len(third.prompt_ids) - len(second.parent.prompt_ids) - num
     assert conversation.counts.forked == new + len(fourth.prompt_ids)
@@ -194,20 +198,40 @@ def test_reasoning_that_the_template_drops_is_kept_or_starts_a_branch():
         say(conversation, conversation.extend(history[:1]), said, THINKING)
         turn = conversation.extend(history)
         say(conversation, turn, "5<|im_end|>", THINKING)
+        conversation.branches()
         assert conversation.counts.rewritten == len(encode(said, THINKING))
         later = conversation.extend([*history, assistant("5"), tool("z")])
         # Nothing more is rewritten, so the second turn is continued.
         assert later.context is turn
         say(conversation, later, "6<|im_end|>", THINKING)
+        conversation.branches()
         assert conversation.counts.rewritten == len(encode(said, THINKING))
     (branch,) = kept.branches()
-    assert branch.mask.sum() == kept.counts.sampled and branch.turns == 3
+    assert branch.mask.sum() == kept.counts.sampled
     assert kept.counts.forked == 0
     main, first = forked.branches()
     whole = forked._model.renderer.whole(history)
-    assert np.array_equal(main.tokens[: main.start], encode(whole, THINKING))
-    assert "R" not in whole and main.turns == 2 and first.turns == 1
-    assert len(main.messages) == 6 and forked.counts.forked == main.start
+    start = len(encode(whole, THINKING))
+    assert np.array_equal(main.tokens[:start], encode(whole, THINKING))
+    assert "R" not in whole and first.mask.sum() == len(encode(said, THINKING))
+    assert forked.counts.forked == start
+
+
+def test_the_order_of_branches_does_not_depend_on_that_of_the_answers():
+    asked = [[user("x")], [user("y")], [user("x"), assistant("4"), user("one")]]
+    asked.append([*asked[2][:2], user("two")])
+    found = []
+    for order in ((0, 1, 2, 3), (1, 0, 3, 2), (0, 3, 2, 1)):
+        conversation = Conversation(model_of(CHATML))
+        for i in order:
+            say(conversation, conversation.extend(asked[i]), "4<|im_end|>")
+        found.append([(b.tokens.tolist(), b.mask.tolist()) for b in conversation.branches()])
+    assert found[0] == found[1] == found[2] and len(found[0]) == 3
+    # The deepest first, and the other question last.
+    assert (
+        found[0][2][0][: len(encode("<|im_start|>user\ny"))]
+        == encode("<|im_start|>user\ny").tolist()
+    )
 
 
 # In any order
@@ -330,14 +354,14 @@ def play(data, template, *, turns):
         if not client.seen:
             assert conversation.branches() == ()
             continue
-        main, *others = conversation.branches()
-        assert np.array_equal(main.tokens, np.concatenate(client.seen[-1]))
-        found = {branch.tokens.tobytes() for branch in (main, *others)}
+        branches = conversation.branches()
+        found = {branch.tokens.tobytes() for branch in branches}
+        assert np.concatenate(client.seen[-1]).tobytes() in found
         # A client that went back and went on has left its earlier end as a branch.
         ends = {ids.tobytes() for ids in earlier}
         grown = {ids for ids in ends if any(whole.startswith(ids) for whole in found)}
         assert ends == grown
-        assert sum(branch.mask.sum() for branch in (main, *others)) == total
+        assert sum(branch.mask.sum() for branch in branches) == total
         assert conversation.counts.sampled == total
         assert conversation.counts.encoded == client.encoded
 
@@ -374,5 +398,5 @@ def test_as_template_every_prompt_is_the_templates_and_every_token_is_trained_on
     branches = conversation.branches()
     assert {branch.tokens.tobytes() for branch in branches} <= seen.keys()
     assert sum(branch.mask.sum() for branch in branches) == sum(seen.values())
-    assert [m["content"] for m in branches[0].messages] == [m["content"] for m in history]
+    assert branches[0].tokens.tobytes() == list(seen)[-1]
     assert conversation.counts.sampled == sum(seen.values())

@@ -17,7 +17,6 @@ from scripted_driver import ScriptedDriver, serving  # noqa: E402
 from jaxrl.agents.conversation import ChatModel, Conversation  # noqa: E402
 from jaxrl.agents.session_prompts import SessionPrompts  # noqa: E402
 from jaxrl.agents.sessions import Session, Sessions  # noqa: E402
-from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 # Spaces and keys that no template writes, and a token for each byte.
@@ -59,7 +58,6 @@ def test_agents_at_once_leave_exact_branches():
     sessions.open(opened)
     keys = [session.key for session in opened]
     prompts = SessionPrompts(model, sessions, most_turns=3)
-    prompts.options = SamplingOptions()
     driver = ScriptedDriver(tokenizer, say)
     with serving(driver, tokenizer, prompts=prompts) as url:
         threads = [
@@ -78,13 +76,14 @@ def test_agents_at_once_leave_exact_branches():
         for session in opened:
             sessions.end(session.key, None)
             (branch,), counts = session.conversation.branches(), session.conversation.counts
-            assert branch.turns == 3 and branch.tokens.tobytes() in seen
+            assert branch.tokens.tobytes() in seen
             assert branch.mask.sum() == counts.sampled == sum(len(t) for _, t in sampled) / 4
             assert counts.encoded + counts.sampled == len(branch.tokens)
             first = tokenizer.encode(f"{CALL}<|im_end|>")
-            assert np.array_equal(branch.tokens[branch.start :][: len(first)], first)
+            start = int(np.argmax(branch.mask))
+            assert np.array_equal(branch.tokens[start:][: len(first)], first)
             parts = -np.arange(len(first), dtype=np.float32) / 8
-            assert np.array_equal(branch.logprob[branch.start :][: len(first)], parts)
+            assert np.array_equal(branch.rollout_logprob[start:][: len(first)], parts)
         with openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0], max_retries=0) as client:
             ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
             with pytest.raises(openai.AuthenticationError, match="no open session with that key"):
@@ -94,5 +93,57 @@ def test_agents_at_once_leave_exact_branches():
                 client.chat.completions.create(**ask, n=2)
             # A name of its own for the session, beside the key.
             client.chat.completions.create(**ask, extra_headers={"X-Session-ID": "trace 1"})
+            # They would change the policy that samples; what is only reported would not.
+            edits = {"presence_penalty": 1, "logit_bias": {"7": 5}}
+            with pytest.raises(
+                openai.BadRequestError, match="logit_bias and presence_penalty: ans"
+            ):
+                client.chat.completions.create(**ask, **edits)
+            (choice,) = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices
+            assert choice.logprobs.content
             with pytest.raises(openai.BadRequestError, match="/v1/completions would not be part"):
                 client.completions.create(model="m", prompt="x")
+
+
+def test_prompts_of_ids_are_turns_of_the_same_tree():
+    tokenizer = chat_tokenizer(CHATML)
+    model, sessions, sampled = ChatModel(tokenizer), Sessions(100.0), []
+
+    def say(prompt):
+        sampled.append(prompt)
+        return tokenizer.encode("4<|im_end|>")
+
+    session = Session(0, 0, 7, {}, Conversation(model), key="k")
+    sessions.open([session])
+    prompts = SessionPrompts(model, sessions, most_turns=4)
+    with (
+        serving(ScriptedDriver(tokenizer, say), tokenizer, prompts=prompts) as url,
+        openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client,
+    ):
+
+        def ask(ids, **params):
+            body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1, **params}}
+            answer = client.post("/inference/v1/generate", cast_to=object, body=body)
+            (choice,) = answer["choices"]
+            assert [x["logprob"] for x in choice["logprobs"]["content"]] == [0, -1 / 8]
+            assert choice["finish_reason"] == "stop"
+            return choice["token_ids"]
+
+        first = tokenizer.encode("2 + 2").tolist()
+        said = ask(first)
+        assert said == tokenizer.encode("4<|im_end|>").tolist() == ask(first)
+        second = [*first, *said, *tokenizer.encode("Why?").tolist()]
+        ask(second, max_tokens=10_000)
+        # Another beginning is a branch.
+        ask(first[1:])
+        with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
+            ask(first, n=2)
+        chat = client.with_options(base_url=f"{url}/v1").chat.completions
+        chat.create(model="m", messages=[{"role": "user", "content": "x"}])
+        with pytest.raises(openai.BadRequestError, match="has had 4 turns"):
+            ask([1])
+    assert len(sampled) == 4
+    main, *others = session.conversation.branches()
+    assert main.tokens.tolist() == [*second, *said] and main.mask.sum() == 4
+    assert sorted(x.mask.sum() for x in others) == [2, 2]
+    assert session.conversation.counts.sampled == 8

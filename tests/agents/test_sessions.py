@@ -66,3 +66,26 @@ def test_closing_fails_what_is_open():
     sessions.close()
     assert sessions.closed and sessions.take_done() == some
     assert sessions.take("a", 9) == []
+
+
+def test_the_clock_stops_while_nobody_answers():
+    sessions, (one,) = opened(1, seconds=0.05)
+    sessions.take("a", 1)
+    sessions.hold()
+    time.sleep(0.1)
+    sessions.go_on()
+    sessions.end_late()
+    assert sessions.take_done() == []
+    time.sleep(0.1)
+    sessions.end_late()
+    assert sessions.take_done() == [one] and sessions.take_stopped("a") == [one.key]
+
+
+def test_a_worker_is_told_once_of_a_session_that_was_dropped():
+    sessions, (one, two, three) = opened(3)
+    sessions.take("a", 2)
+    for session in (one, three):
+        sessions.stop(session, "was dropped")
+    # Nobody runs the third.
+    assert sessions.take_stopped("a") == [one.key] and sessions.take_stopped("a") == []
+    assert sessions.take_done() == [one, three] and sessions.find(two.key) is two

@@ -7,10 +7,11 @@ import pytest
 from closeness import assert_close
 from meshes import mesh_of
 
-from jaxrl.errors import UserError
+from jaxrl.mesh import ring
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.models.attention import attention
+from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
 
 B, T, H, D, F, E, A = 8, 8, 4, 8, 8, 4, 2
@@ -50,19 +51,21 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
     # Packed rows, some with padding at the end.
     segments = np.sort(np.random.default_rng(0).integers(1, 4, (B, T)), axis=1).astype(np.int32)
     segments[::2, -2:] = 0
-    on_mesh = attention_parallel(attention, mesh_of(**layout), rules)
-    found = value_and_gradients(on_mesh, q, k, v, segments)
-    expected = value_and_gradients(attention, q, k, v, segments)
-    assert_close(found, expected)
+    mesh = mesh_of(**layout)
+    tensor = shards_of("heads", rules, mesh)
+    heads = (8 // tensor, max(1, num_kv_heads // tensor))
+    exchange = ring.pick_split(shards_of("length", rules, mesh), *heads, whole_rows=True)
+    assert exchange.ring == 1
+    on_mesh = attention_parallel(attention, mesh, rules, exchange)
+    sinks = [normal(8, seed=3)] if num_kv_heads == 2 else []
 
+    def run(attend):
+        return value_and_gradients(
+            lambda q, k, v, *sinks: attend(q, k, v, segments, AttentionKind(0, 0.0, None, *sinks)),
+            *(q, k, v, *sinks),
+        )
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (24, 6)])
-def test_more_context_than_heads_is_refused(num_heads, num_kv_heads):
-    on_mesh = attention_parallel(attention, mesh_of("1-2-4", context=4), TRAIN_RULES)
-    q, k = normal(B, T, num_heads, H), normal(B, T, num_kv_heads, H)
-    rule = f"{num_heads // 2} query heads and {num_kv_heads // 2} key-value heads .* context = 4; "
-    with pytest.raises(UserError, match=rule):
-        jax.eval_shape(on_mesh, q, k, k, np.ones((B, T), np.int32))
+    assert_close(run(on_mesh), run(attention))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +84,10 @@ def test_more_context_than_heads_is_refused(num_heads, num_kv_heads):
 def test_experts_on_a_mesh(rules, layout):
     weights = {
         "gate": {"weight": normal(E, D, F), "lora_a": normal(E, D, 2), "lora_b": normal(E, 2, F)},
-        "up": {"weight": normal(E, D, F, seed=1)},
+        "up": {"weight": normal(E, D, F, seed=1), "bias": normal(E, F, seed=7)},
         "down": {
             "weight": normal(E, F, D, seed=2),
+            "bias": normal(E, D, seed=8),
             "lora_a": normal(E, F, 2, seed=3),
             "lora_b": normal(E, 2, D, seed=4),
         },
@@ -95,9 +99,10 @@ def test_experts_on_a_mesh(rules, layout):
             "lora_a": ("experts", "embed", None),
             "lora_b": ("experts", None, "mlp"),
         },
-        "up": {"weight": inner},
+        "up": {"weight": inner, "bias": ("experts", "mlp")},
         "down": {
             "weight": outer,
+            "bias": ("experts", "embed"),
             "lora_a": ("experts", "mlp", None),
             "lora_b": ("experts", None, "embed"),
         },
@@ -108,7 +113,9 @@ def test_experts_on_a_mesh(rules, layout):
 
     def run(layer):
         return value_and_gradients(
-            lambda x, share, *leaves: layer(x, expert, share, structure.unflatten(leaves), axes),
+            lambda x, share, *leaves: layer(
+                x, expert, share, structure.unflatten(leaves), axes, "clamped_silu"
+            ),
             x,
             share,
             *leaves,

@@ -181,13 +181,13 @@ def test_padding_costs_one_tile_a_block():
     """Texts of six and four tokens in blocks of four: five tiles, and one for each block of padding."""
     ids = np.array([[1] * 6 + [2] * 4 + [0] * 14], np.int32)
     blocks = ids.reshape(1, 6, 4).swapaxes(0, 1)
-    needed = needed_tiles(blocks, None, None, np)
+    needed = needed_tiles(blocks, None, None, xp=np)
     assert np.argwhere(needed).tolist() == [
         [0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 4], [5, 5]
     ]  # fmt: skip
     # With a prompt shared by the second text, its blocks see the first one, too.
     prefix = np.where(ids == 2, 1, 0).reshape(1, 6, 4).swapaxes(0, 1)
-    needed = needed_tiles(blocks, prefix, None, np)
+    needed = needed_tiles(blocks, prefix, None, xp=np)
     assert needed[2].tolist() == [True, True, True, False, False, False]
     assert not needed[3:, :3].any() and needed[3:].sum() == 3
 
@@ -235,6 +235,29 @@ def test_a_mesh_changes_nothing(packed):
         strict=True,
     ):
         assert_close(ours, whole)
+
+
+@BLOCK_TOKENS
+def test_a_sink_is_a_key_without_a_value(packed, block_tokens):
+    """A row with one more token, which all others see: its scores are the sinks, its value is 0."""
+    q, k, v, _ = packed
+    H, sinks = q.shape[-1], np.array([0.5, -1.0, 2.0, 7.0], np.float32)
+    # Of one dimension of their own, keys of other tokens have nothing and the sink all.
+    wide = lambda x: np.pad(x, ((0, 0), (1, 0), (0, 0), (0, 1)))  # noqa: E731
+    q_wide, k_wide, v_wide = wide(q), wide(k), wide(v)
+    q_wide[..., -1] = sinks * np.sqrt(H + 1)
+    q_wide[..., :-1] *= np.sqrt((H + 1) / H)
+    k_wide[:, 0, :, -1] = 1
+    along = normal(np.random.default_rng(1), *q.shape)
+    out, d_q, *_ = attention_twin(q_wide, k_wide, v_wide, np.ones((3, 10), np.int32), wide(along))
+    ones = np.ones((3, 9), np.int32)
+
+    def attend(q, k, v, sinks):
+        return attention(q, k, v, ones, AttentionKind(sinks=sinks), block_tokens=block_tokens)
+
+    assert_close(attend(q, k, v, sinks), out[:, 1:, :, :H])
+    slope = jax.grad(lambda sinks: (attend(q, k, v, sinks) * along).sum())(sinks)
+    assert_close(slope, d_q[..., -1].sum((0, 1)) * np.sqrt(H + 1))
 
 
 # Kernels
@@ -400,6 +423,17 @@ def test_capped_scores_are_left_to_those_who_have_them():
         UserError, match=r"'cudnn' on gpu in bfloat16 with capped scores.*use auto or xla"
     ):
         pick_implementation("gpu", jnp.bfloat16, "cudnn", softcap=50.0)
+    for platform in ("gpu", "tpu"):
+        assert pick_implementation(platform, jnp.bfloat16, sinks=True) == "xla"
+    with pytest.raises(UserError, match=r"'splash' on tpu .* with attention sinks.*without sinks"):
+        pick_implementation("tpu", jnp.bfloat16, "splash", sinks=True)
+
+
+def test_a_mask_of_a_long_row_is_never_made():
+    """128k tokens: 2 T^2 bytes are 34 GB."""
+    assert pick_implementation("gpu", jnp.bfloat16, tokens=32_768) == "cudnn"
+    assert pick_implementation("gpu", jnp.bfloat16, tokens=131_072) == "xla"
+    assert pick_implementation("tpu", jnp.bfloat16, tokens=131_072) == "splash"
 
 
 def test_every_implementation_can_be_picked():
@@ -411,10 +445,13 @@ def test_every_implementation_can_be_picked():
 
 
 @pytest.mark.parametrize("length", [0, 1, 6])
-def test_a_token_against_the_cache_is_the_last_token_of_the_whole_sequence(length):
+@pytest.mark.parametrize(
+    "kind", [FULL, AttentionKind(sinks=np.array([0.5, -1, 2, 7], np.float32))], ids=["", "sinks"]
+)
+def test_a_token_against_the_cache_is_the_last_token_of_the_whole_sequence(length, kind):
     rng = np.random.default_rng(2)
     q, k, v = normal(rng, 1, 7, 4, 8), normal(rng, 1, 7, 2, 8), normal(rng, 1, 7, 2, 8)
-    whole = attention(q, k, v, np.ones((1, 7), np.int32))[:, length]
+    whole = attention(q, k, v, np.ones((1, 7), np.int32), kind)[:, length]
 
     # What a previous owner of the slot left behind the real tokens is large, and must not show.
     cache_k, cache_v = 100 * normal(rng, 1, 2, 8, 10), 100 * normal(rng, 1, 2, 10, 8)
@@ -425,6 +462,7 @@ def test_a_token_against_the_cache_is_the_last_token_of_the_whole_sequence(lengt
         k[:, length],
         v[:, length],
         [(KVCache(cache_k, cache_v), np.array([length], np.int32))],
+        kind=kind,
     )
     assert_close(cached, whole)
 

@@ -55,6 +55,31 @@ FAMILIES = {
 }
 
 
+# The parts of SmolLM3, Ministral 3, OLMo 3 and Phi-4-mini, together.
+FAMILIES["later"] = dataclasses.replace(
+    FAMILIES["gemma"],
+    num_layers=2,
+    layer_pattern=("sliding", "unrotated"),
+    pre_norms=False,
+    qk_norm_over_heads=True,
+    rotary_fraction=0.5,
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=8.0, original_max_positions=3, query_beta=0.3, beta_slow=0.1
+    ),
+)
+FAMILIES["gpt-oss"] = dataclasses.replace(
+    TINY,
+    output_bias=True,
+    attention_sinks=True,
+    sliding_window=3,
+    layer_pattern=("sliding", "full"),
+    num_experts=4,
+    experts_per_token=2,
+    expert_biases=True,
+    activation="clamped_silu",
+)
+
+
 fresh_params = jax.jit(init_params, static_argnums=0)
 
 
@@ -110,6 +135,12 @@ def test_the_parameter_count_is_that_of_the_weights(tie_embeddings, qkv_bias, qk
         qk_norm=qk_norm,
         post_norms=post_norms,
     )
+    _, shapes, _ = decoder_graph(config)
+    assert config.num_params == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_the_parameter_count_of_a_family_is_that_of_its_weights(config):
     _, shapes, _ = decoder_graph(config)
     assert config.num_params == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 

@@ -112,6 +112,7 @@ def test_gradients_by_finite_differences(apply, inputs):
 def with_adapters(weights, rank=2):
     for i, projection in enumerate(weights.values()):
         experts, rows, columns = projection["weight"].shape
+        projection["bias"] = normal(experts, columns, seed=10 + i)
         projection["lora_a"] = normal(experts, rows, rank, seed=20 + i)
         projection["lora_b"] = normal(experts, rank, columns, seed=30 + i)
     return weights
@@ -187,6 +188,22 @@ def test_the_most_probable_experts_share_the_token_in_proportion():
     share /= share.sum(-1, keepdims=True)
     weights = [np.asarray(getattr(layer(), n).weight[...]) for n in ("gate", "up", "down")]
     assert_close(found, experts_twin(x, expert, share, *weights))
+
+
+def test_a_clamped_gate_and_biases_by_hand():
+    """One expert of width 1: gate 9 is cut to 7, up -8 to -7; then (up + 1) * gate * sigmoid(1.702 gate)."""
+    ones = jnp.ones((1, 1, 1))
+    weights = {
+        "gate": {"weight": 4 * ones, "bias": 1 * ones[0]},
+        "up": {"weight": -5 * ones, "bias": 2 * ones[0]},
+        "down": {"weight": 3 * ones, "bias": 0.5 * ones[0]},
+    }
+    hidden = (-7 + 1) * 7 / (1 + np.exp(-1.702 * 7))
+    for apply in (apply_experts, apply_experts_in_tiles):
+        out = apply(
+            2 * ones, np.zeros((1, 1, 1), np.int32), 0.25 * ones, weights, None, "clamped_silu"
+        )
+        assert_close(out, 0.25 * (3 * hidden + 0.5) * ones)
 
 
 def test_padding_is_no_experts_business():

@@ -26,7 +26,16 @@ PARAMETERS = {
     "mistral-7b-v0.1": (7_241_732_096, 7_241_732_096),
     "mistral-7b-v0.3": (7_248_023_552, 7_248_023_552),
     "smollm2-135m": (134_515_008, 134_515_008),
+    "smollm3-3b": (3_075_098_624, 3_075_098_624),
     "gemma-3-1b": (999_885_952, 999_885_952),
+    "phi-4-mini": (3_836_021_760, 3_836_021_760),
+    "phi-4": (14_659_507_200, 14_659_507_200),
+    # Published is 3.4 billion. Layers of 2 * 3072 * (4096 + 1024) + 3 * 3072 * 9216 + 2 * 3072.
+    "ministral-3-3b": (26 * 116_398_080 + 131_072 * 3072 + 3072,) * 2,
+    # The published 3.6 and 5.1 billion of a token leave out its embedding, and count the unembedding.
+    "gpt-oss-20b": (20_914_757_184, 4_187_440_704),
+    "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
+    "olmo-3-7b": (7_298_011_136, 7_298_011_136),
 }
 
 
@@ -34,7 +43,9 @@ def test_every_model_has_as_many_parameters_as_published():
     assert {n: (c.num_params, c.num_active_params) for n, c in SHAPES.items()} == PARAMETERS
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-1b"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-1b", "olmo-3-7b", "gpt-oss-20b"]
+)
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):
     shapes = decoder_graph(model_shapes(name))[1]
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name][0]

@@ -150,7 +150,7 @@ def test_a_plan_counts_experts_and_rows_that_are_split():
     for task in times.tasks:
         assert 0 < task.at_least_s <= task.costs.total_s, task
         assert task.costs.seconds["tokens to experts"] > 0
-        assert ("rows for heads" in task.costs.seconds) == (task.stage != "generation")
+        assert ("parts of rows" in task.costs.seconds) == (task.stage != "generation")
     # A device has half of 8 experts of 3 x 256 x 768 weights in 4 layers, and t_g = 2 halves everything.
     experts = 4 * 8 * 3 * 256 * 768
     (sampling,) = times.of_stage("generation")

@@ -68,6 +68,23 @@ def test_a_number_that_is_given_stays():
     assert with_slots(*on_shapes(config), 1, lambda *_: 0) is config
 
 
+def test_more_agents_than_slots_have_pages_for_as_many_conversations_as_fit():
+    def chosen(memory: float, **changes: object):
+        config = config_of("guess_tiny.py", rollout__slots=8, **changes)
+        return config, with_slots(*on_shapes(config), int(memory)).rollout
+
+    config, roomy = chosen(1e12)
+    agents = config.rollout.generation_prompts * config.rollout.num_samples
+    longest = config.longest_sequence + config.rollout.tokens_per_dispatch
+    assert (roomy.slots, roomy.cache, roomy.cache_tokens) == (8, "paged", agents * longest)
+    # Without memory to spare there is what the slots need.
+    assert chosen(1e6)[1].cache_tokens == 0
+    assert 8 * longest < chosen(MEMORY)[1].cache_tokens < roomy.cache_tokens
+    for changes in ({"rollout__slots": agents}, {"rollout__agent": ""}):
+        config = config_of("guess_tiny.py", **({"rollout__slots": 8} | changes))
+        assert with_slots(*on_shapes(config), int(1e12)) is config
+
+
 @hypothesis.given(
     first=st.integers(1, 300),
     most=st.integers(1, 300),

@@ -81,7 +81,7 @@ def conversation(*turns: tuple[bool, str]) -> Completions:
     masks = [np.full(len(text), by_policy, np.float32) for by_policy, text in turns]
     tokens = np.concatenate([prompt, *said])
     mask = np.concatenate([np.zeros(len(prompt), np.float32), *masks])
-    talk = Talk((Branch(tokens, 0 * mask, 0 * mask, mask),), len(prompt), False, None, False)
+    talk = Talk((Branch(tokens, 0 * mask, 0 * mask, mask, 0 * tokens),), None)
     return group_of(
         prompts, [talk], 1, lambda sequences: ["".join(map(chr, tokens)) for tokens in sequences]
     )

@@ -45,7 +45,7 @@ def talk(prompts: Prompts, rows, branches, *, scores=None, failed=None) -> Compl
         of_agents=AgentRows(
             np.array([np.nan] * B if scores is None else scores, np.float32),
             np.array([False] * B if failed is None else failed),
-            tuple(tuple(Branch(t, -0.5 * m, m, m) for t, m in some) for some in branches),
+            tuple(tuple(Branch(t, -0.5 * m, m, m, 0 * t) for t, m in some) for some in branches),
         ),
     )
 

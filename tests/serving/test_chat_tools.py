@@ -1,6 +1,7 @@
 """Chats with tools over HTTP: OpenAI's client, and a model that says what it is told to."""
 
 import contextlib
+import dataclasses
 import json
 
 import numpy as np
@@ -14,6 +15,12 @@ openai = import_extra("dev", "openai")
 httpx = import_extra("dev", "httpx2")
 
 from scripted_driver import ScriptedDriver, serving  # noqa: E402
+
+from jaxrl.data.chat import ChatTemplate  # noqa: E402
+from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
+from jaxrl.serving.openai.calls import RequestLimits, read_chat  # noqa: E402
+from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
+from jaxrl.serving.openai.logit_edits import LogitEdits  # noqa: E402
 
 TOOLS = [
     {
@@ -154,6 +161,28 @@ def test_a_call_can_be_forced_by_its_beginning(choice, start):
                 (call,) = answer.choices[0].message.tool_calls
             assert call.function.name == "add"
             assert tokenizer.decode(driver.prompts[-1]).endswith(start)
+
+
+def test_a_response_format_holds_after_the_reasoning_that_a_prompt_opens():
+    """As DeepSeek-R1's: the prompt ends with the beginning of reasoning."""
+    import_extra("dev", "llguidance")
+    tokenizer, opened = chat_tokenizer(THINKING), THINKING + "<think>\n"
+    tokenizer.backend.add_tokens(["</think>"])
+    end = tokenizer.encode("</think>").tolist()
+    limits = RequestLimits("m", 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
+    for template, after in ((THINKING, None), (opened, end[0])):
+        chat = ChatTemplate(template, origin="this test", special_tokens={})
+        model = dataclasses.replace(tokenizer, chat_template=chat)
+        parser = AnswerParser(model)
+        call = read_chat(
+            {**ASK, "response_format": {"type": "json_object"}},
+            model,
+            limits,
+            prompts=RenderedPrompts(model, parser),
+            parser=parser,
+        )
+        edits = call.requests[0].options.edits
+        assert isinstance(edits, LogitEdits) and edits.grammar_after == after
 
 
 def test_ids_of_prompts_and_answers():

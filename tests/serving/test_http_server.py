@@ -75,7 +75,7 @@ def ends_within(client: socket.socket, seconds: float, *, sends: bytes = b"") ->
         (HALF, b"x"),
         # After an answer; and a body that nobody wants, which never ends.
         (WHOLE + HALF, b"x"),
-        (WHOLE.replace(b"host", b"content-length: 100000\r\nhost"), b"x"),
+        (WHOLE.replace(b"host:", b"content-length: 100000\r\nhost:"), b"x"),
     ],
 )
 def test_a_connection_without_a_whole_request_is_closed(start, begin, sends):
@@ -97,6 +97,29 @@ def test_a_request_in_time_is_answered_again_and_again(start):
                 time.sleep(0.01)
             time.sleep(0.1)
             assert client.recv(1000).endswith(b"\r\n\r\nok")
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_turn(start):
+    large = WHOLE.replace(b"host:", b"content-length: 200000\r\nhost:") + b"x" * 200_000
+    with connection(start(idle_timeout_s=1.0)) as client:
+        client.sendall(WHOLE + large + WHOLE[:-5])
+        time.sleep(0.2)
+        client.sendall(WHOLE[-5:])
+        received = b""
+        while received.count(b"\r\n\r\nok") < 3:
+            part = client.recv(10_000)
+            assert part, received
+            received += part
+
+
+def test_headers_without_an_end_are_cut_off(start):
+    with connection(start(idle_timeout_s=20.0)) as client:
+        client.sendall(HALF)
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20_000):
+                client.sendall(b"x-more: " + b"x" * 1000 + b"\r\n")
+        assert ends_within(client, 5) and time.monotonic() - begun < 10
 
 
 def test_a_client_that_reads_nothing_is_left(start):

@@ -16,7 +16,6 @@ from jaxrl.serving.openai.calls import (  # noqa: E402
     ApiError,
     RequestLimits,
     read_completion,
-    read_generate,
 )
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 
@@ -59,6 +58,11 @@ def read_chat(body, tokenizer, limits):
     parser = AnswerParser(tokenizer)
     prompts = RenderedPrompts(tokenizer, parser)
     return calls.read_chat(body, tokenizer, limits, prompts=prompts, parser=parser)
+
+
+def read_generate(body, tokenizer, limits):
+    prompts = RenderedPrompts(tokenizer, AnswerParser(tokenizer))
+    return calls.read_generate(body, tokenizer, limits, prompts=prompts)
 
 
 # Room for tools.

@@ -1,5 +1,6 @@
 """What is a request and what is none, in terms of the request; that OpenAI's client reads the answers."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ import_extra("dev", "pydantic")
 openai_types = import_extra("dev", "openai.types")
 
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
+from jaxrl.rollout.decode_state import TopTokens  # noqa: E402
 from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 from jaxrl.serving.online_driver import Delta  # noqa: E402
@@ -98,7 +100,29 @@ def _nested(depth):
         ({"stop": [""]}, "stop", "stop must be a text or up to 16 of them"),
         ({"stop": ["x"] * 17}, "stop", "stop must be a text or up to 16 of them"),
         ({"stop": "x" * 257}, "stop", "stop must be a text or up to 16 of them"),
-        ({"logprobs": 5}, "logprobs", "there are only those of the sampled tokens"),
+        ({"logprobs": 21}, "logprobs", "logprobs is 21; it must be an integer from 0 to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias names 'x', which is no token id"),
+        ({"logit_bias": {"7": 101}}, "logit_bias", "gives token 7 101; give a number from -100 to"),
+        ({"logit_bias": {"7": True}}, "logit_bias", "gives token 7 True; give a number from"),
+        ({"logit_bias": {"7": float("nan")}}, "logit_bias", "gives token 7 nan; give a number"),
+        (
+            {"frequency_penalty": -2.5},
+            "frequency_penalty",
+            "is -2.5; it must be a number from -2 to",
+        ),
+        *(
+            ({"response_format": value}, "response_format" + path, message)
+            for value, path, message in (
+                ("json", "", "response_format is 'json'; it must be an object with a type"),
+                ({"type": "xml"}, ".type", "must be 'text', 'json_object' or 'json_schema'"),
+                ({"type": "json_schema"}, ".json_schema.schema", "must be a JSON schema"),
+                (
+                    {"type": "json_schema", "json_schema": {"schema": {"a": _nested(900)}}},
+                    ".json_schema.schema",
+                    "is nested too deeply; 32 levels are read",
+                ),
+            )
+        ),
         ({"stream_options": 3}, "stream_options", "stream_options is 3; it must be an object"),
         (
             {"stream_options": {"include_usage": "yes"}},
@@ -107,7 +131,7 @@ def _nested(depth):
         ),
         ({"echo": True}, "echo", "echo True: this server does not have it; leave it out"),
         ({"best_of": 2}, "best_of", "best_of 2: this server does not have it"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty 0.5: this server"),
+        ({"presence_penalty": 3}, "presence_penalty", "is 3; it must be a number from -2 to 2"),
         ({"tempreature": 1}, "tempreature", "tempreature is no field of this request"),
         ({"\ud800": 1}, r"\ud800", r"\ud800 is no field of this request"),
     ],
@@ -141,8 +165,16 @@ def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message)
             "messages[0].audio is no field of this request",
         ),
         ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be true or false"),
-        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs 2: this server does not have it"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "does not have it"),
+        ({"top_logprobs": 2}, "top_logprobs", "is only given with logprobs true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "must be an integer from 0 to 20"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            "response_format",
+            "allows no call of a tool, and there are tools; leave one out",
+        ),
         ({"prompt": "x"}, "prompt", "prompt is no field of this request"),
         *(
             ({"chat_template_kwargs": value}, "chat_template_kwargs", message)
@@ -216,16 +248,22 @@ class Tokenizer:
         return np.zeros(3, np.int32)
 
     def decode(self, ids):
-        return "".join({5: "a", 6: "é"}.get(int(i), "") for i in ids)
+        return "".join({5: "a", 6: "é"}.get(int(i), chr(i)) for i in ids)
 
 
 PARSER = AnswerParser(Tokenizer())
 
 
 def answer_of(
-    form, *, logprobs: bool = True, include_usage: bool = False, token_ids: bool = False
+    form,
+    *,
+    logprobs: bool = True,
+    include_usage: bool = False,
+    token_ids: bool = False,
+    num_top: int = 0,
 ) -> Answer:
-    request = Request(np.zeros(3, np.int32), 9, 0, SamplingOptions(num_samples=2))
+    options = SamplingOptions(num_samples=2, top_logprobs=num_top)
+    request = Request(np.zeros(3, np.int32), 9, 0, options)
     turn = None
     if form is CHAT:
         turn = RenderedPrompts(Tokenizer(), PARSER).open(ChatQuery(()), "")
@@ -273,6 +311,34 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
         assert first["logprobs"]["token_logprobs"] == [-0.5, -1.0] * 2
     else:
         assert first["logprobs"]["content"][1]["bytes"] == list("é".encode())
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+)
+def test_the_most_probable_tokens_stand_beside_each(form, kind):
+    """The drawn tokens, "a" and "é", are not among the most probable two."""
+    answer = answer_of(form, num_top=2)
+    token = np.array([[70, 71], [72, 70]], np.int32)
+    logprob = np.array([[-0.5, -1.5], [-0.25, -0.75]], np.float32)
+    for index in range(2):
+        top = TopTokens(token, logprob)
+        answer.add(index, dataclasses.replace(delta(index, "stop"), top=top))
+    (first, _) = read_by_openai(kind, answer.whole())["choices"]
+    expected = [
+        {"F": -0.5, "G": -1.5},
+        {"H": -0.25, "F": -0.75},
+    ]
+    if form is COMPLETION:
+        # With the tokens that were drawn.
+        drawn = [{"a": -0.5}, {"é": -1.0}]
+        assert first["logprobs"]["top_logprobs"] == [
+            a | b for a, b in zip(drawn, expected, strict=True)
+        ]
+    else:
+        found = [entry["top_logprobs"] for entry in first["logprobs"]["content"]]
+        assert [{e["token"]: e["logprob"] for e in top} for top in found] == expected
+        assert found[0][0]["bytes"] == [70]
 
 
 def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():

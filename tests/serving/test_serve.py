@@ -280,6 +280,98 @@ def test_two_hundred_requests_at_once_are_answered_as_one_by_one(client, server)
     assert [a.choices[0].text for a in answers] == alone * 10
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["one", "東京"]},
+        "n": {"type": "integer", "minimum": -5, "maximum": 99},
+        "on": {"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
+    },
+    "required": ["name", "n", "on"],
+    "additionalProperties": False,
+}
+
+
+def follows_the_schema(answer: str) -> bool:
+    value = json.loads(answer)
+    return (
+        list(value) == ["name", "n", "on"]
+        and value["name"] in ("one", "東京")
+        and type(value["n"]) is int
+        and -5 <= value["n"] <= 99
+        and value["on"] in ([], [True], [False])
+    )
+
+
+def test_answers_follow_a_schema_beside_others_that_do_not_change(client, server, loaded):
+    """The model has random weights. Without white space every answer is short enough."""
+    import_extra("dev", "llguidance")
+    spaces = [loaded.tokenizer.encode(character)[0] for character in " \t\r\n"]
+    chat = {**MODEL, "messages": [{"role": "user", "content": "one"}], "max_tokens": 42}
+    asked = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "logit_bias": {str(token): -100 for token in spaces},
+        "seed": 1,
+        "n": 8,
+    }
+    alone = client.completions.create(**MODEL, prompt="two", seed=2, max_tokens=40, logprobs=0)
+
+    async def all_at_once():
+        async with openai.AsyncOpenAI(**address(server)) as client:
+            return await asyncio.gather(
+                client.chat.completions.create(**chat, **asked),
+                client.completions.create(**MODEL, prompt="two", seed=2, max_tokens=40, logprobs=0),
+                client.chat.completions.create(**chat, **asked | {"temperature": 2, "seed": 3}),
+            )
+
+    first, beside, second = asyncio.run(all_at_once())
+    texts = [choice.message.content for chat in (first, second) for choice in chat.choices]
+    assert all(map(follows_the_schema, texts)) and len(set(texts)) > 8
+    assert {c.finish_reason for chat in (first, second) for c in chat.choices} == {"stop"}
+    assert beside.choices[0].text == alone.choices[0].text
+    parts = client.chat.completions.create(**chat, **asked, stream=True)
+    streamed = [""] * 8
+    for part in parts:
+        streamed[part.choices[0].index] += part.choices[0].delta.content
+    assert streamed == texts[:8]
+    # The limit ends a grammar like any other answer.
+    cut = client.chat.completions.create(**chat | {"max_tokens": 5}, **asked)
+    assert {choice.finish_reason for choice in cut.choices} == {"length"}
+    asked["response_format"] = {"type": "json_object"}
+    anything = client.chat.completions.create(**chat, **asked)
+    assert all(choice.message.content.startswith("{") for choice in anything.choices)
+
+
+def test_the_most_probable_tokens_are_reported(client, loaded):
+    spelled = [loaded.tokenizer.decode([token]) for token in range(loaded.tokenizer.vocab_size)]
+    chat = {**MODEL, "messages": [{"role": "user", "content": "one"}], "seed": 4, "max_tokens": 9}
+    plain = client.chat.completions.create(**chat, logprobs=True).choices[0].logprobs.content
+    answer = client.chat.completions.create(**chat, logprobs=True, top_logprobs=20).choices[0]
+    for entry, alone in zip(answer.logprobs.content, plain, strict=True):
+        assert entry.token == alone.token
+        assert_close(entry.logprob, alone.logprob, scale=1)
+        top = [each.logprob for each in entry.top_logprobs]
+        assert len(top) == 20 and top == sorted(top, reverse=True)
+        assert {each.token for each in entry.top_logprobs} <= set(spelled)
+        assert np.exp(top).sum() < 1 and not alone.top_logprobs
+    asked = {**MODEL, "prompt": "one", "seed": 4, "max_tokens": 9, "temperature": 0}
+    logprobs = client.completions.create(**asked, logprobs=2).choices[0].logprobs
+    # Greedy: what is drawn is the most probable token, and each has a place of its own.
+    for logprob, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert 1 <= len(top) <= 3
+        assert_close(max(top.values()), logprob, scale=1)
+
+
+def test_a_bias_and_penalties_of_ids(server, loaded):
+    (token,) = loaded.tokenizer.encode("x").tolist()
+    prompt = loaded.tokenizer.encode("one").tolist()
+    params = {"max_tokens": 5, "logit_bias": {str(token): 100}}
+    _, answer = post(
+        server, {"token_ids": prompt, "sampling_params": params}, "/inference/v1/generate"
+    )
+    assert answer["choices"][0]["token_ids"] == [token] * 5
+
+
 # What is wrong with a request
 
 
@@ -319,6 +411,22 @@ def post(server, body, path="/v1/completions", **headers):
         ),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
         ({"prompt": "x", "top_p": 0}, 400, "top_p 0.0 is not positive"),
+        (
+            {"prompt": "x", "logit_bias": {"319": 1}},
+            400,
+            "logit_bias has token id 319; this model's",
+        ),
+        (
+            {
+                "prompt": "x",
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                },
+            },
+            400,
+            "response_format has a schema that cannot be enforced (Unimplemented keys",
+        ),
         ({"prompt": "x", "n": 129}, 400, "this server gives 1 to 128 choices"),
         ({"prompt": ["x"] * 100, "n": 2}, 400, "100 prompts with n 2"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "model 'gpt-4' is not here; this server has"),

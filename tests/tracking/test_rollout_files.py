@@ -128,7 +128,7 @@ def test_conversations_show_what_was_not_sampled(tokenizer):
     mask[1] = 0
     turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
     thread = tokenizer.encode("two")
-    branch = Branch(thread, 0.5 * np.ones(len(thread)), mask[: len(thread)], 0 * thread)
+    branch = Branch(thread, 0.5 * np.ones(len(thread)), mask[: len(thread)], 0 * thread, 0 * thread)
     agents = AgentRows(np.array([np.nan]), np.array([False]), ((branch,),))
     scored = scored_of(tokenizer, [text], mask=(mask,), turns=turns, of_agents=agents)
     (row,) = rows_of(tokenizer, scored)

@@ -48,7 +48,7 @@ from jaxrl.models.cache.kv_cache import (
     write_slots,
 )
 from jaxrl.models.compute import Compute, LayerFunction
-from jaxrl.models.decoder import Attend, Decoder, Params
+from jaxrl.models.decoder import Attend, Decoder, LayerFlags, Params
 
 # A pytree of arrays: the keys and values of all layers.
 Cache: TypeAlias = Any
@@ -231,8 +231,8 @@ class CacheKind:
             return None
         _, stacked = nnx.split(model.layers)
         layers = [
-            (jax.tree.map(lambda w, i=i: w[i], stacked), slides)
-            for i, slides in enumerate(model.config.sliding_layers)
+            (jax.tree.map(lambda w, i=i: w[i], stacked), flags)
+            for i, flags in enumerate(LayerFlags.of_layers(model.config))
         ]
 
         def run(

@@ -38,6 +38,19 @@ class PartialAttention(NamedTuple):
     mixed: jax.Array
 
 
+def _over_total(
+    top_BKGT: jax.Array, total_BKGT: jax.Array, mixed_BKGTH: jax.Array, kind: AttentionKind
+) -> jax.Array:
+    """The mixed values over the sum of weights, to which the sinks are added last: [B, K, G, T, H]."""
+    if kind.sinks is not None:
+        sinks = kind.sinks.reshape(1, *top_BKGT.shape[1:3], 1)
+        new_top = jnp.maximum(top_BKGT, sinks)
+        keep = jnp.exp(top_BKGT - new_top)
+        total_BKGT = total_BKGT * keep + jnp.exp(sinks - new_top)
+        mixed_BKGTH = mixed_BKGTH * keep[..., None]
+    return mixed_BKGTH / total_BKGT[..., None]
+
+
 def _scores(q_BKGTH: jax.Array, cache: KVCache) -> jax.Array:
     """q · k of every cached token, [B, K, G, T, C] float32, unscaled."""
     k = cache.k.astype(q_BKGTH.dtype)
@@ -112,7 +125,7 @@ def cached_attention(
         weight = jnp.exp(others.top - top)
         total = total + weight * others.total
         mixed = mixed + weight[..., None] * others.mixed
-    return (mixed / total[..., None]).reshape(B, Q, H).astype(q_BQH.dtype)
+    return _over_total(top, total, mixed, kind).reshape(B, Q, H).astype(q_BQH.dtype)
 
 
 def _first_seen(
@@ -194,6 +207,6 @@ def extending_attention(
     first_block = 0
     if reach is not None:
         first_block = jnp.maximum(length_B.min() + 1 - reach, 0) // block
-    _, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
-    out = (mixed / total[..., None]).transpose(0, 3, 1, 2, 4)
+    top, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
+    out = _over_total(top, total, mixed, kind).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, Q, H).astype(q_BTQH.dtype)

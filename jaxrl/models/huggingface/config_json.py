@@ -7,9 +7,10 @@ from the file and never guessed from the name of a model. A row only adds what t
 reads it.
 
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
-rotation of heads, rotary scalings other than Llama 3.1's and a plain factor, biases on the output projection
-or the feed-forward network, quantised weights. Of a Gemma 3 with images (4B and larger) only the text model
-is read. Other keys are ignored: no supported class computes anything with them.
+rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on a
+dense feed-forward network, quantised weights but gpt-oss's. Of a model with images (Gemma 3 from 4B on,
+Mistral Small 3.1) only the text model is read. Other keys are ignored: no supported class computes anything
+with them.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "attention_softcap": ("attn_logit_softcapping", float),
     "logits_softcap": ("final_logit_softcapping", float),
     "rope_local_theta": ("rope_local_base_freq", float),
+    "rotary_fraction": ("partial_rotary_factor", float),
 }
 _SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
 _PLAIN: Mapping[str, Any] = {
     "qkv_bias": False,
+    "output_bias": False,
+    "attention_sinks": False,
+    "expert_biases": False,
     "qk_norm": False,
+    "qk_norm_over_heads": False,
     "activation": "silu",
+    "pre_norms": True,
     "post_norms": False,
     "zero_centered_norms": False,
     "scale_embeddings": False,
@@ -76,10 +83,19 @@ class Architecture:
         "number" (`sliding_window`, a number or null for all layers), or "types" (`layer_types`, or every
         layer but each `sliding_window_pattern`-th).
       window_pattern: default of a missing `sliding_window_pattern`.
+      window: default of a missing `sliding_window`; None for no window.
+      unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
+      scaled_queries: True if queries grow with their position.
+      fused: True if one tensor holds q, k and v, and another gate and up.
+      renamed: keys of fields that have another one in other families.
+      quantized: the method of `quantization_config` whose weights can be read; "" for none.
       rope_theta: default of a missing rotary base.
       own_head_dim: True if the head size does not follow from the width of the model.
       divides: True if its code requires a width that is a multiple of the number of heads.
       tied: default of a missing `tie_word_embeddings`.
+      with_images: class whose text model, described by `text_config`, is of this family; "" for none.
+      text_absent: defaults of missing keys of `text_config`, which published files leave out.
+      text_fixed: keys that `with_images` ignores, and the values that it has instead.
     """
 
     language_model: str
@@ -90,28 +106,46 @@ class Architecture:
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     windows: Literal["", "number", "types"] = ""
     window_pattern: int = 1
+    window: int | None = None
+    unrotated_every: int = 0
+    scaled_queries: bool = False
+    fused: bool = False
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quantized: str = ""
     rope_theta: float = 10_000.0
     own_head_dim: bool = False
     divides: bool = False
     tied: bool = False
+    with_images: str = ""
+    text_absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text_fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def keys(self) -> dict[str, tuple[str, type]]:
         """Key and type of all plain values of the family, by field."""
         keys = _KEYS | {field: _OWN_KEYS[field] for field in self.own}
-        return (
-            keys | {"d_ff": ("moe_intermediate_size", int)} if "num_experts" in self.own else keys
-        )
+        if "num_experts" in self.own:
+            keys["d_ff"] = ("moe_intermediate_size", int)
+        return keys | {field: (key, keys[field][1]) for field, key in self.renamed.items()}
+
+    @property
+    def has_local_theta(self) -> bool:
+        """Whether layers with a sliding window have a rotary base of their own."""
+        return "rope_local_theta" in {**self.own, **self.traits}
 
     def spells(self, config: ModelConfig) -> bool:
         """Whether the architecture can express all of `config`."""
-        sliding = config.sliding_layers
+        sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
         return (
             all(getattr(config, k) == v for k, v in {**_PLAIN, **self.traits}.items())
             and not any(getattr(config, cap) for cap in _SOFTCAPS if cap not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
-            and ("rope_local_theta" in self.own) == bool(config.rope_local_theta)
+            and self.has_local_theta == bool(config.rope_local_theta)
+            and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
+            and (all(config.rotated_layers) or bool(self.unrotated_every))
+            and (rope is not None and rope.query_beta > 0) == self.scaled_queries
+            and (rope is None or not self.fused or rope.kind == "longrope")
             and not (own_scalar and "query_pre_attn_scalar" not in self.own)
             and (
                 not any(sliding)
@@ -136,6 +170,15 @@ _GEMMA_NEEDS = {
 }
 _GEMMA: dict[str, Any] = dict(windows="types", own_head_dim=True, divides=True, tied=True)
 _GEMMA_QUERIES = {"query_pre_attn_scalar": 256.0}
+# Defaults of the Gemma3TextConfig of Transformers.
+_GEMMA3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
 
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
@@ -165,6 +208,27 @@ ARCHITECTURES = (
         own_head_dim=True,
     ),
     Architecture(
+        "GptOssForCausalLM",
+        "GptOssForSequenceClassification",
+        "gpt_oss",
+        traits={
+            "qkv_bias": True,
+            "output_bias": True,
+            "attention_sinks": True,
+            "expert_biases": True,
+            "activation": "clamped_silu",
+        },
+        needs={**_SILU, "attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        own={"num_experts": 128, "experts_per_token": 4},
+        renamed={"num_experts": "num_local_experts", "d_ff": "intermediate_size"},
+        quantized="mxfp4",
+        windows="types",
+        window_pattern=2,
+        window=128,
+        rope_theta=150_000.0,
+        own_head_dim=True,
+    ),
+    Architecture(
         "LlamaForCausalLM",
         "LlamaForSequenceClassification",
         "llama",
@@ -172,7 +236,60 @@ ARCHITECTURES = (
         divides=True,
     ),
     Architecture(
-        "MistralForCausalLM", "MistralForSequenceClassification", "mistral", windows="number"
+        "MistralForCausalLM",
+        "MistralForSequenceClassification",
+        "mistral",
+        windows="number",
+        window=4096,
+        with_images="Mistral3ForConditionalGeneration",
+    ),
+    Architecture(
+        "Ministral3ForCausalLM",
+        "Ministral3ForSequenceClassification",
+        "ministral3",
+        windows="number",
+        scaled_queries=True,
+        rope_theta=1_000_000.0,
+        own_head_dim=True,
+        with_images="Mistral3ForConditionalGeneration",
+    ),
+    Architecture(
+        "SmolLM3ForCausalLM",
+        "SmolLM3ForSequenceClassification",
+        "smollm3",
+        needs={**_SILU_NO_BIAS, "mlp_bias": False},
+        unrotated_every=4,
+        rope_theta=2_000_000.0,
+        divides=True,
+        tied=True,
+    ),
+    Architecture(
+        "Phi3ForCausalLM",
+        "Phi3ForSequenceClassification",
+        "phi3",
+        own={"rotary_fraction": 1.0},
+        windows="number",
+        fused=True,
+        divides=True,
+    ),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "Olmo3ForSequenceClassification",
+        "olmo3",
+        traits={
+            "qk_norm": True,
+            "qk_norm_over_heads": True,
+            "pre_norms": False,
+            "post_norms": True,
+            # Whatever its file says: the class reads only the other base from `rope_theta`.
+            "rope_local_theta": 500_000.0,
+        },
+        needs={**_SILU, "attention_bias": False},
+        windows="types",
+        window_pattern=4,
+        window=4096,
+        rope_theta=500_000.0,
+        divides=True,
     ),
     Architecture(
         "Gemma2ForCausalLM",
@@ -194,12 +311,12 @@ ARCHITECTURES = (
         own={"logits_softcap": 0.0, "rope_local_theta": 10_000.0, **_GEMMA_QUERIES},
         window_pattern=6,
         rope_theta=1_000_000.0,
+        with_images="Gemma3ForConditionalGeneration",
+        text_absent=_GEMMA3_TEXT,
+        text_fixed={"final_logit_softcapping": None},
         **_GEMMA,
     ),
 )
-
-# Required values of every architecture, as `Architecture.needs`; they are read and never written.
-_NEEDS_OF_ALL = {"partial_rotary_factor": 1, "quantization_config": None}
 
 # Keys of a base config that are not kept: `config_json` writes their content under another name, or they
 # describe other weights.
@@ -219,16 +336,6 @@ _REPLACED = frozenset(
 # Llama class of Transformers would otherwise use ids 1 and 2 for begin and end.
 _WITHOUT_BASE = {"max_position_embeddings": 32_768, "bos_token_id": None, "eos_token_id": None}
 
-_GEMMA3_WITH_IMAGES = "Gemma3ForConditionalGeneration"
-# Defaults of the Gemma3TextConfig of Transformers. The published files leave out what equals them.
-_GEMMA3_TEXT: Mapping[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131_072,
-}
 # Keys beside `text_config` that hold for the text model too.
 _OF_BOTH = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
@@ -242,17 +349,34 @@ _ADAPTER_SWITCHES = (
 )
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
-# Default of Transformers for a missing key.
-_MISTRAL_WINDOW = 4096
 
-# Keys of a rotary scaling by the fields of RopeScaling, and how many of them each kind has.
+# Key and type of the fields of RopeScaling.
 _ROPE_KEYS = {
     "factor": ("factor", float),
     "low_freq_factor": ("low_freq_factor", float),
     "high_freq_factor": ("high_freq_factor", float),
     "original_max_positions": ("original_max_position_embeddings", int),
+    "beta_fast": ("beta_fast", float),
+    "beta_slow": ("beta_slow", float),
+    "truncate": ("truncate", bool),
+    "attention_factor": ("attention_factor", float),
+    "mscale": ("mscale", float),
+    "mscale_all_dim": ("mscale_all_dim", float),
+    "query_beta": ("llama_4_scaling_beta", float),
+    "short_factors": ("short_factor", list),
+    "long_factors": ("long_factor", list),
 }
-_ROPE_KINDS = {"default": 0, "llama3": 4, "linear": 1}
+# The fields that each kind of scaling needs, and those that may be missing.
+_ROPE_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (tuple(_ROPE_KEYS)[:4], ()),
+    "yarn": (("factor", "original_max_positions"), tuple(_ROPE_KEYS)[4:-2]),
+    "longrope": (
+        ("short_factors", "long_factors", "original_max_positions"),
+        ("factor", "attention_factor"),
+    ),
+}
 
 
 def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -> dict[str, Any]:
@@ -270,16 +394,25 @@ def read_config_json(directory: str | pathlib.Path, name: str = "config.json") -
 
 def _text_values(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The values of the text model in a config.json with `text_config`; other files unchanged."""
-    if values.get("architectures") != [_GEMMA3_WITH_IMAGES]:
+    families = {
+        a.model_type: a for a in ARCHITECTURES if [a.with_images] == values.get("architectures")
+    }
+    if not families:
         return dict(values)
+    text = _Reader(values, origin).get("text_config", dict)
+    # A list, since the value of an untrusted file may not be hashable.
+    if text.get("model_type") not in [*families]:
+        raise _Reader(text, f"{origin}: text_config").fault(
+            "model_type",
+            f", but supported is one of {', '.join(families)}; choose another checkpoint",
+        )
+    family = families[text["model_type"]]
     return {
-        **_GEMMA3_TEXT,
-        **_Reader(values, origin).get("text_config", dict),
+        **family.text_absent,
+        **text,
         **{key: values[key] for key in _OF_BOTH if values.get(key) is not None},
-        # The class with images does not cap logits, whatever its file says.
-        "final_logit_softcapping": None,
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
+        **family.text_fixed,
+        "architectures": [family.language_model],
     }
 
 
@@ -358,11 +491,20 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     if names not in [[name] for name in by_name]:
         raise read.fault(
             "architectures",
-            f", but supported is one of {', '.join((*by_name, _GEMMA3_WITH_IMAGES))} (text only); choose a "
-            "checkpoint of one of these",
+            f", but supported is one of {', '.join(by_name)}, and the text models of "
+            f"{', '.join(sorted({a.with_images for a in ARCHITECTURES} - {''}))}; choose a checkpoint of "
+            "one of these",
         )
     architecture = by_name[names[0]]
-    read.check_needs({**_NEEDS_OF_ALL, **architecture.needs}, "choose a checkpoint without it")
+    read.check_needs(architecture.needs, "choose a checkpoint without it")
+    stored = read.get("quantization_config", dict, {})
+    if stored and not (
+        architecture.quantized and stored.get("quant_method") == architecture.quantized
+    ):
+        raise read.fault(
+            "quantization_config",
+            f", but only {architecture.quantized or None!r} is supported; choose a checkpoint without it",
+        )
     fields: dict[str, Any] = {**_PLAIN, **architecture.traits}
     if names != [architecture.language_model]:
         # Two labels are the default of Transformers, which it does not write.
@@ -379,11 +521,11 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     fields |= _rotary_fields(read, architecture)
     # Checks the number of layers, before lists of this length are made.
     config = read.build(ModelConfig, **fields)
-    windows = _window_fields(read, architecture, config.num_layers)
-    return read.build(functools.partial(dataclasses.replace, config), **windows)
+    kinds = _kind_fields(read, architecture, config.num_layers)
+    return read.build(functools.partial(dataclasses.replace, config), **kinds)
 
 
-def _window_fields(read: _Reader, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern`. Many files name a window that no layer uses: 0 here."""
     listed = read.get("layer_types", list, [])
     if others := {str(kind) for kind in listed} - _LAYER_TYPES.keys():
@@ -396,14 +538,17 @@ def _window_fields(read: _Reader, architecture: Architecture, num_layers: int) -
             f"{read.origin}: layer_types names {len(listed)} layers of num_hidden_layers {num_layers}; copy "
             "the published config.json"
         )
-    absent_window = None
     if architecture.windows == "types":
         period = read.get("sliding_window_pattern", int, architecture.window_pattern)
         sliding = [bool((i + 1) % period) for i in range(num_layers)]
     else:
-        absent_window = _MISTRAL_WINDOW if architecture.windows else None
         # Null turns the window of Mistral off; a missing key means the default.
-        window = read.values.get("sliding_window", absent_window) if architecture.windows else None
+        window = None
+        if architecture.windows:
+            window = read.values.get("sliding_window", architecture.window)
+        longest = read.values.get("max_position_embeddings")
+        if all(map(is_finite, (window, longest))) and window >= longest:  # pyright: ignore
+            window = None
         sliding = [window is not None] * num_layers
     kinds = [_LAYER_TYPES[kind] for kind in listed] or sliding
     if kinds != sliding and architecture.windows != "types":
@@ -411,16 +556,24 @@ def _window_fields(read: _Reader, architecture: Architecture, num_layers: int) -
             f"{read.origin}: layer_types has {listed[kinds.index(not sliding[0])]}, but only sliding_window "
             f"decides in {architecture.language_model}; copy the published config.json"
         )
-    if not any(kinds):
-        return {"sliding_window": 0, "layer_pattern": ("full",)}
-    pattern = tuple("sliding" if slides else "full" for slides in kinds)
+    rotates = [True] * num_layers
+    if architecture.unrotated_every:
+        every = read.get("no_rope_layer_interval", int, architecture.unrotated_every)
+        # 1 is a layer with rotary positions.
+        rotates = read.get("no_rope_layers", list, [(i + 1) % every for i in range(num_layers)])
+        if len(rotates) < num_layers:
+            raise read.fault("no_rope_layers", f", but there are {num_layers} layers")
+    pattern = tuple(
+        "sliding" if slides else "full" if rotated else "unrotated"
+        for slides, rotated in zip(kinds, rotates, strict=False)
+    )
     # The shortest pattern that repeats over all layers.
     length = next(
         n
         for n in range(1, num_layers + 1)
         if all(pattern[i] == pattern[i % n] for i in range(num_layers))
     )
-    window = read.get("sliding_window", int, absent_window)
+    window = read.get("sliding_window", int, architecture.window) if any(kinds) else 0
     return {"sliding_window": window, "layer_pattern": pattern[:length]}
 
 
@@ -428,33 +581,44 @@ def _rotary_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     """The bases of the rotary wavelengths, and their scaling."""
     by_type = read.values.get("rope_parameters")
     by_type = {} if read.values.get("rope_scaling") else by_type
-    if "rope_local_theta" not in architecture.own or not isinstance(by_type, dict) or not by_type:
-        return _rope(read, architecture.rope_theta)
+    if not architecture.has_local_theta or not isinstance(by_type, dict) or not by_type:
+        return _rope(read, architecture)
     if others := by_type.keys() - _LAYER_TYPES.keys():
         raise UserError(
             f"{read.origin}: rope_parameters has {', '.join(map(repr, others))[:80]}, but only "
             f"{' and '.join(_LAYER_TYPES)} are supported; copy the published config.json"
         )
+    others = {k: v for k, v in read.values.items() if k not in ("rope_theta", "rope_scaling")}
     whole, sliding = (
-        _Reader({"rope_parameters": by_type.get(kind)}, f"{read.origin}: {kind} of rope_parameters")
+        _Reader(
+            {**others, "rope_parameters": by_type.get(kind)},
+            f"{read.origin}: {kind} of rope_parameters",
+        )
         for kind in _LAYER_TYPES
     )
-    local = _rope(sliding, architecture.own["rope_local_theta"])
+    local_theta = {**architecture.own, **architecture.traits}["rope_local_theta"]
+    local = _rope(sliding, dataclasses.replace(architecture, rope_theta=local_theta))
     if (scaling := local["rope_scaling"]) is not None:
         raise UserError(
             f"{sliding.origin} has rope_type {scaling.kind!r}, but only 'default' is supported there; choose "
             "a checkpoint without it"
         )
-    return {**_rope(whole, architecture.rope_theta), "rope_local_theta": local["rope_theta"]}
+    return {**_rope(whole, architecture), "rope_local_theta": local["rope_theta"]}
 
 
-def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
+def _rope(read: _Reader, architecture: Architecture) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and `rotary_fraction`."""
     # If both forms are present, Transformers uses the older one.
     key = "rope_scaling" if read.values.get("rope_scaling") else "rope_parameters"
     settings = read.get(key, dict, {})
-    nested = _Reader(settings, f"{read.origin}: {key}")
-    theta = (nested if "rope_theta" in settings else read).get("rope_theta", float, absent_theta)
     kind = settings.get("rope_type", settings.get("type", "default"))
+    original = "original_max_position_embeddings"
+    if kind == "longrope" and (beside := read.values.get(original)) is not None:
+        settings = {original: beside, **settings}
+    nested = _Reader(settings, f"{read.origin}: {key}")
+    theta = (nested if "rope_theta" in settings else read).get(
+        "rope_theta", float, architecture.rope_theta
+    )
     # Compare with a tuple, since the value of an untrusted file may not be hashable.
     if kind not in tuple(_ROPE_KINDS):
         raise UserError(
@@ -462,19 +626,48 @@ def _rope(read: _Reader, absent_theta: float) -> dict[str, Any]:
             "supported; choose a checkpoint with one of these, or remove the scaling for texts of the "
             "original length"
         )
-    keys = dict(list(_ROPE_KEYS.items())[: _ROPE_KINDS[kind]])
+    needed, optional = _ROPE_KINDS[kind]
+    keys = {field: _ROPE_KEYS[field] for field in (*needed, *optional)}
     # Another key could change the numbers.
-    nested.check_needs({"partial_rotary_factor": 1}, "choose a checkpoint without it")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
     if unknown := sorted(settings.keys() - known - {name for name, _ in keys.values()}):
         raise UserError(
             f"{nested.origin} has {', '.join(unknown)}, which rope_type {kind!r} does not know; choose a "
             "checkpoint without it"
         )
+    fraction = 1.0
+    of_head = nested if settings.get("partial_rotary_factor") is not None else read
+    if "rotary_fraction" in architecture.own:
+        absent = architecture.own["rotary_fraction"]
+        fraction = of_head.get("partial_rotary_factor", float, absent)
+    else:
+        of_head.check_needs({"partial_rotary_factor": 1}, "choose a checkpoint without it")
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    values: dict[str, Any] = {field: nested.get(*key_type) for field, key_type in keys.items()}
-    return {"rope_theta": theta, "rope_scaling": nested.build(RopeScaling, **values, kind=kind)}
+        return {"rope_theta": theta, "rope_scaling": None, "rotary_fraction": fraction}
+    values: dict[str, Any] = {
+        field: nested.get(*key_type)
+        for field, key_type in keys.items()
+        if field in needed or settings.get(key_type[0]) is not None
+    }
+    if kind == "longrope" and "factor" not in values:
+        longest = read.get("max_position_embeddings", int)
+        values["factor"] = max(1.0, longest / values["original_max_positions"])
+    scaling = nested.build(RopeScaling, **values, kind=kind)
+    # Fewer positions are fine: who adds a scaling to Qwen's file by hand need not change their number.
+    original = scaling.original_max_positions
+    longest = read.get("max_position_embeddings", int, original) if kind == "yarn" else 0
+    if longest > scaling.factor * original:
+        raise UserError(
+            f"{nested.origin} stretches original_max_position_embeddings {original} by factor "
+            f"{scaling.factor:g}, which falls short of max_position_embeddings {longest}; set factor to "
+            f"{longest / original:g}, or correct the lengths"
+        )
+    return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
+
+
+def is_fused(values: Mapping[str, Any]) -> bool:
+    """Whether a model with this config.json has one tensor for q, k and v (`Architecture.fused`)."""
+    return any(a.fused for a in ARCHITECTURES if a.model_type == values.get("model_type"))
 
 
 def config_json(
@@ -502,10 +695,6 @@ def config_json(
     if "query_pre_attn_scalar" in fields:
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
-    scaling = None
-    if (rope := config.rope_scaling) is not None:
-        keys = list(_ROPE_KEYS.items())[: _ROPE_KINDS[rope.kind]]
-        scaling = {"rope_type": rope.kind} | {key: getattr(rope, field) for field, (key, _) in keys}
     scores = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
     values = {
         **kept,
@@ -513,17 +702,43 @@ def config_json(
         "architectures": [architecture.score_model if scores else architecture.language_model],
         "model_type": architecture.model_type,
         "torch_dtype": dtype,
-        # A mixture has no dense layers, but its class requires a number for their width.
+        # Qwen3-MoE has no dense layers, but its class requires a number for their width.
         "intermediate_size": kept.get("intermediate_size", config.d_ff),
         **{architecture.keys[field][0]: value for field, value in fields.items()},
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        **_rope_values(config.rope_scaling),
         **_window_values(config, architecture.windows),
     }
+    if architecture.unrotated_every:
+        values["no_rope_layers"] = [int(rotated) for rotated in config.rotated_layers]
     if scores:
         # Transformers derives the number of scores from the labels.
         values |= {"id2label": scores, "label2id": {name: int(i) for i, name in scores.items()}}
     return values
+
+
+def _rope_values(rope: RopeScaling | None) -> dict[str, Any]:
+    """The keys of a config.json that scale the rotary wavelengths."""
+    if rope is None:
+        return {"rope_scaling": None}
+    needed, optional = _ROPE_KINDS[rope.kind]
+    plain = RopeScaling()
+    told = [f for f in optional if getattr(rope, f) != getattr(plain, f)]
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    scaling |= {_ROPE_KEYS[field][0]: getattr(rope, field) for field in (*needed, *told)}
+    if rope.kind != "longrope":
+        return {"rope_scaling": scaling}
+    # Phi3Config takes exactly these three, and has the lengths beside them.
+    scaling = {"type": "longrope"} | {
+        key: [*scaling[key]] for key in ("short_factor", "long_factor")
+    }
+    if rope.attention_factor:
+        scaling["attention_factor"] = rope.attention_factor
+    return {
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": rope.original_max_positions,
+        "max_position_embeddings": round(rope.factor * rope.original_max_positions),
+    }
 
 
 def _window_values(config: ModelConfig, windows: str) -> dict[str, Any]:
@@ -548,7 +763,7 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
         names = [*_PLAIN, *_SOFTCAPS, "num_experts"]
-        names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern"]
+        names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern", "rotary_fraction"]
         unusual = [
             f"{name}={getattr(config, name)}"
             for name in names

@@ -22,7 +22,12 @@ import safetensors.numpy
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface.config_json import adapter_config_json, config_json, read_config_json
+from jaxrl.models.huggingface.config_json import (
+    adapter_config_json,
+    config_json,
+    is_fused,
+    read_config_json,
+)
 from jaxrl.models.huggingface.model_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -73,10 +78,10 @@ def save_checkpoint(
     if source is not None and (pathlib.Path(source) / "config.json").exists():
         base = read_config_json(source)
     values = config_json(config, dtype=dtype.name, base=base)
-    table = weight_table(config)
+    table = weight_table(config, fused=is_fused(values))
     num_bytes = {
         name: math.prod(row.tensor_shape) * dtype.itemsize
-        for name, (row, _) in tensors_of(table).items()
+        for name, [(row, _), *_] in tensors_of(table).items()
     }
     files = _into_files(num_bytes, max_shard_bytes)
     with new_directory(out) as partial:
@@ -113,6 +118,11 @@ def save_adapter(
         raise UserError(
             "this model has no adapters to save (lora.rank is 0); save the whole of it instead"
         )
+    if (pathlib.Path(base) / "config.json").exists() and is_fused(read_config_json(base)):
+        raise UserError(
+            f"PEFT has one adapter for q, k and v of {base}, and here each has its own; merge the "
+            "adapters into the model instead (without --adapter_only)"
+        )
     table = adapter_table(config)
     with new_directory(out) as partial:
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
@@ -143,21 +153,24 @@ def _write_files(
     for file, names in files.items():
         tensors = {}
         for name in names:
-            row, position = sources[name]
-            leaf = leaf_at(params, row.path)
-            out = np.empty([row.sizes[c] for c in row.stored.replace(" ", "")], dtype)
-            # Only the shards that hold a part of this tensor, each part once.
-            for shard in leaf.addressable_shards:
-                bounds = bounds_of(shard.index, leaf.shape)
-                stacked, inner = bounds[: len(row.stacked)], bounds[len(row.stacked) :]
-                here = zip(position, stacked, strict=True)
-                if shard.replica_id or not all(begin <= at < end for at, (begin, end) in here):
-                    continue
-                offset = jax.device_put(offset_of(position, stacked), shard.device)
-                back = tuple(row.order.index(i) for i in range(len(row.order)))
-                part = _extract(shard.data, offset, order=back, dtype=dtype)
-                out[tuple(slice(*inner[i]) for i in back)] = jax.device_get(part)
-            tensors[name] = out.reshape(row.tensor_shape)
+            first, _ = sources[name][0]
+            out = np.empty([*map(first.size_in_tensor, first.stored.replace(" ", ""))], dtype)
+            for row, position in sources[name]:
+                leaf = leaf_at(params, row.path)
+                # Only the shards that hold a part of this tensor, each part once.
+                for shard in leaf.addressable_shards:
+                    bounds = bounds_of(shard.index, leaf.shape)
+                    stacked = bounds[: len(row.stacked)]
+                    here = zip(position, stacked, strict=True)
+                    if shard.replica_id or not all(begin <= at < end for at, (begin, end) in here):
+                        continue
+                    offset = jax.device_put(offset_of(position, stacked), shard.device)
+                    back = tuple(row.order.index(i) for i in range(len(row.order)))
+                    part = jax.device_get(_extract(shard.data, offset, order=back, dtype=dtype))
+                    place = row.in_tensor(dict(zip(row.ours, bounds, strict=True)))
+                    place = tuple(slice(*ends) for ends in place.values())
+                    out[place] = part.reshape(out[place].shape)
+            tensors[name] = out.reshape(first.tensor_shape)
         # Transformers refuses files without a framework name here.
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         # safetensors writes files that only the owner can read. Give them the usual permissions.

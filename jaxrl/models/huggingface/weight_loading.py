@@ -11,7 +11,7 @@ dimensions.
     model.layers.0.self_attn.q_proj.weight --slice--> device 0: layers.attention.q.weight [L, D/2, Q, H]
                                  [QH, D]   --slice--> device 1: layers.attention.q.weight [L, D/2, Q, H]
 
-Not covered: pickled weights, quantised weights.
+Not covered: pickled weights, quantised weights but MXFP4 (`mxfp4.py`), which is widened as it is read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 import pathlib
@@ -39,6 +40,7 @@ from jaxrl.errors import UserError
 from jaxrl.files import open_file, read_json_object
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
+from jaxrl.models.huggingface.mxfp4 import Mxfp4Tensor, mxfp4_shape
 from jaxrl.models.huggingface.weight_table import (
     Bounds,
     WeightRule,
@@ -51,19 +53,21 @@ from jaxrl.models.huggingface.weight_table import (
 )
 from jaxrl.models.model_config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 # Buffers that old versions of Transformers stored. They follow from config.json and are ignored.
 _HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# The text model of a checkpoint with images: the names that Transformers gives it alone, and the rest, which
-# is not read. Transformers writes "language_model.model." and "model.language_model.", by version.
+# Prefixes of the text model in a checkpoint with images, and the names that Transformers gives it alone.
+# Transformers writes "language_model.model." or "model.language_model.", by version.
 _OF_TEXT = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
 )
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 _MAX_NAMES_LISTED = 4
 
@@ -90,7 +94,12 @@ def load_params(
         than in `config`; the message names it. All headers are checked before any data is read.
     """
     stored = check_params(directory, config)
-    return _load_table(stored, weight_table(config), shardings, jnp.dtype(dtype))
+    return _load_table(stored, _table_of(stored, config), shardings, jnp.dtype(dtype))
+
+
+def _table_of(stored: Mapping[str, Stored], config: ModelConfig) -> tuple[WeightRule, ...]:
+    """The table of a checkpoint, by the names of its tensors."""
+    return weight_table(config, fused=any(".qkv_proj." in name for name in stored))
 
 
 def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -101,12 +110,14 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
     """
     directory = pathlib.Path(directory)
     stored = _all_headers(directory)
-    if any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT):
+    if any(name.startswith(prefix) for name in stored for prefix, _ in _OF_TEXT[:2]):
         of_text: dict[str, Stored] = {}
+        rest = set()
         for name, tensor in stored.items():
-            if _OF_IMAGES.match(name):
-                continue
             prefix, ours = next((pair for pair in _OF_TEXT if name.startswith(pair[0])), ("", ""))
+            if not prefix:
+                rest.add(name.removeprefix("model.").split(".")[0])
+                continue
             alone = ours + name.removeprefix(prefix)
             if alone in of_text:
                 raise UserError(
@@ -115,10 +126,12 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
                 )
             of_text[alone] = tensor
         stored = of_text
+        logger.info("%s: the text model is used; %s is not read", directory, _listed(sorted(rest)))
+    stored = _with_mxfp4(stored)
     if config.tie_embeddings:
         # A duplicate of the embedding, which Transformers ignores too.
         stored.pop("lm_head.weight", None)
-    _check_headers(stored, weight_table(config), directory)
+    _check_headers(stored, _table_of(stored, config), directory)
     return stored
 
 
@@ -157,12 +170,35 @@ def check_adapter(directory: str | pathlib.Path, config: ModelConfig) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16")."""
+    """The header entry of one tensor; `dtype` in the notation of safetensors ("BF16").
+
+    One in MXFP4 has two `parts`, blocks and scales.
+    """
 
     name: str
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[Stored, ...] = ()
+
+
+def _with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors with one entry in place of the blocks and scales of MXFP4."""
+    found = dict(stored)
+    for name, blocks in stored.items():
+        whole = name.removesuffix("_blocks")
+        scales = stored.get(f"{whole}_scales")
+        if whole == name or scales is None:
+            continue
+        shape = mxfp4_shape(blocks.shape, scales.shape)
+        if shape is None or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+            raise UserError(
+                f"{name} in {blocks.file} has shape {list(blocks.shape)} and type {blocks.dtype}, its scales "
+                f"{list(scales.shape)} and {scales.dtype}, which is not MXFP4; copy the published files again"
+            )
+        del found[name], found[scales.name]
+        found[whole] = Stored(whole, blocks.file, shape, "MXFP4", (blocks, scales))
+    return found
 
 
 def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
@@ -235,7 +271,7 @@ def _check_headers(
     stored: Mapping[str, Stored], table: Iterable[WeightRule], directory: pathlib.Path
 ) -> None:
     """Raises UserError for tensors that are missing, unexpected or malformed."""
-    shapes = {name: row.tensor_shape for name, (row, _) in tensors_of(table).items()}
+    shapes = {name: row.tensor_shape for name, [(row, _), *_] in tensors_of(table).items()}
     if missing := [name for name in shapes if name not in stored]:
         raise UserError(
             f"{directory} lacks {_listed(missing)}, which the model of its config.json has; copy the files "
@@ -254,7 +290,7 @@ def _check_headers(
                 f"{name} in {tensor.file} has shape {list(tensor.shape)}, but config.json says "
                 f"{list(shape)}; use the files of one model"
             )
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _FLOATS and not tensor.parts:
             raise UserError(
                 f"{name} in {tensor.file} has type {tensor.dtype}, but weights must be one of "
                 f"{', '.join(sorted(_FLOATS))}; use the checkpoint that is not quantised"
@@ -277,11 +313,13 @@ def _load_table(
         # Open files are mapped into memory; a slice of a tensor is read from its file when it is indexed.
         files = {
             path: opened.enter_context(safetensors.safe_open(path, "np"))
-            for path in {tensor.file for tensor in stored.values()}
+            for path in {part.file for whole in stored.values() for part in whole.parts or (whole,)}
         }
 
         def slice_of(name: str) -> Any:
-            return files[stored[name].file].get_slice(stored[name].name)
+            whole = stored[name]
+            parts = [files[part.file].get_slice(part.name) for part in whole.parts or (whole,)]
+            return Mxfp4Tensor(*parts) if whole.parts else parts[0]
 
         leaves = {
             row.path: _load_leaf(slice_of, row, leaf_at(shardings, row.path), dtype)
@@ -316,15 +354,17 @@ def _load_leaf(
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """Reads the part of a tensor within `bounds`, and splits its merged dimensions."""
+    """Reads the part of a tensor within `bounds` of our leaf, and splits its merged dimensions."""
     ranges, shape, rest = [], [], []
+    at = row.in_tensor(bounds)
     for first, *others in row.stored.split():
-        width = math.prod(row.sizes[c] for c in others)
-        begin, end = bounds[first]
+        width = math.prod(map(row.size_in_tensor, others))
+        begin, end = at[first]
         ranges.append(slice(begin * width, end * width))
-        shape += [end - begin, *(row.sizes[c] for c in others)]
-        rest += [slice(None), *(slice(*bounds[c]) for c in others)]
-    return tensor[tuple(ranges)].reshape(shape)[tuple(rest)]
+        shape += [end - begin, *map(row.size_in_tensor, others)]
+        rest += [slice(None), *(slice(*at[c]) for c in others)]
+    piece = tensor[tuple(ranges)].reshape(shape)[tuple(rest)]
+    return piece.reshape([end - begin for c, (begin, end) in at.items() if c in row.ours])
 
 
 @functools.partial(jax.jit, static_argnames="order", donate_argnums=0)

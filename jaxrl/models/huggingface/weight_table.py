@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
@@ -39,6 +40,8 @@ class WeightRule:
       path: path of our leaf, keys joined by dots.
       ours: dimensions of our leaf; stacked dimensions (letters in braces) first.
       sizes: size of each dimension, from `dimension_sizes`.
+      within: for a dimension that is a part of a larger one of the tensor, its offset in that one, and the
+        size of that one. A letter that `ours` lacks stands for one element.
     """
 
     name: str
@@ -46,6 +49,7 @@ class WeightRule:
     path: str
     ours: str
     sizes: Mapping[str, int]
+    within: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def stacked(self) -> str:
@@ -55,7 +59,7 @@ class WeightRule:
     @property
     def order(self) -> tuple[int, ...]:
         """The permutation from the tensor's unmerged dimensions to our unstacked dimensions."""
-        split = self.stored.replace(" ", "")
+        split = [letter for letter in self.stored if letter in self.ours]
         return tuple(split.index(letter) for letter in self.ours[len(self.stacked) :])
 
     def tensor_name(self, position: Sequence[int]) -> str:
@@ -65,7 +69,20 @@ class WeightRule:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        return tuple(math.prod(self.sizes[c] for c in group) for group in self.stored.split())
+        return tuple(math.prod(map(self.size_in_tensor, group)) for group in self.stored.split())
+
+    def size_in_tensor(self, letter: str) -> int:
+        """The size of one of the tensor's unmerged dimensions."""
+        return self.within[letter][1] if letter in self.within else self.sizes[letter]
+
+    def in_tensor(self, bounds: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Begin and end in each unmerged dimension of the tensor, from those in our leaf."""
+        found = {}
+        for letter in self.stored.replace(" ", ""):
+            begin, end = bounds.get(letter, (0, 1))
+            offset = self.within[letter][0] if letter in self.within else 0
+            found[letter] = (offset + begin, offset + end)
+        return found
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
@@ -76,40 +93,74 @@ class WeightRule:
         return itertools.product(*(range(self.sizes[letter]) for letter in self.stacked))
 
 
-def weight_table(config: ModelConfig) -> tuple[WeightRule, ...]:
-    """Every tensor of a checkpoint of `config`, in the order of Transformers."""
+def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRule, ...]:
+    """Every tensor of a checkpoint of `config`, in the order of Transformers.
+
+    With `fused`, one tensor holds q, k and v, and another gate and up (Phi-3).
+    """
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
 
-    def per_layer(name: str, stored: str, path: str, ours: str) -> None:
-        rows.append(rule(f"model.layers.{{L}}.{name}", stored, f"layers.{path}", f"L{ours}"))
+    def per_layer(name: str, stored: str, path: str, ours: str, **within: tuple[int, int]) -> None:
+        name, path = f"model.layers.{{L}}.{name}", f"layers.{path}"
+        rows.append(rule(name, stored, path, f"L{ours}", within=within))
 
-    per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
-    per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
-    per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
-    per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
+    if config.pre_norms:
+        per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
+    if fused:
+        Q, K = config.num_heads, config.num_kv_heads
+        whole = Q + 2 * K
+        per_layer("self_attn.qkv_proj.weight", "QH D", "attention.q.weight", "DQH", Q=(0, whole))
+        per_layer("self_attn.qkv_proj.weight", "KH D", "attention.k.weight", "DKH", K=(Q, whole))
+        per_layer(
+            "self_attn.qkv_proj.weight", "KH D", "attention.v.weight", "DKH", K=(Q + K, whole)
+        )
+    else:
+        per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
+        per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
+        per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
     per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
     if config.qkv_bias:
         per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
         per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
         per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
+    if config.output_bias:
+        per_layer("self_attn.o_proj.bias", "D", "attention.o.bias", "D")
+    if config.attention_sinks:
+        per_layer("self_attn.sinks", "Q", "attention.sinks", "Q")
     if config.qk_norm:
-        per_layer("self_attn.q_norm.weight", "H", "attention.q_norm.scale", "H")
-        per_layer("self_attn.k_norm.weight", "H", "attention.k_norm.scale", "H")
+        q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
+        per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
+        per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
     if config.post_norms:
         # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
         # norm before the feed-forward network.
         per_layer("post_attention_layernorm.weight", "D", "attention_post_norm.scale", "D")
-        per_layer("pre_feedforward_layernorm.weight", "D", "mlp_norm.scale", "D")
+        if config.pre_norms:
+            per_layer("pre_feedforward_layernorm.weight", "D", "mlp_norm.scale", "D")
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
     else:
         per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
-    if config.num_experts:
-        per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
-    expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")
-    per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
-    per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
-    per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
+    if config.expert_biases:
+        per_layer("mlp.router.weight", "E D", "mlp.router", "DE")
+        per_layer("mlp.router.bias", "E", "mlp.router_bias", "E")
+        for i, path in enumerate(("mlp.gate", "mlp.up")):
+            # Columns of gate and up in turn, and the input dimension first.
+            per_layer("mlp.experts.gate_up_proj", "E D FG", f"{path}.weight", "EDF", G=(i, 2))
+            per_layer("mlp.experts.gate_up_proj_bias", "E FG", f"{path}.bias", "EF", G=(i, 2))
+        per_layer("mlp.experts.down_proj", "E F D", "mlp.down.weight", "EFD")
+        per_layer("mlp.experts.down_proj_bias", "E D", "mlp.down.bias", "ED")
+    elif fused:
+        per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.gate.weight", "DF", G=(0, 2))
+        per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.up.weight", "DF", G=(1, 2))
+        per_layer("mlp.down_proj.weight", "D F", "mlp.down.weight", "FD")
+    else:
+        expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")
+        if config.num_experts:
+            per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
+        per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
+        per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
+        per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
     rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
         rows.append(rule("score.weight", "S D", "score_head", "DS"))
@@ -139,6 +190,9 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
 
     Example: layers.attention.q has lora_a [L, D, R], in PEFT [R, D] for each layer, and lora_b [L, R, Q, H],
     in PEFT [Q * H, R].
+
+    Raises:
+      UserError: PEFT has no such adapter for a tensor.
     """
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = []
@@ -147,6 +201,11 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
         if leaf != "weight" or path.split(".")[-1] not in config.lora.targets:
             continue
         name = f"base_model.model.{row.name.removesuffix('.weight')}"
+        if len(row.stored.split()) != 2:
+            raise UserError(
+                f"PEFT has no adapters for single experts of {row.name}; merge the adapters into the model, "
+                f"or leave {path.split('.')[-1]} out of model.lora.targets"
+            )
         outs, ins = row.stored.split()
         stack = row.stacked
         rows += [
@@ -156,9 +215,13 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     return tuple(rows)
 
 
-def tensors_of(table: Iterable[WeightRule]) -> dict[str, tuple[WeightRule, tuple[int, ...]]]:
-    """The rule and the position of every tensor of a table, by its name and in the table's order."""
-    return {row.tensor_name(at): (row, at) for row in table for at in row.positions()}
+def tensors_of(table: Iterable[WeightRule]) -> dict[str, list[tuple[WeightRule, tuple[int, ...]]]]:
+    """The rules and positions of every tensor of a table, by its name and in the table's order."""
+    found: dict[str, list[tuple[WeightRule, tuple[int, ...]]]] = {}
+    for row in table:
+        for at in row.positions():
+            found.setdefault(row.tensor_name(at), []).append((row, at))
+    return found
 
 
 def bounds_of(index: tuple[slice, ...] | None, shape: Sequence[int]) -> Bounds:

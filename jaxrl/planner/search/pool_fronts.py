@@ -162,9 +162,9 @@ def layouts_of(
 ) -> Iterator[ParallelLayout]:
     """All layouts of training on exactly `devices` devices that divide the model.
 
-    Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, experts over the
-    expert axis, and the heads of a device over the context axis. Key-value heads that do not divide are
-    replicated (mesh.rules). Context groups stay inside fast links: they exchange whole activations.
+    Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, and experts over
+    the expert axis. Key-value heads that do not divide are replicated (mesh.rules). Context groups, which
+    pass on parts of whole rows, stay inside fast links.
     """
     for t in divisors(devices):
         if t > min(limits.max_tensor, domain) or any(
@@ -176,15 +176,10 @@ def layouts_of(
                 continue
             d = devices // t // p
             for expert, context in itertools.product(divisors(d), divisors(d)):
-                # The heads of a device divide over the context axis (mesh.parallel_layers).
-                keys = max(1, model.num_kv_heads // t)
-                exchanges = keys % context == 0 or context % keys == 0
                 if (
                     d % (expert * context)
                     or (model.num_experts or 1) % expert
                     or context > min(limits.max_context, max(1, domain // t))
-                    or (model.num_heads // t) % context
-                    or not exchanges
                 ):
                     continue
                 for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):

@@ -6,7 +6,7 @@
     bytes     weights, moments | gradients, cast weights, kept layer inputs, and the larger of one layer's
               activations and the logits
 
-Replicas of the context axis share rows: each has a part of a row's tokens, and of its heads in attention.
+Replicas of the context axis share rows: each has a part of a row's tokens, and of its tiles in attention.
 Replicas of the expert axis exchange their tokens, and each computes its own experts: the same operations, as
 if all experts were chosen equally often.
 
@@ -20,6 +20,7 @@ import functools
 import math
 
 from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.ring import pick_split
 from jaxrl.models.attention import pick_block_tokens
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
@@ -195,7 +196,7 @@ class PassSimulator:
     ) -> float:
         # Operations of a replica's attention in a forward pass, for the pairs that its kernel computes.
         work, rows = self._work, flushes.count * flushes.microbatches * flushes.rows
-        # Each replica of the context axis has a part of the heads.
+        # Each replica of the context axis has a part of the heads, or of the tiles.
         rows /= layout.context
         kernel = self._assume.attention
         if kernel == "cudnn":
@@ -224,7 +225,7 @@ class PassSimulator:
         # Seconds of activations sent between devices.
         #
         # Per layer and pass: two all-reduces of tensor parallelism, tokens to their experts and back, parts
-        # of rows for heads and back. Per tick: from stage to stage.
+        # of rows that devices share (mesh.ring). Per tick: from stage to stage.
         numbers, assume = model_numbers(model), self._assume
         size = flushes.microbatch_tokens * numbers.width * assume.compute_bytes
         microbatches = flushes.count * flushes.microbatches
@@ -237,12 +238,14 @@ class PassSimulator:
             group = shared.ring(layout, "expert")
             found["tokens to experts"] = layers * shared.reduce_s(layout.expert * size, group)
         if layout.context > 1:
-            # Queries, keys, values and outputs, all but a device's own part (mesh.parallel_layers).
-            keys = max(numbers.kv_heads / layout.t, layout.context, 1)
-            heads = 2 * model.num_heads / layout.t + 2 * keys
-            sent = flushes.microbatch_tokens * heads * model.head_dim * assume.compute_bytes
-            rows = shared.ring(layout, "context")
-            found["rows for heads"] = layers * shared.gather_s(sent, rows, calls=4)
+            heads = (model.num_heads // layout.t, max(1, model.num_kv_heads // layout.t))
+            split = pick_split(layout.context, *heads, whole_rows=assume.attention != "xla")
+            sent = flushes.microbatch_tokens * split.heads_sent(*heads) * model.head_dim
+            # Written as a gather, of which a device sends all but its own part.
+            whole = sent * assume.compute_bytes * layout.context / (layout.context - 1)
+            calls = 4 * (split.exchanged > 1) + 2 * (split.ring - 1)
+            group = shared.ring(layout, "context")
+            found["parts of rows"] = layers * shared.gather_s(whole, group, calls=calls)
         if layout.p > 1:
             ticks = flushes.count * (flushes.microbatches + layout.p - 1)
             hop = shared.pass_on_s(size, shared.ring(layout, "stage_gen", "stage_micro"))

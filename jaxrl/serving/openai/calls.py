@@ -8,7 +8,8 @@
                                 choices have `token_ids` and log-probabilities
 
 `protocol` checks the form of a body. This module checks it against the model: name, tokenizer, lengths.
-Log-probabilities are those of the tempered distribution before truncation, the same that training uses.
+Log-probabilities are those of the tempered distribution before edits and truncation, the same that training
+uses.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import reprlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.data.tokenizer import TextStream
-from jaxrl.data.tool_calls import AnswerParser, AssistantMessage
+from jaxrl.data.tool_calls import END_THINK, AnswerParser, AssistantMessage
+from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.rollout.settings import EngineConfig
@@ -37,6 +39,7 @@ from jaxrl.serving.openai.chat_prompts import (
     ChatTurn,
     RequestTokenizer,
 )
+from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar
 from jaxrl.serving.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -78,7 +81,7 @@ class Call:
       include_usage: whether the last event has the token counts.
       logprobs: whether the answer has log-probabilities.
       token_ids: whether the answer has the ids of prompt and answer.
-      turn: the turn of a chat; None for other calls.
+      turn: the turn of a chat, or of ids that belong to a conversation; None for other calls.
     """
 
     requests: tuple[Request, ...]
@@ -152,7 +155,7 @@ def read_completion(body: Json, tokenizer: RequestTokenizer, limits: RequestLimi
     if max_tokens is None:
         max_tokens = min(_DEFAULT_COMPLETION_TOKENS, limits.max_tokens)
     return Call(
-        _requests(request, prompts, max_tokens, limits),
+        _requests(request, prompts, max_tokens, limits, tokenizer),
         request.stream,
         request.stream_options.include_usage,
         request.logprobs is not None,
@@ -213,14 +216,13 @@ def read_chat(
     max_tokens = request.max_completion_tokens
     if max_tokens is None:
         max_tokens = request.max_tokens
-    rest = _rest_of_context(turn.prompt_ids, limits)
-    if max_tokens is None:
-        max_tokens = rest
-    elif turn.drawn is not None:
-        max_tokens = min(max_tokens, rest)
-    requests = _requests(request, [turn.prompt_ids], max_tokens, limits)
+    after = None
+    if request.answer_schema is not None and parser.opens_reasoning(turn.prompt_ids):
+        after = _end_of_reasoning(tokenizer)
     return Call(
-        requests if turn.drawn is None else tuple(map(turn.drawn, requests)),
+        _requests_of_turn(
+            request, turn.prompt_ids, max_tokens, limits, tokenizer, turn, after=after
+        ),
         request.stream,
         request.stream_options.include_usage,
         request.logprobs,
@@ -229,8 +231,15 @@ def read_chat(
     )
 
 
-def read_generate(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
-    """Parses the body of POST /inference/v1/generate.
+def read_generate(
+    body: Json,
+    tokenizer: RequestTokenizer,
+    limits: RequestLimits,
+    *,
+    prompts: ChatPrompts,
+    keys: Sequence[str] = (),
+) -> Call:
+    """Parses the body of POST /inference/v1/generate; arguments as for `read_chat`.
 
     Raises:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
@@ -246,16 +255,31 @@ def read_generate(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits
             param="sampling_params.stop_token_ids",
         )
     prompt = np.array(request.token_ids, np.int32)
-    max_tokens = params.max_tokens
-    if max_tokens is None:
-        max_tokens = _rest_of_context(prompt, limits)
-    requests = _requests(params, [prompt], max_tokens, limits)
-    return Call(requests, stream=False, include_usage=False, logprobs=params.logprobs is not None)
+    turn = prompts.open_ids(prompt, params.n, keys)
+    requests = _requests_of_turn(params, prompt, params.max_tokens, limits, tokenizer, turn)
+    logprobs = params.logprobs is not None
+    return Call(requests, stream=False, include_usage=False, logprobs=logprobs, turn=turn)
 
 
-def _rest_of_context(prompt: np.ndarray, limits: RequestLimits) -> int:
+def _requests_of_turn(
+    sampling: Sampling,
+    prompt: np.ndarray,
+    max_tokens: int | None,
+    limits: RequestLimits,
+    tokenizer: RequestTokenizer,
+    turn: ChatTurn | None,
+    **further: Any,
+) -> tuple[Request, ...]:
+    """The requests of a prompt, drawn as its turn says if there is one that says so."""
+    drawn = None if turn is None else turn.drawn
     # A prompt that leaves no room is refused later, with a better message.
-    return max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
+    rest = max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
+    if max_tokens is None:
+        max_tokens = rest
+    elif drawn is not None:
+        max_tokens = min(max_tokens, rest)
+    requests = _requests(sampling, [prompt], max_tokens, limits, tokenizer, **further)
+    return requests if drawn is None else tuple(map(drawn, requests))
 
 
 def _checked(kind: type[RequestType], body: Json, limits: RequestLimits) -> RequestType:
@@ -278,9 +302,52 @@ def check_model(name: str, limits: RequestLimits) -> None:
         )
 
 
+def _end_of_reasoning(tokenizer: RequestTokenizer) -> int:
+    """The token that ends the reasoning that a prompt has opened."""
+    ids = tokenizer.encode(END_THINK)
+    if len(ids) != 1:
+        raise ApiError(
+            400,
+            f"the prompt opens the model's reasoning, whose end has {len(ids)} tokens; leave response_format "
+            "out",
+            param="response_format",
+        )
+    return int(ids[0])
+
+
+def _edits(
+    sampling: Sampling, tokenizer: RequestTokenizer, limits: RequestLimits, after: int | None
+) -> LogitEdits | None:
+    """The edits of logits that a request asks for; None for none."""
+    grammar = None
+    if sampling.answer_schema is not None:
+        try:
+            grammar = json_grammar(tokenizer, limits.stop_ids, sampling.answer_schema)
+        except UserError as error:
+            raise ApiError(400, str(error), param="response_format") from error
+    bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
+    penalties = sampling.presence_penalty, sampling.frequency_penalty
+    if not (grammar or bias or any(penalties)):
+        return None
+    return LogitEdits(bias, *penalties, grammar, after)
+
+
 def _requests(
-    sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int, limits: RequestLimits
+    sampling: Sampling,
+    prompts: Sequence[np.ndarray],
+    max_tokens: int,
+    limits: RequestLimits,
+    tokenizer: RequestTokenizer,
+    *,
+    after: int | None = None,
 ) -> tuple[Request, ...]:
+    """The requests of some prompts.
+
+    Args:
+      sampling, prompts, max_tokens, limits: what is asked for.
+      tokenizer: tokenizer of the model.
+      after: token after which a response format holds; None if it holds from the beginning.
+    """
     _check_sizes(sampling, prompts, max_tokens, limits)
     truncation = truncation_of(
         # Some clients send -1 to disable top_k.
@@ -293,7 +360,12 @@ def _requests(
     temperature = sampling.temperature if sampling.temperature >= _LOWEST_TEMPERATURE else 0.0
     seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
     options = SamplingOptions(
-        sampling.n, temperature=temperature, truncation=truncation, stop_strings=sampling.stops
+        sampling.n,
+        temperature=temperature,
+        truncation=truncation,
+        stop_strings=sampling.stops,
+        edits=_edits(sampling, tokenizer, limits, after),
+        top_logprobs=sampling.num_top,
     )
     return tuple(Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
 
@@ -345,6 +417,20 @@ def _check_sizes(
         )
 
 
+class _Token(NamedTuple):
+    """A token of a choice.
+
+    Attributes:
+      text: its text in the answer.
+      logprob: its log-probability.
+      top: texts and log-probabilities of the most probable tokens at its place.
+    """
+
+    text: str
+    logprob: float
+    top: Sequence[tuple[str, float]]
+
+
 class Choice:
     """One sample as it grows.
 
@@ -354,11 +440,13 @@ class Choice:
       finish: reason why it has ended; None before.
     """
 
-    def __init__(self):
+    def __init__(self, spell: Callable[[int], str]):
+        """Args: a function that returns the text of a token id."""
+        self._spell = spell
         self.text = ""
         self.num_tokens = 0
         self.finish: str | None = None
-        self._tokens: list[tuple[str, float]] = []
+        self._tokens: list[_Token] = []
         self._ids: list[int] = []
         self._spelled = 0
 
@@ -366,14 +454,20 @@ class Choice:
         self.text += delta.text
         self.num_tokens += len(delta.tokens)
         self.finish = delta.finish or None
-        self._tokens += zip(delta.pieces, map(float, delta.logprob), strict=True)
+        tops: Sequence[Sequence[tuple[str, float]]] = [()] * len(delta.tokens)
+        if delta.top is not None:
+            tops = [
+                [(self._spell(token), logprob) for token, logprob in zip(*row, strict=True)]
+                for row in zip(delta.top.token.tolist(), delta.top.logprob.tolist(), strict=True)
+            ]
+        self._tokens += map(_Token, delta.pieces, map(float, delta.logprob), tops)
         self._ids += delta.tokens.tolist()
 
-    def take(self) -> tuple[str, list[tuple[str, float]], list[int], int]:
-        """What is new since the last call: text, (token, log-probability) pairs, ids, and the text offset."""
+    def take(self) -> tuple[str, list[_Token], list[int], int]:
+        """What is new since the last call: text, tokens, ids, and the text offset."""
         text, tokens, ids, start = self.text, self._tokens, self._ids, self._spelled
         self.text, self._tokens, self._ids = "", [], []
-        self._spelled += sum(len(piece) for piece, _ in tokens)
+        self._spelled += sum(len(token.text) for token in tokens)
         return text, tokens, ids, start
 
 
@@ -384,8 +478,16 @@ class ChatChoice(Choice):
       view: the view of the whole answer; None before it has ended.
     """
 
-    def __init__(self, index: int, turn: ChatTurn, parser: AnswerParser, *, stream: bool):
-        super().__init__()
+    def __init__(
+        self,
+        index: int,
+        turn: ChatTurn,
+        parser: AnswerParser,
+        spell: Callable[[int], str],
+        *,
+        stream: bool,
+    ):
+        super().__init__(spell)
         self._index, self._turn, self._parser = index, turn, parser
         self._deltas: list[Delta] = []
         self.view: AssistantMessage | None = None
@@ -444,11 +546,17 @@ class Form:
 
 def _completion_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
     text, tokens, ids, start = choice.take()
-    ends = itertools.accumulate((len(piece) for piece, _ in tokens), initial=start)
+    ends = itertools.accumulate((len(token.text) for token in tokens), initial=start)
+    wants_top = call.requests[0].options.top_logprobs
     of_tokens = {
-        "tokens": [piece for piece, _ in tokens],
-        "token_logprobs": [logprob for _, logprob in tokens],
-        "top_logprobs": None,
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        # With the sampled token. Of several with the same text the most probable one is shown.
+        "top_logprobs": [
+            {token.text: token.logprob, **dict(reversed(token.top))} for token in tokens
+        ]
+        if wants_top
+        else None,
         "text_offset": list(ends)[:-1],
     }
     part: Json = {"text": text, "logprobs": of_tokens if call.logprobs else None}
@@ -472,8 +580,11 @@ def _chat_choice(
         # Only the first event of a stream has the role.
         message = ({"role": "assistant"} if first else {}) | choice.new_fields()
     content = [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in tokens
+        {
+            **_chat_token(token.text, token.logprob),
+            "top_logprobs": [_chat_token(*each) for each in token.top],
+        }
+        for token in tokens
     ]
     part: Json = {
         name: message,
@@ -484,12 +595,16 @@ def _chat_choice(
     return {"index": index, **part, "finish_reason": choice.finish}
 
 
+def _chat_token(text: str, logprob: float) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
 def _generate_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
     _, tokens, ids, _ = choice.take()
     # Named by its id: the text of a token may be a part of a character.
     content = [
-        {"token": f"token_id:{token}", "logprob": logprob}
-        for token, (_, logprob) in zip(ids, tokens, strict=True)
+        {"token": f"token_id:{token_id}", "logprob": token.logprob}
+        for token_id, token in zip(ids, tokens, strict=True)
     ]
     part = {"token_ids": ids, "logprobs": {"content": content} if call.logprobs else None}
     return {"index": index, **part, "finish_reason": choice.finish}
@@ -522,8 +637,11 @@ class Answer:
         # Choice i is sample i % n of prompt i // n.
         num_choices = sum(request.options.num_samples for request in call.requests)
         turn = call.turn
+        spell = functools.cache(lambda token: parser.decode([token]))
         self._choices = [
-            Choice() if turn is None else ChatChoice(i, turn, parser, stream=call.stream)
+            Choice(spell)
+            if turn is None
+            else ChatChoice(i, turn, parser, spell, stream=call.stream)
             for i in range(num_choices)
         ]
         self._begun: set[int] = set()

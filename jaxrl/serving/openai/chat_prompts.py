@@ -22,6 +22,11 @@ from jaxrl.serving.online_driver import Delta
 class RequestTokenizer(ChatTokenizer, Protocol):
     """The methods of a tokenizer that requests need."""
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers` object; for response formats only."""
+        ...
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
         """Int32 [T] ids of a conversation, up to the start of the answer; UserError if the template fails.
 
@@ -89,6 +94,12 @@ class ChatPrompts(Protocol):
         """
         ...
 
+    def open_ids(
+        self, prompt: np.ndarray, num_choices: int, keys: Sequence[str]
+    ) -> ChatTurn | None:
+        """The turn of a prompt of ids, int32 [T]; None if it belongs to no conversation. As `open`."""
+        ...
+
 
 class RenderedPrompts:
     """Renders and encodes all messages of every request."""
@@ -96,6 +107,9 @@ class RenderedPrompts:
     def __init__(self, tokenizer: RequestTokenizer, parser: AnswerParser):
         self._tokenizer = tokenizer
         self._parser = parser
+
+    def open_ids(self, prompt: np.ndarray, num_choices: int, keys: Sequence[str]) -> None:
+        """None: nobody keeps conversations."""
 
     def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
         """The turn of a request, whoever sent it."""

@@ -69,7 +69,7 @@ class _Inbox:
         self._loop = asyncio.get_running_loop()
         self._streams = call.stream
         self._held: list[tuple[int, Delta] | LiveError] = []
-        self._events: asyncio.Queue[tuple[int, Delta] | LiveError] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
         n = call.requests[0].options.num_samples
         self._tickets = driver.submit_all(
             [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)],
@@ -93,11 +93,15 @@ class _Inbox:
             self._events.put_nowait(item)
 
     async def get(self) -> tuple[int, Delta]:
-        """The next delta with the index of its choice; raises LiveError if the call has failed."""
+        """The next delta with the index of its choice; raises the error if the call has failed."""
         item = await self._events.get()
-        if isinstance(item, LiveError):
+        if isinstance(item, Exception):
             raise item
         return item
+
+    def fail(self, error: Exception) -> None:
+        """Lets `get` raise an error."""
+        self._events.put_nowait(error)
 
     def close(self) -> None:
         """Cancels the requests that are not answered yet."""
@@ -116,6 +120,9 @@ class _Replay:
 
     async def get(self) -> tuple[int, Delta]:
         return 0, self._deltas.popleft()
+
+    def fail(self, error: Exception) -> None:
+        """The answer is there."""
 
     def close(self) -> None:
         """There is nothing to cancel."""
@@ -153,7 +160,7 @@ def build_app(
       limits: limits of requests.
       max_body_bytes: maximum size of a body; larger ones are refused.
       prompts: where chats get their prompts from; by default each request is rendered by itself. With a
-        source that keeps conversations there are no other requests, since it would not know of them.
+        source that keeps conversations there are no completions, since it would not know of them.
     """
     parser = AnswerParser(tokenizer)
     source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
@@ -189,15 +196,15 @@ def build_app(
         return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
 
     def generate(body: Json, keys: Sequence[str]) -> Call:
-        return read_generate(body, tokenizer, limits)
+        return read_generate(body, tokenizer, limits, prompts=source, keys=keys)
 
     def endpoint(read: Reader, form: Form):
         async def answer(request: Request) -> Response:
-            if prompts is not None and form is not CHAT:
+            if prompts is not None and form is COMPLETION:
                 raise ApiError(
                     400,
                     f"{request.url.path} would not be part of a conversation, which this server keeps; ask "
-                    "/v1/chat/completions",
+                    "/v1/chat/completions, or /inference/v1/generate with token ids",
                 )
             body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
@@ -213,13 +220,14 @@ def build_app(
 
     return Starlette(
         routes=[
+            # The first that matches, and the most frequent.
+            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", endpoint(completion, COMPLETION), methods=["POST"]),
-            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
             Route("/inference/v1/generate", endpoint(generate, GENERATE), methods=["POST"]),
         ],
         # Starlette logs an `Exception` with its traceback after sending the answer.
@@ -278,21 +286,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 async def _whole(request: Request, inbox: _Inbox | _Replay, answer: Answer) -> Response:
     """The whole answer; ends the call if the client disconnects."""
-
-    async def collected() -> Response:
+    watching = asyncio.create_task(_close_if_gone(request, inbox))
+    try:
         while not answer.complete:
             answer.add(*await inbox.get())
         return _json(answer.whole())
-
-    working = asyncio.ensure_future(collected())
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else Response(status_code=_CLIENT_GONE)
     finally:
-        working.cancel()
-        gone.cancel()
+        watching.cancel()
         inbox.close()
+
+
+async def _close_if_gone(request: Request, inbox: _Inbox | _Replay) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    inbox.close()
+    inbox.fail(ApiError(_CLIENT_GONE, "the client has gone"))
 
 
 async def _event_stream(inbox: _Inbox | _Replay, call: Call, answer: Answer) -> AsyncIterator[str]:
@@ -316,11 +324,6 @@ def _json(body: str) -> Response:
 
 def _event(body: str) -> str:
     return f"data: {body}\n\n"
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

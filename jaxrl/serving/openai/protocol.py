@@ -34,6 +34,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxrl.data.chat import RESERVED_VARIABLES
+from jaxrl.rollout.sampling import MOST_TOP_LOGPROBS
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_VARIABLES, MAX_NAME_CHARACTERS, MAX_DEPTH = 64, 64, 8
@@ -152,6 +153,31 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise _refused(f"names {reprlib.repr(token)}, which is no token id; give ids as texts")
+        if isinstance(value, bool) or not (isinstance(value, int | float) and abs(value) <= 100):
+            raise _refused(
+                f"gives token {token} {reprlib.repr(value)}; give a number from -100 to 100"
+            )
+    return bias
+
+
+def _check_format(form: dict[str, Any]) -> dict[str, Any]:
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _refused("must be 'text', 'json_object' or 'json_schema'", "type")
+    if kind == "json_schema":
+        holder = form.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise _refused("must be a JSON schema", "json_schema", "schema")
+        if fault := _value_fault(schema, MAX_TOOL_DEPTH):
+            raise _refused(fault, "json_schema", "schema")
+    return form
+
+
 def _check_arguments(arguments: str) -> str:
     try:
         # Some clients send "" for no arguments.
@@ -174,9 +200,10 @@ _Int64 = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 _NUMBER, _INT32 = "a number below 1e9", "an integer of 32 bits"
 # Report only the first wrong item of a long list.
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-_Zero = Annotated[float, Field(ge=0, le=0)]
 _EmptyList = Annotated[list[Any], Field(max_length=0)]
-_EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_NumTop = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
+_NUM_TOP = f"an integer from 0 to {MOST_TOP_LOGPROBS}"
 
 
 class _RequestPart(BaseModel):
@@ -190,14 +217,12 @@ class _RequestPart(BaseModel):
         """Removes nulls; refuses the first unknown field."""
         if not isinstance(body, dict):
             return body
+        # Looked up once: it takes longer than the rest.
+        fields = cls.model_fields
         for name, value in body.items():
-            if name not in cls.model_fields and not cls._means_nothing(value):
+            if name not in fields and not cls._means_nothing(value):
                 raise PydanticCustomError("unknown_field", "unknown", {"name": _short(name)})
-        return {
-            name: value
-            for name, value in body.items()
-            if name in cls.model_fields and value is not None
-        }
+        return {name: value for name, value in body.items() if name in fields and value is not None}
 
     @classmethod
     def _means_nothing(cls, value: Any) -> bool:
@@ -252,7 +277,7 @@ class Message(_RequestPart):
     name: _Text = Field(default="", description="a text")
     reasoning_content: _Text = Field(default="", description="a text")
     tool_calls: Annotated[list[ToolCallPart], Field(fail_fast=True)] = Field(
-        default=[], description="a list of calls, each with an id and a function"
+        default_factory=list, description="a list of calls, each with an id and a function"
     )
     tool_call_id: _Text = Field(default="", description="a text")
 
@@ -302,10 +327,6 @@ class NamedTool(_OpenPart):
     function: NamedFunction
 
 
-class _TextFormat(_RequestPart):
-    type: Literal["text"]
-
-
 class Sampling(_RequestPart):
     """How samples are drawn: fields of all kinds of request."""
 
@@ -321,15 +342,25 @@ class Sampling(_RequestPart):
     min_tokens: _Int32 = Field(default=0, description=_INT32)
     repetition_penalty: _Number = Field(default=1.0, description=_NUMBER)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = Field(
-        default=[],
+        default_factory=list,
         description=f"a text or up to {MAX_STOPS} of them, none empty or longer than "
         f"{MAX_STOP_CHARACTERS} characters",
     )
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_check_bias)] = Field(
+        default_factory=dict, description="an object with numbers from -100 to 100 for token ids"
+    )
+    presence_penalty: _Penalty = Field(default=0.0, description="a number from -2 to 2")
+    frequency_penalty: _Penalty = Field(default=0.0, description="a number from -2 to 2")
 
-    # Not supported; accepted only at their defaults.
-    logit_bias: _EmptyObject = {}
-    presence_penalty: _Zero = 0
-    frequency_penalty: _Zero = 0
+    @property
+    def num_top(self) -> int:
+        """The number of most probable tokens to report at each place."""
+        return 0
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema of answers; None if they are any text."""
+        return None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -344,6 +375,9 @@ class _Request(Sampling):
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions = Field(default=StreamOptions(), description="an object")
     return_token_ids: bool = Field(default=False, description="true or false")
+    response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] = Field(
+        default={"type": "text"}, description="an object with a type"
+    )
 
     # Accepted and ignored: they do not affect an answer.
     user: Any = None
@@ -357,22 +391,32 @@ class _Request(Sampling):
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""
-    functions: _EmptyList = []
+    functions: _EmptyList = Field(default_factory=list)
     function_call: Literal["none", "auto"] = "none"
-    response_format: _TextFormat = _TextFormat(type="text")
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: None = None
     audio: None = None
-    top_logprobs: Literal[0] = 0
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema of answers; None if they are any text."""
+        match self.response_format["type"]:
+            case "text":
+                return None
+            case "json_object":
+                return {"type": "object"}
+            case _:
+                return self.response_format["json_schema"]["schema"]
 
 
 class CompletionRequest(_Request):
     """The body of POST /v1/completions."""
 
     # For chats only.
-    tools: _EmptyList = []
+    tools: _EmptyList = Field(default_factory=list)
     tool_choice: Literal["none", "auto"] = "none"
     parallel_tool_calls: bool = True
+    top_logprobs: Literal[0] = 0
 
     prompt: (
         _Text
@@ -382,9 +426,12 @@ class CompletionRequest(_Request):
     ) = Field(
         description="a text, a list of token ids, or a list of several of either, and not empty"
     )
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = Field(
-        default=None, description="0 or 1: there are only those of the sampled tokens"
-    )
+    logprobs: _NumTop | None = Field(default=None, description=_NUM_TOP)
+
+    @property
+    def num_top(self) -> int:
+        """The number of most probable tokens to report at each place."""
+        return self.logprobs or 0
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -406,13 +453,16 @@ class ChatRequest(_Request):
     )
     max_completion_tokens: _Int32 | None = Field(default=None, description=_INT32)
     logprobs: bool = Field(default=False, description="true or false")
+    top_logprobs: _NumTop = Field(default=0, description=_NUM_TOP)
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] = Field(
-        default={}, description=VARIABLES_RULE
+        default_factory=dict, description=VARIABLES_RULE
     )
     tools: Annotated[
         list[Annotated[dict[str, Any], AfterValidator(_check_tool)]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
-    ] = Field(default=[], description=f"a list of up to {MAX_TOOLS} tools, each an object")
+    ] = Field(
+        default_factory=list, description=f"a list of up to {MAX_TOOLS} tools, each an object"
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
         default="auto", description="'none', 'auto', 'required' or the name of a function"
     )
@@ -420,6 +470,11 @@ class ChatRequest(_Request):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _refused("is only given with logprobs true", "top_logprobs")
+        if self.answer_schema is not None and self.tools and self.tool_choice != "none":
+            rule = "allows no call of a tool, and there are tools; leave one out, or set tool_choice to none"
+            raise _refused(rule, "response_format")
         names = {tool["function"]["name"] for tool in self.tools}
         if self.forced_tool is not None and not names:
             raise _refused("needs tools, and this request has none", "tool_choice")
@@ -437,6 +492,11 @@ class ChatRequest(_Request):
         return self
 
     @property
+    def num_top(self) -> int:
+        """The number of most probable tokens to report at each place."""
+        return self.top_logprobs
+
+    @property
     def forced_tool(self) -> str | None:
         """The name of the tool that must be called; "" if any may be, None if none must."""
         if isinstance(self.tool_choice, NamedTool):
@@ -447,7 +507,7 @@ class ChatRequest(_Request):
 class SamplingParams(Sampling):
     """How the samples of a `GenerateRequest` are drawn."""
 
-    stop_token_ids: _TokenIds = Field(default=[], description="a list of token ids")
+    stop_token_ids: _TokenIds = Field(default_factory=list, description="a list of token ids")
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = Field(
         default=None, description="0 or 1: there are only those of the sampled tokens"
     )
@@ -463,7 +523,7 @@ class SamplingParams(Sampling):
     prompt_logprobs: None = None
     ignore_eos: Literal[False] = False
     include_stop_str_in_output: Literal[False] = False
-    bad_words: _EmptyList = []
+    bad_words: _EmptyList = Field(default_factory=list)
     structured_outputs: None = None
 
 

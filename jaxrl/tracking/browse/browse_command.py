@@ -49,7 +49,7 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     """
     check_path("the folder", path)
     files = sample_files(path)
-    packages = ("pydantic", "starlette", "uvicorn")
+    packages = ("httptools", "pydantic", "starlette", "uvicorn")
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")

@@ -18,6 +18,7 @@ from jaxrl.models.shapes import SHAPES
 FILES = json.loads(pathlib.Path(__file__).with_name("published_configs.json").read_text())
 QWEN2, QWEN3, QWEN3_MOE = (FILES[n] for n in ("Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-30B-A3B"))
 LLAMA, MISTRAL = FILES["Llama-3.1-8B"], FILES["Mistral-7B-v0.1"]
+SMOLLM3, PHI4_MINI, OLMO3 = (FILES[n] for n in ("SmolLM3-3B", "Phi-4-mini", "Olmo-3-7B"))
 GEMMA3, GEMMA3_4B = FILES["Gemma-3-1b"], FILES["Gemma-3-4b"]
 LLAMA3_SCALING = LLAMA["rope_scaling"]
 GEMMA3_12B = {
@@ -38,6 +39,9 @@ PUBLISHED = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "gemma3": GEMMA3,
+    "smollm3": SMOLLM3,
+    "phi4_mini": PHI4_MINI,
+    "olmo3": OLMO3,
 }
 # A family, what is changed in its file, and the error.
 _LINES = pathlib.Path(__file__).with_name("refused_configs.tsv").read_text().splitlines()
@@ -57,6 +61,9 @@ def without(values, *keys):
         (LLAMA, 8_030_261_248),
         (MISTRAL, 7_241_732_096),
         (GEMMA3, 999_885_952),
+        (SMOLLM3, 3_075_098_624),
+        (PHI4_MINI, 3_836_021_760),
+        (OLMO3, 7_298_011_136),
     ],
     ids=PUBLISHED,
 )
@@ -97,6 +104,8 @@ def test_the_shapes_known_by_name_are_those_of_the_files():
     newer = {"sliding_window": None, "rope_theta": 1e6, "vocab_size": 32768}
     assert parse_config({**MISTRAL, **newer}) == SHAPES["mistral-7b-v0.3"]
     assert parse_config(GEMMA3) == SHAPES["gemma-3-1b"]
+    assert parse_config(SMOLLM3) == SHAPES["smollm3-3b"]
+    assert parse_config(OLMO3) == SHAPES["olmo-3-7b"]
 
 
 def test_what_gemma_3_files_of_other_versions_say_means_the_same():
@@ -191,6 +200,104 @@ def test_both_spellings_of_the_rotary_settings_mean_the_same():
     assert parse_config({**without(QWEN3, "rope_theta"), "rope_parameters": plain}) == parse_config(
         QWEN3
     )
+
+
+def test_yarn_is_read_as_users_add_it_to_the_files_of_qwen():
+    added = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for values in (QWEN2, QWEN3):
+        # Qwen3 has 40,960 positions: fewer than the factor allows is no contradiction.
+        config = parse_config({**values, "rope_scaling": added})
+        expected = RopeScaling(kind="yarn", factor=4.0, original_max_positions=32768)
+        assert config.rope_scaling == expected
+        assert config.rope_scaling.magnitude == pytest.approx(1 + 0.1 * 1.3862944)
+    whole = {**added, "mscale": 1.0, "mscale_all_dim": 2.0, "truncate": False, "beta_slow": 0.5}
+    config = parse_config({**QWEN3, "rope_scaling": whole})
+    assert config.rope_scaling.magnitude == pytest.approx(1.13862944 / 1.27725887)
+    written = config_json(config, dtype="float32")["rope_scaling"]
+    assert written == {**without(whole, "type"), "rope_type": "yarn"}
+
+
+def test_a_gpt_oss():
+    values = config_json(SHAPES["gpt-oss-20b"], dtype="bfloat16")
+    assert (values["num_local_experts"], values["intermediate_size"]) == (32, 2880)
+    published = {
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+    }
+    config = parse_config({**without(values, "swiglu_alpha"), **published})
+    assert config == SHAPES["gpt-oss-20b"] and config.normalize_experts
+    for change, message in (
+        ({"quantization_config": {"quant_method": "fp8"}}, "but only 'mxfp4' is supported"),
+        ({"swiglu_limit": 6.0}, "swiglu_limit is 6.0, but only 7.0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_config({**values, **change})
+
+
+def test_layers_without_rotary_positions_are_read():
+    listed = {**SMOLLM3, "no_rope_layers": [1, 1, 1, 0] * 9}
+    assert parse_config(listed) == parse_config(SMOLLM3)
+    other = parse_config({**SMOLLM3, "no_rope_layers": [0, 1] * 18})
+    assert other.layer_pattern == ("unrotated", "full")
+    assert config_json(other, dtype="float32")["no_rope_layers"] == [0, 1] * 18
+
+
+def test_rotary_factors_of_short_and_long_texts():
+    config = parse_config(PHI4_MINI)
+    rope = config.rope_scaling
+    # 131,072 positions over 4,096.
+    assert (config.rotary_dims, rope.factor, rope.long) == (96, 32.0, False)
+    assert rope.magnitude == pytest.approx((1 + 5 / 12) ** 0.5)
+    assert config.for_texts_of(4096) == config
+    assert config.for_texts_of(4097).rope_scaling.long
+    # A window of all positions is none.
+    assert parse_config({**PHI4_MINI, "sliding_window": 262144}) == config
+    assert parse_config({**PHI4_MINI, "sliding_window": 2047}).layer_pattern == ("sliding",)
+
+
+def test_a_ministral_with_images():
+    rope = {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "max_position_embeddings": 262144,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    text = {
+        "model_type": "ministral3",
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 26,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 262144,
+        "rope_parameters": rope,
+    }
+    values = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    config = parse_config(values)
+    assert config == SHAPES["ministral-3-3b"]
+    written = config_json(config, dtype="bfloat16", base=values)
+    assert written["architectures"] == ["Ministral3ForCausalLM"] and parse_config(written) == config
+    with pytest.raises(UserError, match="text_config: model_type is 'llama', but supported is one"):
+        parse_config({**values, "text_config": {**text, "model_type": "llama"}})
 
 
 def test_what_early_files_leave_out_is_filled_as_transformers_does():

@@ -1,8 +1,9 @@
-"""The decoder against Transformers: logits, gradients, and the way back."""
+"""The decoder against Transformers: logits, gradients, sampled tokens, and the way back."""
 
 import copy
 import dataclasses
 import functools
+import json
 import shutil
 
 import jax
@@ -15,12 +16,23 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl.algos.logprobs import token_logprobs
-from jaxrl.models.attention import attention
+from jaxrl.errors import UserError
+from jaxrl.mesh.devices import build_mesh
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, shardings
+from jaxrl.models import lora
+from jaxrl.models.attention import TreeSegments, attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
-from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.huggingface.weight_loading import check_params, load_params
+from jaxrl.models.model_config import LoraConfig
+from jaxrl.rollout.backend import SamplingOptions
+from jaxrl.rollout.driver import OfflineBackend
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.types import Prompts
 
 torch = import_extra("parity", "torch")
 transformers = import_extra("parity", "transformers")
@@ -44,6 +56,25 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 PLAIN = dict(rope_type="default", rope_theta=1e6)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=8.0,
+    original_max_position_embeddings=32,
+    # Closer than the defaults, so that some wavelengths of so few lie between.
+    beta_fast=8.0,
+    beta_slow=0.5,
+)
+# No dimension is a power of two, and two devices divide the heads.
+ODD = dict(
+    vocab_size=48,
+    hidden_size=40,
+    intermediate_size=52,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 FAMILIES = {
     "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=PLAIN, **kw),
     # Heads are not hidden_size / num_attention_heads wide.
@@ -92,13 +123,94 @@ FAMILIES = {
         rope_parameters=PLAIN,
         **kw,
     ),
+    "qwen2_yarn": lambda **kw: transformers.Qwen2Config(**ODD, rope_parameters=YARN, **kw),
+    "qwen3_yarn": lambda **kw: transformers.Qwen3Config(
+        **ODD,
+        head_dim=14,
+        rope_parameters={**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5},
+        **kw,
+    ),
+    "smollm3": lambda **kw: transformers.SmolLM3Config(
+        **ODD, no_rope_layers=[1, 0, 1, 1], pad_token_id=None, rope_parameters=PLAIN, **kw
+    ),
+    # Six of the ten dimensions of a head are rotated.
+    "phi4": lambda **kw: transformers.Phi3Config(
+        **ODD, pad_token_id=None, rope_parameters={**PLAIN, "partial_rotary_factor": 0.6}, **kw
+    ),
+    "phi4_mini": lambda **kw: transformers.Phi3Config(
+        **ODD,
+        pad_token_id=None,
+        original_max_position_embeddings=128,
+        partial_rotary_factor=0.6,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=1e4,
+            short_factor=[1.0, 1.25, 1.5],
+            long_factor=[1.0, 4.0, 16.0],
+        ),
+        **kw,
+    ),
+    # Heads are wider than their share of the model.
+    "mistral_small3": lambda **kw: transformers.MistralConfig(
+        **ODD, head_dim=14, sliding_window=None, rope_parameters=PLAIN, **kw
+    ),
+    "ministral3": lambda **kw: transformers.Ministral3Config(
+        **ODD,
+        head_dim=14,
+        pad_token_id=None,
+        rope_parameters={
+            **YARN,
+            "original_max_position_embeddings": 16,
+            "factor": 16.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        **kw,
+    ),
+    # Biases of such size that some gates are beyond their bounds.
+    "gpt_oss": lambda **kw: transformers.GptOssConfig(
+        **{**ODD, "intermediate_size": 28},
+        head_dim=14,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=10,
+        rope_parameters={**YARN, "truncate": False},
+        **kw,
+    ),
+    "olmo3": lambda **kw: transformers.Olmo3Config(
+        **ODD,
+        sliding_window=10,
+        pad_token_id=None,
+        eos_token_id=None,
+        rope_parameters={
+            "full_attention": {**YARN, "rope_theta": 500_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+        },
+        **kw,
+    ),
 }
-# Of the others only the kind of unembedding that published models have; the code is the same for all.
 BOTH = ("qwen2", "qwen3", "qwen3_moe", "llama")
-PUBLISHED = [("mistral", False), ("gemma3", True), ("gemma2", True)]
+# Of the others only the kind of unembedding that published models have; the code is the same for all.
+PUBLISHED = {"mistral": False, "gemma3": True, "gemma2": True}
+LATER = {
+    "qwen2_yarn": True,
+    "qwen3_yarn": False,
+    "smollm3": True,
+    "phi4": False,
+    "phi4_mini": True,
+    "mistral_small3": False,
+    "ministral3": True,
+    "gpt_oss": False,
+    "olmo3": False,
+}
+ONCE = [
+    *PUBLISHED.items(),
+    *(pytest.param(*row, marks=pytest.mark.long) for row in LATER.items()),
+]
 FAMILY_AND_TIE = [
     *((family, tie) for family in BOTH for tie in (True, False)),
-    *PUBLISHED,
+    *ONCE,
 ]
 COMPUTE = Compute()
 # All batches have one shape, so that one program per model is compiled.
@@ -116,6 +228,18 @@ class Pair:
     directory: object
 
 
+def with_random_weights(model, family):
+    model = model.float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norm scales and biases too, or a forgotten one could not be seen.
+            scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
+            # Gemma's are scales less 1.
+            centre = float(parameter.ndim == 1 and "gemma" not in family)
+            parameter.copy_(centre + scale * torch.randn_like(parameter))
+    return model
+
+
 @pytest.fixture(scope="module")
 def pair_of(tmp_path_factory):
     @functools.cache
@@ -123,14 +247,7 @@ def pair_of(tmp_path_factory):
         torch.manual_seed(0)
         config = FAMILIES[family](tie_word_embeddings=tie)
         theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        theirs = theirs.float().eval()
-        with torch.no_grad():
-            for parameter in theirs.parameters():
-                # Norm scales and biases too, or a forgotten one could not be seen.
-                scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-                # Gemma's are scales less 1.
-                centre = float(parameter.ndim == 1 and "gemma" not in family)
-                parameter.copy_(centre + scale * torch.randn_like(parameter))
+        theirs = with_random_weights(theirs, family)
         directory = tmp_path_factory.mktemp(f"{family.replace(' ', '-')}-{tie}")
         theirs.save_pretrained(directory)
         config = read_config(directory)
@@ -273,7 +390,7 @@ def their_gradient(pair, sequences, directory):
             for i, family in enumerate(BOTH)
             for tie in (True, False)
         ),
-        *PUBLISHED,
+        *ONCE,
     ],
 )
 def test_gradients_of_padded_and_packed_batches(pair_of, tmp_path, family, tie):
@@ -305,6 +422,8 @@ def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie):
     )
     assert not any(report.values())
     assert theirs.config.architectures == pair.theirs.config.architectures
+    # The older spelling of the kind may stand beside the newer one.
+    theirs.config.rope_parameters.pop("type", None)
     assert theirs.config.rope_parameters == pair.theirs.config.rope_parameters
     tokens_BT = random_tokens(B, T)
     changed = dataclasses.replace(pair, params=params)
@@ -314,48 +433,201 @@ def test_what_we_export_transformers_loads(pair_of, tmp_path, family, tie):
     assert not np.allclose(expected, their_logits(pair.theirs, tokens_BT), atol=0.1)
 
 
-@pytest.fixture(scope="module")
-def with_images(tmp_path_factory):
-    """A Gemma 3 with images and the directory of its files."""
-    torch.manual_seed(0)
-    text = FAMILIES["gemma3"]().to_dict()
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=dict(vision, image_size=28, patch_size=14),
-        mm_tokens_per_image=4,
-        eos_token_id=[1, 7],
+@pytest.mark.long
+@pytest.mark.parametrize("family", LATER)
+def test_adapters_and_shared_prompts(pair_of, family):
+    """Merged adapters compute the same, and answers beside a shared prompt what each alone does."""
+    pair = pair_of(family, LATER[family])
+    config = lora.with_adapters(pair.config, LoraConfig(rank=3))
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda leaf: 0.05 * rng.normal(size=leaf.shape).astype(np.float32),
+        lora.split(decoder_graph(config)[1])[0],
     )
-    model = transformers.Gemma3ForConditionalGeneration._from_config(
+    params = lora.join(adapters, pair.params)
+    tokens_BT = random_tokens(B, T)
+    whole = (tokens_BT, counting(), np.ones_like(tokens_BT))
+    found = jitted_logits(decoder_graph(config)[0], params, *whole)
+    merged = jitted_logits(pair.graph, lora.merge(params, config), *whole)
+    assert_close(found, merged)
+    assert not np.allclose(found, our_logits(pair, *whole), atol=0.01)
+
+    if pair.config.sliding_window:
+        return  # refused by `PackedModel`
+    prompt, answers = random_tokens(20), [random_tokens(n, seed=n) for n in (9, 30)]
+    segments = TreeSegments(*(np.zeros((1, T), np.int32) for _ in range(2)))
+    tokens_1T, positions_1T = (np.zeros((1, T), np.int32) for _ in range(2))
+    begin = 0
+    for i, (text, first, prefix) in enumerate(
+        [(prompt, 0, 0), *((answer, len(prompt), 1) for answer in answers)], start=1
+    ):
+        place = slice(begin, begin := begin + len(text))
+        tokens_1T[0, place], positions_1T[0, place] = text, first + np.arange(len(text))
+        segments.segment_ids_BT[0, place], segments.prefix_ids_BT[0, place] = i, prefix
+        if prefix:
+            answers[i - 2] = (place, np.concatenate([prompt, text]))
+    found = our_logits(pair, tokens_1T, positions_1T, segments)
+    for place, text in answers:
+        assert_close(found[0, place], their_logits(pair.theirs, text[None])[0, len(prompt) :])
+
+
+@pytest.mark.long
+def test_longer_texts_have_other_rotary_factors(pair_of, tmp_path):
+    pair = pair_of("phi4_mini", True)
+    shutil.copytree(pair.directory, tmp_path / "short")
+    values = json.loads((tmp_path / "short" / "config.json").read_text())
+    values["original_max_position_embeddings"] = 16
+    values["rope_parameters"]["original_max_position_embeddings"] = 16
+    (tmp_path / "short" / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "short", attn_implementation="eager"
+    )
+    config = read_config(tmp_path / "short")
+    assert config.for_texts_of(16) == config
+    config = config.for_texts_of(T)
+    changed = dataclasses.replace(pair, graph=decoder_graph(config)[0])
+    tokens_BT = random_tokens(B, T)
+    found = our_logits(changed, tokens_BT, counting(), np.ones_like(tokens_BT))
+    assert_close(found, their_logits(theirs, tokens_BT))
+
+
+@pytest.mark.long
+def test_fused_projections_have_no_adapters_of_peft(pair_of, tmp_path):
+    pair = pair_of("phi4", False)
+    config = lora.with_adapters(pair.config, LoraConfig(rank=2))
+    with pytest.raises(UserError, match="PEFT has one adapter for q, k and v"):
+        save_adapter(
+            pair.params, config, tmp_path / "out", dtype="float32", base=str(pair.directory)
+        )
+
+
+GREEDY = 64
+ENGINE = EngineConfig(
+    slots=8,
+    smallest_bucket=8,
+    prefill_prompts=2,
+    max_prompt_tokens=40,
+    max_response_tokens=GREEDY,
+    tokens_per_dispatch=16,
+    stop_ids=(),
+)
+# How the tokens are sampled: settings of the engine, and the layout of its devices.
+WAYS = {
+    "contiguous": ({}, {}),
+    "paged and in chunks, over heads and replicas": (
+        dict(cache="paged", prefill_chunk_tokens=16),
+        dict(train="1-4-2", generate="1-2-2-2", fsdp=2),
+    ),
+    "stages": ({}, dict(train="2-2-2", generate="2-2-1-2")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", LATER)
+def test_greedy_tokens_are_theirs(pair_of, family):
+    pair = pair_of(family, LATER[family])
+    texts = [random_tokens(n, seed=n) for n in (3, 17, 38)]
+    expected = []
+    for text in texts:
+        for _ in range(GREEDY):
+            last = their_logits(pair.theirs, text[None])[0, -1]
+            text = np.append(text, last.argmax().astype(np.int32))
+        expected.append(text[-GREEDY:].tolist())
+    blank = ("",) * len(texts)
+    prompts = Prompts(np.arange(len(texts)), tuple(texts), blank, blank, blank)
+    for way, (changes, layout) in WAYS.items():
+        layout = ParallelLayout.from_config(LayoutConfig(**layout))
+        mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+        engine = Engine(pair.config, pair.graph, mesh, dataclasses.replace(ENGINE, **changes))
+        backend = OfflineBackend(engine, functools.partial(map, str))
+        _, shapes, axes = decoder_graph(pair.config)
+        backend.load(jax.device_put(pair.params, shardings(axes, shapes, GENERATE_RULES, mesh)))
+        found = backend.generate(prompts, SamplingOptions(temperature=0.0))
+        assert [tokens.tolist() for tokens in found.tokens] == expected, way
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", LATER)
+def test_export_has_the_bits_of_the_source(pair_of, tmp_path, family):
+    pair = pair_of(family, LATER[family])
+    save_checkpoint(
+        pair.params, pair.config, tmp_path / "out", dtype="float32", source=pair.directory
+    )
+    tensors = [
+        safetensors.numpy.load_file(path / "model.safetensors")
+        for path in (pair.directory, tmp_path / "out")
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        np.testing.assert_array_equal(tensors[1][name], tensor, err_msg=name)
+    assert read_config(tmp_path / "out") == pair.config
+
+
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
+# The text model, its class alone, and the config of the model with images.
+WITH_IMAGES = {
+    "gemma3": (
+        lambda: FAMILIES["gemma3"](),
+        "Gemma3ForCausalLM",
+        lambda **kw: transformers.Gemma3Config(vision_config=VISION, mm_tokens_per_image=4, **kw),
+    ),
+    "mistral3": (
+        lambda: FAMILIES["mistral_small3"](),
+        "MistralForCausalLM",
+        lambda **kw: transformers.Mistral3Config(
+            vision_config=dict(VISION, model_type="pixtral", head_dim=8),
+            tie_word_embeddings=False,
+            **kw,
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("mistral3", marks=pytest.mark.long)])
+def with_images(request, tmp_path_factory):
+    """A model with images, the directory of its files, and the class of its text model."""
+    torch.manual_seed(0)
+    text, alone, whole = WITH_IMAGES[request.param]
+    config = whole(text_config=text().to_dict(), eos_token_id=[1, 7])
+    model = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation="eager"
     )
-    model = model.float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-            parameter.copy_(scale * torch.randn_like(parameter))
-    directory = tmp_path_factory.mktemp("gemma3-with-images")
+    model = with_random_weights(model, request.param)
+    directory = tmp_path_factory.mktemp("with-images")
     model.save_pretrained(directory)
-    return model, directory
+    return model, directory, alone
 
 
 @pytest.mark.parametrize("newer_names", [False, True])
-def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_names):
-    theirs, directory = with_images
+def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_names, caplog):
+    theirs, directory, alone = with_images
     if newer_names:
         source, directory = directory, tmp_path / "newer"
         shutil.copytree(source, directory)
         tensors = safetensors.numpy.load_file(source / "model.safetensors")
         renamed = {
-            name.replace("language_model.model.", "model.language_model.")
+            name.replace("language_model.model.", "model.language_model.").replace(
+                "language_model.lm_head.", "lm_head."
+            )
             if name.startswith("language_model.")
             else f"model.{name}": tensor
             for name, tensor in tensors.items()
         }
-        renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"]
+        if "language_model.lm_head.weight" not in tensors:
+            renamed["lm_head.weight"] = renamed["model.language_model.embed_tokens.weight"]
         safetensors.numpy.save_file(renamed, directory / "model.safetensors")
     config = read_config(directory)
-    assert config.num_layers == 2 and config.vocab_size == 48 and config.tie_embeddings
+    assert config.vocab_size == 48
+    with caplog.at_level("INFO"):
+        check_params(directory, config)
+    assert "multi_modal_projector, vision_tower is not read" in caplog.text
     pair = Pair(theirs, decoder_graph(config)[0], load(directory, config), config, directory)
     tokens_BT = random_tokens(B, T)
     found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
@@ -368,6 +640,6 @@ def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_name
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
     assert not any(report.values())
-    assert exported.config.architectures == ["Gemma3ForCausalLM"]
+    assert exported.config.architectures == [alone]
     assert exported.config.eos_token_id == [1, 7]
     assert_close(their_logits(exported, tokens_BT), found)

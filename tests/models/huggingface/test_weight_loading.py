@@ -16,13 +16,14 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
-from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.huggingface.config_json import config_json, read_config
 from jaxrl.models.huggingface.model_files import INDEX_FILE, SINGLE_FILE, new_directory
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_params
 from jaxrl.models.huggingface.weight_table import weight_table
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.shapes import SHAPES
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
@@ -190,6 +191,42 @@ def assert_placed(leaf, sharding):
     assert leaf.sharding == sharding
     for shard in leaf.addressable_shards:
         assert shard.data.shape == sharding.shard_shape(leaf.shape)
+
+
+# Families with several leaves in one tensor.
+TORN = {
+    "phi3": dataclasses.replace(FAMILIES["llama"], num_kv_heads=2, num_heads=4, head_dim=4),
+    "gpt_oss": dataclasses.replace(
+        SHAPES["gpt-oss-20b"],
+        **{name: getattr(TINY, name) for name in ("vocab_size", "num_layers", "d_model", "d_ff")},
+        **{name: getattr(TINY, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        num_experts=4,
+        experts_per_token=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", TORN)
+def test_parts_of_a_tensor_come_to_their_shards_and_back(tmp_path, family):
+    config = TORN[family]
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": family}))
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
+    options = dict(dtype="float32", source=tmp_path / "base")
+    save_checkpoint(params, config, tmp_path / "one", **options)
+    assert read_config(tmp_path / "one") == config
+    wanted = on_mesh(config, train="2-2-2", generate="1-2-2-2", fsdp=2)
+    sharded = load_params(tmp_path / "one", config, wanted)
+    assert_trees_equal(sharded, params)
+    save_checkpoint(sharded, config, tmp_path / "eight", **options)
+    tensors = load_file(tmp_path / "eight" / SINGLE_FILE)
+    assert_trees_equal(tensors, load_file(tmp_path / "one" / SINGLE_FILE))
+    names = {
+        "phi3": ("qkv_proj.weight", (32, 16)),
+        "gpt_oss": ("experts.gate_up_proj", (4, 16, 48)),
+    }
+    name, shape = names[family]
+    assert {t.shape for n, t in tensors.items() if n.endswith(name)} == {shape}
 
 
 def test_each_device_reads_its_own_part_alone(tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def test_replicas_of_a_context_share_each_row(context):
     # 28 heads of q and of the output, 4 of k and of v, 128 wide in bfloat16, of a device's part of each row.
     sent = context * (128_000 / context) * (2 * 28 + 2 * max(4, context)) * 128 * 2
     expected = 28 * (1 - 1 / context) * sent / (cluster.accelerator.link_gbs * 1e9)
-    assert found.seconds.get("rows for heads", 0.0) == pytest.approx(expected, rel=1e-6)
+    assert found.seconds.get("parts of rows", 0.0) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_context_divides_activations_and_not_weights():

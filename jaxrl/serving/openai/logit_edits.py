@@ -1,0 +1,154 @@
+"""Edits of logits, made on the host from the tokens of a sample: bias, penalties by count, JSON schemas.
+
+All of them are one row of values that is added to the logits of a slot before temperature and truncation
+(`rollout.sampling.SampleEdits`). Log-probabilities stay those of the model without edits. JSON schemas are
+compiled by llguidance to a grammar over the tokens.
+
+    V vocabulary
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.errors import UserError
+from jaxrl.serving.openai.chat_prompts import RequestTokenizer
+
+# Added to the logits of tokens that a grammar forbids. It is finite, as in `sampling`, and lower than what
+# `min_tokens` gives to stop ids: at the end of a grammar nothing else is left.
+_NEVER = -1e32
+# Between two tokens of JSON. Models that may write any amount of white space sometimes write nothing else.
+_WHITE_SPACE = r"[ \t\r\n]{0,32}"
+# Schemas and tokenizers that are kept compiled. A tokenizer takes about a second.
+_KEPT_SCHEMAS, _KEPT_TOKENIZERS = 64, 2
+
+
+class Grammar(Protocol):
+    """A matcher of llguidance: a grammar, and the tokens that have been read."""
+
+    def deep_copy(self) -> Grammar: ...
+
+    def consume_token(self, sampled_token: int) -> bool: ...
+
+    def compute_logit_bias(self) -> bytes:
+        """One byte a token of the vocabulary, 0 for those that may not follow."""
+        ...
+
+    def get_error(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogitEdits:
+    """The edits of a request's samples.
+
+    Attributes:
+      bias: value added to the logit of each of these token ids.
+      presence_penalty: value subtracted from the logits of all tokens that the sample has; not of those that
+        only its prompt has.
+      frequency_penalty: the same for each time that the sample has the token.
+      grammar: matcher of all texts that a sample may be, with nothing read; None for any text.
+      grammar_after: token id after which the grammar begins; None if it begins at once.
+    """
+
+    bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    grammar: Grammar | None = None
+    grammar_after: int | None = None
+
+    def begin(self) -> _SampleEdits:
+        """The edits of a sample without tokens."""
+        return _SampleEdits(self)
+
+
+class _SampleEdits:
+    """The edits of one sample; see `rollout.sampling.SampleEdits`."""
+
+    def __init__(self, edits: LogitEdits):
+        self._edits = edits
+        self._grammar = None if edits.grammar is None else edits.grammar.deep_copy()
+        self._after = edits.grammar_after
+        self._counts: collections.Counter[int] = collections.Counter()
+        penalty = edits.presence_penalty or edits.frequency_penalty
+        self.change = bool(penalty or self._grammar is not None)
+        self.error = ""
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Reads the next tokens of the sample, int32 [R]."""
+        read = tokens.tolist()
+        self._counts.update(read)
+        if self._after in read:
+            read = read[read.index(self._after) + 1 :]
+            self._after = None
+        if self._grammar is not None and self._after is None:
+            for token in read:
+                self._grammar.consume_token(token)
+            self._note_error(self._grammar)
+
+    def fill(self, row_V: np.ndarray) -> None:
+        """Writes the values for the next token into a row of zeros, float32."""
+        edits = self._edits
+        row_V[list(edits.bias)] += np.array(list(edits.bias.values()), np.float32)
+        if self._counts:
+            tokens, counts = np.array(list(self._counts.items())).T
+            row_V[tokens] -= edits.presence_penalty + edits.frequency_penalty * counts
+        if self._grammar is not None and self._after is None and not self.error:
+            allowed = np.frombuffer(self._grammar.compute_logit_bias(), np.uint8) != 0
+            self._note_error(self._grammar)
+            # A model may have more rows than its tokenizer has tokens.
+            row_V[: len(allowed)][~allowed] = _NEVER
+            row_V[len(allowed) :] = _NEVER
+
+    def _note_error(self, grammar: Grammar) -> None:
+        if fault := grammar.get_error():
+            self.error = f"the grammar of response_format failed: {fault.splitlines()[0][:200]}"
+
+
+def json_grammar(
+    tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], schema: Mapping[str, Any]
+) -> Grammar:
+    """A matcher of the JSON texts that a schema allows, each followed by a stop id.
+
+    Raises:
+      UserError: llguidance is not installed, or does not know something in the schema.
+    """
+    return _compiled(tokenizer, stop_ids, json.dumps(schema))
+
+
+@functools.lru_cache(_KEPT_SCHEMAS)
+def _compiled(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], schema: str) -> Grammar:
+    tokens, llguidance = _tokens(tokenizer, stop_ids)
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": _WHITE_SPACE}
+        )
+    except ValueError as error:
+        raise UserError(f"response_format has no JSON schema ({error}); correct it") from error
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
+    if fault := matcher.get_error():
+        raise UserError(
+            f"response_format has a schema that cannot be enforced ({fault.splitlines()[0][:200]}); change "
+            "or leave out that part of it"
+        )
+    return matcher
+
+
+@functools.lru_cache(_KEPT_TOKENIZERS)
+def _tokens(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...]) -> tuple[Any, Any]:
+    """The tokenizer as llguidance has it, and the package."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "response_format needs the package llguidance, which this server lacks; run pip install "
+            "llguidance there, or leave response_format out"
+        ) from error
+    tokens = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=list(stop_ids))
+    return tokens, llguidance
