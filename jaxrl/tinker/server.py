@@ -11,14 +11,11 @@ and what it takes to go on after a restart.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.resharding import Resharding
@@ -50,6 +46,7 @@ from jaxrl.serving.model_loading import (
     model_directory,
     read_model,
 )
+from jaxrl.serving.serve_config import end_of_service, read_flags
 from jaxrl.tinker.app import Service, build_app
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures
@@ -82,36 +79,13 @@ class RunningTinker:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
-    program, *arguments = argv
-    parser = command_parser(program, __doc__)
-    add_flags(parser, TinkerConfig)
-    parser.add_argument("--tinker", action="store_true", help="serve the Tinker API")
-    parser.add_argument(
-        "--port",
-        dest="http_port",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="short for --http_port",
-    )
-    try:
-        config = settings_of(TinkerConfig, parser.parse_args(arguments))
-    except ValueError as error:
-        parser.error(str(error))
+    config = read_flags(argv, __doc__, TinkerConfig)
     keep_compiled_programs()
-    ended = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: ended.set())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        with running(config) as server:
-            url = f"http://{config.host}:{server.http_port}"
-            print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
-            print(f", sequences of up to {server.shape.tokens} tokens", flush=True)
-            ended.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with end_of_service() as ended, running(config) as server:
+        url = f"http://{config.host}:{server.http_port}"
+        print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
+        print(f", sequences of up to {server.shape.tokens} tokens", flush=True)
+        ended.wait()
     return 0
 
 
