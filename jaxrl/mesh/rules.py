@@ -5,6 +5,9 @@ There is one set of rules per phase. Resharding (`resharding.py`) follows from t
     weight     axes                           TRAIN_RULES                                  GENERATE_RULES
     q          (embed, heads, head_dim)       fsdp, (tensor_gen, tensor_micro), -          -, tensor_gen, -
     mlp.down   (mlp, embed)                   (tensor_gen, tensor_micro), fsdp             tensor_gen, -
+
+Experts are spread over the tensor axes too, whole, as far as their number divides (Megatron's expert tensor
+parallel size 1). The axes that are left split the width of each expert.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ TRAIN_RULES: Rules = {
     "kv_heads": _TENSOR,
     "head_dim": (),
     "mlp": _TENSOR,
-    "experts": ("expert",),
+    "experts": ("expert", *_TENSOR),
     "vocab": _TENSOR,
     # activations
     "batch": ("data", "fsdp", "expert"),
@@ -48,7 +51,7 @@ GENERATE_RULES: Rules = {
     "kv_heads": ("tensor_gen",),
     "head_dim": (),
     "mlp": ("tensor_gen",),
-    "experts": ("expert",),
+    "experts": ("expert", "tensor_gen"),
     "vocab": ("tensor_gen",),
     "batch": ("data", "fsdp", "expert", "context", "stage_micro", "tensor_micro"),
     "rows": ("data", "fsdp", "expert", "context", "stage_micro", "tensor_micro", "stage_gen"),
@@ -56,9 +59,10 @@ GENERATE_RULES: Rules = {
     "activation": (),
 }
 
-# Logical axes that may stay replicated where a mesh axis does not divide them: key-value heads, as in
-# Megatron, and rows that are too few for all stages of a pipeline. For every other axis this is an error.
-REPLICABLE = frozenset({"kv_heads", "rows"})
+# Logical axes that are split as far as they divide, and the mesh axes that have to divide them nevertheless:
+# key-value heads, as in Megatron, rows that are too few for all stages of a pipeline, and experts. For every
+# other axis it is an error not to divide.
+REPLICABLE: Rules = {"kv_heads": (), "rows": (), "experts": ("expert",)}
 
 
 def partition_spec(
@@ -84,10 +88,13 @@ def partition_spec(
     entries = []
     for axis, size in zip(axes, shape, strict=True):
         mesh_axes = axes_of(axis, rules, sizes) if axis else ()
+        if axis == "mlp":
+            # What the experts of the same array have left.
+            mesh_axes = tuple(a for a in mesh_axes if claimed.get(a) != "experts")
         if axis in REPLICABLE:
-            while size % _product(mesh_axes, sizes):
+            while size % _product(mesh_axes, sizes) and mesh_axes[-1] not in REPLICABLE[axis]:
                 mesh_axes = mesh_axes[:-1]
-        elif size % _product(mesh_axes, sizes):
+        if size % _product(mesh_axes, sizes):
             split = " x ".join(f"{a}={sizes[a]}" for a in mesh_axes)
             raise UserError(
                 f"{name}: {axis} of size {size} does not divide over {split} "

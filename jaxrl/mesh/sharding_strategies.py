@@ -55,6 +55,7 @@ VANILLA = ShardingStrategy(
         **TRAIN_RULES,
         "layers": ("stage_micro", "stage_gen"),
         **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), _TENSOR),
+        "experts": ("expert", *_TENSOR),
     },
     GENERATE_RULES,
     _CONSECUTIVE,

@@ -70,6 +70,28 @@ def test_kv_heads_are_replicated_where_they_do_not_divide(generate, kv_heads, ex
     assert spec(("kv_heads",), (kv_heads,), TRAIN_RULES, mesh) == P(expected)
 
 
+@pytest.mark.parametrize(
+    ("experts", "expected"),
+    [
+        # One expert for each of 8 devices.
+        (8, P(("expert", "tensor_gen", "tensor_micro"), None, None)),
+        # Four groups of devices with an expert each, whose width two devices share.
+        (4, P(("expert", "tensor_gen"), None, "tensor_micro")),
+        (2, P("expert", None, ("tensor_gen", "tensor_micro"))),
+        (6, P("expert", None, ("tensor_gen", "tensor_micro"))),
+    ],
+)
+def test_experts_lie_whole_over_tensor_devices_as_far_as_they_divide(experts, expected):
+    mesh = mesh_of("1-4-2", "1-2-2-2", expert=2)
+    axes = ("experts", "embed", "mlp")
+    assert spec(axes, (experts, 8, 16), TRAIN_RULES, mesh) == expected
+
+
+def test_experts_have_to_divide_over_the_expert_axis():
+    with pytest.raises(UserError, match="experts of size 3 does not divide over expert=2"):
+        spec(("experts", "mlp"), (3, 16), TRAIN_RULES, mesh_of("1-4-2", expert=2))
+
+
 @pytest.mark.parametrize("axis", ["heads", "mlp", "vocab"])
 def test_a_dimension_that_does_not_divide_is_refused_with_the_values(axis):
     message = (
