@@ -25,11 +25,12 @@ from jaxrl.errors import UserError
 Rules = Mapping[str, tuple[str, ...]]
 
 _TENSOR = ("tensor_gen", "tensor_micro")
+_GENERATE_TENSOR = ("tensor_gen", "fsdp_gen")
 
 TRAIN_RULES: Rules = {
     # weights
     "layers": ("stage_gen", "stage_micro"),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "fsdp_gen"),
     "heads": _TENSOR,
     "kv_heads": _TENSOR,
     "head_dim": (),
@@ -37,9 +38,9 @@ TRAIN_RULES: Rules = {
     "experts": ("expert", *_TENSOR),
     "vocab": _TENSOR,
     # activations
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "fsdp_gen"),
     # Rows outside the stack of layers (embedding, loss): pipeline stages share them too.
-    "rows": ("data", "fsdp", "expert", "stage_gen", "stage_micro"),
+    "rows": ("data", "fsdp", "expert", "fsdp_gen", "stage_gen", "stage_micro"),
     "length": ("context",),
     "activation": (),
 }
@@ -47,12 +48,12 @@ TRAIN_RULES: Rules = {
 GENERATE_RULES: Rules = {
     "layers": ("stage_gen",),
     "embed": (),
-    "heads": ("tensor_gen",),
-    "kv_heads": ("tensor_gen",),
+    "heads": _GENERATE_TENSOR,
+    "kv_heads": _GENERATE_TENSOR,
     "head_dim": (),
-    "mlp": ("tensor_gen",),
-    "experts": ("expert", "tensor_gen"),
-    "vocab": ("tensor_gen",),
+    "mlp": _GENERATE_TENSOR,
+    "experts": ("expert", *_GENERATE_TENSOR),
+    "vocab": _GENERATE_TENSOR,
     "batch": ("data", "fsdp", "expert", "context", "stage_micro", "tensor_micro"),
     "rows": ("data", "fsdp", "expert", "context", "stage_micro", "tensor_micro", "stage_gen"),
     "length": (),
@@ -87,12 +88,12 @@ def partition_spec(
     claimed: dict[str, str] = {}
     entries = []
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axes = axes_of(axis, rules, sizes) if axis else ()
+        mesh_axes: tuple[str, ...] = axes_of(axis, rules, sizes) if axis else ()
         if axis == "mlp":
             # What the experts of the same array have left.
             mesh_axes = tuple(a for a in mesh_axes if claimed.get(a) != "experts")
-        if axis in REPLICABLE:
-            while size % _product(mesh_axes, sizes) and mesh_axes[-1] not in REPLICABLE[axis]:
+        if (needed := REPLICABLE.get(axis or "")) is not None:
+            while size % _product(mesh_axes, sizes) and mesh_axes[-1] not in needed:
                 mesh_axes = mesh_axes[:-1]
         if size % _product(mesh_axes, sizes):
             split = " x ".join(f"{a}={sizes[a]}" for a in mesh_axes)

@@ -19,6 +19,7 @@ _CONSECUTIVE = (
     "fsdp",
     "expert",
     "context",
+    "fsdp_gen",
     "stage_micro",
     "stage_gen",
     "tensor_micro",
@@ -90,7 +91,7 @@ class StateRules:
 
 _WHOLE: Rules = {**TRAIN_RULES, "embed": ()}
 # Devices with the same tensor and pipeline shard are replicas. Each of them keeps a part of it.
-_SHARED: Rules = {**TRAIN_RULES, "embed": ("data", "fsdp", "context")}
+_SHARED: Rules = {**TRAIN_RULES, "embed": ("data", "fsdp", "context", "fsdp_gen")}
 
 # ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards over all replicas, FSDP over the `fsdp` axis only.
 ZERO = {

@@ -21,6 +21,7 @@ import math
 
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.ring import pick_split
+from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.attention import pick_block_tokens
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
@@ -265,7 +266,7 @@ class PassSimulator:
         # Seconds of exchanges between replicas, and the part that compute hides (negative).
         assume, shared, numbers = self._assume, self._collectives, model_numbers(model)
         values = self._values(model, layout)
-        shards = shared.ring(layout, "fsdp")
+        shards = shared.ring(layout, *TRAIN_RULES["embed"])
         # The weights of a layer are one gather, and their gradients one sum.
         calls = numbers.layers / layout.p + 1
         # Weights travel in the type of the matmuls, gradients in the type of their sums.
