@@ -93,7 +93,7 @@ def partition_spec(
             # What the experts of the same array have left.
             mesh_axes = tuple(a for a in mesh_axes if claimed.get(a) != "experts")
         if (needed := REPLICABLE.get(axis or "")) is not None:
-            while size % _product(mesh_axes, sizes) and mesh_axes[-1] not in needed:
+            while size % _product(mesh_axes, sizes) and mesh_axes[-1:] != needed[-1:]:
                 mesh_axes = mesh_axes[:-1]
         if size % _product(mesh_axes, sizes):
             split = " x ".join(f"{a}={sizes[a]}" for a in mesh_axes)
