@@ -34,8 +34,13 @@ AXES = (
     "stage_gen",
     "stage_micro",
     "tensor_gen",
+    "tensor_gen_2",
+    "tensor_gen_3",
     "tensor_micro",
 )
+# Together they have the size of tensor_gen, as major and minor factors of it: a few key-value heads are split
+# over the first of them.
+TENSOR_GEN = ("tensor_gen", "tensor_gen_2", "tensor_gen_3")
 
 # Each simulated device starts its own threads.
 MAX_SIMULATED_DEVICES = 4096
@@ -137,7 +142,7 @@ class ParallelLayout:
             self.fsdp_gen,
             self.p_g,
             self.p // self.p_g,
-            tensor,
+            *_three_factors(tensor),
             self.t // tensor,
         )
         return dict(zip(AXES, sizes, strict=True))
@@ -182,6 +187,19 @@ class ParallelLayout:
                 f"d_g = {layout.d_g} and d = {d // k}; use {layout.generate}"
             )
         return layout
+
+
+def _three_factors(n: int) -> tuple[int, int, int]:
+    """The prime factors, ascending, the first merged: 2 gives 2, 1, 1; 8 gives 2, 2, 2; 32 gives 8, 2, 2."""
+    found, divisor = [], 2
+    while n > 1:
+        while n % divisor:
+            divisor += 1
+        found.append(divisor)
+        n //= divisor
+    found = [math.prod(found[:-2]), *found[-2:]] if len(found) > 3 else found
+    first, second, third = [*found, 1, 1, 1][:3]
+    return first, second, third
 
 
 def _sizes(text: str, names: tuple[str, ...], setting: str) -> list[int]:

@@ -21,11 +21,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.layout import TENSOR_GEN
 
 Rules = Mapping[str, tuple[str, ...]]
 
-_TENSOR = ("tensor_gen", "tensor_micro")
-_GENERATE_TENSOR = ("tensor_gen", "fsdp_gen")
+_TENSOR = (*TENSOR_GEN, "tensor_micro")
+_GENERATE_TENSOR = (*TENSOR_GEN, "fsdp_gen")
 
 TRAIN_RULES: Rules = {
     # weights

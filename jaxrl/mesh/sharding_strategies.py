@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.layout import AXES
+from jaxrl.mesh.layout import AXES, TENSOR_GEN
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, Rules
 
 # An order in which the axes of generation are the minor ones: generation groups are then consecutive devices.
@@ -23,7 +23,7 @@ _CONSECUTIVE = (
     "stage_micro",
     "stage_gen",
     "tensor_micro",
-    "tensor_gen",
+    *TENSOR_GEN,
 )
 _WEIGHT_AXES = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab")
 
@@ -48,7 +48,7 @@ class ShardingStrategy:
 
 HYBRID = ShardingStrategy("hybrid", "HybridFlow", TRAIN_RULES, GENERATE_RULES, AXES)
 
-_TENSOR = ("tensor_micro", "tensor_gen")
+_TENSOR = ("tensor_micro", *TENSOR_GEN)
 VANILLA = ShardingStrategy(
     "vanilla",
     "HybridFlow-V",

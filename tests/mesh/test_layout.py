@@ -6,6 +6,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.planner.layouts.mesh_command import groups as groups_of
 
 
@@ -20,7 +21,7 @@ def groups(layout: ParallelLayout, *axes: str) -> list[list[int]]:
     return [[ids[i] for i in group] for group in groups_of(dict(mesh.shape), axes)]
 
 
-TENSOR = ("tensor_gen", "tensor_micro")
+TENSOR = TRAIN_RULES["heads"]
 MICRO = ("stage_micro", "tensor_micro")
 
 
@@ -39,6 +40,8 @@ def test_a_layout_is_read_as_written():
         "stage_gen": 1,
         "stage_micro": 2,
         "tensor_gen": 2,
+        "tensor_gen_2": 1,
+        "tensor_gen_3": 1,
         "tensor_micro": 2,
     }
 

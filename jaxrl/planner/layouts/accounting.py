@@ -67,7 +67,7 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCos
     sizes = layout.axis_sizes
     # The two shards lie in one of tensor_gen parts of a stage: one is its 1/m-th, the other its 1/k-th.
     m, k = sizes["tensor_micro"], sizes["fsdp_gen"]
-    common = M / (layout.p * sizes["tensor_gen"] * m * k) if min(m, k) == 1 else Fraction(0)
+    common = M / (layout.p * layout.t * k) if min(m, k) == 1 else Fraction(0)
     return {
         "gather_all": ReshardingCosts((one - one / devices) * M, M, M / devices),
         "vanilla": ReshardingCosts((one - one / tp) * M, M, M / tp),

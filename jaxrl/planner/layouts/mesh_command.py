@@ -58,7 +58,7 @@ from jaxrl.planner.layouts.accounting import (
 _WIDTH = 160
 _MAX_COLLECTIVES, _MAX_GROUPS, _MAX_IDS = 12, 8, 24
 
-_TENSOR, _STAGE = ("tensor_gen", "tensor_micro"), ("stage_gen", "stage_micro")
+_TENSOR, _STAGE = TRAIN_RULES["heads"], ("stage_gen", "stage_micro")
 # Names of the device groups of a tensor- and pipeline-parallel strategy, and the mesh axes inside a group.
 _TRAIN_GROUPS = {"tensor": _TENSOR, "pipeline": _STAGE}
 _GENERATE_GROUPS = {

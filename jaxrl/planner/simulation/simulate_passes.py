@@ -232,7 +232,7 @@ class PassSimulator:
         microbatches = flushes.count * flushes.microbatches
         layers = passes * numbers.layers / layout.p * microbatches
         shared = self._collectives
-        one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
+        one = shared.reduce_s(size, shared.ring(layout, *TRAIN_RULES["heads"]))
         found = {"tensor all-reduces": 2 * layers * one}
         if layout.expert > 1:
             # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers).
