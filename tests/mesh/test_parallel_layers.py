@@ -43,6 +43,7 @@ def value_and_gradients(function, *args):
         (TRAIN_RULES, {"train": "1-2-4", "context": 2}),
         (TRAIN_RULES, {"train": "1-4-2", "context": 2}),
         (GENERATE_RULES, {"train": "1-4-2", "generate": "1-2-2-2", "context": 2}),
+        (GENERATE_RULES, {"train": "1-8-1"}),
     ],
     ids=lambda v: ",".join(map(str, v.values())) if "train" in v else "",
 )

@@ -405,10 +405,10 @@ def test_waves_of_samples_take_turns():
     assert two["cache read"] == pytest.approx(one["cache read"])
 
 
-def test_heads_that_do_not_divide_are_on_every_device():
+def test_heads_are_split_as_far_as_they_divide():
     model = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2)
     numbers = model_numbers(model)
-    assert numbers.cache_values_of_shard(1, 4) == numbers.cache_values
+    assert numbers.cache_values_of_shard(1, 4) == numbers.cache_values / 2
     assert numbers.cache_values_of_shard(2, 2) == numbers.cache_values / 4
 
 
