@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+import itertools
 import math
 import os
 import pathlib
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxrl.config.model_shape import is_here
 from jaxrl.errors import UserError
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.shapes import SHAPES
 
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
@@ -279,11 +281,6 @@ def convert_settings(
 
 
 def _layout(verl: _Verl) -> None:
-    """Layout.
-
-    verl's FSDP over W devices with a rollout TP of t is "1-t-W/t" with fsdp W/t here: the t devices of a
-    generation shard hold tensor shards in training too, and t x fsdp devices hold one copy of the state.
-    """
     devices = verl.get("trainer.nnodes", 1, int) * verl.get("trainer.n_gpus_per_node", 8, int)
     strategy = verl.get(
         "actor.strategy", "megatron" if verl.has("actor.megatron.") else "fsdp", str
@@ -295,52 +292,140 @@ def _layout(verl: _Verl) -> None:
     # The critic has the layout of the actor.
     verl.get("critic.strategy")
     t_g = verl.get("rollout.tensor_model_parallel_size", 2 if devices > 1 else 1, int)
-    width = verl.get("actor.ulysses_sequence_parallel_size", 1, int)
-    p = context = expert = 1
     if megatron:
-        width, p, context, expert = (
-            verl.get(f"actor.megatron.{kind}_parallel_size", 1, int)
-            for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
-        )
-    if min(devices, t_g, width, p, context, expert) < 1:
-        raise UserError(
-            "verl's numbers of devices and parallel sizes must be at least 1; correct them"
-        )
-    # Training and generation share a mesh: both sizes must divide its tensor groups.
-    t = math.lcm(t_g, width)
-    if devices % (p * t * context * expert):
-        raise UserError(
-            f"{devices} devices of verl do not divide into pipeline {p} x tensor {t} (the least common "
-            f"multiple of {width} in training and {t_g} in rollout) x context {context} x expert {expert}; "
-            "change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"
-        )
-    d = devices // (p * t)
-    why = f"{devices} devices, rollout TP {t_g}"
-    if not megatron and width > 1:
-        why += f", Ulysses {width} as tensor parallel (or mesh.context)"
-    verl.put("mesh.train", f"{p}-{t}-{d}", why=why)
-    verl.put("mesh.generate", f"1-{t_g}-{p * t // t_g}-{d}", why=why)
-    if megatron:
-        verl.put("mesh.context", context, why="context_parallel_size")
-        verl.put("mesh.expert", expert, why="expert_model_parallel_size")
-        verl.put("mesh.sharding", "ZeRO-1", why="Megatron's distributed optimizer")
+        _megatron_layout(verl, devices, t_g)
     else:
-        size = verl.get("actor.fsdp_config.fsdp_size", -1, int)
-        # fsdp_size counts devices, of which a copy of the state has t x fsdp here.
-        fsdp = math.gcd(d, max(1, size // t)) if size > 0 else d
-        why = f"tensor {t} x fsdp {fsdp} devices hold one copy of the state"
-        verl.put("mesh.fsdp", fsdp, why=why)
-    if t > 1 and not megatron:
+        _fsdp_layout(verl, devices, t_g)
+    names = [f"actor.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
+    # A list, so that both are read.
+    if any([verl.get(name) for name in names]):
+        verl.put("mesh.offload_training_state", True, *names)
+
+
+def _fsdp_layout(verl: _Verl, devices: int, t_g: int) -> None:
+    """FSDP over W devices with a rollout TP of t is "1-t-W/t" with fsdp W/t here.
+
+    The t devices of a generation shard hold tensor shards in training too, and t x fsdp devices hold one copy
+    of the state.
+    """
+    width = verl.get("actor.ulysses_sequence_parallel_size", 1, int)
+    _check_sizes(devices, t_g, width)
+    # Training and generation share a mesh: both sizes divide its tensor groups.
+    t = math.lcm(t_g, width)
+    if devices % t:
+        raise UserError(
+            f"{devices} devices of verl do not divide into tensor {t}, the least common multiple of Ulysses "
+            f"{width} and rollout TP {t_g}; change trainer.nnodes, trainer.n_gpus_per_node or these sizes"
+        )
+    d = devices // t
+    why = f"{devices} devices, rollout TP {t_g}"
+    if width > 1:
+        why += f", Ulysses {width} as tensor parallel (or mesh.context)"
+    verl.put("mesh.train", f"1-{t}-{d}", why=why)
+    verl.put("mesh.generate", f"1-{t_g}-{t // t_g}-{d}", why=why)
+    size = verl.get("actor.fsdp_config.fsdp_size", -1, int)
+    # fsdp_size counts devices, of which a copy of the state has t x fsdp here.
+    fsdp = math.gcd(d, max(1, size // t)) if size > 0 else d
+    verl.put("mesh.fsdp", fsdp, why=f"tensor {t} x fsdp {fsdp} devices hold one copy of the state")
+    if t > 1:
         verl.say(
             f"Layout: verl shards the training state over {t * d} devices by FSDP and samples with TP {t_g}. "
             f"Here a generation shard is a union of training shards, so training has the tensor axis too: "
             f"mesh.train 1-{t}-{d}, not 1-1-{t * d}, with mesh.fsdp. The bytes of a device are the same."
         )
-    names = [f"actor.fsdp_config.{what}_offload" for what in ("param", "optimizer")]
-    # A list, so that both are read.
-    if any([verl.get(name) for name in names]):
-        verl.put("mesh.offload_training_state", True, *names)
-    _rows(verl, d=d, replicas=d // context * p, width=1 if megatron else width)
+    _rows(verl, d=d, replicas=d, width=width)
+
+
+def _check_sizes(*sizes: int) -> None:
+    if min(sizes) < 1:
+        raise UserError(
+            "verl's numbers of devices and parallel sizes must be at least 1; correct them"
+        )
+
+
+def _megatron_layout(verl: _Verl, devices: int, t_g: int) -> None:
+    """Layout of Megatron's sizes.
+
+    Its experts lie over all devices of a pipeline stage, and rollout has groups of its own. Here experts lie
+    over tensor and expert devices, and a tensor group of generation over a tensor group of training and
+    replicas. Where these are too few, pipeline stages or context devices become tensor devices.
+    """
+    sizes = [
+        verl.get(f"actor.megatron.{kind}_parallel_size", 1, int)
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+    ]
+    parts = verl.get("actor.megatron.expert_tensor_parallel_size", None, int)
+    t, p, context, expert = sizes
+    _check_sizes(devices, t_g, *sizes, parts or 1)
+    if parts is None:
+        # Megatron's default, where there are as many devices.
+        parts = t if devices % (p * expert * t) == 0 else 1
+    found = _fitting_layout(devices, t_g, t, p, context, expert * parts)
+    if found is None:
+        raise UserError(
+            f"{devices} devices of verl do not divide into pipeline {p} x tensor {t} x context {context}, "
+            f"with rollout TP {t_g}; change trainer.nnodes, trainer.n_gpus_per_node or the parallel sizes"
+        )
+    layout, whole = found
+    why = f"{devices} devices, rollout TP {t_g}"
+    verl.put("mesh.train", f"{layout.p}-{layout.t}-{layout.d}", why=why)
+    verl.put("mesh.generate", layout.generate, why=why)
+    if layout.fsdp > 1:
+        verl.put("mesh.fsdp", layout.fsdp, why="replicas that share a tensor group of rollout")
+    verl.put("mesh.context", layout.context, why="context_parallel_size")
+    verl.put(
+        "mesh.expert", layout.expert, why="expert_model_parallel_size over tensor devices first"
+    )
+    if whole:
+        verl.put("mesh.sharding", "ZeRO-1", why="Megatron's distributed optimizer")
+    else:
+        verl.put("mesh.sharding", "ZeRO-3", why="context devices share the weights")
+        verl.say(
+            f"Layout: Megatron has the experts of a stage on {expert * parts} devices, of a context group "
+            f"too. Here {layout.expert * layout.t} hold them, so ZeRO-3 splits all weights over the rest."
+        )
+    if layout.t > t:
+        verl.say(
+            f"Layout: rollout has tensor parallel {t_g}, and verl trains with pipeline {p}, tensor {t}, "
+            f"context {context}. Here training has pipeline {layout.p}, tensor {layout.t}, context "
+            f"{layout.context}; a device holds no more weights."
+        )
+    _rows(verl, d=layout.d, replicas=layout.row_parts, width=1)
+
+
+def _fitting_layout(
+    devices: int, t_g: int, t: int, p: int, context: int, experts: int
+) -> tuple[ParallelLayout, bool] | None:
+    """The layout nearest to Megatron's, and whether as many devices as there hold the experts.
+
+    Args:
+      devices, t_g: all devices, and tensor parallel size of rollout.
+      t, p, context: sizes of training.
+      experts: number of devices that hold the experts of a stage.
+    """
+    found = []
+    most = min(max(t, t_g), devices)
+    of_stages, of_contexts = (range(1, min(size, most) + 1) for size in (p, context))
+    for stages, contexts in itertools.product(of_stages, of_contexts):
+        tensor = t * stages * contexts
+        if p % stages or context % contexts or tensor > max(t, t_g):
+            continue
+        here = p // stages * tensor, context // contexts
+        if devices % math.prod(here):
+            continue
+        replicas = devices // math.prod(here)
+        wanted = experts // math.gcd(experts, tensor)
+        expert = math.gcd(wanted, replicas)
+        fsdp = t_g // math.gcd(tensor, t_g)
+        if replicas // expert % fsdp == 0:
+            layout = ParallelLayout(
+                p // stages, tensor, replicas * here[1], 1, t_g, fsdp, expert, here[1]
+            )
+            found.append((expert < wanted, stages * contexts, contexts, layout))
+    if not found:
+        return None
+    fewer, *_, layout = min(found, key=lambda entry: entry[:3])
+    return layout, not fewer
 
 
 def _rows(verl: _Verl, *, d: int, replicas: int, width: int) -> None:

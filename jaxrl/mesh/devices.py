@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import resource
 import sys
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxrl.checks import between, check_value
 from jaxrl.errors import UserError
-from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, LayoutConfig, ParallelLayout
+from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, TENSOR_GEN, LayoutConfig, ParallelLayout
 
 
 def simulate(num_devices: int, *, processes: int = 1) -> None:
@@ -62,7 +63,11 @@ def build_mesh(
             f"({devices[0].device_kind}); change mesh.train, or set mesh.simulated_devices="
             f"{layout.num_devices} to try it on CPU"
         )
-    grid = device_grid(dict(zip(axes, sizes, strict=True)), devices)
+    # One axis for tensor_gen: the order of devices does not depend on its factors.
+    merged = dict(zip(axes, sizes, strict=True))
+    merged[TENSOR_GEN[0]] = math.prod(merged.pop(axis) for axis in TENSOR_GEN)
+    merged = {axis: merged[axis] for axis in axes if axis in merged}
+    grid = device_grid(merged, devices).reshape(sizes)
     return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -4,7 +4,11 @@ Training is split p-t-d (pipeline, tensor, data), and generation p_g-t_g-d_g-d w
 (HybridFlow section 5.1). Instead of two sets of process groups there is one mesh whose axes are fine enough
 for both:
 
-    data, fsdp, expert, context, stage_gen (p_g), stage_micro (p/p_g), tensor_gen (t_g), tensor_micro (t/t_g)
+    data, fsdp, expert, context, fsdp_gen,
+    stage_gen (p_g), stage_micro (p/p_g), tensor_gen (t_g), tensor_micro (t/t_g)
+
+Generation may have more tensor shards than training. Then `fsdp_gen` is the part of `fsdp` that generation
+splits tensors over: with g = gcd(t, t_g), tensor_gen is g, tensor_micro t/g and fsdp_gen t_g/g.
 
 `tensor_gen` is major and `tensor_micro` minor. So the training shard of a device is a slice of its generation
 shard, and devices that differ only in a micro axis are neighbours: the micro data-parallel group of the
@@ -26,11 +30,17 @@ AXES = (
     "fsdp",
     "expert",
     "context",
+    "fsdp_gen",
     "stage_gen",
     "stage_micro",
     "tensor_gen",
+    "tensor_gen_2",
+    "tensor_gen_3",
     "tensor_micro",
 )
+# Together they have the size of tensor_gen, as major and minor factors of it: a few key-value heads are split
+# over the first of them.
+TENSOR_GEN = ("tensor_gen", "tensor_gen_2", "tensor_gen_3")
 
 # Each simulated device starts its own threads.
 MAX_SIMULATED_DEVICES = 4096
@@ -56,12 +66,15 @@ class LayoutConfig:
     train: Annotated[str, NAME] = "1-1-1"
     """"p-t-d", pipeline, tensor and data parallel size of training."""
     generate: Annotated[str, NAME] = ""
-    """"p_g-t_g-d_g-d" of generation; "" keeps p and t of training."""
+    """"p_g-t_g-d_g-d" of generation; "" keeps p and t of training. Where t_g does not divide t, k =
+    t_g / gcd(t, t_g) of the replicas that `fsdp` counts hold one generation shard each, and d is d / k.
+    """
     fsdp: Annotated[int, count(1)] = 1
     """Number of replicas (of the d) that share one sharded copy of weights and optimiser state."""
     expert: Annotated[int, count(1)] = 1
     """Number of replicas that split the experts of a mixture. For the rest of the model these
-    are data-parallel replicas.
+    are data-parallel replicas. Devices of a tensor group split the experts further, as far as
+    their number divides.
     """
     context: Annotated[int, count(1)] = 1
     """Number of replicas that split each sequence instead of the batch."""
@@ -94,9 +107,14 @@ class ParallelLayout:
     context: int = 1
 
     @property
+    def fsdp_gen(self) -> int:
+        """Replicas of training whose devices form one tensor group of generation; 1 if t_g divides t."""
+        return self.t_g // math.gcd(self.t, self.t_g)
+
+    @property
     def d_g(self) -> int:
-        """Micro data-parallel replicas of generation inside one training replica."""
-        return self.p * self.t // (self.p_g * self.t_g)
+        """Replicas of generation inside `fsdp_gen` training replicas."""
+        return self.p * self.t * self.fsdp_gen // (self.p_g * self.t_g)
 
     @property
     def num_devices(self) -> int:
@@ -115,22 +133,29 @@ class ParallelLayout:
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Size of each axis of the mesh, in the order of `AXES`."""
+        tensor = math.gcd(self.t, self.t_g)
         sizes = (
             self.d // (self.fsdp * self.expert * self.context),
-            self.fsdp,
+            self.fsdp // self.fsdp_gen,
             self.expert,
             self.context,
+            self.fsdp_gen,
             self.p_g,
             self.p // self.p_g,
-            self.t_g,
-            self.t // self.t_g,
+            *_three_factors(tensor),
+            self.t // tensor,
         )
         return dict(zip(AXES, sizes, strict=True))
 
     @property
     def name(self) -> str:
         """Both layouts as the paper writes them."""
-        return f"{self.p}-{self.t}-{self.d} / {self.p_g}-{self.t_g}-{self.d_g}-{self.d}"
+        return f"{self.p}-{self.t}-{self.d} / {self.generate}"
+
+    @property
+    def generate(self) -> str:
+        """The layout of generation as `LayoutConfig.generate` has it."""
+        return f"{self.p_g}-{self.t_g}-{self.d_g}-{self.d // self.fsdp_gen}"
 
     @staticmethod
     def from_config(config: LayoutConfig) -> ParallelLayout:
@@ -138,33 +163,43 @@ class ParallelLayout:
         p, t, d = _sizes(config.train, ("p", "t", "d"), "mesh.train")
         generate = config.generate or f"{p}-{t}-1-{d}"
         p_g, t_g, d_g, d_again = _sizes(generate, ("p_g", "t_g", "d_g", "d"), "mesh.generate")
-        for gen, train, what in ((p_g, p, "p_g"), (t_g, t, "t_g")):
-            if train % gen:
-                n, remedy = p * t * d, ""
-                if what == "t_g" and n % t_g == 0:
-                    # The layout with the sharding of verl's FSDP over all devices and its rollout TP of t_g.
-                    remedy = (
-                        f" (FSDP over {n} devices with tensor parallel {t_g} in generation is mesh.train "
-                        f"1-{t_g}-{n // t_g}, mesh.fsdp {n // t_g}, mesh.generate 1-{t_g}-1-{n // t_g})"
-                    )
-                raise UserError(
-                    f"mesh.generate {generate}: {what}={gen} does not divide {what[0]}={train} of mesh.train "
-                    f"{config.train}; generation shards are unions of training shards, so choose a divisor"
-                    f"{remedy}"
-                )
-        if (d_g, d_again) != (p * t // (p_g * t_g), d):
+        if p % p_g:
             raise UserError(
-                f"mesh.generate {generate} has d_g={d_g}, d={d_again}, but mesh.train {config.train} leaves "
-                f"d_g = p*t/(p_g*t_g) = {p * t // (p_g * t_g)} and d = {d}; "
-                f"use {p_g}-{t_g}-{p * t // (p_g * t_g)}-{d}"
+                f"mesh.generate {generate}: p_g={p_g} does not divide p={p} of mesh.train {config.train}; "
+                "a stage of generation is a union of training stages, so choose a divisor"
             )
         shares = (config.fsdp, config.expert, config.context)
+        layout = ParallelLayout(p, t, d, p_g, t_g, *shares)
+        if (k := layout.fsdp_gen) > 1 and config.fsdp % k:
+            raise UserError(
+                f"mesh.generate {generate}: t_g={t_g} does not divide t={t} of mesh.train {config.train}, so "
+                f"each shard of generation takes {k} of the replicas that share a copy of the weights; "
+                f"mesh.fsdp={config.fsdp} is no multiple of {k}: choose one, or another t_g"
+            )
         if d % math.prod(shares):
             raise UserError(
                 f"mesh.fsdp={config.fsdp} x mesh.expert={config.expert} x mesh.context={config.context} "
                 f"does not divide d={d} of mesh.train {config.train}; all are shares of the d replicas"
             )
-        return ParallelLayout(p, t, d, p_g, t_g, *shares)
+        if (d_g, d_again) != (layout.d_g, d // k):
+            raise UserError(
+                f"mesh.generate {generate} has d_g={d_g}, d={d_again}, but mesh.train {config.train} leaves "
+                f"d_g = {layout.d_g} and d = {d // k}; use {layout.generate}"
+            )
+        return layout
+
+
+def _three_factors(n: int) -> tuple[int, int, int]:
+    """The prime factors, ascending, the first merged: 2 gives 2, 1, 1; 8 gives 2, 2, 2; 32 gives 8, 2, 2."""
+    found, divisor = [], 2
+    while n > 1:
+        while n % divisor:
+            divisor += 1
+        found.append(divisor)
+        n //= divisor
+    found = [math.prod(found[:-2]), *found[-2:]] if len(found) > 3 else found
+    first, second, third = [*found, 1, 1, 1][:3]
+    return first, second, third
 
 
 def _sizes(text: str, names: tuple[str, ...], setting: str) -> list[int]:

@@ -10,7 +10,7 @@ Kernels written by hand cannot be partitioned by the compiler, so all of them ru
 
 **Experts.** Every device of an `expert` group holds consecutive experts and a share of the batch. The tokens
 of the group are gathered, each device sums the outputs of its own experts, and the sums return to the owners
-of the tokens:
+of the tokens. Devices of a tensor group have the same tokens; they hold different experts, or parts of them:
 
     tokens [B/e, T, D] --all-gather over expert--> [B, T, D] --own experts--> part of the sum [B, T, D]
                         --reduce-scatter over expert--> [B/e, T, D], and summed over the tensor axes
@@ -22,6 +22,7 @@ the traffic: each token (D numbers) goes to every device of the group, not only 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.ring import ONE_DEVICE, ContextSplit
-from jaxrl.mesh.rules import Rules, axes_of, partition_spec, per_device
+from jaxrl.mesh.rules import REPLICABLE, Rules, axes_of, partition_spec, per_device
 
 # (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. `ids` is a pytree of [B, T], such as segment ids. `rest`
 # are pytrees of scalars that are equal on every device, and of [Q], such as the attention kind.
@@ -129,6 +130,10 @@ def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, .
     return jax.lax.dynamic_slice_in_dim(x, first, num_used, axis=2)
 
 
+# Begin of the name of the jitted function that computes the experts of a device; the number of devices that
+# share them follows. The planner finds its operations by this name.
+HELD_EXPERTS = "held_experts_of_"
+
 # (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights, activation) -> out_BTD
 Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any, str], jax.Array]
 
@@ -137,43 +142,59 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
     """Runs `layer` on every device for the experts that it holds.
 
     Args:
-      layer: a function that sums over given experts; its `first_expert` is the number of the first of them.
+      layer: a function that sums over given experts; its `first_expert` is the number of the first of them,
+        and `expert_shards` the number of devices that share all of them.
       mesh, rules: mesh, and sharding rules of experts, tokens and the width of an expert.
     """
     if mesh.size == 1:
         return layer
     sizes = dict(mesh.shape)
-    expert_axes = axes_of("experts", rules, sizes)
-    inner_axes = axes_of("mlp", rules, sizes)
+    token_axes = axes_of("experts", {"experts": REPLICABLE["experts"]}, sizes)
+    tensor_axes = axes_of("mlp", rules, sizes)
 
     def spec(axes, array):
         # "embed" is None: the compiler gathers weights that are split over their width (fsdp) before this.
         whole = tuple(None if axis == "embed" else axis for axis in axes)
         return partition_spec(whole, array.shape, rules, sizes, "experts")
 
-    def shard(activation, x, expert, share, weights):
-        for axis in expert_axes:
+    def shard(activation, expert_axes, x, expert, share, weights):
+        for axis in token_axes:
             x, expert, share = (
                 jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, expert, share)
             )
         num_held = weights["gate"]["weight"].shape[0]
         first = jax.lax.axis_index(expert_axes) * num_held if expert_axes else 0
+        inner_axes = tuple(a for a in tensor_axes if a not in expert_axes)
         if inner_axes and "bias" in weights["down"]:
             # The parts of an expert are summed; one of them adds the bias.
             is_first = jax.lax.axis_index(inner_axes) == 0
             bias = weights["down"]["bias"] * is_first.astype(x.dtype)
             weights = {**weights, "down": {**weights["down"], "bias": bias}}
-        out = layer(x, expert, share, weights, activation=activation, first_expert=first)
-        for axis in reversed(expert_axes):
+        shards = math.prod(sizes[a] for a in expert_axes)
+
+        def held_experts(x, expert, share, weights, first):
+            return layer(
+                *(x, expert, share, weights),
+                activation=activation,
+                first_expert=first,
+                expert_shards=shards,
+            )
+
+        held_experts.__name__ = f"{HELD_EXPERTS}{shards}"
+        out = jax.jit(held_experts)(x, expert, share, weights, first)
+        for axis in reversed(token_axes):
             out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
-        return jax.lax.psum(out, inner_axes) if inner_axes else out
+        return jax.lax.psum(out, tensor_axes) if tensor_axes else out
 
     def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes, activation="silu"):
         tokens = ("batch", "length", None)
         token_specs = [spec(tokens, a) for a in (x_BTD, expert_BTA, share_BTA)]
         weight_specs = jax.tree.map(spec, axes, weights, is_leaf=lambda v: isinstance(v, tuple))
+        expert_axes = weight_specs["gate"]["weight"][0] or ()
+        if isinstance(expert_axes, str):
+            expert_axes = (expert_axes,)
         return per_device(
-            functools.partial(shard, activation),
+            functools.partial(shard, activation, expert_axes),
             mesh,
             in_specs=(*token_specs, weight_specs),
             out_specs=token_specs[0],

@@ -137,7 +137,9 @@ def all_devices(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> P | None:
     return first_dim("DP_PROTO", "devices", every)(mesh, shape)
 
 
-_DP_GROUPS = first_dim("3D_PROTO", "replicas", {"replicas": ("data", "fsdp", "expert", "context")})
+_DP_GROUPS = first_dim(
+    "3D_PROTO", "replicas", {"replicas": ("data", "fsdp", "expert", "context", "fsdp_gen")}
+)
 _MICRO_DP = first_dim("3D_ALL_MICRO_DP", "batch", GENERATE_RULES)
 _STAGES = first_dim("3D_PP_ONLY", "layers", TRAIN_RULES)
 

@@ -8,6 +8,9 @@ layouts are shared, not copied.
     [mlp][mlp][qkv][norm]  -->  all-gather, donate --> [ mlp ][ mlp ][ qkv ][norm]
                            <--   slice, donate    <--
 
+If generation has more tensor shards than training, an axis goes from one dimension to another (`fsdp_gen`).
+Then an all-to-all comes before the gather, on the smaller shards.
+
 A weight in 8 bits (`quantized.py`) is rounded in the training layout, so its bytes and scales travel. The
 largest entry of a row or column that several devices share is found over all of them, so the values do not
 depend on the layout.
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.hosts import put
@@ -63,6 +68,25 @@ class Weight:
         """Whether the layouts differ in type or sharding, so that they cannot share the leaf."""
         same = self.train.is_equivalent_to(self.generate, len(self.shape))
         return self.dtype != self.stored.dtype or not same
+
+    @functools.cached_property
+    def exchanged(self) -> NamedSharding:
+        """Splits dimensions as generation does, and further by axes that training alone uses.
+
+        Without `fsdp_gen` that is how training splits them. With it XLA would not find this way, and would
+        gather whole leaves.
+        """
+        mesh = self.train.mesh
+        if mesh.shape.get("fsdp_gen", 1) == 1:
+            return self.train
+        before, after = (_axes_by_dim(s, len(self.shape)) for s in (self.train, self.generate))
+        used = set(itertools.chain(*after))
+        spec = []
+        for size, axes, kept in zip(self.shape, before, after, strict=True):
+            both = (*kept, *(axis for axis in axes if axis not in used))
+            divides = size % math.prod(mesh.shape[axis] for axis in both) == 0
+            spec.append(both if divides else kept)
+        return NamedSharding(mesh, P(*spec))
 
     @property
     def train_bytes(self) -> int:
@@ -101,6 +125,11 @@ class Weight:
     def generate_shardings(self) -> Any:
         """Shardings of the array or arrays that it is in generation."""
         return self.stored.shardings(self.shape, self.generate)
+
+
+def _axes_by_dim(sharding: NamedSharding, dims: int) -> list[tuple[str, ...]]:
+    entries = (*sharding.spec, *(None,) * (dims - len(sharding.spec)))
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in entries]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +177,14 @@ class Bucket:
     @functools.cached_property
     def slice_program(self) -> Any:
         """The compiled program that moves the leaves back to the training layout."""
-        return jax.jit(lambda leaves: leaves, out_shardings=[w.train for w in self.weights])
+
+        def cut(leaves: list[jax.Array]) -> list[jax.Array]:
+            return [
+                jax.lax.with_sharding_constraint(leaf, w.exchanged)
+                for w, leaf in zip(self.weights, leaves, strict=True)
+            ]
+
+        return jax.jit(cut, out_shardings=[w.train for w in self.weights])
 
     @functools.cached_property
     def _empty_program(self) -> Any:
@@ -194,8 +230,10 @@ class Bucket:
 def _cast(weight: Weight, leaf: jax.Array) -> Any:
     # The constraint to the training sharding makes the cast come before the gather, so the narrower type
     # travels.
-    where = weight.stored.shardings(leaf.shape, weight.train)
-    return jax.lax.with_sharding_constraint(weight.stored.cast(leaf), where)
+    out = weight.stored.cast(leaf)
+    for where in (weight.train, weight.exchanged):
+        out = jax.lax.with_sharding_constraint(out, weight.stored.shardings(leaf.shape, where))
+    return out
 
 
 class Resharding:

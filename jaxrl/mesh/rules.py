@@ -5,6 +5,9 @@ There is one set of rules per phase. Resharding (`resharding.py`) follows from t
     weight     axes                           TRAIN_RULES                                  GENERATE_RULES
     q          (embed, heads, head_dim)       fsdp, (tensor_gen, tensor_micro), -          -, tensor_gen, -
     mlp.down   (mlp, embed)                   (tensor_gen, tensor_micro), fsdp             tensor_gen, -
+
+Experts are spread over the tensor axes too, whole, as far as their number divides (Megatron's expert tensor
+parallel size 1). The axes that are left split the width of each expert.
 """
 
 from __future__ import annotations
@@ -18,25 +21,27 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.layout import TENSOR_GEN
 
 Rules = Mapping[str, tuple[str, ...]]
 
-_TENSOR = ("tensor_gen", "tensor_micro")
+_TENSOR = (*TENSOR_GEN, "tensor_micro")
+_GENERATE_TENSOR = (*TENSOR_GEN, "fsdp_gen")
 
 TRAIN_RULES: Rules = {
     # weights
     "layers": ("stage_gen", "stage_micro"),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "fsdp_gen"),
     "heads": _TENSOR,
     "kv_heads": _TENSOR,
     "head_dim": (),
     "mlp": _TENSOR,
-    "experts": ("expert",),
+    "experts": ("expert", *_TENSOR),
     "vocab": _TENSOR,
     # activations
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "fsdp_gen"),
     # Rows outside the stack of layers (embedding, loss): pipeline stages share them too.
-    "rows": ("data", "fsdp", "expert", "stage_gen", "stage_micro"),
+    "rows": ("data", "fsdp", "expert", "fsdp_gen", "stage_gen", "stage_micro"),
     "length": ("context",),
     "activation": (),
 }
@@ -44,21 +49,22 @@ TRAIN_RULES: Rules = {
 GENERATE_RULES: Rules = {
     "layers": ("stage_gen",),
     "embed": (),
-    "heads": ("tensor_gen",),
-    "kv_heads": ("tensor_gen",),
+    "heads": _GENERATE_TENSOR,
+    "kv_heads": _GENERATE_TENSOR,
     "head_dim": (),
-    "mlp": ("tensor_gen",),
-    "experts": ("expert",),
-    "vocab": ("tensor_gen",),
+    "mlp": _GENERATE_TENSOR,
+    "experts": ("expert", *_GENERATE_TENSOR),
+    "vocab": _GENERATE_TENSOR,
     "batch": ("data", "fsdp", "expert", "context", "stage_micro", "tensor_micro"),
     "rows": ("data", "fsdp", "expert", "context", "stage_micro", "tensor_micro", "stage_gen"),
     "length": (),
     "activation": (),
 }
 
-# Logical axes that may stay replicated where a mesh axis does not divide them: key-value heads, as in
-# Megatron, and rows that are too few for all stages of a pipeline. For every other axis this is an error.
-REPLICABLE = frozenset({"kv_heads", "rows"})
+# Logical axes that are split as far as they divide, and the mesh axes that have to divide them nevertheless:
+# key-value heads, as in Megatron, rows that are too few for all stages of a pipeline, and experts. For every
+# other axis it is an error not to divide.
+REPLICABLE: Rules = {"kv_heads": (), "rows": (), "experts": ("expert",)}
 
 
 def partition_spec(
@@ -83,11 +89,14 @@ def partition_spec(
     claimed: dict[str, str] = {}
     entries = []
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axes = axes_of(axis, rules, sizes) if axis else ()
-        if axis in REPLICABLE:
-            while size % _product(mesh_axes, sizes):
+        mesh_axes: tuple[str, ...] = axes_of(axis, rules, sizes) if axis else ()
+        if axis == "mlp":
+            # What the experts of the same array have left.
+            mesh_axes = tuple(a for a in mesh_axes if claimed.get(a) != "experts")
+        if (needed := REPLICABLE.get(axis or "")) is not None:
+            while size % _product(mesh_axes, sizes) and mesh_axes[-1:] != needed[-1:]:
                 mesh_axes = mesh_axes[:-1]
-        elif size % _product(mesh_axes, sizes):
+        if size % _product(mesh_axes, sizes):
             split = " x ".join(f"{a}={sizes[a]}" for a in mesh_axes)
             raise UserError(
                 f"{name}: {axis} of size {size} does not divide over {split} "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.layout import AXES
+from jaxrl.mesh.layout import AXES, TENSOR_GEN
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, Rules
 
 # An order in which the axes of generation are the minor ones: generation groups are then consecutive devices.
@@ -19,10 +19,11 @@ _CONSECUTIVE = (
     "fsdp",
     "expert",
     "context",
+    "fsdp_gen",
     "stage_micro",
     "stage_gen",
     "tensor_micro",
-    "tensor_gen",
+    *TENSOR_GEN,
 )
 _WEIGHT_AXES = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab")
 
@@ -47,7 +48,7 @@ class ShardingStrategy:
 
 HYBRID = ShardingStrategy("hybrid", "HybridFlow", TRAIN_RULES, GENERATE_RULES, AXES)
 
-_TENSOR = ("tensor_micro", "tensor_gen")
+_TENSOR = ("tensor_micro", *TENSOR_GEN)
 VANILLA = ShardingStrategy(
     "vanilla",
     "HybridFlow-V",
@@ -55,6 +56,7 @@ VANILLA = ShardingStrategy(
         **TRAIN_RULES,
         "layers": ("stage_micro", "stage_gen"),
         **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), _TENSOR),
+        "experts": ("expert", *_TENSOR),
     },
     GENERATE_RULES,
     _CONSECUTIVE,
@@ -89,7 +91,7 @@ class StateRules:
 
 _WHOLE: Rules = {**TRAIN_RULES, "embed": ()}
 # Devices with the same tensor and pipeline shard are replicas. Each of them keeps a part of it.
-_SHARED: Rules = {**TRAIN_RULES, "embed": ("data", "fsdp", "context")}
+_SHARED: Rules = {**TRAIN_RULES, "embed": ("data", "fsdp", "context", "fsdp_gen")}
 
 # ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards over all replicas, FSDP over the `fsdp` axis only.
 ZERO = {

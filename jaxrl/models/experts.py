@@ -57,6 +57,7 @@ def apply_experts(
     activation: str = "silu",
     *,
     first_expert: jax.Array | int = 0,
+    expert_shards: int = 1,
 ) -> jax.Array:
     """Sum over each token's experts of share * down(GATES[activation](gate(x), up(x))).
 
@@ -68,11 +69,12 @@ def apply_experts(
       axes: logical axes of `weights`, for `mesh.parallel_layers`; not used here.
       activation: a name of `gates.GATES`.
       first_expert: number of the first expert held here.
+      expert_shards: number of devices that share all experts; not used here.
 
     Returns:
       [B, T, D], in the type of `x_BTD`.
     """
-    del axes
+    del axes, expert_shards
     D, A = x_BTD.shape[-1], expert_BTA.shape[-1]
     held, num_held = _held(expert_BTA, weights, first_expert)
     order = jnp.argsort(held)
@@ -130,11 +132,12 @@ def apply_experts_in_tiles(
     activation: str = "silu",
     *,
     first_expert: jax.Array | int = 0,
+    expert_shards: int = 1,
 ) -> jax.Array:
     """`apply_experts` in tiles; weight gradients are summed in float32."""
     del axes
     held, num_held = _held(expert_BTA, weights, first_expert)
-    tiles = _tiles(held, num_held, expert_BTA.shape[-1])
+    tiles = _tiles(held, num_held, expert_BTA.shape[-1], expert_shards)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     return _summed(_in_tiles(x_ND, weights, tiles, activation), share_BTA)
 
@@ -161,15 +164,22 @@ class _Tiles(NamedTuple):
     place_M: jax.Array
 
 
-def _tiles(held_M: jax.Array, num_held: int, per_token: int) -> _Tiles:
-    """Cuts the sorted pairs of each expert into tiles; a token has `per_token` pairs."""
+def _tiles(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) -> _Tiles:
+    """Cuts the sorted pairs of each expert into tiles.
+
+    Args:
+      held_M: expert of each pair, as `_held` has it.
+      num_held: G.
+      per_token: pairs of a token.
+      shards: number of devices that share all experts, so that 1 / shards of the pairs are expected here.
+    """
     num_pairs = held_M.shape[0]
     # (K, n, t) that suffice for this number of pairs, however they are distributed over experts. Each expert
     # may end in a tile that is not full: up to one more tile per expert.
-    half = max(1, num_pairs // (2 * num_held))
+    half = max(1, num_pairs // (2 * num_held * shards))
     rows = min(_MOST_ROWS, max(8, 1 << (half.bit_length() - 1)))
     most = num_pairs // rows + num_held
-    in_chunk = max(1, min(most // _FEWEST_CHUNKS, _CHUNK_ROWS // rows))
+    in_chunk = max(1, min(most // (_FEWEST_CHUNKS * shards), _CHUNK_ROWS // rows))
     chunks = -(-most // in_chunk)
     order_M = jnp.argsort(held_M).astype(jnp.int32)
     count = jnp.bincount(held_M, length=num_held + 1)[:num_held].astype(jnp.int32)

@@ -112,7 +112,7 @@ def sampling_memory(
     what, tokens = "slots", sampler.slots.capacity
     if isinstance(cache, PagedSlots):
         what, tokens = "pages", tokens // cache.table.shape[1]
-    stored = f"{_stored_types(sampler.params)}, {generate_name(layout)}"
+    stored = f"{_stored_types(sampler.params)}, {layout.generate}"
     weights = _buffers("actor in generation", stored, sampler.params)
     # Leaves that share no memory with training, as `mesh.resharding` decides.
     trained = jax.tree.leaves(state.params)
@@ -136,7 +136,7 @@ def engine_memory(
     name: str, layout: ParallelLayout, sampler: SamplerShapes
 ) -> list[ResidentBuffers]:
     """Weights and KV cache of a role that samples on devices where it is not trained."""
-    where = f"{_stored_types(sampler.params)}, {generate_name(layout)}"
+    where = f"{_stored_types(sampler.params)}, {layout.generate}"
     return [
         _buffers(f"{name}, frozen", where, sampler.params),
         _buffers(f"{name}, cache and slots", where, sampler.slots, learning=False),
@@ -241,8 +241,3 @@ def phase_bytes(buffers: Sequence[ResidentBuffers], phase: str) -> int:
     present = [held for held in buffers if getattr(held, phase)]
     turns = {held.turn for held in present} | {""}
     return max(sum(h.bytes_per_device for h in present if h.at(turn)) for turn in turns)
-
-
-def generate_name(layout: ParallelLayout) -> str:
-    """Sizes of the generation layout, p_g-t_g-d_g-d."""
-    return f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}"

@@ -23,7 +23,7 @@ from jaxrl.mesh.pools import Pool, take_devices
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.planner.compiled.ahead import CompiledProgram
 from jaxrl.planner.hardware.cluster import Cluster, Topology
-from jaxrl.planner.memory import ResidentBuffers, generate_name, phase_bytes
+from jaxrl.planner.memory import ResidentBuffers, phase_bytes
 from jaxrl.planner.planned_roles import PlannedRoles
 from jaxrl.planner.simulation.workload import train_name
 from jaxrl.planner.step_times import StepTimes
@@ -136,7 +136,7 @@ def planned_pool(
     for layout, roles in by_layout.items():
         whose = f"{' and '.join(roles)} " if len(by_layout) > 1 else ""
         samples = not _SAMPLERS.isdisjoint(roles)
-        generation = f", generation {generate_name(layout)}" if samples else ""
+        generation = f", generation {layout.generate}" if samples else ""
         shown.append(f"{whose}training {train_name(layout)}{generation}")
     return PlannedPool(
         *(pool.name, "; ".join(shown), pool.num_devices, tuple(buffers), tuple(programs))

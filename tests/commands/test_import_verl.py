@@ -18,6 +18,7 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import flatten_config
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
+from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 
 SCRIPTS = pathlib.Path(__file__).parent / "verl"
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "from_verl.md"
@@ -178,7 +179,49 @@ def test_a_recipe_with_limits_of_sampling_says_what_verl_trains(tmp_path, settin
 def test_megatron_settings_are_a_megatron_layout():
     name = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
     settings = {line.setting: line.value for line in convert_settings({name: 4}).lines}
-    check(settings, {"mesh.train": "4-2-1", "mesh.sharding": "ZeRO-1"})
+    # On 8 devices, with verl's default of TP 2 in rollout.
+    check(settings, {"mesh.train": "4-1-2", "mesh.generate": "1-2-4-1", "mesh.sharding": "ZeRO-1"})
+
+
+# Devices, rollout TP, and Megatron's tensor, pipeline, context, expert and expert tensor parallel sizes (0 is
+# not said) of scripts of verl 0.6 to 0.9; our layouts, with fsdp, context, expert.
+PUBLISHED = {
+    # Experts over tensor devices.
+    "gptoss_20b, 1 node": ((8, 8, 8, 1, 1, 8, 1), "1-8-1", "1-8-1-1", (1, 1, 1)),
+    "gptoss_20b, dapo": ((8, 4, 4, 1, 1, 8, 1), "1-4-2", "1-4-1-2", (1, 1, 2)),
+    "moonlight": ((24, 4, 4, 3, 1, 4, 1), "3-4-2", "1-4-3-2", (1, 1, 1)),
+    # A rollout with more tensor shards: of stages, of replicas and stages, of a context group.
+    "qwen3-30b, fp16": ((32, 8, 4, 4, 1, 8, 0), "2-8-2", "1-8-2-2", (1, 1, 1)),
+    "qwen3-235b": ((32, 8, 4, 8, 1, 4, 1), "4-8-1", "1-8-4-1", (1, 1, 1)),
+    "glm-4.5-air": ((64, 8, 2, 2, 4, 8, 1), "1-4-16", "1-8-1-8", (2, 4, 2)),
+    "deepseek-v3": ((256, 32, 1, 16, 1, 16, 1), "2-8-16", "1-32-2-4", (4, 1, 2)),
+    "qwen3-vl-30b": ((8, 4, 2, 1, 2, 8, 1), "1-4-2", "1-4-1-2", (1, 1, 2)),
+    "qwen3-vl-235b": ((64, 16, 4, 8, 2, 8, 1), "2-16-2", "1-16-2-2", (1, 2, 1)),
+    # Megatron's experts lie on context devices.
+    "qwen3-235b, npu": ((256, 4, 4, 4, 8, 8, 0), "4-4-16", "1-4-4-16", (1, 8, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "train", "generate", "shares"), PUBLISHED.values(), ids=PUBLISHED.keys()
+)
+def test_published_layouts_of_megatron(sizes, train, generate, shares):
+    devices, rollout, *of_training = sizes
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    given = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": devices}
+    given["actor_rollout_ref.rollout.tensor_model_parallel_size"] = rollout
+    for kind, size in zip(kinds, of_training, strict=True):
+        if size:
+            given[f"actor_rollout_ref.actor.megatron.{kind}_parallel_size"] = size
+    found = {line.setting: line.value for line in convert_settings(given).lines}
+    settings = {key: value for key, value in found.items() if key.startswith("mesh.")}
+    expected = dict(zip(("fsdp", "context", "expert"), shares, strict=True))
+    expected |= {"train": train, "generate": generate}
+    for name, value in expected.items():
+        assert settings.get(f"mesh.{name}", 1) == value, name
+    assert settings["mesh.sharding"] == ("ZeRO-3" if train == "4-4-16" else "ZeRO-1")
+    fields = {key.removeprefix("mesh."): value for key, value in settings.items()}
+    assert ParallelLayout.from_config(LayoutConfig(**fields)).num_devices == devices
 
 
 def test_a_recipe_is_not_written_over(tmp_path, capsys):

@@ -6,6 +6,7 @@ import pytest
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.planner.layouts.mesh_command import groups as groups_of
 
 
@@ -20,7 +21,7 @@ def groups(layout: ParallelLayout, *axes: str) -> list[list[int]]:
     return [[ids[i] for i in group] for group in groups_of(dict(mesh.shape), axes)]
 
 
-TENSOR = ("tensor_gen", "tensor_micro")
+TENSOR = TRAIN_RULES["heads"]
 MICRO = ("stage_micro", "tensor_micro")
 
 
@@ -35,11 +36,29 @@ def test_a_layout_is_read_as_written():
         "fsdp": 3,
         "expert": 2,
         "context": 2,
+        "fsdp_gen": 1,
         "stage_gen": 1,
         "stage_micro": 2,
         "tensor_gen": 2,
+        "tensor_gen_2": 1,
+        "tensor_gen_3": 1,
         "tensor_micro": 2,
     }
+
+
+def test_generation_takes_replicas_for_more_tensor_shards_than_training_has():
+    layout = layout_of("2-2-12", "1-8-2-3", fsdp=12)
+    # Of 48 devices, 8 hold a copy in generation: two tensor shards of each of four replicas.
+    assert (layout.fsdp_gen, layout.d_g) == (4, 2)
+    assert layout.name == "2-2-12 / 1-8-2-3"
+    expected = {"fsdp": 3, "fsdp_gen": 4, "stage_micro": 2, "tensor_gen": 2}
+    assert {axis: n for axis, n in layout.axis_sizes.items() if n > 1} == expected
+    # Four of six tensor shards of training, and two replicas, make four of generation.
+    layout = layout_of("1-6-2", "1-4-3-1", fsdp=2)
+    expected = {"fsdp_gen": 2, "tensor_gen": 2, "tensor_micro": 3}
+    assert {axis: n for axis, n in layout.axis_sizes.items() if n > 1} == expected
+    with pytest.raises(UserError, match="leaves d_g = 1 and d = 2; use 1-4-1-2"):
+        layout_of("1-2-4", "1-4-1-4", fsdp=2)
 
 
 def test_generation_defaults_to_the_training_layout():
@@ -72,8 +91,7 @@ def test_a_generate_layout_that_is_not_four_sizes_is_refused(generate):
     ("train", "generate", "message"),
     [
         ("1-4-2", "1-3-1-2", "t_g=3 does not divide t=4"),
-        ("1-4-2", "1-8-1-2", "t_g=8 does not divide t=4"),
-        ("1-1-4", "1-2-1-2", "is mesh.train 1-2-2, mesh.fsdp 2, mesh.generate 1-2-1-2"),
+        ("1-4-2", "1-8-1-1", "t_g=8 does not divide t=4 .* mesh.fsdp=1 is no multiple of 2"),
         ("4-1-2", "3-1-1-2", "p_g=3 does not divide p=4"),
         # The remedy is the layout that would have been right.
         ("1-4-2", "1-2-4-2", "use 1-2-2-2"),

@@ -43,6 +43,7 @@ def value_and_gradients(function, *args):
         (TRAIN_RULES, {"train": "1-2-4", "context": 2}),
         (TRAIN_RULES, {"train": "1-4-2", "context": 2}),
         (GENERATE_RULES, {"train": "1-4-2", "generate": "1-2-2-2", "context": 2}),
+        (GENERATE_RULES, {"train": "1-8-1"}),
     ],
     ids=lambda v: ",".join(map(str, v.values())) if "train" in v else "",
 )
@@ -77,6 +78,10 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
         ),
         (TRAIN_RULES, {"train": "1-2-4", "expert": 2, "context": 2}),
         pytest.param(TRAIN_RULES, {"train": "1-4-2"}, marks=pytest.mark.long),
+        # Two experts for each of two devices, which share the width of both.
+        (TRAIN_RULES, {"train": "1-4-2", "generate": "1-2-2-2", "expert": 2}),
+        # Four experts cannot lie on eight devices.
+        pytest.param(TRAIN_RULES, {"train": "1-8-1"}, marks=pytest.mark.long),
         (GENERATE_RULES, {"train": "1-4-2", "generate": "1-2-2-2", "expert": 2}),
     ],
     ids=lambda v: ",".join(map(str, v.values())) if "train" in v else "",

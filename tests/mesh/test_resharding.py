@@ -73,6 +73,9 @@ def bytes_per_device() -> int:
         ("1-4-2", "1-1-4-2", {"fsdp": 2}),
         ("2-2-2", "1-2-2-2", {"fsdp": 2}),
         ("1-2-4", "", {"context": 2}),
+        # More tensor shards in generation than in training.
+        ("1-2-4", "1-4-1-2", {"fsdp": 2}),
+        ("2-2-2", "1-4-2-1", {"fsdp": 2}),
     ],
 )
 def test_values_stay_and_lie_as_generation_asks(train, generate, shares):

@@ -18,6 +18,7 @@ from jaxrl.mesh.rules import (
     check_divides,
     constraint,
     partition_spec,
+    parts_of,
     replicated,
     shardings,
     shards_of,
@@ -50,7 +51,7 @@ def test_axes_of_size_one_are_left_out():
 
 
 def test_a_dimension_without_a_name_is_never_split():
-    assert spec((None, "mlp"), (3, 8), TRAIN_RULES, mesh_of("1-4-1")) == P(None, "tensor_gen")
+    assert spec((None, "mlp"), (3, 8), TRAIN_RULES, mesh_of("1-2-1")) == P(None, "tensor_gen")
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,55 @@ def test_a_dimension_without_a_name_is_never_split():
         ("1-2-2-2", 2, "tensor_gen"),
         ("1-2-2-2", 1, None),
         ("1-2-2-2", 3, None),
-        # One axis of four cannot hold two heads, so all four devices hold both.
-        ("1-4-1-2", 2, None),
+        # Two devices of four share a head.
+        ("1-4-1-2", 2, "tensor_gen"),
     ],
 )
 def test_kv_heads_are_replicated_where_they_do_not_divide(generate, kv_heads, expected):
     mesh = mesh_of("1-4-2", generate)
     assert spec(("kv_heads",), (kv_heads,), TRAIN_RULES, mesh) == P(expected)
+
+
+@pytest.mark.parametrize(
+    ("experts", "expected"),
+    [
+        # One expert for each of 8 devices.
+        (8, P(("expert", "tensor_gen", "tensor_micro"), None, None)),
+        # Four groups of devices with an expert each, whose width two devices share.
+        (4, P(("expert", "tensor_gen"), None, "tensor_micro")),
+        (2, P("expert", None, ("tensor_gen", "tensor_micro"))),
+        (6, P("expert", None, ("tensor_gen", "tensor_micro"))),
+    ],
+)
+def test_experts_lie_whole_over_tensor_devices_as_far_as_they_divide(experts, expected):
+    mesh = mesh_of("1-4-2", "1-2-2-2", expert=2)
+    axes = ("experts", "embed", "mlp")
+    assert spec(axes, (experts, 8, 16), TRAIN_RULES, mesh) == expected
+
+
+@pytest.mark.parametrize(
+    ("t_g", "kv_heads", "parts"),
+    [
+        (8, 4, 4),
+        (8, 2, 2),
+        (8, 1, 1),
+        (8, 8, 8),
+        (16, 8, 8),
+        (16, 4, 4),
+        (16, 2, 1),
+        (12, 2, 2),
+        (6, 2, 2),
+        (6, 3, 1),
+    ],
+)
+def test_kv_heads_in_generation_are_split_over_factors_of_t_g(t_g, kv_heads, parts):
+    mesh = abstract_mesh(ParallelLayout(p=1, t=t_g, d=1, p_g=1, t_g=t_g))
+    assert parts_of(("kv_heads",), (kv_heads,), GENERATE_RULES, mesh) == (parts,)
+
+
+def test_experts_have_to_divide_over_the_expert_axis():
+    with pytest.raises(UserError, match="experts of size 3 does not divide over expert=2"):
+        spec(("experts", "mlp"), (3, 16), TRAIN_RULES, mesh_of("1-4-2", expert=2))
 
 
 @pytest.mark.parametrize("axis", ["heads", "mlp", "vocab"])

@@ -39,8 +39,10 @@ R, T = 4, 12
 
 
 @functools.cache
-def actor_of(model: ModelConfig, load_balancing_coef: float = 0.0, dtype: str = "float32") -> Actor:
-    mesh = mesh_of()
+def actor_of(
+    model: ModelConfig, load_balancing_coef: float = 0.0, dtype: str = "float32", layout=()
+) -> Actor:
+    mesh = mesh_of(**dict(layout))
     engine = dataclasses.replace(ENGINE, dtype=dtype)
     return Actor(
         model,
@@ -178,6 +180,44 @@ def test_samples_have_the_trainers_logprobs(adapted, model):
     ours = actor.logprobs(actor.place(blank.replace(num_micro_U=np.ones(1, np.int32))))
     for i, logprob in enumerate(completions.rollout_logprob):
         assert_close(ours[0, 0, i, 3 : 3 + len(logprob)], logprob, scale=1)
+
+
+@pytest.fixture(scope="module")
+def mixture_alone():
+    return trained_and_sampled(())
+
+
+def trained_and_sampled(layout):
+    """Samples of a mixture, log-probabilities of a batch, and loss and size of the gradient of an update."""
+    actor = actor_of(MIXTURE, layout=layout)
+    actor.init()
+    options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0)
+    tokens = actor.generate(prompts_of(*([2, 3 + i, 4] for i in range(4))), options).tokens
+    placed = actor.place(batch())
+    logprobs = np.asarray(actor.logprobs(placed))
+    metrics = actor.update(placed, SUPERVISED)
+    return tokens, logprobs, [float(metrics[name]) for name in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # More tensor shards in generation than in training: four devices with an expert each.
+        pytest.param({"train": "1-2-4", "generate": "1-4-1-2", "fsdp": 4}, marks=pytest.mark.long),
+        # Experts over replicas and tensor shards.
+        pytest.param(
+            {"train": "1-4-2", "generate": "1-2-2-2", "expert": 2}, marks=pytest.mark.long
+        ),
+        pytest.param({"train": "2-2-2", "generate": "1-4-2-1", "fsdp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: f"{layout['train']} {layout['generate']}",
+)
+def test_a_mixture_on_eight_devices_is_that_on_one(layout, mixture_alone):
+    tokens, logprobs, metrics = mixture_alone
+    found = trained_and_sampled(tuple(layout.items()))
+    jax.tree.map(np.testing.assert_array_equal, found[0], tokens)
+    assert_close(found[1], logprobs, scale=1)
+    assert found[2] == pytest.approx(metrics, rel=1e-6)
 
 
 @pytest.mark.slow

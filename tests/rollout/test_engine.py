@@ -263,11 +263,17 @@ SPREAD = {
     "stages gathered": ("2-2-2", "1-2-2-2", 1),
     "stages, heads gathered": ("2-2-2", "2-1-2-2", 2),
     "stages, as in training": ("2-2-2", "2-2-1-2", 1),
+    "more tensor shards than in training": ("1-2-4", "1-4-1-2", 4),
 }
 
 
 @pytest.mark.parametrize(
-    "layout", mostly_slow(SPREAD, fast=("figure 8, fsdp",), long=("stages, heads gathered",))
+    "layout",
+    mostly_slow(
+        SPREAD,
+        fast=("figure 8, fsdp",),
+        long=("stages, heads gathered", "more tensor shards than in training"),
+    ),
 )
 def test_the_same_tokens_on_eight_devices_as_on_one(layout, expected):
     assert_same(sample(actor_of(*layout)), expected)

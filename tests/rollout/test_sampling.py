@@ -384,7 +384,7 @@ def test_devices_that_share_a_vocabulary_gather_no_logits(vocab_size):
         seen = lambda: seen_tokens(vocab_size, context, no_more)  # noqa: E731
         return sample(logits, state, jnp.arange(slots), (1,), seen, compute)
 
-    split = NamedSharding(mesh, PartitionSpec(None, "tensor_gen"))
+    split = NamedSharding(mesh, PartitionSpec(None, GENERATE_RULES["vocab"]))
     program = jax.jit(drawn, static_argnums=2)
     compiled = program.lower(jax.device_put(logits, split), state, compute).compile()
     assert f"f32[{slots},{vocab_size // 8}]" in compiled.as_text()

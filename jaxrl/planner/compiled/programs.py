@@ -27,6 +27,7 @@ import numpy as np
 from jax.extend import core as jax_core
 from jax.sharding import NamedSharding
 
+from jaxrl.mesh.parallel_layers import HELD_EXPERTS
 from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
@@ -170,7 +171,7 @@ def matmul_flops(
     Args:
       program: traced program.
       open_loops: mean rounds of an outermost loop whose end depends on data; one inside it counts once.
-      expert_shards: number of devices that share the experts, inside the `shard_map` over them.
+      expert_shards: number of devices that share the experts, inside `HELD_EXPERTS`.
     """
     total = 0.0
     for eqn in program.eqns:
@@ -188,8 +189,8 @@ def matmul_flops(
         of_experts = params.get("name") == EXPERT_TILES
         times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
         shards = expert_shards
-        if name == "shard_map" and "expert" in params["newly_manual_axes"]:
-            shards = params["mesh"].shape["expert"]
+        if str(params.get("name")).startswith(HELD_EXPERTS):
+            shards = int(params["name"].removeprefix(HELD_EXPERTS))
         counts = [matmul_flops(p, open_loops=rounds, expert_shards=shards) for p in _inside(eqn)]
         inside = max(counts) if name == "cond" else sum(counts)
         total += times * inside // (expert_shards if of_experts else 1)

@@ -25,6 +25,8 @@ from typing import TypeAlias
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl.mesh.layout import TENSOR_GEN
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -410,11 +412,12 @@ def merged(parts: Iterable[Traffic]) -> list[Traffic]:
 
 
 def axes_of(collective: Collective, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes along which the devices of a collective's groups differ."""
+    """Mesh axes along which the devices of a collective's groups differ; the parts of tensor_gen are one."""
     sizes = tuple(mesh.shape.values())
     places = np.stack(np.unravel_index(np.arange(mesh.size), sizes), axis=-1)
     differ = np.zeros(len(sizes), bool)
     for group in collective.groups:
         of_group = places[list(group)]
         differ |= (of_group != of_group[:1]).any(axis=0)
-    return tuple(name for name, along in zip(mesh.shape, differ, strict=True) if along)
+    names = (name for name, along in zip(mesh.shape, differ, strict=True) if along)
+    return tuple(dict.fromkeys(TENSOR_GEN[0] if name in TENSOR_GEN else name for name in names))

@@ -58,13 +58,20 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCos
 
     With ZeRO or FSDP (`layout.fsdp`) a device also receives the missing parts of its own training shard,
     which the paper does not count.
+
+    In the paper t_g divides t. Where it does not, the shard of a device in generation is no union of training
+    shards: with `hybrid` it receives what its training shard lacks, and the training shard is given up.
     """
     M, one = Fraction(model_bytes), Fraction(1)
     devices, tp, generate = layout.num_devices, layout.t * layout.p, layout.t_g * layout.p_g
+    sizes = layout.axis_sizes
+    # The two shards lie in one of tensor_gen parts of a stage: one is its 1/m-th, the other its 1/k-th.
+    m, k = sizes["tensor_micro"], sizes["fsdp_gen"]
+    common = M / (layout.p * layout.t * k) if min(m, k) == 1 else Fraction(0)
     return {
         "gather_all": ReshardingCosts((one - one / devices) * M, M, M / devices),
         "vanilla": ReshardingCosts((one - one / tp) * M, M, M / tp),
-        "hybrid": ReshardingCosts(Fraction(tp - generate, generate * tp) * M, M / generate, 0),
+        "hybrid": ReshardingCosts(M / generate - common, M / generate, 0),
     }
 
 

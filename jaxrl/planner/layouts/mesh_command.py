@@ -39,7 +39,7 @@ from jaxrl.flags import command_parser
 from jaxrl.mesh.devices import build_mesh, simulate
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
-from jaxrl.mesh.rules import shardings
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, ShardingStrategy
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_config
@@ -58,15 +58,15 @@ from jaxrl.planner.layouts.accounting import (
 _WIDTH = 160
 _MAX_COLLECTIVES, _MAX_GROUPS, _MAX_IDS = 12, 8, 24
 
-_TENSOR, _STAGE = ("tensor_gen", "tensor_micro"), ("stage_gen", "stage_micro")
+_TENSOR, _STAGE = TRAIN_RULES["heads"], ("stage_gen", "stage_micro")
 # Names of the device groups of a tensor- and pipeline-parallel strategy, and the mesh axes inside a group.
 _TRAIN_GROUPS = {"tensor": _TENSOR, "pipeline": _STAGE}
 _GENERATE_GROUPS = {
-    "tensor": ("tensor_gen",),
+    "tensor": GENERATE_RULES["heads"],
     "pipeline": ("stage_gen",),
     "micro data": ("tensor_micro", "stage_micro"),
 }
-_SHARES = {"fsdp": ("fsdp",), "expert": ("expert",), "context": ("context",)}
+_SHARES = {"fsdp": TRAIN_RULES["embed"], "expert": ("expert",), "context": ("context",)}
 
 
 def main(argv: Sequence[str]) -> int:

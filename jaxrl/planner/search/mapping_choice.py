@@ -112,7 +112,7 @@ def with_mapping(config: Config, found: Mapping) -> Config:
     A microbatch has as many rows as in the simulation.
     """
     actor = found.roles["actor"]
-    replicas = actor.layout.d_g * actor.layout.d
+    replicas = actor.layout.num_devices // (actor.layout.p_g * actor.layout.t_g)
     # The search counts weights and moments as FSDP shards them: another strategy needs other memory, and its
     # shards may not divide.
     whole = {"layout": "as_given", "sharding": "FSDP"} | _settings_of(actor)
@@ -162,7 +162,7 @@ def _settings_of(role: RoleMapping) -> dict[str, Any]:
     layout = role.layout
     return {
         "train": f"{layout.p}-{layout.t}-{layout.d}",
-        "generate": f"{layout.p_g}-{layout.t_g}-{layout.d_g}-{layout.d}",
+        "generate": layout.generate,
         "fsdp": layout.fsdp,
         "expert": layout.expert,
         "context": layout.context,

@@ -163,7 +163,7 @@ def layouts_of(
     """All layouts of training on exactly `devices` devices that divide the model.
 
     Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, and experts over
-    the expert axis. Key-value heads that do not divide are replicated (mesh.rules). Context groups, which
+    the expert axis. Key-value heads are split as far as they divide (mesh.rules). Context groups, which
     pass on parts of whole rows, stay inside fast links.
     """
     for t in divisors(devices):

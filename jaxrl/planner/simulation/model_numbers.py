@@ -7,6 +7,9 @@ import functools
 
 import numpy as np
 
+from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.layout import ParallelLayout
+from jaxrl.mesh.rules import GENERATE_RULES, parts_of
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.flops import attention_flops, token_flops
 
@@ -52,8 +55,14 @@ class ModelNumbers:
         return ((self.dense + self.experts / expert) / p + self.outside) / t
 
     def cache_values_of_shard(self, p: int, t: int) -> float:
-        """Cached values per token and device; kv heads that t does not divide are replicated (mesh.rules)."""
-        return self.cache_values / p / (t if self.kv_heads % t == 0 else 1)
+        """Cached values per token and device; kv heads are split as far as t divides them (mesh.rules)."""
+        return self.cache_values / p / _kv_parts(self.kv_heads, t)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kv_parts(kv_heads: int, t: int) -> int:
+    mesh = abstract_mesh(ParallelLayout(1, t, 1, 1, t))
+    return parts_of(("kv_heads",), (kv_heads,), GENERATE_RULES, mesh)[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
@@ -154,7 +154,7 @@ class GenerationSimulator:
     def groups(self, layout: ParallelLayout) -> GenerationGroups:
         ring, n = self._collectives.ring, layout.num_devices
         # The same mesh as a run has, so a group that crosses hosts there crosses them here too.
-        tensor, stages = ring(layout, "tensor_gen"), ring(layout, "stage_gen")
+        tensor, stages = ring(layout, *GENERATE_RULES["heads"]), ring(layout, "stage_gen")
         copies = ring(layout, *GENERATE_RULES["batch"])
         experts = ring(layout, "expert")
         return GenerationGroups(n, layout.p_g, layout.t_g, tensor, stages, copies, experts)
@@ -245,7 +245,11 @@ class GenerationSimulator:
     def unshard_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
         """Seconds in which each FSDP group gathers its training shards, the first part of resharding."""
         shard = self.weight_bytes(model, layout.p, layout.t, layout.expert)
-        return self._collectives.gather_s(shard, self._collectives.ring(layout, "fsdp"))
+        # Of shards that generation splits further, a device receives its part alone.
+        received = shard / layout.fsdp_gen
+        return self._collectives.gather_s(
+            received, self._collectives.ring(layout, *TRAIN_RULES["embed"])
+        )
 
     def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
         work = self.workload

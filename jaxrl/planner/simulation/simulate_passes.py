@@ -21,6 +21,7 @@ import math
 
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.ring import pick_split
+from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.attention import pick_block_tokens
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
@@ -231,7 +232,7 @@ class PassSimulator:
         microbatches = flushes.count * flushes.microbatches
         layers = passes * numbers.layers / layout.p * microbatches
         shared = self._collectives
-        one = shared.reduce_s(size, shared.ring(layout, "tensor_gen", "tensor_micro"))
+        one = shared.reduce_s(size, shared.ring(layout, *TRAIN_RULES["heads"]))
         found = {"tensor all-reduces": 2 * layers * one}
         if layout.expert > 1:
             # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers).
@@ -265,7 +266,7 @@ class PassSimulator:
         # Seconds of exchanges between replicas, and the part that compute hides (negative).
         assume, shared, numbers = self._assume, self._collectives, model_numbers(model)
         values = self._values(model, layout)
-        shards = shared.ring(layout, "fsdp")
+        shards = shared.ring(layout, *TRAIN_RULES["embed"])
         # The weights of a layer are one gather, and their gradients one sum.
         calls = numbers.layers / layout.p + 1
         # Weights travel in the type of the matmuls, gradients in the type of their sums.

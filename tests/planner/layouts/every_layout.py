@@ -5,6 +5,7 @@
 Run as a program because the number of simulated devices is fixed once a process has any.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def layouts(max_devices: int) -> Iterator[ParallelLayout]:
 
 def resharding(layout: ParallelLayout, grouping: ShardingStrategy, mesh) -> tuple[Resharding, int]:
     """Of the evenly split model, and the model's bytes."""
-    p, N, t = layout.p, layout.num_devices, layout.t
+    p, N, t = layout.p, layout.num_devices, math.lcm(layout.t, layout.t_g)
     shapes = {
         "up": jax.ShapeDtypeStruct((p, N, t), np.float32),
         "down": jax.ShapeDtypeStruct((p, t, N), np.float32),
@@ -51,7 +52,7 @@ def resharding(layout: ParallelLayout, grouping: ShardingStrategy, mesh) -> tupl
     train, generate = (
         shardings(AXES, shapes, rules, mesh) for rules in (grouping.train, grouping.generate)
     )
-    move = Resharding(shapes, train, generate, np.float32, donate=grouping is HYBRID)
+    move = Resharding(shapes, train, generate, np.float32, donate=grouping.name == HYBRID.name)
     return move, 2 * p * N * t * 4
 
 

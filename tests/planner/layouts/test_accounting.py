@@ -1,8 +1,10 @@
 """Bytes of a resharding: from the paper, from the specs, from compiled programs."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
+from fractions import Fraction
 
 import every_layout
 import jax
@@ -117,6 +119,29 @@ def test_fsdp_is_gathered_too():
     measured = of_resharding(move)
     assert measured.costs.received == model_bytes // 2 - model_bytes // 8
     assert measured.costs.received == from_shardings(move.weights).received
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy", "received"),
+    [
+        # A replica has all of its two shards of generation.
+        (layout_of("1-1-4", "1-2-1-2", fsdp=2), "ZeRO-1", Fraction(0)),
+        # Of half of the model a device has the half that lies in its quarter.
+        (layout_of("1-1-4", "1-2-1-2", fsdp=4), "FSDP", Fraction(1, 2) - Fraction(1, 8)),
+        # Of a quarter it has half if it is not split further: that of its own stage.
+        (layout_of("2-2-2", "1-4-2-1", fsdp=2), "ZeRO-1", Fraction(1, 8)),
+        (layout_of("2-2-2", "1-4-2-1", fsdp=2), "FSDP", Fraction(1, 4) - Fraction(1, 16)),
+    ],
+)
+def test_more_tensor_shards_than_in_training(layout, strategy, received):
+    """Compiled programs receive the least that is possible, and Table 2 is right for whole replicas."""
+    hybrid = dataclasses.replace(HYBRID, train=ZERO[strategy].weights)
+    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
+    move, model_bytes = every_layout.resharding(layout, hybrid, mesh)
+    costs = of_resharding(move).costs
+    assert costs.received == from_shardings(move.weights).received == received * model_bytes
+    if strategy == "ZeRO-1":
+        assert costs.received == table_2(layout, model_bytes)["hybrid"].received
 
 
 @pytest.mark.parametrize(

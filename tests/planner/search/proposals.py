@@ -15,6 +15,7 @@ from jaxrl.mesh.devices import device_grid
 from jaxrl.mesh.hardware import CHIPS
 from jaxrl.mesh.layout import AXES, ParallelLayout
 from jaxrl.mesh.pools import Pool, take_devices
+from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.planner.hardware.accelerators import ACCELERATORS
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.make_plan import trace_plan
@@ -163,7 +164,7 @@ def _check_mesh(pool: Pool, layout: ParallelLayout, cluster: Cluster) -> None:
     for axes in (
         *zip(AXES, strict=True),
         ("stage_gen", "stage_micro"),
-        ("tensor_gen", "tensor_micro"),
+        TRAIN_RULES["heads"],
     ):
         places = [AXES.index(axis) for axis in axes]
         groups = np.moveaxis(hosts, places, range(-len(axes), 0))
