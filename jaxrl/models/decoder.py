@@ -232,7 +232,7 @@ class DecoderOutput(NamedTuple):
 
     Attributes:
       hidden_BTD: normalised last hidden states.
-      layer_out: second result of `attend`, stacked over layers; with delta layers a tuple of the places in
+      layer_out: second result of `attend`, stacked over layers; with delta layers a list of the places in
         a period, each stacked over periods.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
@@ -276,7 +276,7 @@ class Decoder(nnx.Module):
           tokens_BT, positions_BT: int32; positions count from the start of each sequence.
           attend: attention function, see `Attend`; its second result has a leading dimension of rows.
           compute: implementation choices.
-          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With delta layers a tuple of
+          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With delta layers a list of
             such trees, of the places in a period, [L / period, B, ...], or None.
           per_row: pytree of [B, ...], passed to `attend` of every layer.
           live_BT: bool, False for padding, which delta layers and a mixture of experts skip; None if all
@@ -342,7 +342,7 @@ class Decoder(nnx.Module):
                 layer_in = None if period_in is None else period_in[place]
                 x_BTD, (out, _) = kept(at_place)(x_BTD, weights, layer_in, row_in)
                 outs.append(out)
-            return x_BTD, (tuple(outs), None)
+            return x_BTD, (outs, None)
 
         step = one_period if self.config.period > 1 else kept(one_layer)
         row_in = (self._rotations(positions_BT), live_BT, per_row)

@@ -55,11 +55,14 @@ class DeltaState:
 
     Attributes:
       matrix: float32 [B, N, U, X, Y].
-      tails: q, k and v of the last W - 1 tokens before the convolution; 0 before the first token.
+      q, k, v: those of the last W - 1 tokens before the convolution, [B, W - 1, ...]; 0 before the first
+        token.
     """
 
     matrix: Any
-    tails: tuple[Any, Any, Any]
+    q: Any
+    k: Any
+    v: Any
 
 
 # (inputs, layer_in, row_in) -> (out_BTNUY, layer_out), as in `decoder.Attend`
@@ -140,15 +143,15 @@ def no_past(config: ModelConfig, leading: tuple[int, ...], dtype: Any) -> DeltaS
     N, U = config.delta_key_heads, config.delta_group
     X, Y, tail = config.delta_key_dim, config.delta_value_dim, config.delta_taps - 1
     shapes = (N, X), (N, X), (N, U, Y)
-    tails: Any = tuple(jnp.zeros((*leading, tail, *shape), dtype) for shape in shapes)
-    return DeltaState(jnp.zeros((*leading, N, U, X, Y)), tails)
+    tails = (jnp.zeros((*leading, tail, *shape), dtype) for shape in shapes)
+    return DeltaState(jnp.zeros((*leading, N, U, X, Y)), *tails)
 
 
 def state_axes(state: DeltaState) -> DeltaState:
     """The logical axes of the arrays of a state, in its structure."""
     lead = ("layers", "batch")[6 - state.matrix.ndim :]
-    axes: Any = tuple((*lead, None, "heads", *[None] * n) for n in (1, 1, 2))
-    return DeltaState((*lead, "heads", None, None, None), axes)
+    tails = ((*lead, None, "heads", *[None] * n) for n in (1, 1, 2))
+    return DeltaState((*lead, "heads", None, None, None), *tails)
 
 
 def _mixed(
@@ -158,7 +161,7 @@ def _mixed(
     B, T = inputs.live.shape
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones((B, T), jnp.int32)
-    tails = (None,) * 3 if state is None else state.tails
+    tails = (None,) * 3 if state is None else (state.q, state.k, state.v)
     pairs = [
         _convolved(x, taps, tail, segment_ids_BT, inputs.live)
         for x, taps, tail in zip(inputs.qkv, inputs.taps, tails, strict=True)
@@ -179,7 +182,7 @@ def _mixed(
             out = out[:, None]
         else:
             out, matrix = _chunked(matrix, first_B, *arrays, segment_ids_BT)
-    return out, DeltaState(matrix, tails)
+    return out, DeltaState(matrix, *tails)
 
 
 def _convolved(

@@ -45,7 +45,7 @@ def slow(inputs, state=None):
     """The recurrence of one row token by token, as in the module's docstring, in float64."""
     convolved = []
     for i, (x, taps) in enumerate(zip(inputs.qkv, inputs.taps, strict=True)):
-        before = np.zeros((W - 1, *x.shape[2:])) if state is None else state.tails[i][0]
+        before = np.zeros((W - 1, *x.shape[2:])) if state is None else (state.q, state.k, state.v)[i][0]
         whole = np.concatenate([before, x[0]]).astype(np.float64)
         total = sum(taps[..., w] * whole[w : w + x.shape[1]] for w in range(W))
         convolved.append(total / (1 + np.exp(-total)))
@@ -157,7 +157,8 @@ def test_padding_leaves_the_state_alone():
         expected, S = slow(whole, row(past)) if length else (np.zeros((0, N, U, Y)), past.matrix[b])
         assert_close(out[b, :length], expected)
         assert_close(state.matrix[b], S)
-        for tail, before, x in zip(state.tails, past.tails, inputs.qkv, strict=True):
+        tails = (state.q, past.q), (state.k, past.k), (state.v, past.v)
+        for (tail, before), x in zip(tails, inputs.qkv, strict=True):
             np.testing.assert_array_equal(
                 tail[b], np.concatenate([before[b], x[b, :length]])[-(W - 1) :]
             )
