@@ -249,10 +249,6 @@ def _check_state(config: EngineConfig) -> None:
             f"speculate {config.speculate} takes tokens back, and the states of this model's delta layers "
             "cannot go back; set it to 0"
         )
-    if config.cache == "paged":
-        raise UserError(
-            "cache 'paged' has no room for the states of this model's delta layers; set it to contiguous"
-        )
 
 
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:

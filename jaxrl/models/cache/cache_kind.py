@@ -46,6 +46,7 @@ from jaxrl.models.cache.kv_cache import (
     cache_axes,
     copy_slots,
     is_part,
+    only,
     put_token,
     take_slots,
     with_capacity,
@@ -212,10 +213,10 @@ class CacheKind:
         layers, kernel, past = self._layers(model), self.kernel, cache
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
-            numbers = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
-            past = jax.tree.map(lambda _: numbers, cache, is_leaf=is_part)
-            # Of several places with attention none could be told from its number.
-            (cache,) = (part for part in jax.tree.leaves(cache, is_leaf=is_part) if isinstance(part, KVCache))
+            past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
+            if self.shape.delta is not None:
+                # One place of a period has attention, so that a number tells which layer it is.
+                past, cache = [past] * self.shape.delta.period, self._of_kernel(cache)
 
         def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
@@ -251,6 +252,11 @@ class CacheKind:
             return CachePass(attend, caches, lengths, self._kept, layers, recur)
 
         return step
+
+    def _of_kernel(self, cache: Cache) -> Any:
+        """The keys and values of the only place of a period that has some."""
+        (part,) = jax.tree.leaves(only(KVCache, cache), is_leaf=is_part)
+        return part
 
     def _kept(self, new: Any) -> Cache:
         """The caches of the layers: a scan has stacked them, a loop has them one by one."""

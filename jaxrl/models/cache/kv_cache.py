@@ -60,11 +60,13 @@ class PagedSlots:
       pool: the pages; a tree of arrays with the axes "batch" (pages) and "length" (tokens of a page).
       table: int32 [n, P], the pages of each slot, numbered on the device that holds them.
       shared: int32 [n], number of leading pages that a copy into the slot leaves unchanged.
+      states: the states of delta layers of each slot, where the pool has None; they need no pages.
     """
 
     pool: Any
     table: jax.Array
     shared: jax.Array
+    states: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,11 @@ class CacheShape:
 def is_part(tree: Any) -> bool:
     """Whether a part of a cache is that of one layer, or one stack of layers."""
     return isinstance(tree, KVCache | DeltaState)
+
+
+def only(kind: type, tree: Any) -> Any:
+    """A cache or buffer with None for parts of the other kind, `KVCache` or `DeltaState`."""
+    return jax.tree.map(lambda part: part if isinstance(part, kind) else None, tree, is_leaf=is_part)
 
 
 def cache_axes(cache: Any) -> Any:
