@@ -248,7 +248,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
         self.embedding = normal(rngs.params(), (rows, width), config.d_model)
-        one = Period if config.period > 1 else functools.partial(Layer, kind=config.layer_pattern[0])
+        one = (
+            Period if config.period > 1 else functools.partial(Layer, kind=config.layer_pattern[0])
+        )
         self.layers = nnx.vmap(lambda r: one(config, rngs=r))(rngs.split(config.num_periods))
         self.final_norm = _norm(config, width)
         if config.has_unembedding:

@@ -126,9 +126,7 @@ class DeltaNet(nnx.Module):
         return checkpoint_name(self.o(mixed, compute), "attention_out"), layer_out
 
 
-def delta_of_rows(
-    inputs: DeltaInputs, _: Any, segment_ids_BT: jax.Array
-) -> tuple[jax.Array, None]:
+def delta_of_rows(inputs: DeltaInputs, _: Any, segment_ids_BT: jax.Array) -> tuple[jax.Array, None]:
     """The recurrence over packed rows: each segment begins without a past. A `Recur`."""
     return _mixed(inputs, None, segment_ids_BT)[0], None
 
@@ -259,9 +257,7 @@ def _chunked(S, first_B, q_BTNX, k_BTNX, v_BTNUY, log_decay_BTNU, step_BTNU, seg
         products = jnp.einsum("bnix,bnjx->bnij", k, k)[:, :, None] * M
         system = jnp.where(below_CC[None, None, None], step[..., None] * products, 0.0)
         right = step[..., None] * (v - of_before * jnp.einsum("bncx,bnuxy->bnucy", k, S))
-        E = jax.scipy.linalg.solve_triangular(
-            system, right, lower=True, unit_diagonal=True
-        )
+        E = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
         scores = jnp.einsum("bnix,bnjx->bnij", q, k)[:, :, None] * M
         out = of_before * jnp.einsum("bncx,bnuxy->bnucy", q, S) + scores @ E
         S = kept * S + jnp.einsum("bncx,bnucy->bnuxy", k, of_after * E)

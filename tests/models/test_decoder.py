@@ -115,9 +115,7 @@ def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=Non
     def attend(q, k, v, kind, *_):
         return attention(q, k, v, segment_ids_BT, kind), None
 
-    hidden_BTD, *_ = model(
-        tokens_BT, positions_BT, attend, compute=compute, per_row=segment_ids_BT
-    )
+    hidden_BTD, *_ = model(tokens_BT, positions_BT, attend, compute=compute, per_row=segment_ids_BT)
     return token_logprobs(
         functools.partial(model.logits, compute=compute),
         hidden_BTD,

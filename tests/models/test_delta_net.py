@@ -45,7 +45,9 @@ def slow(inputs, state=None):
     """The recurrence of one row token by token, as in the module's docstring, in float64."""
     convolved = []
     for i, (x, taps) in enumerate(zip(inputs.qkv, inputs.taps, strict=True)):
-        before = np.zeros((W - 1, *x.shape[2:])) if state is None else (state.q, state.k, state.v)[i][0]
+        before = (
+            np.zeros((W - 1, *x.shape[2:])) if state is None else (state.q, state.k, state.v)[i][0]
+        )
         whole = np.concatenate([before, x[0]]).astype(np.float64)
         total = sum(taps[..., w] * whole[w : w + x.shape[1]] for w in range(W))
         convolved.append(total / (1 + np.exp(-total)))
@@ -107,7 +109,9 @@ def test_one_token_at_a_time_is_the_recurrence():
 @pytest.mark.parametrize("lengths", [(70, 3, 64, 1, 62), (1, 2, 3, 194), (200,)])
 def test_segments_of_a_row_are_as_alone(lengths):
     """Borders within chunks, at chunks, and several in a chunk; shorter than the convolution too."""
-    parts = [inputs_of(1, n, seed=i)._replace(taps=inputs_of(1, 1).taps) for i, n in enumerate(lengths)]
+    parts = [
+        inputs_of(1, n, seed=i)._replace(taps=inputs_of(1, 1).taps) for i, n in enumerate(lengths)
+    ]
     ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
     found = np.split(of_rows(joined(parts), ids)[0], np.cumsum(lengths)[:-1])
     for part, one in zip(parts, found, strict=True):
@@ -116,7 +120,9 @@ def test_segments_of_a_row_are_as_alone(lengths):
 
 def test_gradients_of_segments_are_as_alone():
     lengths = (40, 2, 58)
-    parts = [inputs_of(1, n, seed=i)._replace(taps=inputs_of(1, 1).taps) for i, n in enumerate(lengths)]
+    parts = [
+        inputs_of(1, n, seed=i)._replace(taps=inputs_of(1, 1).taps) for i, n in enumerate(lengths)
+    ]
     ids = np.repeat(np.arange(3, dtype=np.int32), lengths)[None]
 
     @functools.partial(jax.jit, static_argnums=2)

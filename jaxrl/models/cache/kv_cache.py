@@ -133,7 +133,9 @@ def is_part(tree: Any) -> bool:
 
 def only(kind: type, tree: Any) -> Any:
     """A cache or buffer with None for parts of the other kind, `KVCache` or `DeltaState`."""
-    return jax.tree.map(lambda part: part if isinstance(part, kind) else None, tree, is_leaf=is_part)
+    return jax.tree.map(
+        lambda part: part if isinstance(part, kind) else None, tree, is_leaf=is_part
+    )
 
 
 def cache_axes(cache: Any) -> Any:

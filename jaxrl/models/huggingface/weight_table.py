@@ -230,7 +230,12 @@ def _delta_table(config: ModelConfig, per_layer: Callable[..., None]) -> None:
         )
         # The dimension between, of size 1, is for convolutions over all channels.
         per_layer(
-            "linear_attn.conv1d.weight", f"{dims} G C", f"delta.{name}_taps", f"{dims}C", part, G=(0, 1)
+            "linear_attn.conv1d.weight",
+            f"{dims} G C",
+            f"delta.{name}_taps",
+            f"{dims}C",
+            part,
+            G=(0, 1),
         )
     per_layer("linear_attn.in_proj_z.weight", "NUY D", "delta.z.weight", "DNUY")
     per_layer("linear_attn.in_proj_b.weight", "NU D", "delta.b.weight", "DNU")

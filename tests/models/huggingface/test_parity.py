@@ -658,3 +658,29 @@ def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_name
     assert exported.config.architectures == [alone]
     assert exported.config.eos_token_id == [1, 7]
     assert_close(their_logits(exported, tokens_BT), found)
+
+
+@pytest.mark.long
+def test_the_text_model_of_qwen3_5_with_images(tmp_path, caplog):
+    """As published: with rotary positions in three parts, and a layer for the token after the next."""
+    torch.manual_seed(0)
+    text = FAMILIES["qwen3_5"]().to_dict()
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=40)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    theirs = transformers.AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager"
+    )
+    theirs = with_random_weights(theirs, "qwen3_5")
+    theirs.save_pretrained(tmp_path)
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    tensors["mtp.fc.weight"] = np.zeros((2, 2), np.float32)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    config = read_config(tmp_path)
+    with caplog.at_level("INFO"):
+        check_params(tmp_path, config)
+    assert "mtp, visual is not read" in caplog.text
+    pair = Pair(theirs, decoder_graph(config)[0], load(tmp_path, config), config, tmp_path)
+    tokens_BT = random_tokens(B, T)
+    found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
+    assert_close(found, their_logits(theirs, tokens_BT))
