@@ -20,9 +20,9 @@ PARAMETERS = {
     "qwen3-14b": (14_768_307_200, 14_768_307_200),
     "qwen3-32b": (32_762_123_264, 32_762_123_264),
     "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),
-    # Text models alone, without towers for images and layers of tokens after the next. By hand, for 0.8b:
-    # delta layers of 1024 * (6144 + 2048 + 32 + 2048) + 4 * 6144 + 32 + 128, attention of 1024 * 256 * 28 + 512,
-    # 18 and 6 of these; 24 times 3 * 1024 * 3584 + 2048; 248_320 * 1024 + 1024.
+    # Text models alone, without towers for images and layers for the token after the next. By hand, 0.8b:
+    # 18 delta layers of 1024 * (6144 + 2048 + 32 + 2048) + 4 * 6144 + 32 + 128, 6 of attention with
+    # 1024 * 256 * 28 + 512; 24 times 3 * 1024 * 3584 + 2048; 248_320 * 1024 + 1024.
     "qwen3.5-0.8b": (752_393_024, 752_393_024),
     "qwen3.5-4b": (4_205_751_296, 4_205_751_296),
     "qwen3.5-9b": (8_953_803_264, 8_953_803_264),

@@ -1,4 +1,4 @@
-"""Sampling from a model with delta layers: states follow their samples however slots and caches are laid out."""
+"""Sampling from a model with delta layers: states follow their samples through slots and caches."""
 
 import dataclasses
 import functools

@@ -15,8 +15,8 @@ each slot as long as the longest possible sequence; in `paged_cache.py` slots ar
 L times [B, ..]   an array for each layer, and a Python loop over layers: for shallow models on CPU, where
                   a scan copies the slice of the cache, and of the weights, for every layer
 
-With delta layers each of these is a list of the places in a period, "layers" are periods, and a place has keys
-and values or a `DeltaState`, which has no length: it is that after the last token, and a buffer has it too.
+With delta layers each of these is a list of the places in a period, and "layers" are periods. A place has
+keys and values or a `DeltaState`, which has no length: it is that after the last token, in a buffer too.
 
 B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens   L layers
 Q query heads   K kv heads   H head size
@@ -53,8 +53,8 @@ from jaxrl.models.cache.kv_cache import (
     write_slots,
 )
 from jaxrl.models.compute import Compute, LayerFunction
-from jaxrl.models.delta_net import DeltaInputs, DeltaState, Recur, delta_after, delta_of_rows
 from jaxrl.models.decoder import Attend, Decoder, LayerFlags, Params
+from jaxrl.models.delta_net import DeltaInputs, DeltaState, Recur, delta_after, delta_of_rows
 
 # A pytree of arrays: the keys and values of all layers.
 Cache: TypeAlias = Any

@@ -9,8 +9,8 @@ reads it.
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
 rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on a
 dense feed-forward network, quantised weights but gpt-oss's. Of a model with images (Gemma 3 from 4B on,
-Mistral Small 3.1, Qwen3.5) only the text model is read. Other keys are ignored: no supported class computes anything
-with them.
+Mistral Small 3.1, Qwen3.5) only the text model is read. Other keys are ignored: no supported class computes
+anything with them.
 """
 
 from __future__ import annotations
