@@ -66,7 +66,7 @@ def test_probabilities_are_those_of_one_plain_pass(whole):
     for i, tokens in enumerate(whole.tokens):
         prompt = prompts[int(whole.prompts.ids_N[i // OPTIONS.num_samples])]
         expected = plain_logprobs(DELTA, weights(), prompt, tokens, **options)
-        assert_close(whole.logprobs[i], expected, scale=1)
+        assert_close(whole.rollout_logprob[i], expected, scale=1)
 
 
 EIGHT = {"train": "1-2-4", "generate": "1-2-1-4"}
