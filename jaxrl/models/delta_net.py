@@ -202,7 +202,9 @@ def _convolved(
     for w in range(W):
         same_BT = ids[:, w : w + T] == segment_ids_BT
         seen = jnp.where(jnp.expand_dims(same_BT, range(2, x_BT.ndim)), whole[:, w : w + T], 0)
-        total += seen.astype(jnp.float32) * taps_W[None, None, ..., w]
+        # Not `taps[..., w]`, for the reason in `compute.scan_layers`.
+        tap = jax.lax.dynamic_index_in_dim(taps_W, w, -1, keepdims=False)
+        total += seen.astype(jnp.float32) * tap[None, None]
     cut = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, W - 1))
     return jax.nn.silu(total), cut(whole, live_BT.sum(1))
 

@@ -82,7 +82,7 @@ def test_adapters_of_every_kind_of_layer_train_alone():
     ("layout", "train", "message"),
     [
         ("1-1-2", TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
-        ("3-1-1", TRAIN, "layers of size 2 does not divide"),
+        ("4-1-1", TRAIN, "layers of size 2 does not divide"),
     ],
 )
 def test_what_would_cut_a_state_is_refused(layout, train, message):
@@ -102,7 +102,7 @@ def test_rows_are_not_split():
     with pytest.raises(UserError, match="mesh.context 2 splits rows, and a delta layer"):
         Actor(
             DELTA,
-            mesh_of("1-1-1", context=2),
+            mesh_of("1-1-2", context=2),
             train=TRAIN,
             optim=GRADIENT_SHOWS,
             temperature=0.9,
