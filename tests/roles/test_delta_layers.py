@@ -23,7 +23,8 @@ DELTA = dataclasses.replace(
     gated_attention=True,
     delta_key_heads=4,
     delta_value_heads=8,
-    delta_key_dim=5,
+    # Of few dimensions some keys would be nearly 0, and their length of 1 would enlarge what is rounded.
+    delta_key_dim=16,
     delta_value_dim=6,
 )
 
