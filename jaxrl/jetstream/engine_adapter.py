@@ -214,7 +214,7 @@ class JetStreamEngine(engine_api.Engine):
             tokens = np.asarray(padded_tokens, np.int32)[:true_length]
             work = Work(tokens, self.engine.config.max_response_tokens)
         with self._lock:
-            return WorkPrefix(prefilled(self.engine, params, [work.tokens]), work)
+            return WorkPrefix(prefilled(self.engine, params, [Start(work.tokens)]), work)
 
     def insert(
         self, prefix: WorkPrefix, decode_state: DecodeState | None, slot: int

@@ -111,7 +111,7 @@ def _values_and_scale(
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Implementation choices of a forward pass. They change its result only by rounding.
+    """Implementation choices of a forward pass. But for `adapter_B` they change its result by rounding only.
 
     Attributes:
       dtype: type of activations, and of weights in matmuls.
@@ -127,6 +127,10 @@ class Compute:
         for every degree of tensor parallelism that divides the number.
       wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
         for bfloat16 only with such results: at 16 rows they take a third of the time.
+      adapter_B: int32 [B], the adapter of each row in stacks of adapters; None for one that all rows share.
+      gathers_adapters: decode with the factors of each row, so that an adapter's place in the stack changes
+        nothing, not even the rounding. False multiplies with the whole stack, which is less to read if there
+        are many rows.
     """
 
     dtype: Any = jnp.float32
@@ -138,6 +142,8 @@ class Compute:
     flat: bool = False
     sum_parts: int = 0
     wide_results: bool = False
+    adapter_B: jax.Array | None = None
+    gathers_adapters: bool = True
 
     def product(
         self,

@@ -299,7 +299,7 @@ class Decoder(nnx.Module):
         layer_graph, weights = nnx.split(self.layers)
 
         def layer(x_BTD, module, flags, layer_in, row_in):
-            rotations, live_BT, attend_in = row_in
+            rotations, live_BT, attend_in, adapter_B = row_in
             kind = self._kind(flags.slides)
             if self.config.attention_sinks:
                 sinks_Q = module.attention.sinks[...].astype(jnp.float32)
@@ -318,7 +318,9 @@ class Decoder(nnx.Module):
                     sin=jnp.where(flags.rotates, rotation.sin, 0.0),
                 )
             x_BTD = checkpoint_name(x_BTD, "layer_in")
-            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, compute)
+            # Of this microbatch, in a pipeline.
+            here = dataclasses.replace(compute, adapter_B=adapter_B)
+            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, here)
             return x_BTD, tuple(outputs)
 
         policy = REMAT_POLICIES[compute.remat]
@@ -347,7 +349,7 @@ class Decoder(nnx.Module):
             return x_BTD, (outs, None)
 
         step = one_period if self.config.period > 1 else kept(one_layer)
-        row_in = (self._rotations(positions_BT), live_BT, per_row)
+        row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
         x_BTD, (layer_out, routing) = compute.layers(
             step,
             x_BTD,

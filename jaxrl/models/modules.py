@@ -32,7 +32,8 @@ def constant(value: float, dims: Dims, *, exact: bool = False) -> nnx.Param:
 class Projection(nnx.Module):
     """x · weight + bias + alpha / rank * x · lora_a · lora_b, where bias and adapter are optional.
 
-    `lora_b` starts at 0, so a fresh adapter changes nothing.
+    `lora_b` starts at 0, so a fresh adapter changes nothing. With `Compute.adapter_B` the factors are stacks,
+    lora_a [N, *ins, r] and lora_b [N, r, *outs], and each row has an adapter of its own.
     """
 
     def __init__(
@@ -77,9 +78,31 @@ class Projection(nnx.Module):
             bias = self.bias[...].astype(compute.dtype)
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
         if self.has_adapter:
-            low_rank = compute.product(x, self.lora_a[...], **summed)
-            out = out + self.scale * compute.product(low_rank, self.lora_b[...])
+            if compute.adapter_B is not None:
+                delta = self._of_rows(x, compute.adapter_B, compute)
+            else:
+                low_rank = compute.product(x, self.lora_a[...], **summed)
+                delta = compute.product(low_rank, self.lora_b[...])
+            out = out + self.scale * delta
         return out
+
+    def _of_rows(self, x: jax.Array, adapter_B: jax.Array, compute: Compute) -> jax.Array:
+        """x · lora_a · lora_b of each row's adapter: [B, T, *ins] -> [B, T, *outs]."""
+        a, b = (leaf[...].astype(compute.dtype) for leaf in (self.lora_a, self.lora_b))
+        N, r, outs = a.shape[0], a.shape[-1], b.shape[2:]
+        x_BTI = x.reshape(*x.shape[:2], -1)
+        a_NIr, b_NrO = a.reshape(N, -1, r), b.reshape(N, r, -1)
+        if x.shape[1] > 1 or compute.gathers_adapters:
+            low_BTr = jnp.einsum("bti,bir->btr", x_BTI, a_NIr[adapter_B])
+            delta_BTO = jnp.einsum("btr,bro->bto", low_BTr, b_NrO[adapter_B])
+        else:
+            # Decoding: slots are many, and factors gathered for each of them would be more to read than the
+            # whole stack. What is of other adapters is an exact 0, but rounding depends on the place.
+            own_BN = adapter_B[:, None] == jnp.arange(N)[None]
+            low_BTNr = jnp.einsum("bti,nir->btnr", x_BTI, a_NIr)
+            low_BTNr = jnp.where(own_BN[:, None, :, None], low_BTNr, 0)
+            delta_BTO = jnp.einsum("btnr,nro->bto", low_BTNr, b_NrO)
+        return delta_BTO.reshape(*x.shape[:2], *outs)
 
 
 class RMSNorm(nnx.Module):

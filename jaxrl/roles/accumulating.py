@@ -10,6 +10,9 @@ the same shape, whatever its sequences, and its empty microbatches are skipped a
 compiles once. `pack_targets` cuts a larger request into several batches. The optimiser's numbers are
 arguments of its program.
 
+The state is what is trained: all weights or, of a model with adapters, these alone. Then `frozen` has the
+weights below them, which any number of states share, and `trainee` exchanges the state.
+
 Example of one sequence, trained on what follows "a b" (model input "a b c", target tokens "b c d"):
 
     tokens    a  b  c         targets   b  c  d
@@ -90,8 +93,27 @@ class AdamNumbers(NamedTuple):
     grad_clip_norm: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Trainee:
+    """What a client trains.
+
+    Attributes:
+      state: its training state, without frozen weights; None before the first weights.
+      gradients: what has added up since the last step, of adapters with their scale; None for nothing.
+      scale: factor of an adapter's output.
+    """
+
+    state: TrainState | None = None
+    gradients: Params | None = None
+    scale: float = 1.0
+
+
 class AccumulatingActor(Actor):
-    """A policy whose gradients add up until they are applied. Log-probabilities are at temperature 1."""
+    """A policy whose gradients add up until they are applied. Log-probabilities are at temperature 1.
+
+    Attributes:
+      frozen: weights below adapters, in the training layout; {} without adapters.
+    """
 
     def __init__(self, model: ModelConfig, mesh: Mesh, **options: Any):
         """Args as for `Actor`, without those of sampling and of the optimiser."""
@@ -112,16 +134,28 @@ class AccumulatingActor(Actor):
         self.apply_program = jax.jit(
             self._apply, donate_argnums=0, out_shardings=(self.state_shardings(), None)
         )
-        self._gradients: Params | None = None
+        self.frozen: Params = {}
+        self.trainee = Trainee()
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether anything was accumulated since the last `apply`."""
-        return self._gradients is not None
+    def trainee(self) -> Trainee:
+        """What is trained now."""
+        return Trainee(self._state, self._gradients, self._scale)
 
-    def drop_gradients(self) -> None:
-        """Forgets what was accumulated."""
-        self._gradients = None
+    @trainee.setter
+    def trainee(self, trainee: Trainee) -> None:
+        self._state, self._gradients = trainee.state, trainee.gradients
+        self._scale = trainee.scale
+
+    def _fresh_state(self, params: Params) -> TrainState:
+        params, like = self.trained(params), self.trained(self.shapes)
+        params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, like)
+        return TrainState(params, self._optimizer.init(params), jnp.int32(0))
+
+    def state_shardings(self) -> Any:
+        """A TrainState of shardings of what is trained."""
+        where = super().state_shardings()
+        return where.replace(params=self.trained(where.params))
 
     @protocol(PER_TOKEN)
     def accumulate(self, batch: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
@@ -134,17 +168,22 @@ class AccumulatingActor(Actor):
         Returns:
           (log-probabilities [1, M, K, R, T] of the targets at every place, sum of the loss).
         """
-        params = self.for_training().params
         gradients = self._zeros() if self._gradients is None else self._gradients
         # A failed program has consumed them.
         self._gradients = None
-        self._gradients, *found = self.accumulate_program(gradients, params, batch, loss=loss)
+        self._gradients, *found = self.accumulate_program(
+            gradients, *self._weights(), batch, loss=loss
+        )
         return found[0], found[1]
 
     @protocol(PER_TOKEN)
     def forward(self, batch: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
         """What `accumulate` returns, without a gradient."""
-        return self.forward_program(self.for_training().params, batch, loss=loss)
+        return self.forward_program(*self._weights(), batch, loss=loss)
+
+    def _weights(self) -> tuple[Params, Params, np.float32]:
+        """What is trained, what is frozen, and the scale."""
+        return self.for_training().params, self.frozen, np.float32(self._scale)
 
     def score(self, params: Params, batch: TargetBatch, *, top_k: int = 0) -> tuple[jax.Array, ...]:
         """Log-probabilities under any weights on this mesh, in any layout.
@@ -167,15 +206,23 @@ class AccumulatingActor(Actor):
         self._gradients = None
         self._num_updates += 1
         traced: Any = AdamNumbers(*map(np.float32, numbers))  # pyright: ignore[reportArgumentType]
-        self.state, grad_norm = self.apply_program(state, gradients, traced)
+        scale = np.float32(self._scale)
+        self.state, grad_norm = self.apply_program(state, gradients, scale, traced)
         return {"grad_norm": float(grad_norm)}
 
     # Pure functions
 
     def _accumulate(
-        self, gradients: Params, params: Params, batch: TargetBatch, *, loss: str
+        self,
+        gradients: Params,
+        trained: Params,
+        frozen: Params,
+        scale: jax.Array,
+        batch: TargetBatch,
+        *,
+        loss: str,
     ) -> tuple[Params, jax.Array, jax.Array]:
-        trained, frozen = self._split(params)
+        trained = lora.scaled(trained, scale)
         place = functools.partial(
             jax.lax.with_sharding_constraint, shardings=self.trained(self._gradient_shardings)
         )
@@ -196,8 +243,9 @@ class AccumulatingActor(Actor):
         return place(jax.tree.map(jax.freeze, refs)), logprobs, total
 
     def _forward(
-        self, params: Params, batch: TargetBatch, *, loss: str
+        self, trained: Params, frozen: Params, scale: jax.Array, batch: TargetBatch, *, loss: str
     ) -> tuple[jax.Array, jax.Array]:
+        params = lora.join(lora.scaled(trained, scale), frozen)
         return _over_microbatches(lambda micro: self._loss(params, micro, loss)[::-1], batch)
 
     def _score(self, params: Params, batch: TargetBatch, *, top_k: int) -> tuple[jax.Array, ...]:
@@ -244,10 +292,11 @@ class AccumulatingActor(Actor):
 
     @jax.named_scope("optimizer")
     def _apply(
-        self, state: TrainState, gradients: Params, numbers: AdamNumbers
+        self, state: TrainState, gradients: Params, scale: jax.Array, numbers: AdamNumbers
     ) -> tuple[TrainState, jax.Array]:
-        trained, frozen = self._split(state.params)
-        grad_norm = optax.tree.norm(gradients)
+        # The chain rule of `scaled`: JAX 0.10.2 cannot add the gradient of a product to a ref.
+        gradients = lora.scaled(gradients, scale)
+        trained, grad_norm = state.params, optax.tree.norm(gradients)
         # Adam's bias correction raises a float to an int: optax relies on promotion.
         with jax.numpy_dtype_promotion("standard"):
             direction, opt_state = _adamw(numbers).update(gradients, state.opt_state, trained)
@@ -257,14 +306,15 @@ class AccumulatingActor(Actor):
             (new, opt_state),
             (trained, state.opt_state),
         )
-        return TrainState(lora.join(trained, frozen), opt_state, state.step + 1), grad_norm
+        return TrainState(trained, opt_state, state.step + 1), grad_norm
 
 
 def _adamw(numbers: AdamNumbers) -> optax.GradientTransformation:
     """`optimizer.build_optimizer` with numbers that are traced; its state is the same."""
     lr, beta1, beta2, eps, decay, most = (jnp.asarray(x) for x in numbers)
     del lr
-    options: Any = {"b1": beta1, "b2": beta2, "eps": eps}
+    # Padding of an adapter has no gradient, and 0 / 0 must not be its step.
+    options: Any = {"b1": beta1, "b2": beta2, "eps": jnp.maximum(eps, 1e-30)}
     return optax.chain(
         optax.clip_by_global_norm(jnp.where(most > 0, most, jnp.inf)),  # pyright: ignore
         optax.scale_by_adam(**options),

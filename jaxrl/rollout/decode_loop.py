@@ -42,6 +42,7 @@ from jaxrl.rollout.decoded_log import DecodedLog
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.scheduler import Admission, Scheduler
+from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots, prefilled
 from jaxrl.rollout.speculation import AnswerTexts, Speculation
 from jaxrl.rollout.stop_strings import StopSearch, StopsOfSlots
@@ -139,13 +140,15 @@ class DecodeLoop:
             may_start=lambda slot, sample: (
                 pages is None
                 or pages.take(
-                    slot, sample.start.tokens, sample.prompt_tokens + sample.limit, len(sample)
+                    slot,
+                    sample.start.tokens,
+                    sample.prompt_tokens + sample.limit,
+                    len(sample),
+                    sample.start.adapter,
                 )
             ),
             # The shards that hold most of the beginning of a sample's sequence.
-            preferred=lambda sample: (
-                () if known is None else known.pool.holders(sample.start.tokens[:-1])[0]
-            ),
+            preferred=lambda sample: () if known is None else _holders(known, sample.start)[0],
         )
         # The prefixes of the newest prefill batch, and the row of each batch index that a prefix has.
         self._prefixes: list[tuple[Prefix, dict[int, int]]] = []
@@ -228,7 +231,10 @@ class DecodeLoop:
                 lambda slot: int(self._length_n[slot]) - owners[slot].prompt_tokens,
             )
         if rows is None:
-            self._slots.generate(scheduler.enough_active)
+            adapters = ()
+            if self._engine.config.adapter_places:
+                adapters = tuple(0 if sample is None else sample.start.adapter for sample in owners)
+            self._slots.generate(scheduler.enough_active, adapters)
             return
         prompt_ids: list[int | None] = [None] * len(rows.slot_m)
         for row, slot in rows.slots.items():
@@ -322,6 +328,10 @@ class DecodeLoop:
         if self._reuses and self._pages is not None:
             self._pages.pool.forget()
 
+    def load_adapters(self, adapters: Params) -> None:
+        """Decodes on with another stack of adapters. Samples keep their slots and caches."""
+        self._slots.load_adapters(adapters)
+
     def release_weights(self) -> None:
         """Forgets the weights, so that their memory can be freed before `renew`."""
         self._slots.load(None)
@@ -353,7 +363,7 @@ class DecodeLoop:
         self._log.stop(np.array(dropped))
         for sample in self.scheduler.finish(dropped):
             # Like a sample of an earlier step it starts again from the tokens that it has.
-            sample.start = Start(sample.sequence)
+            sample.start = Start(sample.sequence, sample.start.adapter)
             self.scheduler.add_first(sample, sample.start)
 
     def _reusable(self, slot: int) -> np.ndarray:
@@ -365,15 +375,15 @@ class DecodeLoop:
 
     # Into slots
 
-    def _known(self, admission: Admission) -> dict[int, tuple[int, list[int], np.ndarray]]:
+    def _known(self, admission: Admission) -> dict[int, tuple[int, list[int], Start]]:
         """The sequences of a new prefill batch that begin with known pages, as `Slots.reuse` takes them."""
         if not (self._reuses and self._pages and admission.needs_prefill):
             return {}
         found = {}
         for index, start in enumerate(admission.sources):
-            shards, pages = self._pages.pool.holders(start.tokens[:-1])
+            shards, pages = _holders(self._pages, start)
             if pages:
-                found[index] = (shards[0], pages, start.tokens)
+                found[index] = (shards[0], pages, start)
         return found
 
     def _admit(self, admission: Admission, known: Mapping[int, Any]) -> None:
@@ -390,8 +400,8 @@ class DecodeLoop:
             ]
             whole = [i for i in range(len(admission.sources)) if i not in known]
             if whole:
-                sequences = [admission.sources[i].tokens for i in whole]
-                prefix = prefilled(self._engine, self._slots.params, sequences)
+                starts = [admission.sources[i] for i in whole]
+                prefix = prefilled(self._engine, self._slots.params, starts)
                 self._prefixes.append((prefix, {index: row for row, index in enumerate(whole)}))
         for prefix, row_of in self._prefixes:
             starts = [(slot, row_of[i], each) for slot, i, each in admission.slots if i in row_of]
@@ -478,3 +488,8 @@ class DecodeLoop:
             if sample.finished and self._engine.num_drafted:
                 self._texts.add(sample.prompt_id, sample.tokens)
         return ends
+
+
+def _holders(pages: SlotPages, start: Start) -> tuple[list[int], list[int]]:
+    """`PagePool.holders` of what is cached of a sequence; its last token is not."""
+    return pages.pool.holders(start.tokens[:-1], start.adapter)

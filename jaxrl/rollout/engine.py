@@ -51,6 +51,7 @@ from jaxrl.mesh.hosts import put
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of
+from jaxrl.models import lora
 from jaxrl.models.attention import attention, pick_implementation
 from jaxrl.models.cache.cache_kind import split_layers
 from jaxrl.models.compute import Compute, scan_layers, scan_layers_as_bits
@@ -158,6 +159,7 @@ class Engine:
             unroll=config.layers_per_iteration(model.num_layers, platform),
             sum_parts=_sum_parts(model) if config.deterministic else 0,
             wide_results=on_cpu,
+            gathers_adapters=on_cpu,
         )
         slots = SlotPrograms(self.cache, layout, config.tokens_per_dispatch)
         kernel = pick_implementation(
@@ -198,6 +200,13 @@ class Engine:
         if not self._splits_layers:
             return params
         return params | {"layers": self._split({"layers": params["layers"]})["layers"]}
+
+    def with_adapters(self, adapters: Params, params: Params) -> Params:
+        """The result of `for_decoding` with other adapters."""
+        if not self._splits_layers:
+            return lora.join(adapters, params)
+        pairs = zip(self.for_decoding(adapters)["layers"], params["layers"], strict=True)
+        return params | {"layers": [lora.join(*pair) for pair in pairs]}
 
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""

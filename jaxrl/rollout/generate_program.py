@@ -73,7 +73,17 @@ class ModelPrograms:
     slots: SlotPrograms
     stop_ids: tuple[int, ...]
 
-    def prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> Prefix:
+    def _compute_of(self, adapter_B: jax.Array | None) -> Compute:
+        """How the model computes for rows with these adapters, int32; None without a stack of adapters."""
+        return dataclasses.replace(self.compute, adapter_B=adapter_B)
+
+    def prefill(
+        self,
+        params: Params,
+        tokens_PT: jax.Array,
+        length_P: jax.Array,
+        adapter_P: jax.Array | None = None,
+    ) -> Prefix:
         """Runs P sequences of `length_P` tokens, padded on the right, and returns their keys and values."""
         model: Decoder = nnx.merge(self.graph, params)
         P, T = tokens_PT.shape
@@ -84,13 +94,18 @@ class ModelPrograms:
         # used: they are the only ones that depend on whether it is live.
         live_PT = positions_PT < length_P[:, None] - 1
         new = self.slots.cache.prefill(self.attention, one_segment_PT)
-        _, cache = new.run(model, tokens_PT, positions_PT, live_PT, self.compute)
+        _, cache = new.run(model, tokens_PT, positions_PT, live_PT, self._compute_of(adapter_P))
         return self.slots.layout.place(
             Prefix(cache, tokens_PT, length_P - 1, _last(tokens_PT, length_P))
         )
 
     def extend(
-        self, params: Params, prefix: Prefix, tokens_PT: jax.Array, length_P: jax.Array
+        self,
+        params: Params,
+        prefix: Prefix,
+        tokens_PT: jax.Array,
+        length_P: jax.Array,
+        adapter_P: jax.Array | None = None,
     ) -> Prefix:
         """Appends tokens to sequences that have room for them.
 
@@ -101,13 +116,14 @@ class ModelPrograms:
           prefix: sequences to extend; consumed.
           tokens_PT: int32 [P, T], padded on the right.
           length_P: int32 [P], number of new tokens; 0 leaves a sequence unchanged.
+          adapter_P: see `_compute_of`.
         """
         model: Decoder = nnx.merge(self.graph, params)
         fed_PT = jnp.concatenate([prefix.token[:, None], tokens_PT[:, :-1]], axis=1)
         offset_PT = jnp.broadcast_to(jnp.arange(fed_PT.shape[1]), fed_PT.shape)
         positions_PT, live_PT = prefix.length[:, None] + offset_PT, offset_PT < length_P[:, None]
         on_top = self.slots.cache.extend(model, prefix.cache, prefix.length)
-        _, new = on_top.run(model, fed_PT, positions_PT, live_PT, self.compute)
+        _, new = on_top.run(model, fed_PT, positions_PT, live_PT, self._compute_of(adapter_P))
         live_P = length_P > 0
         # Padding may exceed the capacity; JAX would then shift the write backwards. So widen the cache first.
         wide = self.slots.with_capacity(prefix, prefix.capacity + fed_PT.shape[1])
@@ -119,7 +135,11 @@ class ModelPrograms:
         )
 
     def generate(
-        self, params: Params, state: DecodeState, least_active: jax.Array | int = 0
+        self,
+        params: Params,
+        state: DecodeState,
+        least_active: jax.Array | int = 0,
+        adapter_n: jax.Array | None = None,
     ) -> DecodeState:
         """Decodes up to W tokens in every active slot; stops early at `least_active` active slots.
 
@@ -127,8 +147,10 @@ class ModelPrograms:
           params: weights in the generation layout, stacked or as of `Engine.for_decoding`.
           state: state of the slots; consumed. Its capacity exceeds the longest active sequence by W or more.
           least_active: int32 scalar, number of active slots at which to stop; 0 decodes while any is active.
+          adapter_n: see `_compute_of`.
         """
-        return self._generate(params, state, least_active, self.slots.tokens_per_dispatch)[0]
+        steps = self.slots.tokens_per_dispatch
+        return self._generate(params, state, least_active, steps, adapter_n=adapter_n)[0]
 
     def generate_edited(
         self,
@@ -163,6 +185,7 @@ class ModelPrograms:
         steps: jax.Array | int,
         rows_nV: jax.Array | None = None,
         top: TopTokens | None = None,
+        adapter_n: jax.Array | None = None,
     ) -> tuple[DecodeState, Any]:
         """See `generate_edited`; `top` has room for what is found, or is None."""
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
@@ -185,7 +208,7 @@ class ModelPrograms:
         )
         progress = jax.lax.while_loop(
             lambda progress: (progress.i < steps) & (progress.active.sum() > least_active),
-            lambda progress: self._decode(model, past, state, progress, rows_nV),
+            lambda progress: self._decode(model, past, state, progress, rows_nV, adapter_n),
             progress,
         )
         return self.slots.layout.place(self._end(state, progress)), progress.top
@@ -213,6 +236,7 @@ class ModelPrograms:
         state: DecodeState,
         progress: DecodeProgress,
         rows_nV: jax.Array | None,
+        adapter_n: jax.Array | None,
     ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
         i, active, decoded = progress.i, progress.active, progress.decoded
@@ -223,7 +247,7 @@ class ModelPrograms:
             progress.token[:, None],
             (state.context.length + i)[:, None],
             active[:, None],
-            self.compute,
+            self._compute_of(adapter_n),
         )
         logits_nV = model.logits(hidden_n1D[:, 0], compute=self.compute)
 

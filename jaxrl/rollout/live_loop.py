@@ -70,12 +70,14 @@ class Request:
       seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them, so that
         requests that differ only in their seeds have equal options and are inserted in one call.
       options: how tokens are drawn.
+      adapter: number of the adapter, see `samples.Start`.
     """
 
     prompt: np.ndarray
     max_tokens: int
     seed: int
     options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    adapter: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,8 @@ class LiveLoop:
         self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._accepting = True
+        self._adapters: Params | None = None
+        self._loaded: Params | None = None
         # The same on every process. The owner of a sample is the ticket of its request.
         self._loop = DecodeLoop(
             engine,
@@ -292,6 +296,13 @@ class LiveLoop:
                 self._cancelled.append(ticket)
             self._changed.notify_all()
 
+    def load_adapters(self, adapters: Params) -> None:
+        """Gives requests that are submitted from now on a stack of adapters with theirs. One process only.
+
+        Samples at work go on with what is at their places now.
+        """
+        self._adapters = adapters
+
     def refuse(self, grace_s: float = 0.0) -> None:
         """Refuses new requests, and waits up to `grace_s` seconds until open ones have ended."""
         with self._changed:
@@ -314,12 +325,16 @@ class LiveLoop:
           jax.errors.JaxRuntimeError: a device has failed, which may have destroyed the slots; call `clear`.
         """
         cancelled, arrived = hosts.on_first(functools.partial(self._take, wait_s))
+        if self._adapters is not self._loaded:
+            self._loaded = self._adapters
+            self._loop.load_adapters(self._loaded)
         new: list[Sample] = []
         # Equal prompts that arrive together share a prefill.
-        starts: dict[bytes, Start] = {}
+        starts: dict[tuple[int, bytes], Start] = {}
         for ticket, plain in arrived:
             request = _from_plain(plain)
-            start = starts.setdefault(request.prompt.tobytes(), Start(request.prompt))
+            key = (request.adapter, request.prompt.tobytes())
+            start = starts.setdefault(key, Start(request.prompt, request.adapter))
             new += _samples_of(ticket, request, start)
         # First, so that `clear` finds them if a device fails.
         self._in_loop.update(dict.fromkeys(new))
@@ -344,7 +359,7 @@ class LiveLoop:
         self._loop.clear()
         for sample in self._in_loop:
             if len(sample):
-                sample.start = Start(sample.sequence)
+                sample.start = Start(sample.sequence, sample.start.adapter)
         self._loop.add(self._in_loop)
 
     def release_weights(self) -> None:

@@ -61,7 +61,9 @@ class PagePool:
         self._num_empty_S = np.full(shards, num_pages - 1)
         self._kept: list[dict[int, None]] = [{} for _ in range(shards)]
         self.num_free_S = self._num_empty_S.copy()
+        self._adapter_n = np.zeros(num_slots, np.int64)
         # A shared page by what it holds: its shard, the identity of the page before it, and its own tokens.
+        # Before the first page is minus the number of the adapter that has computed it.
         # An identity is never used again, so the key of a page whose predecessor is gone matches nothing.
         self._page_of: dict[tuple[int, int, bytes], int] = {}
         self._key_of: dict[tuple[int, int], tuple[int, int, bytes]] = {}
@@ -74,20 +76,21 @@ class PagePool:
         size = len(self.shard_n) // len(self.num_free_S)
         return slice(shard * size, (shard + 1) * size)
 
-    def start(self, slot: int, tokens: np.ndarray, room: int) -> bool:
+    def start(self, slot: int, tokens: np.ndarray, room: int, adapter: int = 0) -> bool:
         """Gives pages to an idle slot; returns False, and gives none, if its shard has too few free ones.
 
-        Full pages with the same tokens since the beginning are shared.
+        Full pages with the same tokens since the beginning, and the same adapter, are shared.
 
         Args:
           slot: index of a slot without pages.
           tokens: int32 [T], tokens of its sequence that are cached at once.
           room: number of tokens that fit into its pages, at least T.
+          adapter: number of the adapter, see `samples.Start`.
         """
         assert not self._held_n[slot], "the slot has pages"
         shard = int(self.shard_n[slot])
         parts = self._full_pages(tokens)
-        known = self._known_pages(shard, parts)
+        known = self._known_pages(shard, parts, adapter)
         wanted = -(-room // self.page_tokens)
         unused = [page for page in known if not self._users_SN[shard, page]]
         if wanted - len(known) + len(unused) > self.num_free_S[shard]:
@@ -108,6 +111,7 @@ class PagePool:
         self.table_nP[slot, : len(known)] = known
         self.table_nP[slot, len(known) : wanted] = pages
         self._held_n[slot], self.shared_n[slot] = wanted, len(known)
+        self._adapter_n[slot] = adapter
         self._make_known(slot, parts, len(known))
         return True
 
@@ -124,7 +128,7 @@ class PagePool:
         """Notes that all pages known by now are written: what has started so far was dispatched."""
         self._last_written = self._num_identities
 
-    def holders(self, tokens: np.ndarray) -> tuple[list[int], list[int]]:
+    def holders(self, tokens: np.ndarray, adapter: int = 0) -> tuple[list[int], list[int]]:
         """The shards that hold most of the beginning of `tokens` in written pages.
 
         Returns:
@@ -133,7 +137,7 @@ class PagePool:
         found: dict[int, list[int]] = {}
         parts = self._full_pages(tokens)
         for shard in range(len(self.num_free_S)):
-            known = self._known_pages(shard, parts)
+            known = self._known_pages(shard, parts, adapter)
             identities = self._identity_SN[shard, known]
             found[shard] = known[: int((identities <= self._last_written).sum())]
         most = max(map(len, found.values()))
@@ -222,9 +226,9 @@ class PagePool:
                 del self._page_of[self._key_of.pop((shard, page))]
             self._put_back(np.full(len(pages), shard), np.array(pages))
 
-    def _known_pages(self, shard: int, parts: list[bytes]) -> list[int]:
+    def _known_pages(self, shard: int, parts: list[bytes], adapter: int) -> list[int]:
         """The pages of a shard that hold the beginning of a sequence, given as its full pages."""
-        pages, before = [], 0
+        pages, before = [], -adapter
         for part in parts:
             page = self._page_of.get((shard, before, part))
             if page is None:
@@ -240,7 +244,9 @@ class PagePool:
         """
         shard = int(self.shard_n[slot])
         before = (
-            int(self._identity_SN[shard, self.table_nP[slot, num_known - 1]]) if num_known else 0
+            int(self._identity_SN[shard, self.table_nP[slot, num_known - 1]])
+            if num_known
+            else -int(self._adapter_n[slot])
         )
         for i, part in enumerate(parts[num_known:], num_known):
             key = (shard, before, part)

@@ -28,9 +28,16 @@ class _Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Tokens that samples start from, int32 [T]. Samples that hold the same object share one prefill."""
+    """What samples start from. Samples that hold the same object share one prefill.
+
+    Attributes:
+      tokens: int32 [T].
+      adapter: number of the adapter, which is at place `adapter % EngineConfig.adapter_places` of the stack.
+        What comes later to the same place has another number. 0 without a stack.
+    """
 
     tokens: np.ndarray
+    adapter: int = 0
 
 
 class Sample:

@@ -119,6 +119,8 @@ class EngineConfig(EngineSettings):
     fewer programs, but the last samples of a batch decode more slowly. "auto" is all slots if
     responses have at most 64 tokens, else 16.
     """
+    adapter_places: Annotated[int, at_least(0)] = 0
+    """Number of places in the stack of adapters that samples choose from (`samples.Start`); 0 without one."""
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
     """Number of layers per iteration of the layer scan. If it covers all layers, decoding has
     no scan and each layer has separate arrays. That is faster on CPU, where a scan copies

@@ -72,7 +72,9 @@ class SlotPages:
         self._longer_K = self._lengths.width * np.arange(self._lengths.count)
         self._expect()
 
-    def take(self, slot: int, tokens: np.ndarray, most: int, response_tokens: int) -> bool:
+    def take(
+        self, slot: int, tokens: np.ndarray, most: int, response_tokens: int, adapter: int = 0
+    ) -> bool:
         """Gives pages to a sample that is to start in an idle slot. Returns False if it has to wait.
 
         Args:
@@ -80,6 +82,7 @@ class SlotPages:
           tokens: int32 [T], the sequence that the sample starts from.
           most: maximum length of the sequence.
           response_tokens: number of tokens at its end that are a response already.
+          adapter: number of the adapter, see `samples.Start`.
         """
         shard = int(self.pool.shard_n[slot])
         # What `_expect` adds up, for this one sample: its matrices are too slow for each of many that start.
@@ -92,7 +95,7 @@ class SlotPages:
             return False
         cached = len(tokens) - 1
         room = min(cached + self._tokens_per_dispatch, most - 1)
-        if not self.pool.start(slot, tokens[:cached], room):
+        if not self.pool.start(slot, tokens[:cached], room, adapter):
             return False
         self._busy_n[slot] = True
         self._cached_n[slot], self._most_n[slot] = cached, most - 1

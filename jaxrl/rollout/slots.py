@@ -1,6 +1,6 @@
 """The slots of an engine, with host arrays as inputs and results.
 
-    prefilled(engine, params, sequences) -> Prefix     runs host sequences, returns their keys and values
+    prefilled(engine, params, starts) -> Prefix        runs host sequences, returns their keys and values
     Slots(engine, params)                              the decode state: insert, generate, release
 
 The caller decides which sample is in which slot. Only one thread may dispatch: on a mesh all devices must
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxrl.mesh.hosts import fetch
+from jaxrl.models import lora
 from jaxrl.models.decoder import Params
 from jaxrl.rollout.decode_state import (
     Assignment,
@@ -30,7 +31,7 @@ from jaxrl.rollout.decode_state import (
 )
 from jaxrl.rollout.engine import Engine, host_inputs
 from jaxrl.rollout.engine_sizes import round_up
-from jaxrl.rollout.samples import Sample
+from jaxrl.rollout.samples import Sample, Start
 from jaxrl.rollout.sampling import SampleEdits, SamplingOptions
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.speculation import Rows
@@ -41,34 +42,49 @@ _KEPT_SETTINGS = 64
 _DISPATCHES_AHEAD = 3
 
 
-def prefilled(engine: Engine, params: Params, sequences: Sequence[np.ndarray]) -> Prefix:
+def prefilled(engine: Engine, params: Params, starts: Sequence[Start]) -> Prefix:
     """Prefills sequences; long ones in chunks.
 
     Args:
       engine, params: engine and weights of the model.
-      sequences: int32 arrays, none empty or too long; at least one and at most the largest prefill batch.
+      starts: sequences, none empty or too long; at least one and at most the largest prefill batch.
     """
-    chunk = engine.config.chunk_tokens
+    sequences, chunk = [start.tokens for start in starts], engine.config.chunk_tokens
     P = round_up(engine.batch_sizes, len(sequences))
     longest = max(len(s) for s in sequences)
     # An unused batch entry holds one token, because prefill accepts no empty sequence; it is never read.
     heads = [s[:chunk] for s in sequences] + [np.zeros(1, np.int32)] * (P - len(sequences))
-    prefix = engine.prefill(params, *_padded(engine, heads))
+    adapter_P = adapters_on_device(engine, [start.adapter for start in starts], P)
+    prefix = engine.prefill(params, *_padded(engine, heads), *adapter_P)
     if longest <= chunk:
         return prefix
     prefix = engine.widen(prefix, capacity=round_up(engine.prefix_sizes, longest))
     rests = [s[chunk:] for s in sequences] + [np.zeros(0, np.int32)] * (P - len(sequences))
-    return _extended(engine, params, prefix, rests)
+    return _extended(engine, params, prefix, rests, adapter_P)
+
+
+def adapters_on_device(engine: Engine, numbers: Sequence[int], rows: int) -> tuple[jax.Array, ...]:
+    """Places of adapters, int32 [rows], as the last argument of programs; () without a stack."""
+    places = engine.config.adapter_places
+    if not places:
+        return ()
+    place_B = np.zeros(rows, np.int32)
+    place_B[: len(numbers)] = np.array(numbers) % places
+    return host_inputs(engine.mesh, place_B)
 
 
 def _extended(
-    engine: Engine, params: Params, prefix: Prefix, parts: Sequence[np.ndarray]
+    engine: Engine,
+    params: Params,
+    prefix: Prefix,
+    parts: Sequence[np.ndarray],
+    adapter_P: tuple[jax.Array, ...],
 ) -> Prefix:
     """Appends each part to its sequence, chunk by chunk; returns the new prefix."""
     chunk = engine.config.chunk_tokens
     for start in range(0, max(len(part) for part in parts), chunk):
         now = [part[start : start + chunk] for part in parts]
-        prefix = engine.extend(params, prefix, *_padded(engine, now))
+        prefix = engine.extend(params, prefix, *_padded(engine, now), *adapter_P)
     return prefix
 
 
@@ -134,6 +150,9 @@ class Slots:
         self._settings = functools.lru_cache(_KEPT_SETTINGS)(
             functools.partial(settings_on_device, engine)
         )
+        self._adapters = functools.lru_cache(_KEPT_SETTINGS)(
+            lambda numbers: adapters_on_device(engine, numbers, len(numbers))
+        )
         self._scalar = functools.lru_cache(_KEPT_SETTINGS)(
             lambda value: host_inputs(engine.mesh, np.int32(value))[0]
         )
@@ -142,6 +161,12 @@ class Slots:
         """Takes the weights of the next programs, and drops the copies made of the old ones."""
         self.params = params
         self._for_decoding: Params | None = None
+
+    def load_adapters(self, adapters: Params) -> None:
+        """Takes another stack of adapters; all other weights stay."""
+        self.params = lora.join(adapters, self.params)
+        if self._for_decoding is not None:
+            self._for_decoding = self.engine.with_adapters(adapters, self._for_decoding)
 
     def clear(self) -> None:
         """Drops all slots and frees their memory."""
@@ -232,13 +257,13 @@ class Slots:
             waiting = [items[per_shard:] for items in waiting]
 
     def reuse(
-        self, known: Mapping[int, tuple[int, list[int], np.ndarray]]
+        self, known: Mapping[int, tuple[int, list[int], Start]]
     ) -> Iterator[tuple[Prefix, dict[int, int]]]:
         """Prefills sequences of which the pages hold the beginning; the model runs only the rest.
 
         Args:
           known: by any number, the shard and the numbers of pages that hold less than a sequence, and the
-            sequence, int32 [T].
+            sequence.
 
         Yields:
           A prefix, and the number of the sequence of each of its batch indices in use.
@@ -249,20 +274,23 @@ class Slots:
         assert state is not None and engine.pages is not None, "there are no pages"
         page = engine.pages.page_tokens
         for P, number_of in self._batches({i: shard for i, (shard, _, _) in known.items()}):
-            longest = max(len(known[i][2]) for i in number_of.values())
+            longest = max(len(known[i][2].tokens) for i in number_of.values())
             pages = -(-round_up(engine.prefix_sizes, longest) // page)
             table_Pp = np.zeros((P, pages), np.int32)
             history_PC = np.zeros((P, pages * page), np.int32)
             length_P, token_P = np.zeros(P, np.int32), np.zeros(P, np.int32)
-            rests = [np.zeros(0, np.int32)] * P
+            rests, adapters = [np.zeros(0, np.int32)] * P, [0] * P
             for row, i in number_of.items():
-                _, held, tokens = known[i]
+                _, held, start = known[i]
+                tokens, adapters[row] = start.tokens, start.adapter
                 length = len(held) * page
                 table_Pp[row, : len(held)], history_PC[row, :length] = held, tokens[:length]
                 length_P[row], token_P[row] = length, tokens[length]
                 rests[row] = tokens[length + 1 :]
             given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
-            yield _extended(engine, self.params, engine.reuse(state, *given), rests), number_of
+            prefix = engine.reuse(state, *given)
+            adapter_P = adapters_on_device(engine, adapters, P)
+            yield _extended(engine, self.params, prefix, rests, adapter_P), number_of
 
     def release(self, slots: Sequence[int]) -> None:
         state = self._taken_state()
@@ -270,10 +298,16 @@ class Slots:
         keep_n[list(slots)] = False
         self._state = self.engine.release(state, *host_inputs(self.engine.mesh, keep_n))
 
-    def generate(self, least_active: int) -> None:
-        """Starts to decode up to W tokens in every active slot; `decoded` waits for them."""
+    def generate(self, least_active: int, adapters: tuple[int, ...] = ()) -> None:
+        """Starts to decode up to W tokens in every active slot; `decoded` waits for them.
+
+        Args:
+          least_active: number of active slots at which to stop.
+          adapters: number of each slot's adapter, if the engine has a stack of them.
+        """
         state, params = self._taken_state(), self._decoding_params()
-        self._state = self.engine.generate(params, state, self._scalar(least_active))
+        given = (self._scalar(least_active), *self._adapters(adapters))
+        self._state = self.engine.generate(params, state, *given)
 
     def generate_edited(
         self, edits: Mapping[int, SampleEdits | None], least_active: int, steps: int

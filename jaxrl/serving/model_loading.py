@@ -81,6 +81,7 @@ def build_engine(
     *,
     stop_ids: Sequence[int],
     other_bytes: int = 0,
+    adapter_places: int = 0,
 ) -> Engine:
     """Builds the engine of a model, with sequence limits that fit.
 
@@ -90,6 +91,7 @@ def build_engine(
       mesh: its devices.
       stop_ids: token ids that end a response.
       other_bytes: memory of each device that something else takes.
+      adapter_places: as in `EngineConfig`.
 
     Raises:
       UserError: the settings do not fit the mesh or the model.
@@ -109,6 +111,7 @@ def build_engine(
             stop_ids=tuple(stop_ids),
             # Servers often have few requests, and somebody waits for the last one; so small buckets pay off.
             smallest_bucket=8,
+            adapter_places=adapter_places,
         )
         model = found.model.for_texts_of(lengths.context)
         return Engine(model, decoder_graph(model)[0], mesh, sizes)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import ipaddress
 import os
 import pathlib
+import signal
 import socket
-from typing import Annotated, Literal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from jaxrl.checks import NAME, PATH, at_least, between, count, settings, token_count
 from jaxrl.errors import UserError
+from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.rollout.settings import EngineSettings
 
 
@@ -72,6 +78,40 @@ class ServeConfig(EngineSettings):
     def key(self) -> str:
         """The key that requests must send; "" if they need none."""
         return self.api_key or os.environ.get("JAXRL_API_KEY", "").strip()
+
+
+Config = TypeVar("Config", bound=ServeConfig)
+
+
+def read_flags(argv: Sequence[str], description: str | None, kind: type[Config]) -> Config:
+    """The settings on a command line, program name first; ends the program if they are wrong."""
+    program, *arguments = argv
+    parser = command_parser(program, description)
+    add_flags(parser, kind)
+    absent: Any = {"default": argparse.SUPPRESS}
+    parser.add_argument("--tinker", action="store_true", help="serve the Tinker API", **absent)
+    parser.add_argument(
+        "--port", dest="http_port", type=int, help="short for --http_port", **absent
+    )
+    try:
+        return settings_of(kind, parser.parse_args(arguments))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+@contextlib.contextmanager
+def end_of_service() -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set inside a `with` block."""
+    ended = threading.Event()
+    previous = {
+        number: signal.signal(number, lambda *_: ended.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield ended
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def needs_key(host: str) -> str:

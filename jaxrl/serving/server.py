@@ -9,27 +9,23 @@ open requests. With --tinker it serves the Tinker API instead; --tinker --help l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.util
 import queue
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.flags import add_flags, command_parser, settings_of
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, NotFinite, Request
 from jaxrl.serving.model_loading import Loaded, load
 from jaxrl.serving.online_driver import Delta, OnlineDriver
-from jaxrl.serving.serve_config import ServeConfig
+from jaxrl.serving.serve_config import ServeConfig, end_of_service, read_flags
 
 # Longest prompt that a cache with many capacities is compiled for before the first request.
 _WARM_TOKENS = 1024
@@ -54,20 +50,7 @@ class Running:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
-    program, *arguments = argv
-    parser = command_parser(program, __doc__)
-    add_flags(parser, ServeConfig)
-    parser.add_argument(
-        "--port",
-        dest="http_port",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="short for --http_port",
-    )
-    try:
-        config = settings_of(ServeConfig, parser.parse_args(arguments))
-    except ValueError as error:
-        parser.error(str(error))
+    config = read_flags(argv, __doc__, ServeConfig)
     keep_compiled_programs()
     return serve(config)
 
@@ -84,12 +67,7 @@ def serve(config: ServeConfig) -> int:
     needed = ("httptools", "pydantic", "starlette", "uvicorn")
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
-    ended = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: ended.set())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
+    with end_of_service() as ended:
         loaded = load(config)
         with running(config, loaded) as server:
             print(f"{config.model_name}: http://{config.host}:{server.http_port}/v1", end="")
@@ -102,9 +80,6 @@ def serve(config: ServeConfig) -> int:
                 print(f"stopping; open requests have {config.grace_s:g} s to end", flush=True)
             else:
                 print("the driver has broken down, for the reason above", file=sys.stderr)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return 0 if healthy else 1
 
 

@@ -33,13 +33,16 @@ from jaxrl.serving.openai.endpoint import read_body
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Future, Futures, Gone
 from jaxrl.tinker.log import Log
-from jaxrl.tinker.models import Models, TrainedModel
+from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
 from jaxrl.tinker.replay import replay
-from jaxrl.tinker.sampling import Sampler, SamplerWeights, SamplingLimits, read_call
+from jaxrl.tinker.sampler_weights import SamplerWeights
+from jaxrl.tinker.sampling import Sampler, SamplingLimits, read_call
 from jaxrl.tinker.wire import parse
 
 # Clients hold a request for 45 s and ask again at once after 408.
 _HOLD_S = 30.0
+# Rank of adapters of which a client names none, as in the SDK.
+_RANK = 32
 # Bodies of more bytes are parsed on another thread.
 _LONG_BODY = 100_000
 
@@ -55,9 +58,11 @@ class Service:
       tokenizer: name of the tokenizer that clients should load; "" for the model's.
       log, clients, futures, models, sampler: the parts.
       base: weights of the base model, to sample from.
-      snapshot: function that copies the trained model's weights, to sample from; it takes a request's id.
+      snapshot: function that copies a model's weights, to sample from; it takes the id of the request, too.
       exported: function from the folder of sampler weights and their path to these weights.
       limits: limits of samples.
+      targets: projections that adapters have; () without adapters.
+      max_rank: highest rank of an adapter; 0 without adapters.
     """
 
     name: str
@@ -68,9 +73,11 @@ class Service:
     models: Models
     sampler: Sampler
     base: SamplerWeights
-    snapshot: Callable[[str], SamplerWeights]
+    snapshot: Callable[[TrainedModel, str], SamplerWeights]
     exported: Callable[[Any, str], SamplerWeights]
     limits: SamplingLimits
+    targets: tuple[str, ...] = ()
+    max_rank: int = 0
 
 
 def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
@@ -177,6 +184,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             optimizer = body.get("optimizer_config")
             if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
                 raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
+            if kind == "create_model" and service.max_rank:
+                # Before it takes a place.
+                _adapter(body, service)
             work = functools.partial(work_of, model, future.request_id)
             models.create(model, future, work, may_replace)
 
@@ -184,19 +194,24 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return {"request_id": model.model_id}
 
     def create_model(body: Json, content: bytes) -> Json:
-        return new_model(body, content, "create_model", lambda m, _: models.start(m.model_id))
+        def work(model: TrainedModel, _: str) -> Json:
+            return models.start(model, _adapter(body, service) if service.max_rank else None)
+
+        return new_model(body, content, "create_model", work)
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
         data = {"model_name": service.name, "arch": "jaxrl"}
         if service.tokenizer:
             data["tokenizer_id"] = service.tokenizer
+        rank = {"lora_rank": model.adapter.rank} if service.max_rank else {}
         return {
             "type": "get_info",
             "model_id": model.model_id,
             "model_name": service.name,
             "model_data": data,
-            "is_lora": False,
+            "is_lora": bool(rank),
+            **rank,
         }
 
     def forward_backward(message: Any, content: bytes) -> Json:
@@ -205,7 +220,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             message.model_id,
             message.seq_id,
             content,
-            lambda *_: models.forward_backward(message),
+            lambda model, _: models.forward_backward(model, message),
         )
 
     async def receive_batch(request: Request) -> Response:
@@ -218,7 +233,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return await logged(forward_backward(message, content))
 
     def optim_step(body: Json, content: bytes) -> Json:
-        work = lambda *_: models.optim_step(_adam(body))  # noqa: E731
+        work = lambda model, _: models.optim_step(model, _adam(body))  # noqa: E731
         return training("optim_step", body.get("model_id"), body.get("seq_id"), content, work)
 
     def save_weights(body: Json, content: bytes) -> Json:
@@ -229,24 +244,37 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return training("save_weights", body.get("model_id"), body.get("seq_id"), content, work)
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
+        kind, number = body.get("kind", "snapshot"), body.get("sampling_session_seq_id")
+        kinds = ("snapshot", "inflight") if service.max_rank else ("snapshot",)
+        follows = kind == "inflight" and kind in kinds and not body.get("path")
+
         def work(model: TrainedModel, request_id: str) -> Json:
-            if body.get("kind", "snapshot") != "snapshot":
+            if kind not in kinds:
                 raise UserError(
-                    f"samplers of kind {body['kind']!r} are not served; use snapshot, after each step"
+                    f"samplers of kind {kind!r} are not served; use {' or '.join(kinds)}"
                 )
             if body.get("path"):
                 return models.export(model, request_id, str(body["path"]))
-            number = body.get("sampling_session_seq_id")
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
             sampler_id = f"{model.session_id}:sample:{number}"
-            clients.add_sampler(sampler_id, model.session_id, service.snapshot(request_id))
+            saved = service.snapshot(model, request_id)
+            if follows:
+                model.newest.saved = saved
+                service.sampler.refresh()
+            else:
+                clients.add_sampler(sampler_id, model.session_id, saved)
             return {
                 "type": "save_weights_for_sampler",
                 "path": None,
                 "sampling_session_id": sampler_id,
             }
 
+        if follows:
+            # Here and not in `work`, since a restart repeats only the newest save.
+            model = models.model_of(str(body.get("model_id")))
+            weights = SamplerWeights(model.newest.load, newest=model.newest)
+            clients.add_sampler(f"{model.session_id}:sample:{number}", model.session_id, weights)
         return training(
             "save_weights_for_sampler", body.get("model_id"), body.get("seq_id"), content, work
         )
@@ -397,6 +425,26 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             (ApiError, UserError, Gone, HTTPException, Exception), _refuse
         ),
     )
+
+
+def _adapter(body: Mapping[str, Any], service: Service) -> NewAdapter:
+    """The adapter that a create_model asks for."""
+    config = {} if body.get("lora_config") is None else body["lora_config"]
+    if not isinstance(config, dict):
+        raise UserError(f"lora_config is {str(config)[:200]!r}; send an object, with rank and seed")
+    rank = config.get("rank", min(_RANK, service.max_rank))
+    check_rank(rank, service.max_rank)
+    seed = 0 if config.get("seed") is None else config["seed"]
+    if type(seed) is not int:
+        raise UserError(f"lora_config: seed is {seed!r}; send a whole number, or none")
+    trained = [config.get(f"train_{part}", True) is not False for part in ("attn", "mlp")]
+    of_attention = ("q", "k", "v", "o")
+    targets = tuple(name for name in service.targets if trained[name not in of_attention])
+    if not targets:
+        raise UserError(
+            "lora_config: train_attn and train_mlp leave nothing to train; set one of them to true"
+        )
+    return NewAdapter(rank, seed % 2**32, targets)
 
 
 def _adam(body: Mapping[str, Any]) -> AdamNumbers:

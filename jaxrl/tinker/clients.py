@@ -11,11 +11,11 @@ from typing import Any
 
 from jaxrl.errors import UserError
 from jaxrl.tinker.futures import Futures, Gone
-from jaxrl.tinker.sampling import SamplerWeights
+from jaxrl.tinker.sampler_weights import SamplerWeights
 
 # Time for clients to come back after a restart, before others may train. They send heartbeats every 10 s.
 _RETURN_S = 60.0
-# Snapshots that are kept: each holds a copy of the weights on the host.
+# Snapshots of a session that are kept: each holds a copy of the weights on the host.
 MAX_SNAPSHOTS = 4
 
 
@@ -82,14 +82,15 @@ class Clients:
     def add_sampler(self, sampler_id: str, session_id: str, weights: SamplerWeights) -> None:
         with self._lock:
             self._samplers[sampler_id] = SamplingSession(session_id, weights)
-            taken = [s for s in self._samplers.values() if s.weights and s.weights.taken_by]
+            samplers = (s for s in self._samplers.values() if s.session_id == session_id)
+            taken = [s for s in samplers if s.weights and s.weights.taken_by]
             for sampler in taken[:-MAX_SNAPSHOTS]:
                 sampler.weights = None
 
     def snapshots(self) -> set[str]:
         """Ids of the requests that took the snapshots which are kept."""
         with self._lock:
-            return {s.weights.taken_by for s in self._samplers.values() if s.weights} - {""}
+            return {s.weights.needs for s in self._samplers.values() if s.weights} - {""}
 
     def sampler(self, sampler_id: Any) -> tuple[str, SamplerWeights]:
         """The session and the weights of a sampler; raises Gone or UserError if it, or they, are not here."""

@@ -4,6 +4,7 @@
     sampler     a sampling session was created: body                    before it is answered
     call        a submission: route, id, channel, body as it came       before it is answered
     result      what a submission came to: id, ran, body, ..            before it can be fetched
+    replaced    the model of that id has lost its place                 before another one has it
     checkpoint  the state after the call of that id is in a checkpoint  once it is on disk
     end         the session is over
 

@@ -1,17 +1,20 @@
-"""The model that clients train, and the thread that does their training calls in order.
+"""The models that clients train, and the thread that does their training calls in order.
 
-    create_model, load_weights      new weights, at once
+    create_model, load_weights      new weights, as soon as there is a place
     forward_backward, optim_step,   in the order of their seq_id, which counts from 1 without gaps; they
     save_weights, load_weights, ..  arrive in any order, and those after a gap wait for it
 
-One model is trained at a time, all of its weights. Another session's model waits until the session before has
-ended, or was not heard of for a while; another model of the same session replaces the one before.
+There is a place for each of several adapters, or one for a model of which all weights are trained. Without
+a free place a model takes that of a session that has ended or was not heard of for a while, else that of an
+older model of its own session, else it waits. Calls of different models run one after the other.
 
 Weights of a name lie in the server's folder, and outlive it:
 
     RUN/weights/NAME            checkpoint with the optimiser's state (`tracking.checkpoints`)
     RUN/sampler_weights/NAME    Hugging Face directory in float32
     checkpoints/REQUEST         checkpoint after a request, from which a restart goes on
+
+With adapters these are PEFT directories, and checkpoints have one beside them, without padding of the rank.
 
 After a restart the finished calls come again, in the order in which they ran, and `plan_redo` says which of
 them have to be done again, with checkpoints in the place of earlier ones.
@@ -39,11 +42,16 @@ import jax
 import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.mesh.rules import with_shardings
+from jaxrl.models import lora
 from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, pack_targets
+from jaxrl.models.huggingface.config_json import read_adapter_config
+from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
+from jaxrl.models.model_config import LoraConfig
+from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Trainee, pack_targets
 from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
+from jaxrl.tinker.sampler_weights import Newest
 from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import forward_backward_output, read_data
 from jaxrl.tracking.checkpoints import Checkpoints
@@ -72,12 +80,20 @@ class TrainedModel:
 
     Attributes:
       model_id, session_id: ids.
+      adapter: rank and alpha of what is trained; the rank is 0 if that is all weights.
+      trainee: the weights and what belongs to them.
+      newest: what its samplers of `kind: inflight` sample from.
+      unsaved_steps: number of steps since the last checkpoint; infinite where one must follow.
       next_seq: seq_id of the next call.
       waiting: calls by seq_id.
     """
 
     model_id: str
     session_id: str
+    adapter: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    trainee: Trainee = dataclasses.field(default_factory=Trainee)
+    newest: Newest = dataclasses.field(default_factory=Newest)
+    unsaved_steps: float = 0.0
     next_seq: int = 1
     waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)
 
@@ -102,12 +118,31 @@ class Done(NamedTuple):
     request_id: str
     route: str
     failed: bool
+    model_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class NewAdapter:
+    """An adapter to begin with.
+
+    Attributes:
+      rank: its rank; alpha is 32, as Tinker's.
+      seed: seed of its random factors.
+      targets: projections that it trains.
+    """
+
+    rank: int
+    seed: int
+    targets: tuple[str, ...]
 
 
 def plan_redo(
-    done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
+    done: Sequence[Done],
+    checkpoints: Collection[str],
+    held: Collection[str],
+    replaced: Collection[str] = (),
 ) -> dict[str, Literal["run", "restore"]]:
-    """Which calls have to be done again for the model as it is now, and for the snapshots that are held.
+    """Which calls have to be done again for the models as they are now, and for the snapshots that are held.
 
     Example, with an optim_step that has a checkpoint and a snapshot after it:
 
@@ -118,25 +153,36 @@ def plan_redo(
       done: the calls in order.
       checkpoints: ids of those after which there is a checkpoint.
       held: ids of those that took the snapshots.
+      replaced: ids of models that are not here any more.
 
     Returns:
       What to do by request id: run it, or restore the checkpoint after it. The others need nothing.
     """
     plan: dict[str, Literal["run", "restore"]] = {}
-    # Whether the state after the call matters.
-    wanted = True
+    # Whether the state after the call matters, by model.
+    wanted: dict[str, bool] = dict.fromkeys(replaced, False)
     for call in reversed(done):
-        wanted |= call.request_id in held
+        is_wanted = wanted.get(call.model_id, True) or call.request_id in held
+        wanted[call.model_id] = is_wanted
         # A failed step may have dropped the gradients; of other failures nothing stays.
         starts = call.route in ("create_model", "load_weights") and not call.failed
         changes = call.route == "forward_backward" and not call.failed
         changes |= starts or call.route == "optim_step" or call.request_id in held
-        if not wanted or not changes:
+        if not is_wanted or not changes:
             continue
         restored = call.request_id in checkpoints
         plan[call.request_id] = "restore" if restored else "run"
-        wanted = not (restored or starts)
+        wanted[call.model_id] = not (restored or starts)
     return plan
+
+
+def check_rank(rank: Any, most: int) -> None:
+    """Raises UserError for an adapter that this server cannot train."""
+    if type(rank) is not int or not 1 <= rank <= most:
+        raise UserError(
+            f"the rank of an adapter is {rank!r}; this server trains ranks from 1 to {most}: choose another, "
+            "or start it with a larger --max_rank, or with --full to train all weights"
+        )
 
 
 class Models:
@@ -146,7 +192,7 @@ class Models:
         self,
         actor: AccumulatingActor,
         shape: PackedShape,
-        load_base: Callable[[], Params],
+        fresh: Callable[[NewAdapter | None], Params],
         futures: Futures,
         folder: pathlib.Path,
         *,
@@ -155,6 +201,7 @@ class Models:
         turns: Turns,
         write: Callable[..., None],
         held: Callable[[], Collection[str]],
+        places: int = 1,
         checkpoint_steps: int = 10,
         gap_timeout_s: float = 300.0,
     ):
@@ -163,36 +210,40 @@ class Models:
         Args:
           actor: policy without weights.
           shape, shards: shape of its batches, and the devices that split their rows.
-          load_base: function that reads the base model's weights in the training layout.
+          fresh: function that makes what is trained, in the training layout: an adapter, or for None the
+            base model's weights.
           futures: futures, which the thread finishes.
           folder: folder of named weights.
           source: directory of the base model.
           turns: turns on the devices.
           write: `Log.write`.
           held: function that returns the ids of the requests that took the snapshots which are kept.
+          places: number of models that are trained at the same time.
           checkpoint_steps: number of optimiser steps between checkpoints.
           gap_timeout_s: how long calls wait for a missing one.
         """
         self._actor = actor
         self._shape = shape
         self._shards = shards
-        self._load_base = load_base
+        self._fresh = fresh
         self._futures = futures
         self._folder = folder
         self._source = source
         self._turns = turns
         self._write = write
         self._held = held
+        self._places = places
         self._checkpoint_steps = checkpoint_steps
         self._gap_timeout_s = gap_timeout_s
         self._done: list[Done] = []
         self._plan: Mapping[str, str] = {}
         self._checkpoints: set[str] = set()
-        # Steps since the last checkpoint; infinite where one must follow.
-        self._unsaved_steps = 0.0
+        # Models that had to give their places away.
+        self._replaced: set[str] = set()
         self._changed = threading.Condition()
         self._new: list[_NewModel] = []
-        self._model: TrainedModel | None = None
+        # In the order of their creation.
+        self._models: dict[str, TrainedModel] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="tinker-models", daemon=True)
         self._thread.start()
@@ -205,17 +256,12 @@ class Models:
         self._thread.join()
 
     def model_of(self, model_id: str) -> TrainedModel:
-        """The model of an id.
-
-        Raises:
-          Gone: it is not the one that is trained.
-        """
-        model = self._model
-        if model is None or model.model_id != model_id:
-            now = "none" if model is None else model.model_id
+        """The model of an id; raises Gone."""
+        model = self._models.get(model_id)
+        if model is None:
             raise Gone(
-                f"model {model_id!r} is not here, and the one that this server trains is {now}; create a "
-                "model, or load weights that were saved"
+                f"model {model_id!r} is not here: its session is over, or another model has its place; "
+                "create a model, or load weights that were saved"
             )
         return model
 
@@ -226,7 +272,7 @@ class Models:
         work: Callable[[], Any],
         may_replace: Callable[[TrainedModel], bool],
     ) -> None:
-        """Queues `model`, to become the one that is trained.
+        """Queues `model`, to be trained once there is a place.
 
         Args:
           model, future: the model, and the future of its creation.
@@ -234,30 +280,46 @@ class Models:
           may_replace: whether it may take the place of a model.
         """
         if future.result is not None:
-            self._model = model
-            self._redo(future, work)
+            if len(self._models) >= self._places:
+                self._models.pop(next(each for each in self._models if each in self._replaced))
+            self._models[model.model_id] = model
+            self._redo(model, future, work)
             if future.result.failed:
-                self._model = None
+                self._models.pop(model.model_id)
             return
         with self._changed:
-            self._new.append(_NewModel(model, future, work, may_replace))
-            if self._model is not None and not may_replace(self._model):
-                holder = self._model.session_id
-                future.waits_for = f"one model at a time is trained here, now that of {holder}"
+            new = _NewModel(model, future, work, may_replace)
+            self._new.append(new)
+            if self._place_for(new) is None:
+                future.waits_for = (
+                    f"{self._places} of {self._places} places for models are taken; a session that ends, or "
+                    "is not heard of, frees its own"
+                )
             self._changed.notify_all()
 
-    def _begin(self, new: _NewModel, before: TrainedModel | None) -> Any:
+    def _place_for(self, new: _NewModel) -> list[TrainedModel] | None:
+        """The models that have to go for a new one, at most one; None if it has to wait."""
+        if len(self._models) < self._places:
+            return []
+        others = [model for model in self._models.values() if new.may_replace(model)]
+        # Silent sessions first.
+        others.sort(key=lambda model: model.session_id == new.model.session_id)
+        return others[:1] or None
+
+    def _begin(self, new: _NewModel, before: Sequence[TrainedModel]) -> Any:
         model = new.model
-        if before is not None:
-            replaced = UserError(f"{before.model_id} was replaced by {model.model_id}")
-            for call in before.waiting.values():
-                self._futures.finish(call.future, Result.error(replaced))
+        for each in before:
+            self._replaced.add(each.model_id)
+            self._write("replaced", each.session_id, id=each.model_id)
+            each.trainee = Trainee()
+            error = Result.error(UserError(f"{each.model_id} was replaced by {model.model_id}"))
+            for call in each.waiting.values():
+                self._futures.finish(call.future, error)
         try:
             return new.work()
         except Exception:
-            # The weights are those of the model before it, or none.
             with self._changed:
-                self._model = None if self._model is model else self._model
+                self._models.pop(model.model_id, None)
             raise
 
     def submit(
@@ -271,10 +333,11 @@ class Models:
         """
         if future.result is not None:
             model.next_seq = seq_id + 1
-            self._redo(future, work)
+            self._redo(model, future, work)
             return
         with self._changed:
-            if model is not self._model and all(new.model is not model for new in self._new):
+            is_queued = any(new.model is model for new in self._new)
+            if self._models.get(model.model_id) is not model and not is_queued:
                 raise Gone(f"model {model.model_id} was replaced")
             if seq_id < model.next_seq:
                 raise UserError(
@@ -286,22 +349,32 @@ class Models:
     # Checkpoints
 
     def expect(
-        self, done: Sequence[Done], checkpoints: Collection[str], held: Collection[str]
+        self,
+        done: Sequence[Done],
+        checkpoints: Collection[str],
+        held: Collection[str],
+        replaced: Collection[str],
     ) -> None:
         """Tells of calls that come again after a restart; the arguments are those of `plan_redo`."""
         self._checkpoints = {each for each in checkpoints if self._checkpoint_of(each).exists()}
-        self._plan = plan_redo(done, self._checkpoints, held)
+        self._replaced |= set(replaced)
+        self._plan = plan_redo(done, self._checkpoints, held, replaced)
 
-    def _redo(self, future: Future, work: Callable[[], Any]) -> None:
+    def drop_replaced(self) -> None:
+        """Removes models that came again for their snapshots alone."""
+        for model_id in self._models.keys() & self._replaced:
+            self._models.pop(model_id)
+
+    def _redo(self, model: TrainedModel, future: Future, work: Callable[[], Any]) -> None:
         """Does on the caller's thread what the plan says about a call that has its result already."""
         result = future.result
         assert result is not None, "only finished calls are done again"
-        self._done.append(Done(future.request_id, future.route, result.failed))
+        self._done.append(Done(future.request_id, future.route, result.failed, model.model_id))
         action = self._plan.get(future.request_id)
         try:
             if action == "restore":
-                self._read(self._checkpoint_of(future.request_id), optimizer=True)
-                self._unsaved_steps = 0
+                self._read(model, self._checkpoint_of(future.request_id), optimizer=True)
+                model.unsaved_steps = 0
             elif action == "run":
                 # No checkpoint now: what is not needed for the calls until here would be removed.
                 work()
@@ -312,86 +385,138 @@ class Models:
     def _checkpoint_of(self, request_id: str) -> pathlib.Path:
         return self._folder / "checkpoints" / re.sub("[:/]", "-", request_id)
 
-    def _save_checkpoint(self, future: Future) -> None:
+    def _save_checkpoint(self, model: TrainedModel, future: Future) -> None:
         """Saves the state after a call if it is time, and removes checkpoints that no restart needs."""
         changes = future.route in ("optim_step", "load_weights")
-        if not changes or self._unsaved_steps < self._checkpoint_steps:
+        if not changes or model.unsaved_steps < self._checkpoint_steps:
             return
-        self._unsaved_steps = 0
+        model.unsaved_steps = 0
         folder = self._checkpoint_of(future.request_id)
         shutil.rmtree(folder, ignore_errors=True)
-        self._write_state(folder)
+        self._write_state(model, folder)
         self._write("checkpoint", future.session_id, id=future.request_id)
         self._checkpoints.add(future.request_id)
-        plan = plan_redo(self._done, self._checkpoints, self._held())
+        plan = plan_redo(self._done, self._checkpoints, self._held(), self._replaced)
         self._checkpoints &= {
             request_id for request_id, action in plan.items() if action == "restore"
         }
-        # Calls before the first that is needed are never needed again.
-        first = next(i for i, call in enumerate(self._done) if call.request_id in plan)
-        del self._done[:first]
+        # Calls of a model before the first that is needed are never needed again.
+        needed: set[str] = set()
+        done, self._done = self._done, []
+        for call in done:
+            needed |= {call.model_id} if call.request_id in plan else set()
+            if call.model_id in needed:
+                self._done.append(call)
         kept = set(map(self._checkpoint_of, self._checkpoints))
         for path in folder.parent.iterdir():
             if path not in kept:
                 shutil.rmtree(path)
 
-    def _write_state(self, folder: pathlib.Path) -> None:
+    def _write_state(self, model: TrainedModel, folder: pathlib.Path) -> None:
+        state = model.trainee.state
+        assert state is not None, "a model has weights"
+        if model.adapter.rank:
+            self._write_adapter(model, folder)
+            state = lora.with_rank(state, model.adapter.rank)
         checkpoints = Checkpoints(folder / "checkpoints", keep=None)
         try:
             checkpoints.prepare(None)
-            checkpoints.save(0, {"actor": self._actor.for_training()}, {})
+            checkpoints.save(0, {"actor": state}, {})
             checkpoints.commit()
         finally:
             checkpoints.close()
 
-    def _read(self, folder: pathlib.Path, *, optimizer: bool) -> None:
+    def _write_adapter(self, model: TrainedModel, folder: pathlib.Path) -> None:
+        """Writes the weights as a PEFT directory."""
+        assert model.trainee.state is not None, "a model has weights"
+        config = lora.with_adapters(self._actor.model, model.adapter)
+        params = lora.with_rank(model.trainee.state.params, model.adapter.rank)
+        save_adapter(params, config, folder, dtype="float32", base=str(self._source))
+
+    def _read(self, model: TrainedModel, folder: pathlib.Path, *, optimizer: bool) -> None:
+        most = self._actor.model.lora.rank
+        adapter = LoraConfig()
+        if most:
+            adapter = read_adapter_config(folder)
+            check_rank(adapter.rank, most)
         checkpoints = Checkpoints(folder / "checkpoints", keep=None)
-        try:
-            step = checkpoints.stored.newest_intact()
-            if step is None:
-                raise UserError(f"{folder} is not here, or damaged; save weights first")
-            like = self._actor.abstract_state()
-            if optimizer:
-                self._actor.state = checkpoints.restore(step, {"actor": like})["actor"]
-            else:
-                params = checkpoints.stored.restore_params(step, "actor", like.params)
-                self._actor.start_from(params)
-        finally:
-            checkpoints.close()
-        self._actor.drop_gradients()
+        with self._training(model) as actor:
+            like = padded = actor.abstract_state()
+            if most:
+                shapes = jax.eval_shape(lambda: lora.with_rank(padded, adapter.rank))
+                like = with_shardings(shapes, actor.state_shardings())
+            try:
+                step = checkpoints.stored.newest_intact()
+                if step is None:
+                    raise UserError(f"{folder} is not here, or damaged; save weights first")
+                if optimizer:
+                    state = checkpoints.restore(step, {"actor": like})["actor"]
+                    if most:
+                        where = actor.state_shardings()
+                        state = jax.device_put(lora.with_rank(state, most), where)
+                    actor.state = state
+                else:
+                    params = checkpoints.stored.restore_params(step, "actor", like.params)
+                    if most:
+                        where = actor.state_shardings().params
+                        params = jax.device_put(lora.with_rank(params, most), where)
+                    actor.start_from(params)
+            finally:
+                checkpoints.close()
+            model.adapter = adapter
+            scale = adapter.scale if most else 1.0
+            actor.trainee = Trainee(actor.state, scale=scale)
 
     # The thread
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
-            future, work = call
+            model, future, work = call
             with self._turns.training():
                 self._futures.run(future, work)
                 result = future.result
                 assert result is not None, "it has just been run"
-                self._done.append(Done(future.request_id, future.route, result.failed))
+                done = Done(future.request_id, future.route, result.failed, model.model_id)
+                self._done.append(done)
                 try:
-                    self._save_checkpoint(future)
+                    self._save_checkpoint(model, future)
                 except Exception as error:  # a restart takes longer without it
                     _LOG.error("no checkpoint after %s: %s", future.request_id, error)
 
-    def _next(self) -> tuple[Future, Callable[[], Any]] | None:
+    def _next(self) -> tuple[TrainedModel, Future, Callable[[], Any]] | None:
         with self._changed:
             while not self._closing:
-                model = self._model
                 for new in self._new:
-                    if model is None or new.may_replace(model):
+                    if (before := self._place_for(new)) is not None:
                         self._new.remove(new)
-                        self._model = new.model
+                        for model in before:
+                            del self._models[model.model_id]
+                        self._models[new.model.model_id] = new.model
                         new.future.waits_for = ""
-                        return new.future, functools.partial(self._begin, new, model)
-                if model is not None and model.waiting:
-                    if call := model.waiting.pop(model.next_seq, None):
-                        model.next_seq += 1
-                        return call.future, call.work
-                    self._give_up_gap(model)
+                        return new.model, new.future, functools.partial(self._begin, new, before)
+                ready = [m for m in self._models.values() if m.next_seq in m.waiting]
+                if ready:
+                    # The call that waits longest.
+                    model = min(ready, key=lambda model: model.waiting[model.next_seq].arrived)
+                    call = model.waiting.pop(model.next_seq)
+                    model.next_seq += 1
+                    return model, call.future, call.work
+                for model in self._models.values():
+                    if model.waiting:
+                        self._give_up_gap(model)
                 self._changed.wait(1.0)
         return None
+
+    @contextlib.contextmanager
+    def _training(self, model: TrainedModel) -> Iterator[AccumulatingActor]:
+        """The actor with the state of a model, which the model gets back."""
+        self._actor.trainee = model.trainee
+        # What a program consumes must not be held twice, and of a failed one nothing is left.
+        model.trainee = Trainee()
+        try:
+            yield self._actor
+        finally:
+            model.trainee, self._actor.trainee = self._actor.trainee, Trainee()
 
     def _give_up_gap(self, model: TrainedModel) -> None:
         """Fails the calls after a gap that has lasted too long, and goes on after them."""
@@ -410,14 +535,16 @@ class Models:
 
     # Work, on the thread
 
-    def start(self, model_id: str) -> Any:
-        """Begins with the base model's weights."""
-        self._actor.drop_gradients()
-        self._actor.start_from(self._load_base())
-        self._unsaved_steps = 0
-        return {"type": "create_model", "model_id": model_id}
+    def start(self, model: TrainedModel, new: NewAdapter | None = None) -> Any:
+        """Begins with a new adapter, or with the base model's weights."""
+        with self._training(model) as actor:
+            actor.start_from(self._fresh(new))
+            if new is not None:
+                model.adapter = LoraConfig(rank=new.rank, targets=self._actor.model.lora.targets)
+                actor.trainee = dataclasses.replace(actor.trainee, scale=model.adapter.scale)
+        return {"type": "create_model", "model_id": model.model_id}
 
-    def forward_backward(self, request: Any) -> bytes:
+    def forward_backward(self, model: TrainedModel, request: Any) -> bytes:
         """Adds the gradient of a request's loss, or only computes the loss."""
         loss = request.loss_fn
         data = read_data(request, self._shape.tokens, self._actor.model.live_tokens)
@@ -427,31 +554,33 @@ class Models:
             by_k[datum.targets.shape[1]].append(i)
         logprobs: dict[int, np.ndarray] = {}
         total = 0.0
-        run = self._actor.forward if request.forward_only else self._actor.accumulate
-        for indices in by_k.values():
-            chosen = [data[i] for i in indices]
-            for part in pack_targets(chosen, self._shape, shards=self._shards):
-                found, loss_sum = run(part.batch, loss)
-                logprobs |= {indices[i]: x for i, x in part.unpack(jax.device_get(found))}
-                total += float(loss_sum)
+        with self._training(model) as actor:
+            run = actor.forward if request.forward_only else actor.accumulate
+            for indices in by_k.values():
+                chosen = [data[i] for i in indices]
+                for part in pack_targets(chosen, self._shape, shards=self._shards):
+                    found, loss_sum = run(part.batch, loss)
+                    logprobs |= {indices[i]: x for i, x in part.unpack(jax.device_get(found))}
+                    total += float(loss_sum)
         flat = [len(d.loss_fn_inputs["target_tokens"].shape) < 2 for d in request.data]
         answers = [logprobs[i][:, 0] if flat[i] else logprobs[i] for i in range(len(data))]
         return forward_backward_output(answers, {"loss:sum": total})
 
-    def optim_step(self, numbers: AdamNumbers) -> Any:
+    def optim_step(self, model: TrainedModel, numbers: AdamNumbers) -> Any:
         """Applies the accumulated gradients."""
-        if not self._actor.has_gradients:
+        if model.trainee.gradients is None:
             raise UserError(
                 "optim_step has no gradient to apply; call forward_backward after the optim_step before it"
             )
         try:
-            norm = self._actor.apply(numbers)["grad_norm"]
+            with self._training(model) as actor:
+                norm = actor.apply(numbers)["grad_norm"]
         except jax.errors.JaxRuntimeError:
             # The step has consumed the weights: the model is gone, and its next calls say so.
             with self._changed:
-                self._model = None
+                self._models.pop(model.model_id, None)
             raise
-        self._unsaved_steps += 1
+        model.unsaved_steps += 1
         if not math.isfinite(norm):
             raise UserError(
                 f"the gradient's norm is {norm}, so nothing was changed; look for extreme weights, "
@@ -463,22 +592,26 @@ class Models:
         """Saves weights and the optimiser's state."""
         out = self._path(model.model_id, "weights", name)
         with self._saved(out, request_id, overwrite=overwrite) as folder:
-            self._write_state(folder)
+            self._write_state(model, folder)
         return {"type": "save_weights", "path": f"tinker://{model.model_id}/weights/{name}"}
 
     def load_weights(self, model: TrainedModel, path: str, optimizer: bool) -> Any:
         """Goes on with saved weights, with or without the optimiser's state."""
-        self._read(self.folder_of(path, "weights"), optimizer=optimizer)
+        self._read(model, self.folder_of(path, "weights"), optimizer=optimizer)
         # They may be overwritten later.
-        self._unsaved_steps = math.inf
+        model.unsaved_steps = math.inf
         return {"type": "load_weights", "model_id": model.model_id, "path": path}
 
     def export(self, model: TrainedModel, request_id: str, name: str) -> Any:
-        """Writes the weights as a Hugging Face directory, to sample from."""
+        """Writes a Hugging Face directory, or of an adapter a PEFT directory, to sample from."""
         out = self._path(model.model_id, "sampler_weights", name)
         with self._saved(out, request_id, overwrite=False) as folder:
-            params = self._actor.for_training().params
-            save_checkpoint(params, self._actor.model, folder, dtype="float32", source=self._source)
+            if model.adapter.rank:
+                self._write_adapter(model, folder)
+            else:
+                assert model.trainee.state is not None, "a model has weights"
+                params, config = model.trainee.state.params, self._actor.model
+                save_checkpoint(params, config, folder, dtype="float32", source=self._source)
         return {
             "type": "save_weights_for_sampler",
             "path": f"tinker://{model.model_id}/sampler_weights/{name}",
@@ -506,10 +639,6 @@ class Models:
         shutil.rmtree(out, ignore_errors=True)
         part.rename(out)
         sync(out.parent)
-
-    def params(self) -> Params:
-        """The weights now, in the training layout."""
-        return self._actor.for_training().params
 
     # Names
 

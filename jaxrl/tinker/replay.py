@@ -8,6 +8,7 @@ others                                  submitted again
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 from collections.abc import Callable, Sequence
@@ -77,22 +78,32 @@ def replay(
             known = calls if record["kind"] == "call" else results
             known.setdefault(record["id"], record)
     ran = [
-        Done(request_id, calls[request_id]["route"], result["failed"])
+        Done(request_id, calls[request_id]["route"], result["failed"], request_id.partition("/")[0])
         for request_id, result in results.items()
         if result["ran"]
     ]
-    snapshots = [
-        call.request_id
-        for call in ran
-        if call.route == "save_weights_for_sampler"
-        and json.loads(results[call.request_id]["body"]).get("sampling_session_id")
-    ]
-    checkpoints = [record["id"] for record in records if record["kind"] == "checkpoint"]
-    models.expect(ran, checkpoints, snapshots[-MAX_SNAPSHOTS:])
+    snapshots: dict[str, list[str]] = collections.defaultdict(list)
+    newest: dict[str, str] = {}
+    for call in ran:
+        if call.route != "save_weights_for_sampler" or call.failed:
+            continue
+        body = json.loads(calls[call.request_id]["body"])
+        if body.get("kind") == "inflight":
+            newest[call.model_id] = call.request_id
+        elif not body.get("path"):
+            snapshots[calls[call.request_id]["session"]].append(call.request_id)
+    held = [each for of in snapshots.values() for each in of[-MAX_SNAPSHOTS:]]
+    held += newest.values()
+    checkpoints, replaced = (
+        [record["id"] for record in records if record["kind"] == kind]
+        for kind in ("checkpoint", "replaced")
+    )
+    models.expect(ran, checkpoints, held, replaced)
     for request_id, result in results.items():
         found = Result(result["body"], result["is_protobuf"], result["failed"])
         futures.expect(request_id, found)
         again(calls[request_id], handled=result["ran"])
+    models.drop_replaced()
     for request_id in calls.keys() - results.keys():
         futures.expect(request_id, None)
     for request_id, call in calls.items():

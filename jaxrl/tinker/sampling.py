@@ -3,15 +3,16 @@
     asample --> waiting --> driver of these weights --> samples --> log-probabilities --> future
                             (the only use of `serving.online_driver`)
 
-The devices hold one set of weights for sampling at a time. Requests are served in the order of their arrival:
-those that follow each other with the same weights decode together, and one with other weights waits until the
-samples before it have ended. A sampling session never changes its weights.
+Adapters decode together, whichever sampler has them, as long as there are places (`sampler_weights`).
+Of whole weights the devices hold one set for sampling at a time. Requests are served in the order of their
+arrival: those that follow each other with the same weights decode together, and one with others waits until
+the samples before it have ended. A sampling session never changes its weights.
 
 Log-probabilities are those at temperature 1, as the trainer computes them. The engine's are of the tempered
 distribution, so for other temperatures, and for those of prompts, targets and top-k, the sequences are run
 through the trainer's forward pass once more, with the sampler's weights.
 
-Not covered: `prompt_alt_tokens_k`, `kind: inflight`, images; the latter two are refused elsewhere.
+Not covered: `prompt_alt_tokens_k`, images; the latter are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.serving.online_driver import STOP, Delta, OnlineDriver
 from jaxrl.tinker.futures import Future, Futures, Result
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import MESSAGES, tensor_of, topk_of
 
@@ -48,22 +50,6 @@ _LOG = logging.getLogger(__name__)
 _LOWEST_TEMPERATURE = 1e-5
 _MAX_SAMPLES = 1024
 _MAX_TOP_K = 100
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SamplerWeights:
-    """Weights to sample from, which never change.
-
-    Attributes:
-      load: function that returns them on the devices, in the generation layout.
-      path: their path, if a client has given them a name; else None.
-      taken_by: request that copied them to the host's memory, where they are gone when they are dropped; ""
-        if they are in files.
-    """
-
-    load: Callable[[], Params]
-    path: str | None = None
-    taken_by: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +96,13 @@ class _OpenSample:
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """A call, its weights, its future and its samples."""
+    """A call, its weights, its future and its samples; with adapters the number of its own."""
 
     call: SampleCall
     weights: SamplerWeights
     future: Future
     samples: list[_OpenSample]
+    adapter: int = 0
 
 
 class Sampler:
@@ -132,6 +119,7 @@ class Sampler:
         shards: int,
         turns: Turns,
         max_waiting: int,
+        places: AdapterPlaces | None = None,
     ):
         """Starts the thread.
 
@@ -143,6 +131,7 @@ class Sampler:
           futures: futures, which the thread finishes.
           turns: turns on the devices.
           max_waiting: most samples that may wait.
+          places: places of adapters; None if samplers have whole weights.
         """
         self._engine = engine
         self._actor = actor
@@ -152,6 +141,7 @@ class Sampler:
         self._shards = shards
         self._turns = turns
         self._max_waiting = max_waiting
+        self._places = places
         # What happens, as functions that the thread calls; None ends it.
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -181,6 +171,10 @@ class Sampler:
         with self._lock:
             self._num_waiting += samples
 
+    def refresh(self) -> None:
+        """Lets samplers of `kind: inflight` go on with weights that were saved now."""
+        self._events.put(self._refresh)
+
     def cancel(self, request_id: str) -> None:
         """Ends a call that nobody waits for."""
         self._events.put(functools.partial(self._cancel, request_id))
@@ -206,11 +200,13 @@ class Sampler:
         while self._waiting and self._turns.may_sample():
             job = self._waiting[0]
             try:
-                if job.weights is not self._weights or not self._is_alive:
-                    if self._open:
-                        return
-                    self._load(job.weights)
-                self._begin(job)
+                if not self._has_weights(job):
+                    return
+                try:
+                    self._begin(job)
+                except Exception:
+                    self._leave(job)
+                    raise
             except Overloaded:
                 if self._open:
                     return
@@ -230,13 +226,45 @@ class Sampler:
     def _is_alive(self) -> bool:
         return self._driver is not None and self._driver.alive
 
-    def _load(self, weights: SamplerWeights) -> None:
-        self._unload()
-        self._params = weights.load()
+    def _has_weights(self, job: _Job) -> bool:
+        """Brings the weights of a call to the driver; False if samples of others have to end first."""
+        if self._places is None:
+            if job.weights is self._weights and self._is_alive:
+                return True
+            if not self._open:
+                self._unload()
+                self._drive(job.weights.load())
+                self._weights = job.weights
+                return True
+            return False
+        number = self._places.take(job.weights)
+        if number is None:
+            return False
+        job.adapter = number
+        if not self._is_alive:
+            self._drive(self._places.params)
+        self._pass_stack_on(self._places)
+        return True
+
+    def _refresh(self) -> None:
+        if self._places is not None:
+            self._places.refresh()
+            self._pass_stack_on(self._places)
+
+    def _pass_stack_on(self, places: AdapterPlaces) -> None:
+        if self._driver is not None:
+            self._driver.load_adapters(places.stack)
+
+    def _drive(self, params: Params) -> None:
+        self._params = params
         self._driver = OnlineDriver(
-            self._engine, self._params, self._decode_text, max_waiting=self._max_waiting
+            self._engine, params, self._decode_text, max_waiting=self._max_waiting
         )
-        self._weights = weights
+
+    def _leave(self, job: _Job) -> None:
+        """Gives the place of a call's adapter back."""
+        if self._places is not None:
+            self._places.leave(job.adapter)
 
     def _unload(self) -> None:
         self._weights = None
@@ -256,7 +284,7 @@ class Sampler:
         requests = []
         for i, sample in enumerate(job.samples):
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1
-            request = Request(call.prompt, call.max_tokens, seed, options)
+            request = Request(call.prompt, call.max_tokens, seed, options, job.adapter)
             listener = functools.partial(self._listen, job, sample)
             requests.append((request, listener))
         assert self._driver is not None, "weights are loaded first"
@@ -287,6 +315,7 @@ class Sampler:
         if all(each.finish for each in job.samples):
             result = self._answer(job)
             del self._open[job.future.request_id]
+            self._leave(job)
             self._end(job, result)
 
     def _cancel_ticket(self, sample: _OpenSample) -> None:
@@ -304,6 +333,7 @@ class Sampler:
 
     def _drop(self, job: _Job, result: Result) -> None:
         del self._open[job.future.request_id]
+        self._leave(job)
         for sample in job.samples:
             if not sample.finish:
                 self._cancel_ticket(sample)
@@ -329,9 +359,9 @@ class Sampler:
         scored: list[Scores] = []
         if tempered or call.topk_sample:
             sequences = [np.array([*call.prompt, *s.tokens], np.int32) for s in samples]
-            scored = self._score(sequences, top_k, call.targets)
+            scored = self._score(job, sequences, top_k)
         elif prompts_too and N > 1:
-            scored = self._score([call.prompt], top_k, call.targets)
+            scored = self._score(job, [call.prompt], top_k)
         response = MESSAGES["SampleResponse"]()
         for i, sample in enumerate(samples):
             logprobs = np.array(sample.logprobs, np.float32)
@@ -384,11 +414,9 @@ class Sampler:
             tensor.sparse_csr.crow_indices = crow.astype("<i8").tobytes()
             tensor.sparse_csr.col_indices = np.nonzero(asked)[1].astype("<i8").tobytes()
 
-    def _score(
-        self, sequences: Sequence[np.ndarray], top_k: int, targets: np.ndarray | None
-    ) -> list[Scores]:
+    def _score(self, job: _Job, sequences: Sequence[np.ndarray], top_k: int) -> list[Scores]:
         """Log-probabilities of sequences at temperature 1, with the weights of the sampler."""
-        most = self._shape.tokens + 1
+        targets, most = job.call.targets, self._shape.tokens + 1
         if (longest := max(map(len, sequences))) > most:
             raise UserError(
                 f"log-probabilities of a sequence of {longest} tokens were asked for, and this server "
@@ -403,9 +431,12 @@ class Sampler:
                 of_place[: len(targets), 1:] = np.maximum(targets, 0)
             given.append(Targets(tokens[:-1], of_place, {}))
         scores: dict[int, Scores] = {}
-        assert self._params is not None, "weights are loaded first"
+        params = self._params
+        if self._places is not None:
+            params = self._places.params_of(job.adapter)
+        assert params is not None, "weights are loaded first"
         for part in pack_targets(given, self._shape, shards=self._shards):
-            found = jax.device_get(self._actor.score(self._params, part.batch, top_k=top_k))
+            found = jax.device_get(self._actor.score(params, part.batch, top_k=top_k))
             for fields in zip(*map(part.unpack, found), strict=True):
                 index, logprobs = fields[0]
                 top = [values for _, values in fields[1:]] or [np.zeros((len(logprobs), 0))] * 2

@@ -4,50 +4,56 @@
 
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python my_loop.py
 
-DIR is a Hugging Face directory. One client at a time trains all of the model's weights, and any number
-may sample. In --folder are the weights that clients save by name and what it takes to go on after a restart.
+DIR is a Hugging Face directory. Several clients train an adapter each, or with --full one at a time trains
+all of the model's weights, and any number may sample. In --folder are the weights that clients save by name
+and what it takes to go on after a restart.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.flags import add_flags, command_parser, settings_of
+from jaxrl.errors import UserError
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on
 from jaxrl.mesh.resharding import Resharding
-from jaxrl.mesh.rules import TRAIN_RULES, parts_of, shards_of
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, parts_of, shards_of, with_shardings
+from jaxrl.mesh.sharding_strategies import ZERO, StateRules
+from jaxrl.models import lora
 from jaxrl.models.decoder import Params, weight_types
-from jaxrl.models.huggingface.weight_loading import load_params
+from jaxrl.models.huggingface.config_json import read_adapter_config
+from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
+from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import AccumulatingActor
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout.engine import Engine
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.model_loading import (
+    ModelDirectory,
     build_engine,
     generation_shardings,
     model_directory,
     read_model,
 )
+from jaxrl.serving.serve_config import end_of_service, read_flags
 from jaxrl.tinker.app import Service, build_app
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
-from jaxrl.tinker.models import Models
-from jaxrl.tinker.sampling import Sampler, SamplerWeights, SamplingLimits
+from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
+from jaxrl.tinker.sampling import Sampler, SamplingLimits
 from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tinker.turns import Turns
 from jaxrl.tracking.durable import run_lock
@@ -73,36 +79,13 @@ class RunningTinker:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
-    program, *arguments = argv
-    parser = command_parser(program, __doc__)
-    add_flags(parser, TinkerConfig)
-    parser.add_argument("--tinker", action="store_true", help="serve the Tinker API")
-    parser.add_argument(
-        "--port",
-        dest="http_port",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="short for --http_port",
-    )
-    try:
-        config = settings_of(TinkerConfig, parser.parse_args(arguments))
-    except ValueError as error:
-        parser.error(str(error))
+    config = read_flags(argv, __doc__, TinkerConfig)
     keep_compiled_programs()
-    ended = threading.Event()
-    previous = {
-        number: signal.signal(number, lambda *_: ended.set())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        with running(config) as server:
-            url = f"http://{config.host}:{server.http_port}"
-            print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
-            print(f", sequences of up to {server.shape.tokens} tokens", flush=True)
-            ended.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with end_of_service() as ended, running(config) as server:
+        url = f"http://{config.host}:{server.http_port}"
+        print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
+        print(f", sequences of up to {server.shape.tokens} tokens", flush=True)
+        ended.wait()
     return 0
 
 
@@ -115,6 +98,8 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     """
     directory = model_directory(config.model)
     found = read_model(directory)
+    if not config.full:
+        found = _with_adapters(config, found)
     model, tokenizer = found.model, found.tokenizer
     # The state is split over all replicas: it takes four times the memory of the weights.
     mesh = build_generation_mesh(config.mesh, shard_state=True)
@@ -130,34 +115,11 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     parts_of(("rows", "length"), (shape.rows, shape.tokens), TRAIN_RULES, mesh)
     dtype: Any = config.dtype
     train = TrainConfig(rows=shape.rows, share_prompts=False, dtype=dtype)
-    actor = AccumulatingActor(model, mesh, train=train, seed=0)
-    state = jax.tree.leaves((actor.abstract_state(), actor.abstract_gradients()))
-    state_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in state)
-    engine = build_engine(config, found, mesh, stop_ids=(), other_bytes=state_bytes)
-    generate = generation_shardings(model, mesh)
-    resharding = Resharding(
-        actor.shapes,
-        actor.train_shardings,
-        generate,
-        weight_types(model, config.dtype, config.weights_dtype),
-    )
-
-    # One object for a path: it is what tells the sampler that the devices have these weights.
-    @functools.cache
-    def sampled_from(folder: pathlib.Path, path: str | None) -> SamplerWeights:
-        def load() -> Params:
-            params = load_params(folder, model, generate, dtype=config.dtype)
-            return engine.stored(params) if config.weights_dtype else params
-
-        return SamplerWeights(load, path)
-
-    def snapshot(request_id: str) -> SamplerWeights:
-        # A copy: leaves with one sharding in both layouts are shared, and the next step consumes them.
-        params = resharding.to_generate(models.params())
-        where = jax.tree.map(lambda x: x.sharding, params)
-        host = jax.tree.map(lambda x: np.array(jax.device_get(x)), params)
-        return SamplerWeights(lambda: jax.device_put(host, where), taken_by=request_id)
-
+    rules = ZERO["FSDP"] if config.full else StateRules(*[GENERATE_RULES] * 3)
+    actor = AccumulatingActor(model, mesh, train=train, seed=0, state_rules=rules)
+    weights_of = _whole_weights if config.full else _adapters
+    weights = weights_of(config, found, directory, actor)
+    engine = weights.engine
     sizes = engine.config
     limits = SamplingLimits(
         model.live_tokens,
@@ -176,7 +138,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         models = Models(
             actor,
             shape,
-            lambda: load_params(directory, model, actor.train_shardings, dtype=jnp.float32),
+            weights.fresh,
             futures,
             folder,
             shards=shards,
@@ -184,6 +146,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             turns=turns,
             write=log.write,
             held=clients.snapshots,
+            places=1 if config.full else config.adapters,
             checkpoint_steps=config.checkpoint_steps,
         )
         stack.callback(models.close)
@@ -196,6 +159,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             shards=shards,
             turns=turns,
             max_waiting=config.max_waiting,
+            places=weights.places,
         )
         stack.callback(sampler.close)
         service = Service(
@@ -206,10 +170,12 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             futures,
             models,
             sampler,
-            sampled_from(directory, None),
-            snapshot,
-            sampled_from,
+            weights.base,
+            weights.snapshot,
+            weights.exported,
             limits,
+            model.lora.targets if not config.full else (),
+            model.lora.rank,
         )
         server = HttpServer(
             build_app(service, max_body_bytes=config.max_body_bytes),
@@ -220,3 +186,129 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         )
         stack.callback(server.stop)
         yield RunningTinker(server.port, actor, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """What clients train and sample from.
+
+    Attributes:
+      engine: engine of the samples.
+      fresh: see `Models`.
+      base, snapshot, exported: see `Service`.
+      places: places of adapters; None for whole weights.
+    """
+
+    engine: Engine
+    fresh: Callable[[NewAdapter | None], Params]
+    base: SamplerWeights
+    snapshot: Callable[[TrainedModel, str], SamplerWeights]
+    exported: Callable[[pathlib.Path, str], SamplerWeights]
+    places: AdapterPlaces | None = None
+
+
+def _bytes(tree: Any) -> int:
+    """Memory of each device for a tree of shapes with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _whole_weights(
+    config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
+) -> _Weights:
+    model, mesh = found.model, actor.mesh
+    state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
+    engine = build_engine(config, found, mesh, stop_ids=(), other_bytes=state_bytes)
+    generate = generation_shardings(model, mesh)
+    types = weight_types(model, config.dtype, config.weights_dtype)
+    resharding = Resharding(actor.shapes, actor.train_shardings, generate, types)
+
+    # One object for a path: it is what tells the sampler that the devices have these weights.
+    @functools.cache
+    def exported(folder: pathlib.Path, path: str | None) -> SamplerWeights:
+        def load() -> Params:
+            params = load_params(folder, model, generate, dtype=config.dtype)
+            return engine.stored(params) if config.weights_dtype else params
+
+        return SamplerWeights(load, path)
+
+    def snapshot(trained: TrainedModel, request_id: str) -> SamplerWeights:
+        assert trained.trainee.state is not None, "a model has weights"
+        # A copy: leaves with one sharding in both layouts are shared, and the next step consumes them.
+        params = resharding.to_generate(trained.trainee.state.params)
+        where = jax.tree.map(lambda x: x.sharding, params)
+        host = jax.tree.map(lambda x: np.array(jax.device_get(x)), params)
+        return SamplerWeights(lambda: jax.device_put(host, where), taken_by=request_id)
+
+    def fresh(_: NewAdapter | None) -> Params:
+        return load_params(directory, model, actor.train_shardings, dtype=jnp.float32)
+
+    return _Weights(engine, fresh, exported(directory, None), snapshot, exported)
+
+
+def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirectory:
+    """The model with adapters of the highest rank."""
+    for name in ("weights_dtype", "speculate"):
+        if value := getattr(config, name):
+            raise UserError(
+                f"--{name} {value} does not work with adapters; leave it out, or set --full"
+            )
+    # Experts choose their weights by token, and cannot by adapter, too.
+    targets = LORA_TARGETS[:4] if found.model.num_experts else LORA_TARGETS
+    # A scale of 1: each client has its own.
+    adapters = LoraConfig(rank=config.max_rank, alpha=float(config.max_rank), targets=targets)
+    model = lora.with_adapters(found.model, adapters)
+    return dataclasses.replace(found, model=model)
+
+
+def _adapters(
+    config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
+) -> _Weights:
+    model, mesh = found.model, actor.mesh
+    like = actor.trained(actor.shapes)
+    where, frozen_where = lora.split(actor.train_shardings)
+    # The base model, and a sampler of each client; two at least, for a loop that samples ahead.
+    count = 1 + max(config.adapters, 2)
+    make_stack = functools.partial(lora.empty_stack, like, count, jnp.dtype(config.dtype))
+    stack_where = lora.stack_shardings(where)
+    stack_bytes = _bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
+    state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
+    engine = build_engine(
+        config,
+        found,
+        mesh,
+        stop_ids=(),
+        # A stack, and the one after it.
+        other_bytes=config.adapters * state_bytes + 2 * stack_bytes,
+        adapter_places=count,
+    )
+    # One copy in one layout, for training and for samples.
+    base_model = lora.base_config(model)
+    actor.frozen = load_params(directory, base_model, frozen_where, dtype=config.dtype)
+    base = SamplerWeights(lambda: {})
+    stack = jax.jit(make_stack, out_shardings=stack_where)()
+    make_adapter = jax.jit(functools.partial(lora.uniform_adapters, like), out_shardings=where)
+
+    def fresh(new: NewAdapter | None) -> Params:
+        assert new is not None, "adapters are trained"
+        ranks = {name: np.int32(new.rank * (name in new.targets)) for name in model.lora.targets}
+        return make_adapter(ranks, jax.random.key(new.seed))
+
+    def snapshot(trained: TrainedModel, request_id: str) -> SamplerWeights:
+        assert trained.trainee.state is not None, "a model has weights"
+        host = jax.device_get(lora.scaled(trained.trainee.state.params, trained.trainee.scale))
+        return SamplerWeights(lambda: host, taken_by=request_id)
+
+    # One object for a path: it is what tells the sampler that the devices have this adapter.
+    @functools.cache
+    def exported(folder: pathlib.Path, path: str) -> SamplerWeights:
+        def load() -> Params:
+            adapter = read_adapter_config(folder)
+            check_rank(adapter.rank, config.max_rank)
+            params = load_adapter(folder, lora.with_adapters(model, adapter), actor.train_shardings)
+            return lora.scaled(lora.with_rank(params, config.max_rank), adapter.scale)
+
+        return SamplerWeights(load, path)
+
+    places = AdapterPlaces(actor.frozen, stack, base)
+    return _Weights(engine, fresh, base, snapshot, exported, places)

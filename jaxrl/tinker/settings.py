@@ -30,7 +30,13 @@ class TinkerConfig(ServeConfig):
     """Number of microbatches of a batch. Empty ones take no time; a larger request takes several
     batches.
     """
+    full: bool = False
+    """Train all weights, for one client at a time, instead of adapters for several."""
+    adapters: Annotated[int, between(1, 32)] = 8
+    """Maximum number of models that clients train at the same time, each an adapter."""
+    max_rank: Annotated[int, between(1, 256)] = 32
+    """Maximum rank of an adapter. Adapters of lower ranks take the memory and time of this one."""
     lease_s: Annotated[float, between(1, 86_400)] = 300.0
-    """Seconds without a word from a session after which another one may train."""
+    """Seconds without a word from a session after which another one may have its place."""
     # The SDK cuts its requests at 5 MB.
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 32 << 20

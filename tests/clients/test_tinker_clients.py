@@ -76,6 +76,9 @@ def folder(tmp_path_factory) -> pathlib.Path:
     )
     source = root / "Qwen" / "Qwen3-8B"
     save_checkpoint(params, model, root / "model", dtype="float32", source=source)
+    # Adapters leave everything as it is: this has features, and an embedding that can say something.
+    params = jax.tree.map(lambda x: 3 * x, params) | {"embedding": 10 * params["embedding"]}
+    save_checkpoint(params, model, root / "decided", dtype="float32", source=source)
     conversations = [
         {
             "prompt": row["question"],
@@ -101,9 +104,12 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, *, saved: str = "saved", port: int = 0):
+def serving(
+    folder: pathlib.Path, *switches, model: str = "model", saved: str = "saved", port: int = 0
+):
     """The address of `jaxrl serve --tinker`, in a process of its own that is killed in the end."""
-    command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", "--model", folder / "model"]
+    command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", "--model", folder / model]
+    command += switches
     flags = {
         "name": "Qwen/Qwen3-8B",
         "folder": folder / saved,
@@ -148,9 +154,9 @@ def run(python: pathlib.Path, *arguments, cwd: pathlib.Path) -> str:
     return done.stdout
 
 
-def loop(recipe: str, folder: pathlib.Path, url: str, *settings) -> list[dict]:
+def loop(recipe: str, folder: pathlib.Path, url: str, *settings, name: str = "") -> list[dict]:
     """Runs a recipe of the cookbook; returns its metrics, a row per step."""
-    log = folder / f"log-{recipe}"
+    log = folder / f"log-{name or recipe}"
     given = [f"base_url={url}", "model_name=Qwen/Qwen3-8B", "lora_rank=4", f"log_path={log}"]
     module = f"tinker_cookbook.recipes.{recipe}"
     run(python_of("cookbook"), "-m", module, *given, *settings, cwd=folder)
@@ -196,9 +202,12 @@ def test_a_custom_loss_of_the_sdk(folder, url):
     np.testing.assert_allclose(losses[0], 58 * (np.log(409) - 4) ** 2, rtol=0.1)
 
 
-def test_sl_loop_learns(folder, url):
+@pytest.mark.parametrize(("model", "switches"), [("decided", ()), ("model", ("--full",))])
+def test_sl_loop_learns(folder, model, switches):
     settings = ("batch_size=4", "max_length=256", "max_steps=16", "learning_rate=5e-2")
-    nll = [row["train_mean_nll"] for row in loop("sl_loop", folder, url, *settings)]
+    with serving(folder, *switches, model=model, saved=f"saved-{model}") as url:
+        rows = loop("sl_loop", folder, url, *settings, name=model)
+    nll = [row["train_mean_nll"] for row in rows]
     assert len(nll) == 16 and nll[-1] < 0.5 * nll[0]
 
 

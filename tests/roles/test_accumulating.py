@@ -1,10 +1,12 @@
 """Gradients that add up, and the step that applies them, against plain loops in JAX and NumPy."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from closeness import assert_close
 from flax import nnx
@@ -12,10 +14,20 @@ from meshes import mesh_of
 from small import MODEL
 
 from jaxrl.algos.summed_losses import SUMMED_LOSSES
+from jaxrl.mesh.rules import GENERATE_RULES
+from jaxrl.mesh.sharding_strategies import StateRules
+from jaxrl.models import lora
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Targets, pack_targets
+from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
+from jaxrl.roles.accumulating import (
+    AccumulatingActor,
+    AdamNumbers,
+    Targets,
+    Trainee,
+    pack_targets,
+)
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
 
@@ -212,6 +224,96 @@ def test_any_lengths_compile_once_and_packed_equals_alone():
     assert [program._cache_size() for program in programs] == [1, 1, 1]
 
 
+RANKED = dataclasses.replace(MODEL, lora=LoraConfig(rank=4, alpha=4.0))
+
+
+def adapter_actor(layout="1-1-1", rows=1, **shares) -> AccumulatingActor:
+    train = TrainConfig(rows=rows, share_prompts=False)
+    rules = StateRules(GENERATE_RULES, GENERATE_RULES, GENERATE_RULES)
+    mesh = mesh_of(layout, **shares)
+    actor = AccumulatingActor(RANKED, mesh, train=train, seed=0, state_rules=rules)
+    _, where = lora.split(actor.train_shardings)
+    actor.frozen = jax.device_put(weights(), where)
+    return actor
+
+
+def adapter_trainee(actor, rank: int, seed: int, scale: float) -> Trainee:
+    ranks = dict.fromkeys(LORA_TARGETS, rank)
+    like = actor.trained(actor.shapes)
+    actor.start_from(lora.uniform_adapters(like, ranks, jax.random.key(seed)))
+    return dataclasses.replace(actor.trainee, gradients=None, scale=scale)
+
+
+def merged(adapters, scale):
+    """The weights with adapters in them: W + scale * a · b."""
+    params = lora.join(adapters, jax.tree.map(jnp.asarray, weights()))
+    return lora.merge(params, dataclasses.replace(MODEL, lora=LoraConfig(rank=1, alpha=scale)))
+
+
+def sequences_of(seed, loss):
+    rng = np.random.default_rng(seed)
+    return [sequence_of(rng, n, loss) for n in LENGTHS]
+
+
+def test_an_adapter_is_trained_as_by_a_plain_loop():
+    """Padding to the highest rank has no effect, and stays 0."""
+    actor, rank, scale = adapter_actor(), 2, 2.5
+    actor.trainee = adapter_trainee(actor, rank, seed=1, scale=scale)
+    adapters = lora.with_rank(actor.state.params, rank)
+    optimizer = optax.adamw(3e-2, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    opt_state = optimizer.init(adapters)
+    gradient = jax.jit(
+        jax.value_and_grad(lambda a, s: plain_total(merged(a, scale), s, "ppo"), has_aux=True)
+    )
+    for step in range(3):
+        sequences = sequences_of(step, "ppo")
+        (total, _), grads = gradient(adapters, sequences)
+        _, found = accumulated(actor, sequences, "ppo")
+        assert_close(found, float(total), scale=1)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, adapters)
+        adapters = optax.apply_updates(adapters, updates)
+        norm = actor.apply(AdamNumbers(3e-2, 0.9, 0.95, 1e-8, 0.1))["grad_norm"]
+        assert_close(norm, float(optax.tree.norm(grads)))
+    assert_close(lora.with_rank(actor.state.params, rank), adapters, scale=1)
+    # A step without an epsilon leaves the padding alone, too.
+    accumulated(actor, sequences, "ppo")
+    actor.apply(AdamNumbers(3e-2, eps=0.0))
+    padded = lora.with_rank(lora.with_rank(actor.state.params, rank), 4)
+    for x, y in zip(*map(jax.tree.leaves, (actor.state.params, padded)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def two_clients(actor):
+    """The adapters of two clients whose steps alternate."""
+    clients = [adapter_trainee(actor, 2, seed=3, scale=16.0), adapter_trainee(actor, 4, 4, 8.0)]
+    for step in range(2):
+        for which in (0, 1):
+            actor.trainee = clients[which]
+            accumulated(actor, sequences_of(10 * which + step, "dro"), "dro")
+            clients[which] = actor.trainee
+        # Between the gradients and the step of one client is the other's batch.
+        for which in (1, 0):
+            actor.trainee = clients[which]
+            actor.apply(AdamNumbers(1e-2 * (1 + which)))
+            clients[which] = actor.trainee
+    return [client.state.params for client in clients]
+
+
+def test_two_clients_at_once_are_what_each_is_alone():
+    actor = adapter_actor()
+    together = two_clients(actor)
+    for which, rank, seed, scale in ((0, 2, 3, 16.0), (1, 4, 4, 8.0)):
+        actor.trainee = adapter_trainee(actor, rank, seed, scale)
+        for step in range(2):
+            accumulated(actor, sequences_of(10 * which + step, "dro"), "dro")
+            actor.apply(AdamNumbers(1e-2 * (1 + which)))
+        for x, y in zip(*map(jax.tree.leaves, (actor.state.params, together[which])), strict=True):
+            np.testing.assert_array_equal(x, y)
+    programs = (actor.accumulate_program, actor.apply_program)
+    assert [program._cache_size() for program in programs] == [1, 1]
+
+
 def test_several_targets_of_a_place_have_weights_of_their_own():
     """Distillation: [T, K] targets are K losses over the same forward pass."""
     rng = np.random.default_rng(3)
@@ -235,7 +337,7 @@ def test_forward_changes_nothing_and_scores_any_weights():
     actor, rng = actor_of(), np.random.default_rng(4)
     sequences = [sequence_of(rng, n, "ppo") for n in (12, 4)]
     found, total = accumulated(actor, sequences, "ppo", backward=False)
-    assert not actor.has_gradients
+    assert actor.trainee.gradients is None
     assert_close(total, float(plain_total(weights(), sequences, "ppo")[0]), scale=1)
     (part,) = pack_targets(sequences, SHAPE)
     logprobs, ids, top = actor.score(weights(), part.batch, top_k=3)
@@ -257,4 +359,4 @@ def test_a_gradient_that_is_not_finite_changes_no_weight():
     before = jax.device_get(actor.state.params)
     assert not np.isfinite(actor.apply(AdamNumbers(1.0))["grad_norm"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(actor.state.params), before)
-    assert not actor.has_gradients
+    assert actor.trainee.gradients is None

@@ -92,13 +92,13 @@ def prefilled(monkeypatch) -> list[tuple[int, int]]:
     seen = []
     prefill, reuse = slots.prefilled, Slots.reuse
 
-    def watched_prefill(engine, params, sequences):
+    def watched_prefill(engine, params, starts):
         if engine.config.cache == "paged":
-            seen.extend((len(s), 0) for s in sequences)
-        return prefill(engine, params, sequences)
+            seen.extend((len(start.tokens), 0) for start in starts)
+        return prefill(engine, params, starts)
 
     def watched_reuse(self, known):
-        seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
+        seen.extend((len(start.tokens), 16 * len(pages)) for _, pages, start in known.values())
         return reuse(self, known)
 
     monkeypatch.setattr(decode_loop, "prefilled", watched_prefill)

@@ -253,7 +253,7 @@ def test_a_request_that_begins_like_earlier_ones_prefills_the_rest(monkeypatch):
     reuse = Slots.reuse
 
     def watched(self, known):
-        seen.extend((len(tokens), 16 * len(pages)) for _, pages, tokens in known.values())
+        seen.extend((len(start.tokens), 16 * len(pages)) for _, pages, start in known.values())
         return reuse(self, known)
 
     monkeypatch.setattr(Slots, "reuse", watched)
@@ -281,12 +281,12 @@ def test_warming_up_runs_every_size_whole_and_reused(monkeypatch):
     whole, known = [], []
     prefill, reuse = slots.prefilled, Slots.reuse
 
-    def watched_prefill(engine, params, sequences):
-        whole.extend(map(len, sequences))
-        return prefill(engine, params, sequences)
+    def watched_prefill(engine, params, starts):
+        whole.extend(len(start.tokens) for start in starts)
+        return prefill(engine, params, starts)
 
     def watched_reuse(self, beginnings):
-        known.extend(len(tokens) for _, _, tokens in beginnings.values())
+        known.extend(len(start.tokens) for _, _, start in beginnings.values())
         return reuse(self, beginnings)
 
     monkeypatch.setattr(decode_loop, "prefilled", watched_prefill)

@@ -50,6 +50,8 @@ def config_of(folder: pathlib.Path, /, **changes) -> TinkerConfig:
         "train_tokens": 32,
         "train_microbatches": 4,
         "max_body_bytes": 100_000,
+        "adapters": 2,
+        "max_rank": 4,
     }
     return TinkerConfig(model=str(folder / "tiny"), **{**given, **changes})
 
@@ -96,7 +98,7 @@ class Client:
 class Trainer(Client):
     """A client with a session and a model."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, rank: int = 4, **lora_config):
         super().__init__(port)
         session = {
             "tags": [],
@@ -113,10 +115,11 @@ class Trainer(Client):
             "model_seq_id": 0,
             "base_model": "Qwen/Qwen3-8B",
             "lora_config": {
-                "rank": 4,
+                "rank": rank,
                 "train_unembed": True,
                 "train_mlp": True,
                 "train_attn": True,
+                **lora_config,
             },
             "optimizer_config": {"type": "adamw"},
             "type": "create_model",

@@ -36,10 +36,20 @@ def folder(tmp_path_factory) -> pathlib.Path:
     return write_model(tmp_path_factory.mktemp("tinker"))
 
 
-@pytest.fixture(scope="module")
-def server(folder):
-    with running(config_of(folder)) as server:
+@pytest.fixture(scope="module", params=["adapters", pytest.param("full", marks=pytest.mark.long)])
+def server(folder, request):
+    saved = str(folder / request.param)
+    with running(config_of(folder, folder=saved, full=request.param == "full")) as server:
         yield server
+
+
+def places_of(server) -> int:
+    return 2 if server.actor.frozen else 1
+
+
+def finish(*clients):
+    for client in clients:
+        client.post(f"sessions/{client.session_id}/finish", {})
 
 
 @pytest.fixture
@@ -250,7 +260,8 @@ def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
     # All that was wrong has had its turn.
     trainer.train(DATA)
     assert "metrics" in trainer.step(0.0)
-    # Another session may not take the model while this one is heard of.
+    # Another session may not take a place while those that have them are heard of.
+    others = [Trainer(server.http_port) for _ in range(places_of(server) - 1)]
     other = Client(server.http_port)
     session = other.post("create_session", {"tags": []})["session_id"]
     create = {"session_id": session, "model_seq_id": 1, "base_model": "Other/Model"}
@@ -260,11 +271,12 @@ def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
     monkeypatch.setattr(tinker_app, "_HOLD_S", 0.05)
     status, answer = other.send("retrieve_future", waiting)
     assert (status, answer["queue_state"]) == (408, "paused_capacity")
-    assert trainer.session_id in answer["queue_state_reason"]
-    trainer.post(f"sessions/{trainer.session_id}/finish", {})
+    assert "places for models are taken" in answer["queue_state_reason"]
+    finish(trainer)
     monkeypatch.undo()
     assert other.result(waiting)["model_id"] == f"{session}:train:0"
     other.post(f"sessions/{session}/finish", {})
+    finish(*others)
 
 
 NOWHERE = {"model_id": "s1:train:0", "seq_id": 1}
@@ -314,7 +326,7 @@ def test_samples_that_cannot_be_drawn_say_why(trainer):
     for i, (fields, says) in enumerate(wrong):
         answer = trainer.sample(sampler, seq_id=i, **fields)
         assert answer["category"] == "user" and says in answer["error"], (fields, answer)
-    kind = trainer.call("save_weights_for_sampler", sampling_session_seq_id=9, kind="inflight")
+    kind = trainer.call("save_weights_for_sampler", sampling_session_seq_id=9, kind="other")
     assert "snapshot" in kind["error"]
 
 
@@ -322,10 +334,10 @@ def test_a_session_that_is_not_heard_of_loses_its_model(server, monkeypatch):
     silent = Trainer(server.http_port)
     later = tinker_clients.monotonic() + 1000
     monkeypatch.setattr(tinker_clients, "monotonic", lambda: later)
-    other = Trainer(server.http_port)
+    others = [Trainer(server.http_port) for _ in range(places_of(server))]
     status, answer = silent.send("get_info", {"model_id": silent.model_id})
-    assert status == 410 and other.model_id in answer["error"]
-    other.post(f"sessions/{other.session_id}/finish", {})
+    assert status == 410 and "another model has its place" in answer["error"]
+    finish(*others)
 
 
 def test_a_pending_result_is_asked_for_again(trainer, monkeypatch):
@@ -365,10 +377,11 @@ def steps_on(folder, /, **changes):
 
 
 @pytest.mark.long
-def test_eight_devices_train_and_sample_the_same(folder):
-    alone = steps_on(folder, folder=str(folder / "alone"))
-    changes = {"mesh": "1-2-4", "prefill_prompts": 4, "folder": str(folder / "spread")}
-    spread = steps_on(folder, **changes)
+@pytest.mark.parametrize("full", [False, True])
+def test_eight_devices_train_and_sample_the_same(folder, full):
+    alone = steps_on(folder, folder=str(folder / f"alone-{full}"), full=full)
+    changes = {"mesh": "1-2-4", "prefill_prompts": 4, "folder": str(folder / f"spread-{full}")}
+    spread = steps_on(folder, full=full, **changes)
     assert [tokens for tokens, _ in spread[1]] == [tokens for tokens, _ in alone[1]]
     assert_close([x for _, x in spread[1]], [x for _, x in alone[1]], scale=1)
     assert_close(spread[0], alone[0], scale=1)

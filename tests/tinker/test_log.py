@@ -102,3 +102,15 @@ def test_only_what_is_needed_is_done_again(text, checkpoints, held, runs, restor
     found = plan_redo(list(calls(text)), checkpoints.split(), held.split())
     assert sorted(i for i, action in found.items() if action == "run") == runs.split()
     assert sorted(i for i, action in found.items() if action == "restore") == restored.split()
+
+
+def test_models_are_planned_for_one_by_one():
+    """The second one was replaced, and matters for its snapshots alone."""
+    text = "a:new b:new a:fb b:fb b:step b:snap a:step b:fb"
+    done = []
+    for i, (model, name) in enumerate(each.split(":") for each in text.split()):
+        done.append(Done(f"{i}", ROUTES[name], False, model))
+    run = dict.fromkeys("026", "run")
+    assert plan_redo(done, [], [], ["b"]) == run
+    assert plan_redo(done, ["4"], ["5"], ["b"]) == run | {"4": "restore", "5": "run"}
+    assert plan_redo(done, ["4", "6"], []) == {"6": "restore", "4": "restore", "7": "run"}

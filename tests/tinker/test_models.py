@@ -24,7 +24,7 @@ class Client:
 
     def __init__(self, **options):
         self.futures = Futures()
-        unused: dict = {"actor": None, "load_base": None, "shards": 1}
+        unused: dict = {"actor": None, "fresh": None, "shards": 1}
         unused["turns"] = Turns(exclusive=False)
         unused |= {"write": lambda *_, **__: None, "held": set}
         place = pathlib.Path()
@@ -90,7 +90,7 @@ def test_a_model_that_was_replaced_fails_its_calls_and_is_gone(client):
     # One that may not replace it waits until it may, and holds up nobody.
     ended = threading.Event()
     later = client.create(1, may_replace=lambda model: ended.is_set())
-    assert client.result(later, 0.05) is None and "one model at a time" in later.waits_for
+    assert client.result(later, 0.05) is None and "1 of 1 places" in later.waits_for
     client.result(client.create(2))
     ended.set()
     assert client.result(later) == {} and not later.waits_for

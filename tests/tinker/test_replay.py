@@ -26,7 +26,7 @@ class Server:
         self.log = Log(folder / "log.jsonl")
         self.futures = Futures(self.log.write)
         self.clients = Clients(self.futures, self.log.write, 300.0)
-        unused: dict = {"actor": None, "load_base": None, "shards": 1, "source": folder}
+        unused: dict = {"actor": None, "fresh": None, "shards": 1, "source": folder}
         self.models = Models(
             shape=PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4),
             futures=self.futures,

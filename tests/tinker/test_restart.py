@@ -39,8 +39,10 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.mark.long
-def test_a_client_goes_on_with_the_server_after(folder):
-    config = config_of(folder, checkpoint_steps=2)
+@pytest.mark.parametrize("full", [False, True])
+def test_a_client_goes_on_with_the_server_after(folder, full):
+    saved = folder / f"saved-{full}"
+    config = config_of(folder, checkpoint_steps=2, full=full, folder=str(saved))
     with running(config) as server:
         trainer = Trainer(server.http_port)
         for step in range(3):
@@ -84,21 +86,21 @@ def test_a_client_goes_on_with_the_server_after(folder):
         }
         by_name = trainer.post("create_sampling_session", body)["sampling_session_id"]
         saving = {"model_id": trainer.model_id, "seq_id": trainer.next(), "path": "again"}
-        saved = trainer.post("save_weights", saving)
-        path = trainer.result(saved)["path"]
+        saving = trainer.post("save_weights", saving)
+        path = trainer.result(saving)["path"]
     # As if it was killed when the folder was there and its result was not in the log.
-    log = folder / "saved" / "log.jsonl"
+    log = saved / "log.jsonl"
     *lines, result = log.read_text().splitlines(keepends=True)
-    assert saved["request_id"] in result and '"kind": "result"' in result
+    assert saving["request_id"] in result and '"kind": "result"' in result
     log.write_text("".join(lines))
     with running(config) as server:
         trainer.port = server.http_port
         assert trainer.sample(sampler, 2, **seeded) == first
         assert trainer.sample(by_name, 0).sequences
-        assert trainer.result(saved)["path"] == path
+        assert trainer.result(saving)["path"] == path
         assert trainer.result(waiting) == norm
         assert trained == trainer.future("forward_backward", batch, kind=PROTOBUF)
-    checkpoints = list((folder / "saved" / "checkpoints").iterdir())
+    checkpoints = list((saved / "checkpoints").iterdir())
     # One for the snapshot after step 2, one after step 4.
     assert len(checkpoints) == 2
 
@@ -119,7 +121,7 @@ class Patient(Trainer):
 class Server:
     """`jaxrl serve --tinker` in a process of its own."""
 
-    def __init__(self, folder: pathlib.Path, saved: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, saved: pathlib.Path, *switches: str):
         self.port = free_port()
         self.saved = saved
         flags = {
@@ -135,9 +137,10 @@ class Server:
             "train_tokens": 32,
             "train_microbatches": 4,
             "checkpoint_steps": 2,
+            "max_rank": 4,
         }
         self._running = contextlib.ExitStack()
-        self._command = [sys.executable, "-m", "jaxrl", "serve", "--tinker"]
+        self._command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", *switches]
         for name, value in flags.items():
             self._command += [f"--{name}", str(value)]
         self.start()
@@ -207,15 +210,17 @@ def run(server: Server, kills: bool):
     path = trainer.call("save_weights_for_sampler", path="final")["path"]
     run_folder = server.saved / trainer.model_id.replace(":", "-")
     assert path.endswith("/final")
-    return found, (run_folder / "sampler_weights/final/model.safetensors").read_bytes()
+    (weights,) = (run_folder / "sampler_weights/final").glob("*.safetensors")
+    return found, weights.read_bytes()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_server_killed_at_five_moments_gives_the_same_bits(folder):
+@pytest.mark.parametrize("switches", [(), ("--full",)])
+def test_a_server_killed_at_five_moments_gives_the_same_bits(folder, switches):
     runs = []
     for name in ("undisturbed", "killed"):
-        server = Server(folder, folder / name)
+        server = Server(folder, folder / "".join((name, *switches)), *switches)
         try:
             runs.append(run(server, kills=name == "killed"))
         finally:

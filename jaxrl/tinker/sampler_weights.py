@@ -1,0 +1,150 @@
+"""Weights of samplers, and the places on the devices from which adapters among them decode.
+
+A place is one of a stack:
+
+    place 0   nothing, the base model
+    others    weights of samplers; those that no sample uses make room, the least recently used first
+
+What comes to a place gets a number that was never used, so that nothing cached under the adapter before it is
+found (`rollout.samples.Start`). Samplers of `kind: inflight` share a place, each with a number of its own:
+new weights come to the place while samples decode, whose keys and values stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable
+
+import jax
+
+from jaxrl.errors import UserError
+from jaxrl.models import lora
+from jaxrl.models.decoder import Params
+
+
+@dataclasses.dataclass(eq=False)
+class Newest:
+    """The adapter of the newest save of `kind: inflight` of a model, for all its samplers of this kind.
+
+    Attributes:
+      saved: what was saved; None before the first save.
+    """
+
+    saved: SamplerWeights | None = None
+
+    def load(self) -> Params:
+        """The adapter; raises UserError before the first save."""
+        if self.saved is None:
+            raise UserError("this sampler's weights are not saved yet; wait for the save before")
+        return self.saved.load()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SamplerWeights:
+    """Weights to sample from. They never change, but for those of `newest`.
+
+    Attributes:
+      load: function that returns them: on the devices in the generation layout, or an adapter with its scale.
+      path: their path, if a client has given them a name; else None.
+      taken_by: request that copied them to the host's memory, where they are gone when they are dropped; ""
+        if they are in files.
+      newest: what it follows, if it is of `kind: inflight`.
+    """
+
+    load: Callable[[], Params]
+    path: str | None = None
+    taken_by: str = ""
+    newest: Newest | None = None
+
+    @property
+    def needs(self) -> str:
+        """The request whose weights it has now, if they are in memory only; else ""."""
+        saved = self.newest.saved if self.newest else self
+        return saved.taken_by if saved else ""
+
+
+@dataclasses.dataclass
+class _Place:
+    """A place.
+
+    Attributes:
+      number: the last number that was given here.
+      shown: whose weights they are: a sampler's, or of all samplers that follow a model.
+      saved: the weights.
+      numbers: number of each sampler.
+      calls: calls that sample with it.
+      last_use: when the last of them came.
+    """
+
+    number: int
+    shown: SamplerWeights | Newest | None = None
+    saved: SamplerWeights | None = None
+    numbers: weakref.WeakKeyDictionary[SamplerWeights, int] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    calls: int = 0
+    last_use: int = 0
+
+
+class AdapterPlaces:
+    """Places of adapters. Only the sampler's thread uses them."""
+
+    def __init__(self, frozen: Params, stack: Params, base: SamplerWeights):
+        """Args: the base model's weights; a stack of empty adapters; what samplers of the base model name."""
+        self._frozen = frozen
+        self.stack = stack
+        count = jax.tree.leaves(stack)[0].shape[1]
+        self._places = [_Place(number) for number in range(count)]
+        self._places[0].shown = base
+        self._places[0].numbers[base] = 0
+        self._uses = itertools.count(1)
+        where = jax.tree.map(lambda x: x.sharding, stack)
+        # Not donated: the loop may be about to use the stack as it is.
+        self._put = jax.jit(lora.put_into, out_shardings=where)
+        self._taken = jax.jit(lora.taken_from)
+
+    @property
+    def params(self) -> Params:
+        """All weights, with the stack."""
+        return lora.join(self.stack, self._frozen)
+
+    def take(self, weights: SamplerWeights) -> int | None:
+        """The number of the adapter of a sampler, for a call; None if a place has to become free first."""
+        shown = weights.newest or weights
+        place = next((each for each in self._places if each.shown is shown), None)
+        if place is None:
+            free = [each for each in self._places[1:] if not each.calls]
+            if not free:
+                return None
+            place = min(free, key=lambda each: each.last_use)
+            self._load(place, shown)
+            place.numbers.clear()
+        self.refresh()
+        if weights not in place.numbers:
+            place.number += len(self._places)
+            place.numbers[weights] = place.number
+        place.calls += 1
+        place.last_use = next(self._uses)
+        return place.numbers[weights]
+
+    def refresh(self) -> None:
+        """Brings newer weights to the places of samplers that follow a model."""
+        for place in self._places:
+            if isinstance(place.shown, Newest) and place.saved is not place.shown.saved:
+                self._load(place, place.shown)
+
+    def _load(self, place: _Place, shown: SamplerWeights | Newest) -> None:
+        saved = shown.saved if isinstance(shown, Newest) else shown
+        at = place.number % len(self._places)
+        self.stack = self._put(self.stack, shown.load(), at)
+        place.shown, place.saved = shown, saved
+
+    def leave(self, number: int) -> None:
+        """Ends a call."""
+        self._places[number % len(self._places)].calls -= 1
+
+    def params_of(self, number: int) -> Params:
+        """The model with one adapter, for the trainer's forward pass."""
+        return lora.join(self._taken(self.stack, number % len(self._places)), self._frozen)

@@ -1,0 +1,317 @@
+"""Clients with adapters: several at once, their files, and what they may not ask."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close
+from extras import import_extra
+from flax import nnx
+
+for package in ("google.protobuf", "starlette", "uvicorn"):
+    import_extra("dev", package)
+
+import safetensors.numpy  # noqa: E402
+from recorded import (  # noqa: E402
+    DATA,
+    PROTOBUF,
+    Client,
+    Trainer,
+    asked,
+    config_of,
+    decoded,
+    sampled,
+    supervised,
+    write_model,
+)
+
+from jaxrl.models import lora  # noqa: E402
+from jaxrl.models.attention import attention  # noqa: E402
+from jaxrl.models.compute import Compute  # noqa: E402
+from jaxrl.models.decoder import decoder_graph  # noqa: E402
+from jaxrl.models.huggingface.config_json import read_adapter_config, read_config  # noqa: E402
+from jaxrl.models.huggingface.weight_loading import load_adapter, load_params  # noqa: E402
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights  # noqa: E402
+from jaxrl.tinker.server import running  # noqa: E402
+from jaxrl.tinker.wire import parse  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    return write_model(tmp_path_factory.mktemp("tinker"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with running(config_of(folder)) as server:
+        yield server
+
+
+def finish(*clients):
+    for client in clients:
+        client.post(f"sessions/{client.session_id}/finish", {})
+
+
+# What two clients train on, with which rank, at which rate.
+CLIENTS = ((DATA, 4, 1e-2), ([supervised([40, 41, 42, 43]), supervised(range(50, 75))], 2, 3e-2))
+
+
+def steps(clients, which):
+    """Two steps of some of the clients, whose calls alternate; samples of each after each step.
+
+    Returns:
+      for each client its log-probabilities, losses and norms; and the samples' tokens and log-probabilities.
+    """
+    found, drawn = {i: [] for i in which}, {i: [] for i in which}
+    for step in range(2):
+        batches = {
+            i: clients[i].post("forward_backward", clients[i].batch(CLIENTS[i][0]), kind=PROTOBUF)
+            for i in which
+        }
+        for i in which:
+            logprobs, metrics = decoded(clients[i].result(batches[i]))
+            found[i] += [x.tobytes() for x in logprobs] + [metrics["loss:sum"]]
+        for i in reversed(which):
+            found[i].append(clients[i].step(CLIENTS[i][2])["metrics"]["grad_norm:mean"])
+        samplers = {i: clients[i].snapshot() for i in which}
+        # All are submitted before the first result is there: they decode together.
+        asked_for = {
+            i: [
+                clients[i].post("asample", asked(samplers[i], n, params={"seed": 10 * step + n}))
+                for n in range(3)
+            ]
+            for i in which
+        }
+        for i in which:
+            for each in asked_for[i]:
+                response = parse("SampleResponse", clients[i].result(each))
+                drawn[i] += map(sampled, response.sequences)
+    return found, drawn
+
+
+def test_two_clients_at_once_get_what_each_gets_alone(server):
+    clients = [Trainer(server.http_port, rank) for _, rank, _ in CLIENTS]
+    trained, drawn = steps(clients, (0, 1))
+    finish(*clients)
+    programs = [server.actor.accumulate_program, server.actor.apply_program]
+    compiled = [program._cache_size() for program in programs]
+    assert compiled == [1, 1]
+    for i, (_, rank, _) in enumerate(CLIENTS):
+        client = Trainer(server.http_port, rank)
+        trained_alone, drawn_alone = steps({i: client}, (i,))
+        # To the bit; the sampler's cache has another size beside others.
+        assert trained_alone[i] == trained[i]
+        for (tokens, logprobs), (here, there) in zip(drawn[i], drawn_alone[i], strict=True):
+            assert tokens == here
+            np.testing.assert_allclose(logprobs, there, atol=1e-6)
+        finish(client)
+    assert [program._cache_size() for program in programs] == compiled
+    assert [tokens for tokens, _ in drawn[0]] != [tokens for tokens, _ in drawn[1]]
+
+
+def plain_logprobs(model, tokens):
+    """[T, V], by the model itself."""
+    tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
+    T = tokens_1T.shape[1]
+    ones = jnp.ones((1, T), jnp.int32)
+
+    def attend(q, k, v, kind, _, segments):
+        return attention(q, k, v, segments, kind, implementation="xla", block_tokens=T), None
+
+    found = model(tokens_1T, jnp.arange(T)[None], attend, compute=Compute(), per_row=ones)
+    return np.array(jax.nn.log_softmax(model.logits(found.hidden_BTD, compute=Compute())[0]))
+
+
+def test_files_are_those_of_peft(server, folder):
+    """Read as any PEFT directory, the saved adapter has the log-probabilities of the client's last pass."""
+    client = Trainer(server.http_port, rank=2)
+    assert client.post("get_info", {"model_id": client.model_id})["lora_rank"] == 2
+    client.train(DATA)
+    client.step()
+    client.call("save_weights_for_sampler", path="final")
+    client.call("save_weights", path="state")
+    expected, _ = client.train(DATA[:1], forward_only=True)
+    run = folder / "saved" / client.model_id.replace(":", "-")
+    config = json.loads((run / "sampler_weights/final/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 32)
+    for place in ("sampler_weights/final", "weights/state"):
+        tensors = safetensors.numpy.load_file(run / place / "adapter_model.safetensors")
+        name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+        assert tensors[name].shape == (2, 32) and len(tensors) == 2 * 7 * 2
+    padding = {"num_tokens": server.actor.model.num_tokens}
+    base = dataclasses.replace(read_config(folder / "tiny"), **padding)
+    model = lora.with_adapters(base, read_adapter_config(run / "weights/state"))
+    graph, shapes, _ = decoder_graph(model)
+    where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shapes)
+    params = load_params(folder / "tiny", base, lora.split(where)[1])
+    adapters = load_adapter(run / "weights/state", model, where)
+    tokens, inputs = DATA[0]
+    logprobs = plain_logprobs(nnx.merge(graph, lora.join(adapters, params)), tokens)
+    of_targets = np.take_along_axis(logprobs, inputs["target_tokens"][:, None], axis=1)[:, 0]
+    assert_close(expected[0], of_targets, scale=1)
+    # A model that goes on with it has its rank.
+    path = f"tinker://{client.model_id}/weights/state"
+    load = {"session_id": client.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
+    loaded = client.future("load_weights", load)
+    client.model_id, client.seq_id = loaded["model_id"], 0
+    info = client.post("get_info", {"model_id": client.model_id})
+    assert (info["lora_rank"], info["is_lora"]) == (2, True)
+    # Loading drops what has added up.
+    client.train(DATA)
+    client.call("load_weights", path=path, optimizer=False)
+    assert "no gradient" in client.step()["error"]
+    again, _ = client.train(DATA[:1], forward_only=True)
+    assert again[0].tobytes() == expected[0].tobytes()
+    finish(client)
+
+
+def test_parts_that_are_not_to_be_trained_stay(server, folder):
+    client = Trainer(server.http_port, train_mlp=False, seed=5)
+    client.train(DATA)
+    assert client.step()["metrics"]["grad_norm:mean"] > 0
+    client.call("save_weights_for_sampler", path="part")
+    run = folder / "saved" / client.model_id.replace(":", "-")
+    tensors = safetensors.numpy.load_file(run / "sampler_weights/part/adapter_model.safetensors")
+    changed = {name.split(".")[5] for name, x in tensors.items() if np.abs(x).max()}
+    assert changed == {"self_attn"}
+    finish(client)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"rank": 5}, "ranks from 1 to 4"),
+        ({"rank": 0}, "--full"),
+        ({"rank": "4"}, "'4'"),
+        ({"rank": True}, "True"),
+        ({"seed": 1.5}, "whole number"),
+        ({"train_mlp": False, "train_attn": False}, "nothing to train"),
+        ([4], "send an object"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(server, config, says):
+    client = Client(server.http_port)
+    client.session_id = client.post("create_session", {})["session_id"]
+    body = {"session_id": client.session_id, "model_seq_id": 0, "lora_config": config}
+    refused = client.future("create_model", {**body, "base_model": "Qwen/Qwen3-8B"})
+    assert refused["category"] == "user" and says in refused["error"]
+    finish(client)
+
+
+def test_a_second_client_of_an_adapter_is_refused_and_its_owner_goes_on(server):
+    owner = Trainer(server.http_port)
+    owner.train(DATA)
+    body = {"model_id": owner.model_id, "seq_id": 1, "adam_params": {}}
+    status, answer = Client(server.http_port).send("optim_step", body)
+    assert status == 400 and "sent before with another body" in answer["error"]
+    assert owner.step()["metrics"]
+    finish(owner)
+
+
+def test_an_adapter_comes_again_from_its_file_to_a_place_that_no_call_uses():
+    """Three places: the base model and two."""
+    like = {"layers": {"q": {"lora_a": jnp.zeros((1, 2, 1)), "lora_b": jnp.zeros((1, 1, 2))}}}
+    loads = []
+
+    def weights(value):
+        def load():
+            loads.append(value)
+            return jax.tree.map(lambda x: jnp.full_like(x, value), like)
+
+        return SamplerWeights(load)
+
+    base, a, b, c = weights(0.0), weights(1.0), weights(2.0), weights(3.0)
+    places = AdapterPlaces({}, lora.empty_stack(like, 3, jnp.float32), base)
+
+    def value(number):
+        return float(jax.tree.leaves(places.params_of(number))[0].max())
+
+    assert places.take(base) == 0 and value(0) == 0
+    first, second = places.take(a), places.take(b)
+    assert (value(first), value(second)) == (1, 2) and places.take(a) == first
+    # Both are in use.
+    assert places.take(c) is None
+    places.leave(second)
+    third = places.take(c)
+    assert third % 3 == second % 3 and third not in (first, second)
+    assert (value(first), value(third)) == (1, 3)
+    places.leave(third)
+    again = places.take(b)
+    assert value(again) == 2 and len({first, second, third, again}) == 4
+    assert loads == [1, 2, 3, 2]
+
+
+def test_samplers_in_flight_go_on_with_the_newest_save(server):
+    client = Trainer(server.http_port)
+    seeded = {"params": {"seed": 5}}
+
+    def sampler(kind):
+        saved = client.call(
+            "save_weights_for_sampler", sampling_session_seq_id=client.samplers, kind=kind
+        )
+        client.samplers += 1
+        return saved["sampling_session_id"]
+
+    first = sampler("inflight")
+    before = client.sample(first, 0, **seeded)
+    client.train(DATA)
+    client.step(0.1)
+    snapshot = sampler("snapshot")
+    assert client.sample(first, 1, **seeded) == before
+    second = sampler("inflight")
+    after = client.sample(snapshot, 0, **seeded)
+    assert client.sample(first, 2, **seeded) == client.sample(second, 0, **seeded) == after
+    assert after != before
+    finish(client)
+
+
+@pytest.mark.long
+def test_two_clients_go_on_after_a_restart(folder):
+    """One of them twice replaced its model, and one snapshot is of a model that is gone."""
+    config = config_of(folder, folder=str(folder / "again"), checkpoint_steps=2)
+    seeded = {"params": {"seed": 5}}
+
+    def seen(clients, samplers, seq_id):
+        passes = [c.train(DATA, forward_only=True) for c in clients]
+        drawn = [clients[0].sample(s, seq_id + i, **seeded) for i, s in enumerate(samplers)]
+        return [([x.tobytes() for x in found], sums) for found, sums in passes], drawn
+
+    with running(config) as server:
+        clients = [Trainer(server.http_port, rank) for rank in (4, 2)]
+        for step in range(5):
+            for i, client in enumerate(clients[: 1 if step > 2 else 2]):
+                client.train(CLIENTS[i][0])
+                client.step()
+        samplers = [clients[1].snapshot()]
+        # A third model takes the place of the first one of its session.
+        other = {"session_id": clients[1].session_id, "lora_config": {"rank": 3}}
+        other |= {"model_seq_id": 1, "base_model": "Qwen/Qwen3-8B"}
+        clients[1].model_id = clients[1].future("create_model", other)["model_id"]
+        clients[1].seq_id = 0
+        clients[1].train(DATA)
+        clients[1].step()
+        samplers.append(clients[0].snapshot())
+        for _ in range(2):
+            saved = clients[0].call(
+                "save_weights_for_sampler", sampling_session_seq_id=1, kind="inflight"
+            )
+        samplers.append(saved["sampling_session_id"])
+        clients[1].train(DATA)
+        before = seen(clients, samplers, 0)
+    for restart in (1, 2):
+        with running(config) as server:
+            for client in clients:
+                client.port = server.http_port
+            assert seen(clients, samplers, 10 * restart) == before
+            gone = f"{clients[1].session_id}:train:0"
+            assert clients[1].send("get_info", {"model_id": gone})[0] == 410
+    with running(config) as server:
+        for client in clients:
+            client.port = server.http_port
+        # What had added up before the restarts is applied.
+        assert clients[1].step()["metrics"]["grad_norm:mean"] > 0
+        assert "no gradient" in clients[0].step()["error"]
