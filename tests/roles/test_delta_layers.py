@@ -100,7 +100,7 @@ def test_what_would_cut_a_state_is_refused(layout, train, message):
 
 
 def test_rows_are_not_split():
-    with pytest.raises(UserError, match="mesh.context 2 splits rows, and a delta layer"):
+    with pytest.raises(UserError, match=r"mesh\.context 2 splits rows, and a delta layer"):
         Actor(
             DELTA,
             mesh_of("1-1-2", context=2),
