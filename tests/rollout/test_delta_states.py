@@ -17,6 +17,8 @@ from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
+from jaxrl.rollout import cache_choice
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
@@ -37,19 +39,19 @@ DELTA = dataclasses.replace(
 
 
 @functools.cache
-def weights():
+def weights(model=DELTA):
     rng = np.random.default_rng(0)
     draw = lambda s: (0.4 * rng.normal(size=s.shape)).astype(np.float32)  # noqa: E731
-    return jax.tree.map(draw, decoder_graph(DELTA)[1])
+    return jax.tree.map(draw, decoder_graph(model)[1])
 
 
-def backend_of(layout=(), **changes) -> OfflineBackend:
+def backend_of(layout=(), model=DELTA, **changes) -> OfflineBackend:
     layout = ParallelLayout.from_config(LayoutConfig(**dict(layout)))
     mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    graph, shapes, axes = decoder_graph(DELTA)
-    engine = Engine(DELTA, graph, mesh, dataclasses.replace(BASE, **changes))
+    graph, shapes, axes = decoder_graph(model)
+    engine = Engine(model, graph, mesh, dataclasses.replace(BASE, **changes))
     backend = OfflineBackend(engine, functools.partial(map, spell))
-    backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
+    backend.load(jax.device_put(weights(model), shardings(axes, shapes, GENERATE_RULES, mesh)))
     return backend
 
 
@@ -83,15 +85,33 @@ WAYS = {
 
 @pytest.mark.parametrize(
     "way",
-    [
-        name if name in ("two slots", "pages") else pytest.param(name, marks=pytest.mark.long)
-        for name in WAYS
-    ],
+    [name if name == "two slots" else pytest.param(name, marks=pytest.mark.long) for name in WAYS],
 )
 def test_slots_and_caches_never_change_a_sample(way, whole):
     changes = dict(WAYS[way])
     layout = changes.pop("layout", {})
     assert_same_samples(backend_of(layout, **changes).generate(PROMPTS, OPTIONS), whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_kernels_find_the_layer_by_its_number(cache, monkeypatch):
+    """One layer of two has keys and values, so the number is that of a period."""
+    model = dataclasses.replace(DELTA, head_dim=128)
+    changes = {"kv_dtype": "bfloat16", "attention": "xla", "unroll": 1, "cache": cache}
+    expected = backend_of(model=model, decode_attention="xla", **changes)
+    expected = expected.generate(PROMPTS, OPTIONS)
+    seen = set()
+
+    def kernel(q_BQH, cache, *rest, **options):
+        seen.add(getattr(cache, "pool", cache).k.shape[0])
+        return paged_attention_tpu(q_BQH, cache, *rest, interpret=True, **options)
+
+    monkeypatch.setitem(KERNELS, "paged_tpu", kernel)
+    monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
+    backend = backend_of(model=model, decode_attention="auto", **changes)
+    assert_same_samples(backend.generate(PROMPTS, OPTIONS), expected)
+    assert seen == {2}
 
 
 @pytest.mark.long
