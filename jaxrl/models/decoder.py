@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
+from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
 from jaxrl.models.gates import GATES
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig, RopeScaling
@@ -66,8 +67,15 @@ class LayerFlags(NamedTuple):
         return [*map(cls, config.sliding_layers, config.rotated_layers)]
 
     @classmethod
-    def stacked(cls, config: ModelConfig) -> LayerFlags:
-        """The flags of all layers, arrays [L]."""
+    def of_periods(cls, config: ModelConfig) -> list[LayerFlags | None]:
+        """The flags of each iteration of the scan; None if they are the same in all."""
+        return [None] * config.num_periods if config.period > 1 else [*cls.of_layers(config)]
+
+    @classmethod
+    def stacked(cls, config: ModelConfig) -> LayerFlags | None:
+        """The flags of all layers, arrays [L]; None as in `of_periods`."""
+        if config.period > 1:
+            return None
         slides, rotates = config.sliding_layers, config.rotated_layers
         return cls(
             jnp.array(slides) if any(slides) and not all(slides) else None,
@@ -83,6 +91,8 @@ class Attention(nnx.Module):
         queries, keys = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
         options: Any = {"lora": config.lora, "rngs": rngs}
         self.q = Projection("q", (width,), (queries, head), bias=config.qkv_bias, **options)
+        if config.gated_attention:
+            self.q_gate = Projection("q", (width,), (queries, head), **options)
         self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.o = Projection("o", (queries, head), (width,), bias=config.output_bias, **options)
@@ -122,6 +132,8 @@ class Attention(nnx.Module):
         v_BTKH = constrain(v_BTKH, ("batch", "length", "kv_heads", "head_dim"))
         q_BTQH, k_BTKH, v_BTKH = (checkpoint_name(a, "qkv") for a in (q_BTQH, k_BTKH, v_BTKH))
         mixed_BTQH, layer_out = attend(q_BTQH, k_BTKH, v_BTKH)
+        if self.config.gated_attention:
+            mixed_BTQH = mixed_BTQH * jax.nn.sigmoid(self.q_gate(x_BTD, compute))
         return checkpoint_name(self.o(mixed_BTQH, compute), "attention_out"), layer_out
 
 
@@ -158,11 +170,15 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward with norms before them, after them or both, and residual sums."""
+    """Attention or a delta net, and feed-forward, with norms before, after or both, and residual sums."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: str, *, rngs: nnx.Rngs):
         width = ("embed", config.d_model)
-        self.attention = Attention(config, rngs=rngs)
+        self.is_delta = kind == "delta"
+        if self.is_delta:
+            self.delta = DeltaNet(config, rngs=rngs)
+        else:
+            self.attention = Attention(config, rngs=rngs)
         feed_forward = MixtureOfExperts if config.num_experts else FeedForward
         self.mlp = feed_forward(config, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
@@ -177,14 +193,20 @@ class Layer(nnx.Module):
         self,
         x_BTD: jax.Array,
         rotation: Rotation,
-        attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+        attend: Callable[..., tuple[jax.Array, Any]],
         live_BT: jax.Array,
         compute: Compute,
     ) -> tuple[jax.Array, Any, Routing | None]:
-        """Returns the residual stream after this layer, the second result of `attend`, and the routing."""
+        """Returns the residual stream after this layer, the second result of `attend`, and the routing.
+
+        `attend` takes q, k and v, or the `DeltaInputs` of a delta net.
+        """
         with jax.named_scope("attention"):
             in_BTD = self.attention_norm(x_BTD) if self.pre_norms else x_BTD
-            mixed_BTD, layer_out = self.attention(in_BTD, rotation, attend, compute)
+            if self.is_delta:
+                mixed_BTD, layer_out = self.delta(in_BTD, attend, live_BT, compute)
+            else:
+                mixed_BTD, layer_out = self.attention(in_BTD, rotation, attend, compute)
             if self.post_norms:
                 mixed_BTD = self.attention_post_norm(mixed_BTD)
         x_BTD = x_BTD + mixed_BTD
@@ -197,12 +219,21 @@ class Layer(nnx.Module):
         return x_BTD, layer_out, routing
 
 
+class Period(nnx.Module):
+    """The layers of one iteration of the scan over a stack of several kinds: `place0`, `place1`, ..."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        for place, kind in enumerate(config.layer_pattern):
+            setattr(self, f"place{place}", Layer(config, kind, rngs=rngs))
+
+
 class DecoderOutput(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
       hidden_BTD: normalised last hidden states.
-      layer_out: second result of `attend`, stacked over layers.
+      layer_out: second result of `attend`, stacked over layers; with delta layers a list of the places in
+        a period, each stacked over periods.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
@@ -217,7 +248,10 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
         self.embedding = normal(rngs.params(), (rows, width), config.d_model)
-        self.layers = nnx.vmap(lambda r: Layer(config, rngs=r))(rngs.split(config.num_layers))
+        one = (
+            Period if config.period > 1 else functools.partial(Layer, kind=config.layer_pattern[0])
+        )
+        self.layers = nnx.vmap(lambda r: one(config, rngs=r))(rngs.split(config.num_periods))
         self.final_norm = _norm(config, width)
         if config.has_unembedding:
             self.unembedding = normal(rngs.params(), (width, rows), config.d_model)
@@ -236,6 +270,7 @@ class Decoder(nnx.Module):
         per_layer: Any = None,
         per_row: Any = None,
         live_BT: jax.Array | None = None,
+        recur: Recur = delta_of_rows,
     ) -> DecoderOutput:
         """Runs the stack.
 
@@ -243,9 +278,13 @@ class Decoder(nnx.Module):
           tokens_BT, positions_BT: int32; positions count from the start of each sequence.
           attend: attention function, see `Attend`; its second result has a leading dimension of rows.
           compute: implementation choices.
-          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer.
+          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With delta layers a list of
+            such trees, of the places in a period, [L / period, B, ...], or None.
           per_row: pytree of [B, ...], passed to `attend` of every layer.
-          live_BT: bool, False for padding, which a mixture of experts skips; None if all tokens are live.
+          live_BT: bool, False for padding, which delta layers and a mixture of experts skip; None if all
+            tokens are live.
+          recur: recurrence of delta layers, with the same last arguments as `attend`; by default `per_row` is
+            int32 [B, T], the segments of packed rows.
         """
         live_BT = jnp.ones(tokens_BT.shape, bool) if live_BT is None else live_BT
         with jax.named_scope("embed"):
@@ -259,14 +298,15 @@ class Decoder(nnx.Module):
             x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
         layer_graph, weights = nnx.split(self.layers)
 
-        def layer(x_BTD, one_layer, layer_in, row_in):
-            layer_weights, flags = one_layer
+        def layer(x_BTD, module, flags, layer_in, row_in):
             rotations, live_BT, attend_in, adapter_B = row_in
-            module, kind = nnx.merge(layer_graph, layer_weights), self._kind(flags.slides)
+            kind = self._kind(flags.slides)
             if self.config.attention_sinks:
                 sinks_Q = module.attention.sinks[...].astype(jnp.float32)
                 kind = dataclasses.replace(kind, sinks=sinks_Q)
             attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
+            if module.is_delta:
+                attend_here = lambda inputs: recur(inputs, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
             if local is not None and kind.window:
                 # Layers of both kinds share a scan: the one of this layer is chosen by value.
@@ -284,12 +324,39 @@ class Decoder(nnx.Module):
             return x_BTD, tuple(outputs)
 
         policy = REMAT_POLICIES[compute.remat]
-        if policy is not None:
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        flags_L = LayerFlags.stacked(self.config)
+
+        def kept(function):
+            if policy is None:
+                return function
+            return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+        def one_layer(x_BTD, weights_and_flags, layer_in, row_in):
+            weights, flags = weights_and_flags
+            return layer(x_BTD, nnx.merge(layer_graph, weights), flags, layer_in, row_in)
+
+        def one_period(x_BTD, weights_and_flags, period_in, row_in):
+            period, outs = nnx.merge(layer_graph, weights_and_flags[0]), []
+            places = LayerFlags.of_layers(self.config)[: self.config.period]
+            for place, flags in enumerate(places):
+                graph, weights = nnx.split(getattr(period, f"place{place}"))
+
+                def at_place(x_BTD, weights, layer_in, row_in, graph=graph, flags=flags):
+                    return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in)
+
+                layer_in = None if period_in is None else period_in[place]
+                x_BTD, (out, _) = kept(at_place)(x_BTD, weights, layer_in, row_in)
+                outs.append(out)
+            return x_BTD, (outs, None)
+
+        step = one_period if self.config.period > 1 else kept(one_layer)
         row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
         x_BTD, (layer_out, routing) = compute.layers(
-            layer, x_BTD, (weights, flags_L), per_layer, row_in, unroll=compute.unroll
+            step,
+            x_BTD,
+            (weights, LayerFlags.stacked(self.config)),
+            per_layer,
+            row_in,
+            unroll=compute.unroll,
         )
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
 
@@ -457,7 +524,8 @@ def weight_types(model: ModelConfig, dtype: Any, matmul_dtype: str = "") -> Any:
         summed = param.get_metadata().get("summed", ()) if matmul_dtype else ()
         stacked = path[0].key == "layers"
         dims = tuple(dim + stacked for dim in summed)
-        return param.replace(StoredType(jnp.dtype(matmul_dtype if dims else dtype), dims))
+        own = jnp.float32 if param.get_metadata().get("exact") else dtype
+        return param.replace(StoredType(jnp.dtype(matmul_dtype if dims else own), dims))
 
     types = jax.tree_util.tree_map_with_path(
         one, nnx.state(abstract, nnx.Param), is_leaf=lambda v: isinstance(v, nnx.Param)

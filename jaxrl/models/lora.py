@@ -72,7 +72,8 @@ def uniform_adapters(like: Params, ranks: Any, key: jax.Array) -> Params:
             bound = math.prod(leaf.shape[1:-1]) ** -0.5
             own = jax.random.fold_in(key, i)
             values = jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
-            inside = jnp.arange(leaf.shape[-1]) < ranks[path[-2]]
+            # The gate of attention, "q_gate", is a part of q in checkpoints and goes with it.
+            inside = jnp.arange(leaf.shape[-1]) < ranks[path[-2].removesuffix("_gate")]
             adapters[path] = jnp.where(jnp.expand_dims(inside, range(leaf.ndim - 1)), values, 0)
     return traverse_util.unflatten_dict(adapters)
 

@@ -144,6 +144,12 @@ class ModelConfig:
         "attention_sinks",
         "qk_norm",
         "qk_norm_over_heads",
+        "gated_attention",
+        "delta_key_heads",
+        "delta_value_heads",
+        "delta_key_dim",
+        "delta_value_dim",
+        "delta_taps",
         "rotary_fraction",
         "rope_theta",
         "rope_scaling",
@@ -190,10 +196,20 @@ class ModelConfig:
     """Leading part of each head that is rotated (Phi-4-mini: 0.75)."""
     sliding_window: Annotated[int, token_count(0)] = 0
     """Tokens that a token of a sliding layer sees, itself included; 0 if no layer slides."""
-    layer_pattern: tuple[Annotated[str, one_of("full", "sliding", "unrotated")], ...] = ("full",)
-    """Kinds of attention, repeated over the layers from the first: "full", "sliding", or
-    "unrotated", which is full and without rotary positions (SmolLM3).
+    layer_pattern: tuple[Annotated[str, one_of("full", "sliding", "unrotated", "delta")], ...] = (
+        "full",
+    )
+    """Kinds of layers, repeated from the first: attention that is "full", "sliding", or
+    "unrotated", which is full and without rotary positions (SmolLM3), or "delta", a gated delta net in place
+    of attention (Qwen3.5). With the latter a whole number of patterns makes up the model.
     """
+    delta_key_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    delta_value_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    delta_key_dim: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 128
+    delta_value_dim: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 128
+    """Heads of queries and keys of delta layers, heads of their values, and the size of each."""
+    delta_taps: Annotated[int, at_least(2, at_most=64)] = 4
+    """Tokens that the convolution of a delta layer sees."""
     rms_norm_eps: Annotated[float, positive(at_most=0.1)] = 1e-6
     """Added to the mean square before its root."""
     tie_embeddings: bool = True
@@ -208,6 +224,8 @@ class ModelConfig:
     """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
     qk_norm_over_heads: bool = False
     """These norms run over all heads together (OLMo 3)."""
+    gated_attention: bool = False
+    """The output of attention is multiplied by the sigmoid of another projection (Qwen3.5)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
@@ -290,12 +308,58 @@ class ModelConfig:
             )
         if self.expert_biases and not self.num_experts:
             raise ValueError("expert_biases with num_experts 0; a dense model has none")
+        heads = self.delta_key_heads, self.delta_value_heads
+        if not all(heads) == any(heads) == ("delta" in self.layer_pattern):
+            raise ValueError(
+                f"delta_key_heads {heads[0]} and delta_value_heads {heads[1]} with layer_pattern "
+                f"{self.layer_pattern}: both are 1 or more if some layers are delta nets, else 0"
+            )
+        if any(heads) and heads[1] % heads[0]:
+            raise ValueError(
+                f"delta_value_heads {heads[1]} is no multiple of delta_key_heads {heads[0]}; each key head "
+                "serves an equal group of value heads"
+            )
+        if self.num_layers % self.period:
+            raise ValueError(
+                f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
+                "with delta layers the pattern fits a whole number of times"
+            )
+        if any(heads) and (self.num_experts or self.post_norms):
+            raise ValueError(
+                "delta layers with num_experts or post_norms; they are supported in dense models with norms "
+                "before the blocks"
+            )
 
     @property
     def sliding_layers(self) -> tuple[bool, ...]:
         """For each layer, True if it has a sliding window."""
         pattern = self.layer_pattern
         return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return "delta" in self.layer_pattern
+
+    @property
+    def period(self) -> int:
+        """Layers of one iteration of the scan over the stack: 1, or a whole pattern with delta layers."""
+        return len(self.layer_pattern) if self.has_state else 1
+
+    @property
+    def num_periods(self) -> int:
+        """Iterations of the scan over the stack."""
+        return self.num_layers // self.period
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with attention."""
+        return self.num_layers - self.num_periods * self.layer_pattern.count("delta")
+
+    @property
+    def delta_group(self) -> int:
+        """Value heads of each key head of a delta layer."""
+        return self.delta_value_heads // max(1, self.delta_key_heads)
 
     @property
     def rotated_layers(self) -> tuple[bool, ...]:
@@ -339,6 +403,7 @@ class ModelConfig:
     def _count(self, num_experts: int) -> int:
         d, h = self.d_model, self.head_dim
         attention = 2 * d * h * (self.num_heads + self.num_kv_heads)
+        attention += self.gated_attention * d * h * self.num_heads
         if self.qkv_bias:
             attention += (self.num_heads + 2 * self.num_kv_heads) * h
         attention += self.output_bias * d + self.attention_sinks * self.num_heads
@@ -349,10 +414,16 @@ class ModelConfig:
             biases = self.expert_biases
             router = (d + biases) * self.num_experts
             feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
-        layer = attention + feed_forward + 2 * (self.pre_norms + self.post_norms) * d
+        layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d
+        keys = 2 * self.delta_key_heads * self.delta_key_dim
+        values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
+        delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
+        delta += 2 * heads + self.delta_value_dim
+        mixing = self.attention_layers * attention
+        mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
-        return self.num_layers * layer + d + self.vocab_size * d + head
+        return self.num_layers * layer + mixing + d + self.vocab_size * d + head
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of the key-value cache per token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        return 2 * self.attention_layers * self.num_kv_heads * self.head_dim * bytes_per_value

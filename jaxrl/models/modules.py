@@ -23,10 +23,10 @@ def normal(key: jax.Array, dims: Dims, fan_in: int, *, summed: range = range(0))
     return nnx.Param(value, axes=axes, summed=tuple(summed))
 
 
-def constant(value: float, dims: Dims) -> nnx.Param:
-    """A float32 weight that starts with one value everywhere."""
+def constant(value: float, dims: Dims, *, exact: bool = False) -> nnx.Param:
+    """A float32 weight that starts with one value everywhere; an `exact` one is never rounded."""
     axes, shape = zip(*dims, strict=True)
-    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, exact=exact)
 
 
 class Projection(nnx.Module):

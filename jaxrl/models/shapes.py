@@ -30,6 +30,16 @@ _QWEN25 = {"vocab_size": 152_064, "rope_theta": 1e6, "qkv_bias": True}
 _QWEN25_SMALL = {**_QWEN25, "vocab_size": 151_936, "tie_embeddings": True}
 _QWEN3 = {"vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
 _QWEN3_SMALL = {**_QWEN3, "tie_embeddings": True}
+_QWEN35 = {
+    "vocab_size": 248_320,
+    "rope_theta": 1e7,
+    "rotary_fraction": 0.25,
+    "qk_norm": True,
+    "gated_attention": True,
+    "zero_centered_norms": True,
+    "layer_pattern": ("delta",) * 3 + ("full",),
+    "delta_key_heads": 16,
+}
 _LLAMA3 = {"vocab_size": 128_256, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
 _SMOLLM2 = {"vocab_size": 49_152, "rope_theta": 1e5, "rms_norm_eps": 1e-5, "tie_embeddings": True}
 _MISTRAL = {"vocab_size": 32_000, "rms_norm_eps": 1e-5}
@@ -119,6 +129,14 @@ SHAPES = {
     "qwen3-14b": _shape(40, 5120, 40, 8, 128, 17408, family=_QWEN3),
     "qwen3-32b": _shape(64, 5120, 64, 8, 128, 25600, family=_QWEN3),
     "qwen3-30b-a3b": _shape(48, 2048, 32, 4, 128, 768, family=_QWEN3, **_MIXTURE),
+    "qwen3.5-0.8b": _shape(
+        24, 1024, 8, 2, 256, 3584, family=_QWEN35, delta_value_heads=16, tie_embeddings=True
+    ),
+    "qwen3.5-4b": _shape(
+        32, 2560, 16, 4, 256, 9216, family=_QWEN35, delta_value_heads=32, tie_embeddings=True
+    ),
+    "qwen3.5-9b": _shape(32, 4096, 16, 4, 256, 12288, family=_QWEN35, delta_value_heads=32),
+    "qwen3.5-27b": _shape(64, 5120, 24, 4, 256, 17408, family=_QWEN35, delta_value_heads=48),
     "llama-3-8b": _shape(32, 4096, 32, 8, 128, 14336, family=_LLAMA3),
     "llama-3-70b": _shape(80, 8192, 64, 8, 128, 28672, family=_LLAMA3),
     "llama-3.1-8b": _shape(32, 4096, 32, 8, 128, 14336, family=_LLAMA3, rope_scaling=RopeScaling()),

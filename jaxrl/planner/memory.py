@@ -186,7 +186,7 @@ def update_memory(
     # The stages of a pipeline split the rows of a microbatch further.
     micro = microbatches_of(shape.rows, TRAIN_RULES, role.mesh, role.train.pipeline_microbatches)
     kept, largest = layer_memory(
-        update, role.model.num_layers // stages, micro + stages - 1 if stages > 1 else 0
+        update, role.model.num_periods // stages, micro + stages - 1 if stages > 1 else 0
     )
     kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
     beside = ", beside what is in host memory" if role.train.remat == "offload" else ""

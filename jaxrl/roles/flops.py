@@ -51,8 +51,11 @@ def token_flops(model: ModelConfig) -> TokenFlops:
         "up": (width, inner, experts),
         "down": (inner, width, experts),
     }
-    layer = sum(copies * ins * outs for ins, outs, copies in sides.values())
-    layer += width * model.num_experts
+    each = {name: copies * ins * outs for name, (ins, outs, copies) in sides.items()}
+    gates = model.gated_attention * each["q"]
+    mixing = model.attention_layers * (sum(each[name] for name in "qkvo") + gates)
+    mixing += (model.num_layers - model.attention_layers) * _delta_weights(model)
+    layer = each["gate"] + each["up"] + each["down"] + width * model.num_experts
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets
     adapters = sum(
@@ -61,8 +64,16 @@ def token_flops(model: ModelConfig) -> TokenFlops:
         if name in targets
     )
     return TokenFlops(
-        2.0 * (model.num_layers * layer + head), 2.0 * model.num_layers * adapters if rank else 0.0
+        2.0 * (model.num_layers * layer + mixing + head),
+        2.0 * model.num_layers * adapters if rank else 0.0,
     )
+
+
+def _delta_weights(model: ModelConfig) -> int:
+    """Multiplications of a token in a delta layer: its projections, and three passes over its states."""
+    keys = 2 * model.delta_key_heads * model.delta_key_dim
+    values, heads = model.delta_value_heads * model.delta_value_dim, model.delta_value_heads
+    return model.d_model * (keys + 3 * values + 2 * heads) + 3 * values * model.delta_key_dim
 
 
 def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
@@ -80,7 +91,7 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     # A token that lies m tokens beyond the first full window does not see the first m tokens.
     sliding_B = full_B - beyond_B * (beyond_B + 1) / 2
     num_sliding = sum(model.sliding_layers)
-    pairs_B = (model.num_layers - num_sliding) * full_B + num_sliding * sliding_B
+    pairs_B = (model.attention_layers - num_sliding) * full_B + num_sliding * sliding_B
     # Two matmuls, q.k and weights.v, of 2 operations for each pair, head and head dimension.
     return 4.0 * model.num_heads * model.head_dim * pairs_B
 

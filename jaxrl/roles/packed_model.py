@@ -66,6 +66,20 @@ def layers_per_iteration(num_layers: int, d_model: int, platform: str | None) ->
     return num_layers if pays else 1
 
 
+def _check_state(train: TrainConfig, mesh: Mesh) -> None:
+    """Checks that nothing cuts the state of a delta layer off from the tokens that it goes on to."""
+    if train.shares_prompts:
+        raise UserError(
+            "train.share_prompts puts the answers to a prompt side by side, and a delta layer has one state "
+            "for each row, which cannot go on to several; set it to False"
+        )
+    if (context := shards_of("length", TRAIN_RULES, mesh)) > 1:
+        raise UserError(
+            f"mesh.context {context} splits rows, and a delta layer has one state for each row, which goes "
+            "from its first token to its last; set it to 1"
+        )
+
+
 class PackedModel:
     """A model and its sharding: pure functions of weights and microbatches. It holds no weights.
 
@@ -112,6 +126,8 @@ class PackedModel:
                 f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
                 f"{model.sliding_window} tokens is counted in places of the row; set it to False"
             )
+        if model.has_state:
+            _check_state(train, mesh)
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(
             dtype=jnp.dtype(train.dtype),

@@ -55,11 +55,13 @@ def choose_cache(
     """
     platform = platform_of(mesh)
     shape = CacheShape(
-        model.num_layers,
+        model.num_periods,
         model.num_kv_heads,
         model.head_dim,
         kv_dtype,
         keys_last="length" if platform in (None, "cpu") else "head_dim",
+        delta=model if model.has_state else None,
+        tail_dtype=dtype,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(
@@ -75,7 +77,8 @@ def choose_cache(
     if implementation != "xla" and (by_table or pages is None):
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
-        contiguous = CacheKind(shape, kernel=kernel, by_number=one_stage)
+        one_place = model.attention_layers == model.num_periods
+        contiguous = CacheKind(shape, kernel=kernel, by_number=one_stage and one_place)
     else:
         unrolled = unroll >= model.num_layers and one_stage
         by_table, contiguous = False, CacheKind(shape, unrolled)

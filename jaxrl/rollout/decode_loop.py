@@ -109,12 +109,14 @@ class DecodeLoop:
           version: version of the weights; recorded with every token.
           streams: whether a dispatch reports the tokens of every sample, and not only those of ended ones.
           reuse_prefixes: whether a sample that begins like an earlier one prefills the rest only. Needs a
-            paged cache, without which it has no effect, and changes the rounding of the logits.
+            paged cache and a model without delta layers, without which it has no effect, and changes the
+            rounding of the logits.
           texts: answers to draft from, to which the loop adds its own; None drafts from a sample's own text.
         """
         self._engine = engine
         self._stop_search = stops
-        self._reuses = reuse_prefixes
+        # The state of a delta layer is that of a whole sequence: there is none for a known beginning.
+        self._reuses = reuse_prefixes and not engine.model.has_state
         self._version = version
         self._streams = streams
         self._slots = Slots(engine, params)

@@ -113,6 +113,8 @@ class Engine:
         self.weight_types = weight_types(model, config.dtype, config.weights_dtype)
         if config.deterministic:
             _check_deterministic(model, mesh, config.slots)
+        if model.has_state:
+            _check_state(config)
         self.model = model
         self.config = config
         self.mesh = mesh
@@ -249,11 +251,25 @@ def host_inputs(mesh: Mesh, *arrays: Any) -> tuple[jax.Array, ...]:
     return tuple(put(a, sharding) for a in arrays)
 
 
+def _check_state(config: EngineConfig) -> None:
+    """Refuses what a model with delta layers cannot do: to go back to an earlier state of a sequence."""
+    if config.speculate:
+        raise UserError(
+            f"speculate {config.speculate} takes tokens back, and the states of this model's delta layers "
+            "cannot go back; set it to 0"
+        )
+
+
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
     """Checks that the parts of a sum divide over the devices that share it, and the rows of every device."""
     if model.num_experts:
         raise UserError(
             f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
+            "set deterministic to False"
+        )
+    if model.has_state:
+        raise UserError(
+            "deterministic sampling covers models without delta layers, whose heads it has no parts for; "
             "set deterministic to False"
         )
     if model.qk_norm_over_heads:

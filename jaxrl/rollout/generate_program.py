@@ -90,7 +90,9 @@ class ModelPrograms:
         positions_PT = jnp.broadcast_to(jnp.arange(T), (P, T))
         # Padding follows the prompt, so the causal mask alone hides it from real tokens.
         one_segment_PT = jnp.ones((P, T), jnp.int32)
-        live_PT = positions_PT < length_P[:, None]
+        # The last token is run by the next decode step, so a state must not have it. Its own results are not
+        # used: they are the only ones that depend on whether it is live.
+        live_PT = positions_PT < length_P[:, None] - 1
         new = self.slots.cache.prefill(self.attention, one_segment_PT)
         _, cache = new.run(model, tokens_PT, positions_PT, live_PT, self._compute_of(adapter_P))
         return self.slots.layout.place(
@@ -190,7 +192,8 @@ class ModelPrograms:
         cache, W = self.slots.cache, self.slots.tokens_per_dispatch
         past = cache.decoding(model, state.context.cache, state.context.length)
         # For all new keys and values, and for the newest.
-        buffers = (cache.buffer(state.num_slots, tokens) for tokens in (W, 1))
+        held = state.context.cache
+        buffers = (cache.buffer_after(held, state.num_slots, tokens) for tokens in (W, 1))
         recent, newest = (
             jax.tree.map(self.slots.layout.constrain, b, cache.axes(b)) for b in buffers
         )

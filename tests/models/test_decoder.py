@@ -67,6 +67,20 @@ FAMILIES["later"] = dataclasses.replace(
         kind="yarn", factor=8.0, original_max_positions=3, query_beta=0.3, beta_slow=0.1
     ),
 )
+FAMILIES["qwen3.5"] = dataclasses.replace(
+    TINY,
+    num_layers=4,
+    qkv_bias=False,
+    qk_norm=True,
+    gated_attention=True,
+    zero_centered_norms=True,
+    rotary_fraction=0.5,
+    layer_pattern=("delta", "full"),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=5,
+    delta_value_dim=6,
+)
 FAMILIES["gpt-oss"] = dataclasses.replace(
     TINY,
     output_bias=True,
@@ -101,7 +115,7 @@ def forward(config, params, tokens_BT, positions_BT, segment_ids_BT, compute=Non
     def attend(q, k, v, kind, *_):
         return attention(q, k, v, segment_ids_BT, kind), None
 
-    hidden_BTD, *_ = model(tokens_BT, positions_BT, attend, compute=compute)
+    hidden_BTD, *_ = model(tokens_BT, positions_BT, attend, compute=compute, per_row=segment_ids_BT)
     return token_logprobs(
         functools.partial(model.logits, compute=compute),
         hidden_BTD,
@@ -274,8 +288,12 @@ def test_padding_ids_never_get_probability():
 
 @pytest.mark.parametrize(
     "config",
-    [dataclasses.replace(TINY, qk_norm=True, tie_embeddings=False), FAMILIES["gemma"]],
-    ids=["all parts", "gemma"],
+    [
+        dataclasses.replace(TINY, qk_norm=True, tie_embeddings=False),
+        FAMILIES["gemma"],
+        FAMILIES["qwen3.5"],
+    ],
+    ids=["all parts", "gemma", "qwen3.5"],
 )
 def test_every_weight_takes_part(config):
     """A weight without gradient would be one that the forward pass forgot."""
@@ -299,6 +317,10 @@ def test_every_weight_takes_part(config):
         ("traced", {"lora": LoraConfig(rank=2)}),
         ("traced", {"num_experts": 4, "experts_per_token": 2}),
         ("traced", {"sliding_window": 3, "layer_pattern": ("sliding", "sliding", "full")}),
+        (
+            "traced",
+            {"layer_pattern": ("delta", "full"), "delta_key_heads": 2, "delta_value_heads": 4},
+        ),
     ],
 )
 def test_the_program_does_not_grow_with_depth(stage, changes):
@@ -389,6 +411,15 @@ def test_stretched_wavelengths_keep_short_ones_and_divide_long_ones():
         ({"num_heads": 3}, "num_heads 3 is not a multiple of num_kv_heads 2"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"num_tokens": 25}, "num_tokens 25 exceeds vocab_size 24"),
+        ({"layer_pattern": ("delta", "full")}, "delta_key_heads 0 and delta_value_heads 0"),
+        (
+            {
+                "layer_pattern": ("delta", "full", "full"),
+                "delta_key_heads": 2,
+                "delta_value_heads": 4,
+            },
+            "num_layers 2 is no multiple of the 3 layers",
+        ),
     ],
 )
 def test_impossible_shapes_are_refused_with_their_values(change, message):

@@ -15,6 +15,9 @@ each slot as long as the longest possible sequence; in `paged_cache.py` slots ar
 L times [B, ..]   an array for each layer, and a Python loop over layers: for shallow models on CPU, where
                   a scan copies the slice of the cache, and of the weights, for every layer
 
+With delta layers each of these is a list of the places in a period, and "layers" are periods. A place has
+keys and values or a `DeltaState`, which has no length: it is that after the last token, in a buffer too.
+
 B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens   L layers
 Q query heads   K kv heads   H head size
 """
@@ -42,6 +45,8 @@ from jaxrl.models.cache.kv_cache import (
     PagedSlots,
     cache_axes,
     copy_slots,
+    is_part,
+    only,
     put_token,
     take_slots,
     with_capacity,
@@ -49,6 +54,7 @@ from jaxrl.models.cache.kv_cache import (
 )
 from jaxrl.models.compute import Compute, LayerFunction
 from jaxrl.models.decoder import Attend, Decoder, LayerFlags, Params
+from jaxrl.models.delta_net import DeltaInputs, DeltaState, Recur, delta_after, delta_of_rows
 
 # A pytree of arrays: the keys and values of all layers.
 Cache: TypeAlias = Any
@@ -71,7 +77,7 @@ class CachePass(NamedTuple):
     """A forward pass over new tokens with a cache.
 
     Attributes:
-      attend, per_layer, per_row: arguments of `Decoder.__call__`.
+      attend, per_layer, per_row, recur: arguments of `Decoder.__call__`.
       kept: (second results of `attend`, of all layers) -> the cache of the new tokens.
       layers: function that runs the stack; None for `Compute.layers`.
     """
@@ -81,6 +87,7 @@ class CachePass(NamedTuple):
     per_row: Any
     kept: Callable[[Any], Cache]
     layers: Callable[..., Any] | None = None
+    recur: Recur = delta_of_rows
 
     def run(
         self,
@@ -101,6 +108,7 @@ class CachePass(NamedTuple):
             per_layer=self.per_layer,
             per_row=self.per_row,
             live_BT=live_BT,
+            recur=self.recur,
         )
         return out.hidden_BTD, self.kept(out.layer_out)
 
@@ -153,9 +161,18 @@ class CacheKind:
             return self.shape.empty((self.shape.num_layers, num_slots), tokens)
         return [self.shape.empty((num_slots,), tokens) for _ in range(self.shape.num_layers)]
 
+    def buffer_after(self, cache: Cache, num_slots: int, tokens: int) -> Cache:
+        """An empty buffer with the states of a cache, which decoding goes on from."""
+        return jax.tree.map(
+            lambda new, past: past if isinstance(new, DeltaState) else new,
+            self.buffer(num_slots, tokens),
+            cache,
+            is_leaf=is_part,
+        )
+
     def axes(self, cache: Cache) -> Cache:
         """The logical axes of every leaf of a cache or buffer; "batch" counts slots."""
-        return jax.tree.map(cache_axes, cache, is_leaf=lambda part: isinstance(part, KVCache))
+        return jax.tree.map(cache_axes, cache, is_leaf=is_part)
 
     # Forward passes
 
@@ -165,13 +182,16 @@ class CacheKind:
         def attend(q, k, v, kind, _, segment_ids) -> tuple[jax.Array, Any]:
             return attention(q, k, v, segment_ids, kind), self.shape.holding(k, v)
 
+        def recur(inputs: DeltaInputs, *_) -> tuple[jax.Array, DeltaState]:
+            return delta_after(inputs, self.shape.no_past((len(inputs.live),)))
+
         def kept(stacked: KVCache) -> Cache:
             if not self.unrolled:
                 return stacked
             layers = range(self.shape.num_layers)
             return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in layers]
 
-        return CachePass(attend, None, segment_ids_BT, kept)
+        return CachePass(attend, None, segment_ids_BT, kept, recur=recur)
 
     def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
         """The pass for T tokens after `length_B` cached ones."""
@@ -180,7 +200,10 @@ class CacheKind:
             out_BTQH = extending_attention(q, k, v, layer, length_B, kind=kind)
             return out_BTQH, self.shape.holding(k, v)
 
-        return CachePass(attend, cache, length_B, self._kept, self._layers(model))
+        def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
+            return delta_after(inputs, state)
+
+        return CachePass(attend, cache, length_B, self._kept, self._layers(model), recur)
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
         """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
@@ -191,6 +214,9 @@ class CacheKind:
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
             past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
+            if self.shape.delta is not None:
+                # One place of a period has attention, so that a number tells which layer it is.
+                past, cache = [past] * self.shape.delta.period, self._of_kernel(cache)
 
         def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
@@ -206,16 +232,31 @@ class CacheKind:
             out_BQH = cached_attention(q, k, v, to_read, of_past, kind=kind)
             return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
 
+        def recur(inputs: DeltaInputs, caches, _) -> tuple[jax.Array, DeltaState]:
+            return delta_after(inputs, caches[1])
+
+        def pair(past: Cache, buffer: Cache) -> Any:
+            """What each layer reads: its past and buffer, or its state in the buffer."""
+            if self.shape.delta is None:
+                return past, buffer
+            return [
+                (None, new) if isinstance(new, DeltaState) else (old, new)
+                for old, new in zip(past, buffer, strict=True)
+            ]
+
         def step(buffer: Cache, i: jax.Array, active_B: jax.Array) -> CachePass:
             # Inactive slots get length 0: a kernel then reads nothing for them, and their results are unused.
             past_length_B = length_B if kernel is None else jnp.where(active_B, length_B, 0)
             lengths = (past_length_B, jnp.full_like(length_B, i))
-            caches: Any = (past, buffer)
-            if self.unrolled:
-                caches = tuple(zip(*caches, strict=True))
-            return CachePass(attend, caches, lengths, self._kept, layers)
+            caches = [*map(pair, past, buffer)] if self.unrolled else pair(past, buffer)
+            return CachePass(attend, caches, lengths, self._kept, layers, recur)
 
         return step
+
+    def _of_kernel(self, cache: Cache) -> Any:
+        """The keys and values of the only place of a period that has some."""
+        (part,) = jax.tree.leaves(only(KVCache, cache), is_leaf=is_part)
+        return part
 
     def _kept(self, new: Any) -> Cache:
         """The caches of the layers: a scan has stacked them, a loop has them one by one."""
@@ -232,7 +273,7 @@ class CacheKind:
         _, stacked = nnx.split(model.layers)
         layers = [
             (jax.tree.map(lambda w, i=i: w[i], stacked), flags)
-            for i, flags in enumerate(LayerFlags.of_layers(model.config))
+            for i, flags in enumerate(LayerFlags.of_periods(model.config))
         ]
 
         def run(
@@ -262,7 +303,7 @@ class CacheKind:
             lambda old, one: put_token(old, one, i),
             buffer,
             new,
-            is_leaf=lambda part: isinstance(part, KVCache),
+            is_leaf=is_part,
         )
 
     def write(self, cache: Cache, new: Cache, start_B: jax.Array, live_B: jax.Array) -> Cache:

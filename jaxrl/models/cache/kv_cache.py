@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.compute import moved_as_bits
+from jaxrl.models.delta_net import DeltaState, no_past, state_axes
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.quantized import quantize
 
 
@@ -58,11 +60,13 @@ class PagedSlots:
       pool: the pages; a tree of arrays with the axes "batch" (pages) and "length" (tokens of a page).
       table: int32 [n, P], the pages of each slot, numbered on the device that holds them.
       shared: int32 [n], number of leading pages that a copy into the slot leaves unchanged.
+      states: the states of delta layers of each slot, where the pool has None; they need no pages.
     """
 
     pool: Any
     table: jax.Array
     shared: jax.Array
+    states: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +74,11 @@ class CacheShape:
     """Sizes and types of all caches of an engine.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: sizes of the model.
+      num_layers, num_kv_heads, head_dim: sizes of the model; layers are periods with delta layers.
       dtype: float32, bfloat16 or int8.
       keys_last: see `KVCache`.
+      delta: the model, if some of its layers are delta nets; None for others.
+      tail_dtype: type of the tails of their states.
     """
 
     num_layers: int
@@ -80,9 +86,29 @@ class CacheShape:
     head_dim: int
     dtype: Any
     keys_last: str = "length"
+    delta: ModelConfig | None = None
+    tail_dtype: Any = jnp.float32
 
-    def empty(self, leading: tuple[int, ...], capacity: int) -> KVCache:
-        """Zeros with the leading dimensions (L, B), or (B,) for one layer."""
+    def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
+        """Zeros with the leading dimensions (L, B), or (B,) for one layer.
+
+        A `KVCache`; with delta layers a list of the places in a period, `DeltaState`s among them. (A list:
+        in a tree of logical axes a tuple is a leaf.)
+        """
+        if self.delta is None:
+            return self.keys_and_values(leading, capacity)
+        return [
+            self.no_past(leading) if kind == "delta" else self.keys_and_values(leading, capacity)
+            for kind in self.delta.layer_pattern
+        ]
+
+    def no_past(self, leading: tuple[int, ...]) -> DeltaState:
+        """The state of a delta layer before the first token."""
+        assert self.delta is not None, "no layer has a state"
+        return no_past(self.delta, leading, self.tail_dtype)
+
+    def keys_and_values(self, leading: tuple[int, ...], capacity: int) -> KVCache:
+        """Zeros for one place of a period."""
         K, H, C = self.num_kv_heads, self.head_dim, capacity
         scales: Any = [None, None]
         if self.dtype == jnp.int8:
@@ -100,8 +126,22 @@ class CacheShape:
         return cache_of(k_TKH, v_TKH, self.dtype, self.keys_last)
 
 
-def cache_axes(cache: KVCache) -> KVCache:
-    """The logical axes of the arrays of a cache, in its structure."""
+def is_part(tree: Any) -> bool:
+    """Whether a part of a cache is that of one layer, or one stack of layers."""
+    return isinstance(tree, KVCache | DeltaState)
+
+
+def only(kind: type, tree: Any) -> Any:
+    """A cache or buffer with None for parts of the other kind, `KVCache` or `DeltaState`."""
+    return jax.tree.map(
+        lambda part: part if isinstance(part, kind) else None, tree, is_leaf=is_part
+    )
+
+
+def cache_axes(cache: Any) -> Any:
+    """The logical axes of the arrays of a `KVCache` or `DeltaState`, in its structure."""
+    if isinstance(cache, DeltaState):
+        return state_axes(cache)
     heads = ("layers", "batch", "kv_heads")[5 - cache.v.ndim :]
     scale: Any = None if cache.k_scale is None else (*heads, "length")
     v: Any = (*heads, "length", "head_dim")
@@ -120,8 +160,13 @@ def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "l
     return KVCache(k.astype(dtype), v_KTH.astype(dtype), *scales, keys_last=keys_last)
 
 
-def put_token(cache: KVCache, new: KVCache, place: jax.Array) -> KVCache:
-    """Writes the one token of `new` to the same position of all slots. This needs no scatter."""
+def put_token(cache: Any, new: Any, place: jax.Array) -> Any:
+    """Writes the one token of `new` to the same position of all slots. This needs no scatter.
+
+    A `DeltaState` is replaced by the new one.
+    """
+    if isinstance(cache, DeltaState):
+        return new
 
     def put(old, new, axes):
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, axes.index("length"))
@@ -180,7 +225,7 @@ def copy_slots(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
 def write_slots(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.Array) -> Any:
     """Writes the W tokens of `new` to every live slot of `tree`, at `start_n`; other slots stay unchanged.
 
-    A live slot must have room for W tokens from its start.
+    A live slot must have room for W tokens from its start. An array without lengths, a state, is replaced.
     """
     # Slot by slot: for a scatter XLA would copy the whole tree into another memory layout.
     order_n = jnp.argsort(~live_n, stable=True)
@@ -189,9 +234,12 @@ def write_slots(tree: Any, axes: Any, new: Any, start_n: jax.Array, live_n: jax.
         slot = order_n[j]
 
         def one(leaf, new, names):
-            batch, length = names.index("batch"), names.index("length")
+            batch = names.index("batch")
             new = jax.lax.dynamic_index_in_dim(new, slot, batch)
-            start = starts({batch: slot, length: start_n[slot]}, leaf.ndim)
+            at = {batch: slot}
+            if "length" in names:
+                at[names.index("length")] = start_n[slot]
+            start = starts(at, leaf.ndim)
             return jax.lax.dynamic_update_slice(leaf, new, start)
 
         tree, new = trees

@@ -21,8 +21,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.cache.cache_kind import Cache, CacheKind, DecodeStep
-from jaxrl.models.cache.kv_cache import PagedSlots, starts, with_capacity
+from jaxrl.models.cache.kv_cache import (
+    KVCache,
+    PagedSlots,
+    copy_slots,
+    is_part,
+    only,
+    starts,
+    take_slots,
+    with_capacity,
+    write_slots,
+)
 from jaxrl.models.decoder import Decoder
+from jaxrl.models.delta_net import DeltaState
 
 # (slots, logical axes of their arrays) -> the contiguous cache that they hold
 Gather: TypeAlias = Callable[[PagedSlots, PagedSlots], Cache]
@@ -57,16 +68,21 @@ class PagedCache(CacheKind):
     def empty(self, num_slots: int, capacity: int) -> PagedSlots:
         """The pool has `num_pages` pages for any number of slots."""
         return PagedSlots(
-            self.buffer(self.num_pages, self.page_tokens),
+            only(KVCache, self.buffer(self.num_pages, self.page_tokens)),
             jnp.zeros((num_slots, capacity // self.page_tokens), jnp.int32),
             jnp.zeros(num_slots, jnp.int32),
+            only(DeltaState, self.buffer(num_slots, 1)),
         )
+
+    def buffer_after(self, cache: Cache, num_slots: int, tokens: int) -> Cache:
+        return super().buffer_after(cache.states, num_slots, tokens)
 
     def axes(self, cache: Cache) -> Cache:
         if not isinstance(cache, PagedSlots):
             return super().axes(cache)
         table, shared = ("batch", None), ("batch",)
-        return PagedSlots(super().axes(cache.pool), table, shared)  # pyright: ignore
+        of_states = super().axes(cache.states)
+        return PagedSlots(super().axes(cache.pool), table, shared, of_states)  # pyright: ignore
 
     def decoding(self, model: Decoder, cache: PagedSlots, length_B: jax.Array) -> DecodeStep:
         past = cache if self.gather is None else self.gather(cache, self.axes(cache))
@@ -76,19 +92,37 @@ class PagedCache(CacheKind):
         """In pages, tokens beyond those of a slot are lost."""
         if not isinstance(cache, PagedSlots):
             return super().write(cache, new, start_B, live_B)
-        return written_to_pages(cache, self.axes(cache.pool), new, start_B, live_B)
+        keys, states = only(KVCache, new), only(DeltaState, new)
+        states = write_slots(cache.states, self.axes(cache.states), states, start_B, live_B)
+        cache = dataclasses.replace(cache, states=states)
+        return written_to_pages(cache, self.axes(cache.pool), keys, start_B, live_B)
 
     def take(self, cache: PagedSlots, slots: jax.Array) -> Cache:
         """The result is contiguous."""
-        return self.take_pages(cache, cache.table[slots])
+        return jax.tree.map(
+            lambda keys, state: state if keys is None else keys,
+            self.take_pages(cache, cache.table[slots]),
+            take_slots(cache.states, self.axes(cache.states), slots),
+            is_leaf=lambda part: part is None or is_part(part),
+        )
 
     def take_pages(self, cache: PagedSlots, table_Pp: jax.Array) -> Cache:
-        """Copies pages, int32 [P, p], one after another into a contiguous cache of P sequences."""
+        """Copies pages, int32 [P, p], one after another into a contiguous cache of P sequences.
+
+        It has no states: a state is that of a whole sequence, not of a beginning.
+        """
         return gathered_pages(cache.pool, self.axes(cache.pool), table_Pp)
 
     def copy(self, cache: PagedSlots, other: Cache, source_B: jax.Array) -> PagedSlots:
         """`other` is contiguous."""
-        return copied_to_pages(cache, self.axes(cache.pool), other, source_B)
+        keys, states = only(KVCache, other), only(DeltaState, other)
+        states = copy_slots(cache.states, self.axes(cache.states), states, source_B)
+        cache = dataclasses.replace(cache, states=states)
+        return copied_to_pages(cache, self.axes(cache.pool), keys, source_B)
+
+    def _of_kernel(self, cache: PagedSlots) -> PagedSlots:
+        pool = super()._of_kernel(cache.pool)
+        return dataclasses.replace(cache, pool=pool, states=None)
 
 
 def gathered_pages(pool: Any, axes: Any, table_nP: jax.Array) -> Any:

@@ -9,8 +9,8 @@ reads it.
 Not covered, and refused with the name of the key: gates other than silu and (in Gemma) tanh-gelu, partial
 rotation of heads, rotary scalings other than Llama 3.1's, yarn and a plain factor, biases on a
 dense feed-forward network, quantised weights but gpt-oss's. Of a model with images (Gemma 3 from 4B on,
-Mistral Small 3.1) only the text model is read. Other keys are ignored: no supported class computes anything
-with them.
+Mistral Small 3.1, Qwen3.5) only the text model is read. Other keys are ignored: no supported class computes
+anything with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from jaxrl.checks import is_finite
@@ -50,6 +50,11 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "logits_softcap": ("final_logit_softcapping", float),
     "rope_local_theta": ("rope_local_base_freq", float),
     "rotary_fraction": ("partial_rotary_factor", float),
+    "delta_key_heads": ("linear_num_key_heads", int),
+    "delta_value_heads": ("linear_num_value_heads", int),
+    "delta_key_dim": ("linear_key_head_dim", int),
+    "delta_value_dim": ("linear_value_head_dim", int),
+    "delta_taps": ("linear_conv_kernel_dim", int),
 }
 _SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
@@ -60,6 +65,7 @@ _PLAIN: Mapping[str, Any] = {
     "expert_biases": False,
     "qk_norm": False,
     "qk_norm_over_heads": False,
+    "gated_attention": False,
     "activation": "silu",
     "pre_norms": True,
     "post_norms": False,
@@ -81,7 +87,8 @@ class Architecture:
       own: fields of `_OWN_KEYS` that the family has, with the default of a missing key; None for no default.
       windows: the keys of config.json that determine the layers with a sliding window: "" if none has one,
         "number" (`sliding_window`, a number or null for all layers), or "types" (`layer_types`, or every
-        layer but each `sliding_window_pattern`-th).
+        layer but each `sliding_window_pattern`-th). "delta" are delta nets in place of attention
+        (`layer_types`, or every layer but each `full_attention_interval`-th).
       window_pattern: default of a missing `sliding_window_pattern`.
       window: default of a missing `sliding_window`; None for no window.
       unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
@@ -104,7 +111,7 @@ class Architecture:
     traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     needs: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _SILU)
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    windows: Literal["", "number", "types"] = ""
+    windows: Literal["", "number", "types", "delta"] = ""
     window_pattern: int = 1
     window: int | None = None
     unrotated_every: int = 0
@@ -141,6 +148,7 @@ class Architecture:
             all(getattr(config, k) == v for k, v in {**_PLAIN, **self.traits}.items())
             and not any(getattr(config, cap) for cap in _SOFTCAPS if cap not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
+            and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
             and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
@@ -206,6 +214,25 @@ ARCHITECTURES = (
         needs={**_SILU_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
         own={"num_experts": None, "experts_per_token": None, "normalize_experts": False},
         own_head_dim=True,
+    ),
+    Architecture(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextForSequenceClassification",
+        "qwen3_5_text",
+        traits={"qk_norm": True, "gated_attention": True, "zero_centered_norms": True},
+        needs={**_SILU, "attention_bias": False},
+        own={
+            "rotary_fraction": 0.25,
+            "delta_key_heads": 16,
+            "delta_value_heads": 32,
+            "delta_key_dim": 128,
+            "delta_value_dim": 128,
+            "delta_taps": 4,
+        },
+        windows="delta",
+        window_pattern=4,
+        own_head_dim=True,
+        with_images="Qwen3_5ForConditionalGeneration",
     ),
     Architecture(
         "GptOssForCausalLM",
@@ -349,6 +376,7 @@ _ADAPTER_SWITCHES = (
 )
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
+_DELTA_TYPES = {"full_attention": "full", "linear_attention": "delta"}
 
 # Key and type of the fields of RopeScaling.
 _ROPE_KEYS = {
@@ -520,24 +548,33 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
             fields[field] = read.get(key, kind, absent.get(field))
     fields |= _rotary_fields(read, architecture)
     # Checks the number of layers, before lists of this length are made.
-    config = read.build(ModelConfig, **fields)
+    delta = {field: 0 for field in fields if field.startswith("delta_") and field.endswith("heads")}
+    config = read.build(ModelConfig, **{**fields, **delta})
     kinds = _kind_fields(read, architecture, config.num_layers)
+    kinds |= {field: fields[field] for field in delta}
     return read.build(functools.partial(dataclasses.replace, config), **kinds)
 
 
 def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern`. Many files name a window that no layer uses: 0 here."""
     listed = read.get("layer_types", list, [])
-    if others := {str(kind) for kind in listed} - _LAYER_TYPES.keys():
+    known = _DELTA_TYPES if architecture.windows == "delta" else _LAYER_TYPES
+    if others := {str(kind) for kind in listed} - known.keys():
         raise UserError(
             f"{read.origin}: layer_types has {', '.join(sorted(others))[:80]}, but only "
-            f"{' and '.join(_LAYER_TYPES)} are supported; choose a checkpoint without it"
+            f"{' and '.join(known)} are supported; choose a checkpoint without it"
         )
     if listed and len(listed) != num_layers:
         raise UserError(
             f"{read.origin}: layer_types names {len(listed)} layers of num_hidden_layers {num_layers}; copy "
             "the published config.json"
         )
+    if architecture.windows == "delta":
+        every = read.get("full_attention_interval", int, architecture.window_pattern)
+        pattern = [_DELTA_TYPES[kind] for kind in listed] or [
+            "delta" if (i + 1) % every else "full" for i in range(num_layers)
+        ]
+        return {"layer_pattern": _shortest(pattern, whole=True)}
     if architecture.windows == "types":
         period = read.get("sliding_window_pattern", int, architecture.window_pattern)
         sliding = [bool((i + 1) % period) for i in range(num_layers)]
@@ -567,14 +604,19 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
         "sliding" if slides else "full" if rotated else "unrotated"
         for slides, rotated in zip(kinds, rotates, strict=False)
     )
-    # The shortest pattern that repeats over all layers.
+    window = read.get("sliding_window", int, architecture.window) if any(kinds) else 0
+    return {"sliding_window": window, "layer_pattern": _shortest(pattern)}
+
+
+def _shortest(kinds: Sequence[str], *, whole: bool = False) -> tuple[str, ...]:
+    """The shortest pattern that repeats over all layers, with `whole` a whole number of times."""
     length = next(
         n
-        for n in range(1, num_layers + 1)
-        if all(pattern[i] == pattern[i % n] for i in range(num_layers))
+        for n in range(1, len(kinds) + 1)
+        if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
+        and not (whole and len(kinds) % n)
     )
-    window = read.get("sliding_window", int, architecture.window) if any(kinds) else 0
-    return {"sliding_window": window, "layer_pattern": pattern[:length]}
+    return tuple(kinds[:length])
 
 
 def _rotary_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
@@ -630,6 +672,9 @@ def _rope(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     keys = {field: _ROPE_KEYS[field] for field in (*needed, *optional)}
     # Another key could change the numbers.
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
+    if architecture.windows == "delta":
+        # Positions in images; those of text are the same in all three parts of a head.
+        known |= {"mrope_section", "mrope_interleaved"}
     if unknown := sorted(settings.keys() - known - {name for name, _ in keys.values()}):
         raise UserError(
             f"{nested.origin} has {', '.join(unknown)}, which rope_type {kind!r} does not know; choose a "
@@ -745,6 +790,10 @@ def _window_values(config: ModelConfig, windows: str) -> dict[str, Any]:
     """The keys of a config.json that give the layers of `config` their windows."""
     if not windows:
         return {}
+    if windows == "delta":
+        names = {kind: name for name, kind in _DELTA_TYPES.items()}
+        repeats = config.layer_pattern * config.num_periods
+        return {"layer_types": [names[kind] for kind in repeats]}
     values: dict[str, Any] = {"sliding_window": config.sliding_window or None}
     if windows == "types":
         sliding = config.sliding_layers

@@ -154,9 +154,9 @@ def _write_files(
         tensors = {}
         for name in names:
             first, _ = sources[name][0]
-            out = np.empty([*map(first.size_in_tensor, first.stored.replace(" ", ""))], dtype)
+            tensors[name] = np.empty(first.tensor_shape, dtype)
             for row, position in sources[name]:
-                leaf = leaf_at(params, row.path)
+                leaf, out = leaf_at(params, row.path), row.own_part(tensors[name])
                 # Only the shards that hold a part of this tensor, each part once.
                 for shard in leaf.addressable_shards:
                     bounds = bounds_of(shard.index, leaf.shape)
@@ -170,7 +170,6 @@ def _write_files(
                     place = row.in_tensor(dict(zip(row.ours, bounds, strict=True)))
                     place = tuple(slice(*ends) for ends in place.values())
                     out[place] = part.reshape(out[place].shape)
-            tensors[name] = out.reshape(first.tensor_shape)
         # Transformers refuses files without a framework name here.
         safetensors.numpy.save_file(tensors, directory / file, metadata={"format": "pt"})
         # safetensors writes files that only the owner can read. Give them the usual permissions.

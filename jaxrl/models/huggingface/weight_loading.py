@@ -57,8 +57,9 @@ logger = logging.getLogger(__name__)
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
-# Buffers that old versions of Transformers stored. They follow from config.json and are ignored.
-_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Buffers that old versions of Transformers stored, which follow from config.json, and Qwen's layer that
+# predicts the token after the next. Both are ignored.
+_HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|mtp\..+")
 
 # Prefixes of the text model in a checkpoint with images, and the names that Transformers gives it alone.
 # Transformers writes "language_model.model." or "model.language_model.", by version.
@@ -360,7 +361,8 @@ def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, in
     for first, *others in row.stored.split():
         width = math.prod(map(row.size_in_tensor, others))
         begin, end = at[first]
-        ranges.append(slice(begin * width, end * width))
+        offset = row.part[0] if row.part and not ranges else 0
+        ranges.append(slice(offset + begin * width, offset + end * width))
         shape += [end - begin, *map(row.size_in_tensor, others)]
         rest += [slice(None), *(slice(*at[c]) for c in others)]
     piece = tensor[tuple(ranges)].reshape(shape)[tuple(rest)]

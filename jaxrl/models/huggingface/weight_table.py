@@ -2,6 +2,7 @@
 
     L layers   V vocabulary   D width   F ffn width   Q query heads   K kv heads   H head size
     E experts   S scores
+    N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
 """
@@ -13,7 +14,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class WeightRule:
       sizes: size of each dimension, from `dimension_sizes`.
       within: for a dimension that is a part of a larger one of the tensor, its offset in that one, and the
         size of that one. A letter that `ours` lacks stands for one element.
+      part: offset in the first merged dimension of the tensor, and the size of that, if others have the rest.
+      strides: numbers that the first stacked dimension is multiplied by, and that is added, in a name.
     """
 
     name: str
@@ -50,6 +53,8 @@ class WeightRule:
     ours: str
     sizes: Mapping[str, int]
     within: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    part: tuple[int, int] | None = None
+    strides: tuple[int, int] = (1, 0)
 
     @property
     def stacked(self) -> str:
@@ -64,12 +69,23 @@ class WeightRule:
 
     def tensor_name(self, position: Sequence[int]) -> str:
         """The name of the tensor at a position of the stacked dimensions."""
+        if position:
+            times, plus = self.strides
+            position = (position[0] * times + plus, *position[1:])
         return self.name.format(**dict(zip(self.stacked, position, strict=True)))
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        return tuple(math.prod(map(self.size_in_tensor, group)) for group in self.stored.split())
+        shape = [math.prod(map(self.size_in_tensor, group)) for group in self.stored.split()]
+        return (self.part[1] if self.part else shape[0], *shape[1:])
+
+    def own_part(self, tensor: np.ndarray) -> np.ndarray:
+        """A view of the part of the tensor that our leaf has, with unmerged dimensions."""
+        begin = self.part[0] if self.part else 0
+        shape = [self.size_in_tensor(letter) for letter in self.stored.replace(" ", "")]
+        rows = math.prod(shape) // math.prod(tensor.shape[1:])
+        return tensor[begin : begin + rows].reshape(shape)
 
     def size_in_tensor(self, letter: str) -> int:
         """The size of one of the tensor's unmerged dimensions."""
@@ -100,38 +116,41 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
     """
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
+    for place in range(config.period):
+        rows += _layer_table(config, place, fused=fused)
+    rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
+    if config.num_scores:
+        rows.append(rule("score.weight", "S D", "score_head", "DS"))
+    if config.has_unembedding:
+        rows.append(rule("lm_head.weight", "V D", "unembedding", "DV"))
+    return tuple(rows)
 
-    def per_layer(name: str, stored: str, path: str, ours: str, **within: tuple[int, int]) -> None:
-        name, path = f"model.layers.{{L}}.{name}", f"layers.{path}"
-        rows.append(rule(name, stored, path, f"L{ours}", within=within))
+
+def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[WeightRule]:
+    """The tensors of the layers at one place of a period."""
+    rows: list[WeightRule] = []
+    rule = functools.partial(
+        WeightRule, sizes=dimension_sizes(config), strides=(config.period, place)
+    )
+    prefix = f"layers.place{place}" if config.period > 1 else "layers"
+
+    def per_layer(
+        name: str,
+        stored: str,
+        path: str,
+        ours: str,
+        part: tuple[int, int] | None = None,
+        **within: tuple[int, int],
+    ) -> None:
+        name, path = f"model.layers.{{L}}.{name}", f"{prefix}.{path}"
+        rows.append(rule(name, stored, path, f"L{ours}", within=within, part=part))
 
     if config.pre_norms:
         per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
-    if fused:
-        Q, K = config.num_heads, config.num_kv_heads
-        whole = Q + 2 * K
-        per_layer("self_attn.qkv_proj.weight", "QH D", "attention.q.weight", "DQH", Q=(0, whole))
-        per_layer("self_attn.qkv_proj.weight", "KH D", "attention.k.weight", "DKH", K=(Q, whole))
-        per_layer(
-            "self_attn.qkv_proj.weight", "KH D", "attention.v.weight", "DKH", K=(Q + K, whole)
-        )
+    if config.layer_pattern[place] == "delta":
+        _delta_table(config, per_layer)
     else:
-        per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
-        per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
-        per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
-    per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
-    if config.qkv_bias:
-        per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
-        per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
-        per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
-    if config.output_bias:
-        per_layer("self_attn.o_proj.bias", "D", "attention.o.bias", "D")
-    if config.attention_sinks:
-        per_layer("self_attn.sinks", "Q", "attention.sinks", "Q")
-    if config.qk_norm:
-        q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
-        per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
-        per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
+        _attention_table(config, per_layer, fused=fused)
     if config.post_norms:
         # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
         # norm before the feed-forward network.
@@ -161,18 +180,76 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
         per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
         per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
         per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
-    rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
-    if config.num_scores:
-        rows.append(rule("score.weight", "S D", "score_head", "DS"))
-    if config.has_unembedding:
-        rows.append(rule("lm_head.weight", "V D", "unembedding", "DV"))
-    return tuple(rows)
+    return rows
+
+
+def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
+    """Adds the tensors of attention."""
+    if fused:
+        Q, K = config.num_heads, config.num_kv_heads
+        whole = Q + 2 * K
+        per_layer("self_attn.qkv_proj.weight", "QH D", "attention.q.weight", "DQH", Q=(0, whole))
+        per_layer("self_attn.qkv_proj.weight", "KH D", "attention.k.weight", "DKH", K=(Q, whole))
+        per_layer(
+            "self_attn.qkv_proj.weight", "KH D", "attention.v.weight", "DKH", K=(Q + K, whole)
+        )
+    else:
+        if config.gated_attention:
+            # Queries and gates of each head in turn.
+            per_layer("self_attn.q_proj.weight", "QGH D", "attention.q.weight", "DQH", G=(0, 2))
+            per_layer(
+                "self_attn.q_proj.weight", "QGH D", "attention.q_gate.weight", "DQH", G=(1, 2)
+            )
+        else:
+            per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
+        per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
+        per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
+    per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
+    if config.qkv_bias:
+        per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
+        per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
+        per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
+    if config.output_bias:
+        per_layer("self_attn.o_proj.bias", "D", "attention.o.bias", "D")
+    if config.attention_sinks:
+        per_layer("self_attn.sinks", "Q", "attention.sinks", "Q")
+    if config.qk_norm:
+        q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
+        per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
+        per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
+
+
+def _delta_table(config: ModelConfig, per_layer: Callable[..., None]) -> None:
+    """Adds the tensors of a delta net; q, k and v are parts of one, as are their taps."""
+    keys = config.delta_key_heads * config.delta_key_dim
+    whole = 2 * keys + config.delta_value_heads * config.delta_value_dim
+    for name, first, dims in (("q", 0, "NX"), ("k", keys, "NX"), ("v", 2 * keys, "NUY")):
+        part = (first, whole)
+        per_layer(
+            "linear_attn.in_proj_qkv.weight", f"{dims} D", f"delta.{name}.weight", f"D{dims}", part
+        )
+        # The dimension between, of size 1, is for convolutions over all channels.
+        per_layer(
+            "linear_attn.conv1d.weight",
+            f"{dims} G C",
+            f"delta.{name}_taps",
+            f"{dims}C",
+            part,
+            G=(0, 1),
+        )
+    per_layer("linear_attn.in_proj_z.weight", "NUY D", "delta.z.weight", "DNUY")
+    per_layer("linear_attn.in_proj_b.weight", "NU D", "delta.b.weight", "DNU")
+    per_layer("linear_attn.in_proj_a.weight", "NU D", "delta.a.weight", "DNU")
+    per_layer("linear_attn.A_log", "NU", "delta.a_log", "NU")
+    per_layer("linear_attn.dt_bias", "NU", "delta.a_bias", "NU")
+    per_layer("linear_attn.norm.weight", "Y", "delta.norm.scale", "Y")
+    per_layer("linear_attn.out_proj.weight", "D NUY", "delta.o.weight", "NUYD")
 
 
 def dimension_sizes(config: ModelConfig) -> dict[str, int]:
     """Size of each letter of the table."""
     return {
-        "L": config.num_layers,
+        "L": config.num_periods,
         "V": config.vocab_size,
         "D": config.d_model,
         "F": config.d_ff,
@@ -182,6 +259,11 @@ def dimension_sizes(config: ModelConfig) -> dict[str, int]:
         "E": config.num_experts,
         "S": config.num_scores,
         "R": config.lora.rank,
+        "N": config.delta_key_heads,
+        "U": config.delta_group,
+        "X": config.delta_key_dim,
+        "Y": config.delta_value_dim,
+        "C": config.delta_taps,
     }
 
 
@@ -194,12 +276,17 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     Raises:
       UserError: PEFT has no such adapter for a tensor.
     """
-    rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = []
     for row in weight_table(config):
+        rule = functools.partial(WeightRule, sizes=row.sizes, strides=row.strides)
         path, _, leaf = row.path.rpartition(".")
         if leaf != "weight" or path.split(".")[-1] not in config.lora.targets:
             continue
+        if row.within or row.part:
+            raise UserError(
+                f"PEFT has one adapter for all of {row.name}, and here its parts have their own; merge the "
+                "adapters into the model instead (without --adapter_only)"
+            )
         name = f"base_model.model.{row.name.removesuffix('.weight')}"
         if len(row.stored.split()) != 2:
             raise UserError(

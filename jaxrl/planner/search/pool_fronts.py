@@ -172,7 +172,7 @@ def layouts_of(
         ):
             continue
         for p in divisors(devices // t):
-            if model.num_layers % p or p > limits.max_pipeline:
+            if model.num_periods % p or p > limits.max_pipeline:
                 continue
             d = devices // t // p
             for expert, context in itertools.product(divisors(d), divisors(d)):

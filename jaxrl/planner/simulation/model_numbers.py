@@ -80,7 +80,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
         experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
-        pair_flops=4.0 * model.num_heads * h * model.num_layers,
+        pair_flops=4.0 * model.num_heads * h * model.attention_layers,
         width=width,
         kept_values=float(2 * width),
         split_values=float(split),

@@ -178,6 +178,18 @@ FAMILIES = {
         rope_parameters={**YARN, "truncate": False},
         **kw,
     ),
+    # Two periods of a delta net and attention; heads of keys and values differ in number and size.
+    "qwen3_5": lambda **kw: transformers.Qwen3_5TextConfig(
+        **ODD,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=6,
+        linear_value_head_dim=10,
+        rope_parameters=PLAIN,
+        **kw,
+    ),
     "olmo3": lambda **kw: transformers.Olmo3Config(
         **ODD,
         sliding_window=10,
@@ -202,6 +214,7 @@ LATER = {
     "mistral_small3": False,
     "ministral3": True,
     "gpt_oss": False,
+    "qwen3_5": False,
     "olmo3": False,
 }
 ONCE = [
@@ -234,8 +247,9 @@ def with_random_weights(model, family):
         for parameter in model.parameters():
             # Norm scales and biases too, or a forgotten one could not be seen.
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-            # Gemma's are scales less 1.
-            centre = float(parameter.ndim == 1 and "gemma" not in family)
+            # Gemma's and Qwen3.5's are scales less 1.
+            less_1 = "gemma" in family or family == "qwen3_5"
+            centre = float(parameter.ndim == 1 and not less_1)
             parameter.copy_(centre + scale * torch.randn_like(parameter))
     return model
 
@@ -266,7 +280,8 @@ def hidden_states(graph, params, tokens_BT, positions_BT, segment_ids_BT):
     def attend(q, k, v, kind, *_):
         return attention(q, k, v, segment_ids_BT, kind), None
 
-    return nnx.merge(graph, params)(tokens_BT, positions_BT, attend, compute=COMPUTE)[0]
+    model = nnx.merge(graph, params)
+    return model(tokens_BT, positions_BT, attend, compute=COMPUTE, per_row=segment_ids_BT)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -452,7 +467,7 @@ def test_adapters_and_shared_prompts(pair_of, family):
     assert_close(found, merged)
     assert not np.allclose(found, our_logits(pair, *whole), atol=0.01)
 
-    if pair.config.sliding_window:
+    if pair.config.sliding_window or pair.config.has_state:
         return  # refused by `PackedModel`
     prompt, answers = random_tokens(20), [random_tokens(n, seed=n) for n in (9, 30)]
     segments = TreeSegments(*(np.zeros((1, T), np.int32) for _ in range(2)))
@@ -643,3 +658,29 @@ def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_name
     assert exported.config.architectures == [alone]
     assert exported.config.eos_token_id == [1, 7]
     assert_close(their_logits(exported, tokens_BT), found)
+
+
+@pytest.mark.long
+def test_the_text_model_of_qwen3_5_with_images(tmp_path, caplog):
+    """As published: with rotary positions in three parts, and a layer for the token after the next."""
+    torch.manual_seed(0)
+    text = FAMILIES["qwen3_5"]().to_dict()
+    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=40)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    theirs = transformers.AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager"
+    )
+    theirs = with_random_weights(theirs, "qwen3_5")
+    theirs.save_pretrained(tmp_path)
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    tensors["mtp.fc.weight"] = np.zeros((2, 2), np.float32)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    config = read_config(tmp_path)
+    with caplog.at_level("INFO"):
+        check_params(tmp_path, config)
+    assert "mtp, visual is not read" in caplog.text
+    pair = Pair(theirs, decoder_graph(config)[0], load(tmp_path, config), config, tmp_path)
+    tokens_BT = random_tokens(B, T)
+    found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
+    assert_close(found, their_logits(theirs, tokens_BT))
