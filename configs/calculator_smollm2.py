@@ -22,10 +22,16 @@ def get_config():
     # The agent writes the messages.
     config.data.chat = False
     config.data.system_prompt = ""
-    config.data.max_prompt_tokens = 192
+    config.data.max_prompt_tokens = 224
     config.rollout.agent = "shared/calculator.py:agent"
     config.rollout.stop_strings = ()
-    config.rollout.max_response_tokens = 128
+    config.rollout.max_response_tokens = 96
+    # A call has 25 tokens. Pages are copied for every dispatch on CPU, and all prompts begin alike.
+    config.rollout.tokens_per_dispatch = 8
+    config.rollout.cache = "paged"
+    config.rollout.cache_tokens = 10_240
+    config.rollout.num_prompts = 4
+    config.evaluation.every = 12
     config.train.rows = 2
-    config.train.row_tokens = 512
+    config.train.row_tokens = 768
     return config

@@ -33,4 +33,6 @@ def get_config():
     config.train.row_tokens = 256
     config.sft.num_steps = 1500
     config.sft.examples_per_step = 24
+    config.optim.lr = 6e-4
+    config.run.num_steps = 60
     return config

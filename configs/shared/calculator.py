@@ -3,7 +3,7 @@
 user        What is 58 - 31?
 assistant   <tool_call>{"name": "calculate", "arguments": {"expression": "58 - 31"}}</tool_call>
 tool        27
-assistant   58 - 31 = 27.                        the grader reads the last number
+assistant   27                                   the grader reads the last number
 
 rollout.agent = "shared/calculator.py:agent"
 data.train.path = "shared/calculator.py:make"    sums and differences of two-digit numbers
@@ -35,17 +35,24 @@ TOOLS: Any = [
         },
     }
 ]
-_CALL: Any = {
-    "id": "shown",
-    "type": "function",
-    "function": {"name": "calculate", "arguments": json.dumps({"expression": "58 - 31"})},
-}
-# One conversation that shows how the tool is used. It is not trained on.
-SHOWN: list[Any] = [
-    {"role": "user", "content": "What is 58 - 31?"},
-    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "shown", "content": "27"},
-    {"role": "assistant", "content": "58 - 31 = 27."},
+
+
+def _shown(question: str, expression: str, value: str) -> list[Any]:
+    arguments = json.dumps({"expression": expression})
+    function = {"name": "calculate", "arguments": arguments}
+    call = {"id": expression, "type": "function", "function": function}
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": expression, "content": value},
+        {"role": "assistant", "content": value},
+    ]
+
+
+# A conversation of two questions that shows how the tool is used. It is not trained on.
+SHOWN = [
+    *_shown("What is 58 - 31?", "58 - 31", "27"),
+    *_shown("What is 12 + 64?", "12 + 64", "76"),
 ]
 _CALLS = 2
 
