@@ -208,15 +208,15 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 40_670,
-    "lines of code of planner/": 4_660,
-    "lines of code of the largest other package": 3_393,
-    "files": 339,
-    "lines of code that trainer/ imports, itself included": 21_963,
-    "files that trainer/ imports, itself included": 189,
+    "lines of code": 43_360,
+    "lines of code of planner/": 4_700,
+    "lines of code of the largest other package": 4_300,
+    "files": 346,
+    "lines of code that trainer/ imports, itself included": 23_660,
+    "files that trainer/ imports, itself included": 193,
     "settings": 184,
     "functions per 1,000 lines of code": 85,
-    "lines of code of tests per 100 of the package": 93,
+    "lines of code of tests per 100 of the package": 92,
 }
 MIN_COMMENT_PERCENT = 2.8
 
