@@ -21,6 +21,8 @@ RECIPES = {
     "dapo_qwen32b.py:h200-64": ("h200:8x8", 64),
     "dapo_qwen7b.py": ("h100:1x8", 8),
     "grpo_qwen3_8b.py": ("v5p:2x2x2", 8),
+    "grpo_qwen35_9b.py": ("h100:1x8", 8),
+    "grpo_gpt_oss_20b.py": ("h100:2x8", 16),
     "ppo_llama8b.py": ("h100:1x8", 8),
     "safe_rlhf_llama8b.py": ("h100:2x8", 16),
     "dapo_qwen3_30b_a3b.py": ("h100:4x8", 32),
@@ -52,7 +54,9 @@ def test_its_programs_compile(recipe, tmp_path, monkeypatch):
     if topology.startswith("h") and importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("the extra aot-gpu is not installed")
     config = load_config(Config, str(CONFIGS / recipe), {})
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
+    # One layer of each kind at least.
+    layers = max(2, len(config.model.layer_pattern))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
     plan = compile_plan(config, read_topology(topology))
     assert plan.fits
     assert {"update", "generate", "prefill", "insert", "to_generate"} <= {
