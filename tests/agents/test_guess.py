@@ -41,4 +41,4 @@ def test_a_small_model_learns_to_listen(tmp_path):
     subprocess.run([*command, f"--config.run.output={tmp_path}"], cwd=ROOT, check=True)
     lines = (tmp_path / "guess_tiny/seed0/rl/metrics.jsonl").read_text().splitlines()
     won = [x for line in lines if (x := json.loads(line).get("val-core/number_game/acc/mean@8"))]
-    assert won[0] < 0.45 and won[-1] > 0.6
+    assert won[0] < 0.45 and won[-1] > 0.7
