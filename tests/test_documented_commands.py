@@ -53,17 +53,17 @@ def options(words) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("-")]
 
 
-HELP: dict[str, str] = {}
+HELP: dict[tuple[str, ...], str] = {}
 
 
-def help_of(name: str, capsys) -> str:
-    """What a command prints about its flags."""
-    if name not in HELP:
+def help_of(name: str, capsys, *kind: str) -> str:
+    """What a command prints about its flags, or about those of one kind of it."""
+    if (name, *kind) not in HELP:
         # argparse ends the program, the reader of recipes returns.
         with contextlib.suppress(SystemExit):
-            cli.run(name, [f"jaxrl {name}", "--help"])
-        HELP[name] = capsys.readouterr().out
-    return HELP[name]
+            cli.run(name, [f"jaxrl {name}", *kind, "--help"])
+        HELP[name, *kind] = capsys.readouterr().out
+    return HELP[name, *kind]
 
 
 @pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
@@ -110,7 +110,7 @@ def test_its_files_and_flags_exist(words, capsys):
             recipe = "dapo_tiny"
         # Builds all settings, and so refuses one that is misspelt or of the wrong kind.
         command_line.load_config(Config, recipe, overrides)
-    known = help_of(name, capsys)
+    known = help_of(name, capsys, *[word for word in rest if word == "--tinker"])
     for option in options(rest):
         assert option.startswith("--config.") or re.search(rf"{option}\b", known), option
 

@@ -78,6 +78,7 @@ def attention_parallel(
                 ids = jax.lax.all_gather(
                     ids, context_axes, axis=1, tiled=True, axis_index_groups=split.groups()
                 )
+                # Sinks and the like have an entry for each head: those of the heads that are here now.
                 first = jax.lax.axis_index(context_axes) % split.exchanged * q.shape[2]
                 rest = jax.tree.map(
                     lambda x: jax.lax.dynamic_slice_in_dim(x, first, q.shape[2]) if x.ndim else x,

@@ -68,6 +68,8 @@ class ContextSplit:
           query_heads, kv_heads: Q and K.
         """
         u, r = self.exchanged, self.ring
+        # Queries, keys and values, and back the outputs, of which 1 / u stay here. Then every part of keys
+        # and values visits all other devices of its ring.
         held = max(kv_heads, u)
         return 2 * (query_heads + held) * (u - 1) / u + 2 * held * (r - 1)
 
@@ -97,6 +99,7 @@ def pick_split(size: int, query_heads: int, kv_heads: int, *, whole_rows: bool) 
       An exchange for such a kernel if the heads divide; else the way that sends the fewest bytes.
     """
     ways = splits(size, query_heads, kv_heads)
+    # Plain XLA, which a ring needs, is slower than such a kernel by more than the bytes are worth.
     if whole_rows and ways[0].ring == 1:
         return ways[0]
     return min(ways, key=lambda way: way.heads_sent(query_heads, kv_heads))
@@ -145,6 +148,7 @@ def _move_halves(
     swapped[place[::2] // 2] = place[::2] % 2 == 1
     swap = jnp.asarray(swapped)[jax.lax.axis_index(axes)]
 
+    # All devices run one program, so those that need no swap choose their halves by value, too.
     def swap_if(x: jax.Array) -> jax.Array:
         return jnp.where(swap, jnp.roll(x, x.shape[1] // 2, axis=1), x)
 

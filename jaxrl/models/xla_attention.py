@@ -255,6 +255,8 @@ def _backward(
     else:
         shift: Any = static.shift
 
+        # The sums of a part are on their way with it, one step behind: what a device adds is not known before
+        # it has computed, while the keys can be sent at once.
         def turn(_, now):
             keys, d_q, d_keys_values = now
             coming = shift(keys)

@@ -326,6 +326,8 @@ class PackedModel:
             with jax.named_scope("attend"):
                 return attention_to(q, k, v, segments, kind), None
 
+        # Ids and positions change places once, and the last hidden states once more: all layers between
+        # compute in the order of the ring, and labels and chunks of logits know nothing of it.
         order = functools.partial(spread, split=split, mesh=self.mesh, rules=TRAIN_RULES)
         segment_ids = order(micro.segment_ids)
         segments: Any = segment_ids

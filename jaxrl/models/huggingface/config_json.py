@@ -519,7 +519,8 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     if names not in [[name] for name in by_name]:
         raise read.fault(
             "architectures",
-            f", but supported is one of {', '.join(by_name)}, and the text models of "
+            f", but supported are {', '.join(a.language_model for a in ARCHITECTURES)}, the same "
+            "..ForSequenceClassification, and the text models of "
             f"{', '.join(sorted({a.with_images for a in ARCHITECTURES} - {''}))}; choose a checkpoint of "
             "one of these",
         )
