@@ -15,7 +15,8 @@ from jaxrl.algos.logprobs import token_logprobs
 from jaxrl.errors import UserError
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import bubble, check_microbatches, microbatches_of, pipeline
-from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings
+from jaxrl.mesh.ring import pick_split
+from jaxrl.mesh.rules import TRAIN_RULES, constraint, parts_of, shardings, shards_of
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute, scan_layers
 from jaxrl.models.decoder import decoder_graph, init_params
@@ -60,7 +61,10 @@ def compiled(model, mesh=None, num_microbatches=0, remat="none", dtype=jnp.float
     compute, attend_rows = Compute(remat=remat, dtype=dtype), attention
     params = weights_of(model)
     if mesh is not None:
-        attend_rows = attention_parallel(attention, mesh, TRAIN_RULES)
+        parts, tensor = (shards_of(axis, TRAIN_RULES, mesh) for axis in ("length", "heads"))
+        heads = (model.num_heads // tensor, max(1, model.num_kv_heads // tensor))
+        split = pick_split(parts, *heads, whole_rows=True)
+        attend_rows = attention_parallel(attention, mesh, TRAIN_RULES, split)
         compute = dataclasses.replace(
             compute,
             constrain=constraint(mesh, TRAIN_RULES),
