@@ -55,6 +55,8 @@ def attention_parallel(
     sizes = dict(mesh.shape)
     head_axes = axes_of("heads", rules, sizes)
     context_axes = axes_of("length", rules, sizes)
+    parts = math.prod(sizes[axis] for axis in context_axes)
+    assert split.size == parts, f"{split} does not share rows over {parts} devices"
     swap = functools.partial(
         jax.lax.all_to_all,
         axis_name=context_axes,

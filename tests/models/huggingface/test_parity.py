@@ -76,10 +76,10 @@ ODD = dict(
     max_position_embeddings=256,
 )
 FAMILIES = {
-    "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=PLAIN, **kw),
+    "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=dict(PLAIN), **kw),
     # Heads are not hidden_size / num_attention_heads wide.
     "qwen3": lambda **kw: transformers.Qwen3Config(
-        **SIZES, head_dim=16, rope_parameters=PLAIN, **kw
+        **SIZES, head_dim=16, rope_parameters=dict(PLAIN), **kw
     ),
     "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(
         **SIZES,
@@ -90,15 +90,15 @@ FAMILIES = {
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        rope_parameters=PLAIN,
+        rope_parameters=dict(PLAIN),
         **kw,
     ),
     "llama": lambda **kw: transformers.LlamaConfig(
-        **SIZES, rms_norm_eps=1e-5, rope_parameters=LLAMA3, **kw
+        **SIZES, rms_norm_eps=1e-5, rope_parameters=dict(LLAMA3), **kw
     ),
     # Windows are shorter than the texts.
     "mistral": lambda **kw: transformers.MistralConfig(
-        **SIZES, sliding_window=10, rms_norm_eps=1e-5, rope_parameters=PLAIN, **kw
+        **SIZES, sliding_window=10, rms_norm_eps=1e-5, rope_parameters=dict(PLAIN), **kw
     ),
     "gemma3": lambda **kw: transformers.Gemma3TextConfig(
         **SIZES,
@@ -120,10 +120,10 @@ FAMILIES = {
         sliding_window=10,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
-        rope_parameters=PLAIN,
+        rope_parameters=dict(PLAIN),
         **kw,
     ),
-    "qwen2_yarn": lambda **kw: transformers.Qwen2Config(**ODD, rope_parameters=YARN, **kw),
+    "qwen2_yarn": lambda **kw: transformers.Qwen2Config(**ODD, rope_parameters=dict(YARN), **kw),
     "qwen3_yarn": lambda **kw: transformers.Qwen3Config(
         **ODD,
         head_dim=14,
@@ -131,7 +131,7 @@ FAMILIES = {
         **kw,
     ),
     "smollm3": lambda **kw: transformers.SmolLM3Config(
-        **ODD, no_rope_layers=[1, 0, 1, 1], pad_token_id=None, rope_parameters=PLAIN, **kw
+        **ODD, no_rope_layers=[1, 0, 1, 1], pad_token_id=None, rope_parameters=dict(PLAIN), **kw
     ),
     # Six of the ten dimensions of a head are rotated.
     "phi4": lambda **kw: transformers.Phi3Config(
@@ -152,7 +152,7 @@ FAMILIES = {
     ),
     # Heads are wider than their share of the model.
     "mistral_small3": lambda **kw: transformers.MistralConfig(
-        **ODD, head_dim=14, sliding_window=None, rope_parameters=PLAIN, **kw
+        **ODD, head_dim=14, sliding_window=None, rope_parameters=dict(PLAIN), **kw
     ),
     "ministral3": lambda **kw: transformers.Ministral3Config(
         **ODD,
@@ -187,7 +187,7 @@ FAMILIES = {
         linear_num_value_heads=6,
         linear_key_head_dim=6,
         linear_value_head_dim=10,
-        rope_parameters=PLAIN,
+        rope_parameters=dict(PLAIN),
         **kw,
     ),
     "olmo3": lambda **kw: transformers.Olmo3Config(
