@@ -1,0 +1,331 @@
+"""The families of Transformers that can be read and written, a row each.
+
+A row only adds what the code of its family fixes and config.json does not say: Qwen2 always has biases on q,
+k and v. A family of known parts and tensor names is a row here and nothing else; other tensor names are rules
+in `weight_table`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxrl.models.model_config import ModelConfig
+
+# Key in config.json and type of the fields of ModelConfig that are plain values there.
+_KEYS: dict[str, tuple[str, type]] = {
+    "vocab_size": ("vocab_size", int),
+    "num_layers": ("num_hidden_layers", int),
+    "d_model": ("hidden_size", int),
+    "d_ff": ("intermediate_size", int),
+    "num_heads": ("num_attention_heads", int),
+    "num_kv_heads": ("num_key_value_heads", int),
+    "head_dim": ("head_dim", int),
+    "rms_norm_eps": ("rms_norm_eps", float),
+    "tie_embeddings": ("tie_word_embeddings", bool),
+}
+# The same for fields that only the families have which name them in `Architecture.own`.
+_OWN_KEYS: dict[str, tuple[str, type]] = {
+    "num_experts": ("num_experts", int),
+    "experts_per_token": ("num_experts_per_tok", int),
+    "normalize_experts": ("norm_topk_prob", bool),
+    "query_pre_attn_scalar": ("query_pre_attn_scalar", float),
+    "attention_softcap": ("attn_logit_softcapping", float),
+    "logits_softcap": ("final_logit_softcapping", float),
+    "rope_local_theta": ("rope_local_base_freq", float),
+    "rotary_fraction": ("partial_rotary_factor", float),
+    "delta_key_heads": ("linear_num_key_heads", int),
+    "delta_value_heads": ("linear_num_value_heads", int),
+    "delta_key_dim": ("linear_key_head_dim", int),
+    "delta_value_dim": ("linear_value_head_dim", int),
+    "delta_taps": ("linear_conv_kernel_dim", int),
+}
+SOFTCAPS = ("attention_softcap", "logits_softcap")
+# Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
+PLAIN: Mapping[str, Any] = {
+    "qkv_bias": False,
+    "output_bias": False,
+    "attention_sinks": False,
+    "expert_biases": False,
+    "qk_norm": False,
+    "qk_norm_over_heads": False,
+    "gated_attention": False,
+    "activation": "silu",
+    "pre_norms": True,
+    "post_norms": False,
+    "zero_centered_norms": False,
+    "scale_embeddings": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A family of classes of Transformers.
+
+    Attributes:
+      language_model, score_model: class names of language models, and of models with scores instead of
+        logits.
+      model_type: name of the family in config.json.
+      traits: fields of ModelConfig that the code of the family fixes, where they differ from `PLAIN`.
+      needs: required values of switches in config.json; our decoder does not support other values.
+      own: fields of `_OWN_KEYS` that the family has, with the default of a missing key; None for no default.
+      windows: the keys of config.json that determine the layers with a sliding window: "" if none has one,
+        "number" (`sliding_window`, a number or null for all layers), or "types" (`layer_types`, or every
+        layer but each `sliding_window_pattern`-th). "delta" are delta nets in place of attention
+        (`layer_types`, or every layer but each `full_attention_interval`-th).
+      window_pattern: default of a missing `sliding_window_pattern`.
+      window: default of a missing `sliding_window`; None for no window.
+      unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
+      scaled_queries: True if queries grow with their position.
+      fused: True if one tensor holds q, k and v, and another gate and up.
+      renamed: keys of fields that have another one in other families.
+      quantized: the method of `quantization_config` whose weights can be read; "" for none.
+      rope_theta: default of a missing rotary base.
+      own_head_dim: True if the head size does not follow from the width of the model.
+      divides: True if its code requires a width that is a multiple of the number of heads.
+      tied: default of a missing `tie_word_embeddings`.
+      with_images: class whose text model, described by `text_config`, is of this family; "" for none.
+      text_absent: defaults of missing keys of `text_config`, which published files leave out.
+      text_fixed: keys that `with_images` ignores, and the values that it has instead.
+    """
+
+    language_model: str
+    score_model: str
+    model_type: str
+    traits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, Any] = dataclasses.field(default_factory=lambda: _SILU)
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    windows: Literal["", "number", "types", "delta"] = ""
+    window_pattern: int = 1
+    window: int | None = None
+    unrotated_every: int = 0
+    scaled_queries: bool = False
+    fused: bool = False
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quantized: str = ""
+    rope_theta: float = 10_000.0
+    own_head_dim: bool = False
+    divides: bool = False
+    tied: bool = False
+    with_images: str = ""
+    text_absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text_fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def keys(self) -> dict[str, tuple[str, type]]:
+        """Key and type of all plain values of the family, by field."""
+        keys = _KEYS | {field: _OWN_KEYS[field] for field in self.own}
+        if "num_experts" in self.own:
+            keys["d_ff"] = ("moe_intermediate_size", int)
+        return keys | {field: (key, keys[field][1]) for field, key in self.renamed.items()}
+
+    @property
+    def has_local_theta(self) -> bool:
+        """Whether layers with a sliding window have a rotary base of their own."""
+        return "rope_local_theta" in {**self.own, **self.traits}
+
+    def spells(self, config: ModelConfig) -> bool:
+        """Whether the architecture can express all of `config`."""
+        sliding, rope = config.sliding_layers, config.rope_scaling
+        own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
+        return (
+            all(getattr(config, k) == v for k, v in {**PLAIN, **self.traits}.items())
+            and not any(getattr(config, cap) for cap in SOFTCAPS if cap not in self.own)
+            and ("num_experts" in self.own) == bool(config.num_experts)
+            and (self.windows == "delta") == config.has_state
+            and self.has_local_theta == bool(config.rope_local_theta)
+            and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
+            and (all(config.rotated_layers) or bool(self.unrotated_every))
+            and (rope is not None and rope.query_beta > 0) == self.scaled_queries
+            and (rope is None or not self.fused or rope.kind == "longrope")
+            and not (own_scalar and "query_pre_attn_scalar" not in self.own)
+            and (
+                not any(sliding)
+                or (all(sliding) if self.windows == "number" else bool(self.windows))
+            )
+        )
+
+
+_SILU = {"hidden_act": "silu"}
+_SILU_WHOLE = {**_SILU, "use_sliding_window": False}
+_SILU_NO_BIAS = {**_SILU_WHOLE, "attention_bias": False}
+_GEMMA_TRAITS = {
+    "activation": "gelu_tanh",
+    "post_norms": True,
+    "zero_centered_norms": True,
+    "scale_embeddings": True,
+}
+_GEMMA_NEEDS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "use_bidirectional_attention": False,
+}
+_GEMMA: dict[str, Any] = dict(windows="types", own_head_dim=True, divides=True, tied=True)
+_GEMMA_QUERIES = {"query_pre_attn_scalar": 256.0}
+# Defaults of the Gemma3TextConfig of Transformers.
+_GEMMA3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+}
+
+# If several architectures can express a model, export writes the first, unless the model came from another
+# one.
+ARCHITECTURES = (
+    Architecture(
+        "Qwen2ForCausalLM",
+        "Qwen2ForSequenceClassification",
+        "qwen2",
+        traits={"qkv_bias": True},
+        needs=_SILU_WHOLE,
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "Qwen3ForSequenceClassification",
+        "qwen3",
+        traits={"qk_norm": True},
+        needs=_SILU_NO_BIAS,
+        own_head_dim=True,
+    ),
+    Architecture(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeForSequenceClassification",
+        "qwen3_moe",
+        traits={"qk_norm": True},
+        needs={**_SILU_NO_BIAS, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        own={"num_experts": None, "experts_per_token": None, "normalize_experts": False},
+        own_head_dim=True,
+    ),
+    Architecture(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextForSequenceClassification",
+        "qwen3_5_text",
+        traits={"qk_norm": True, "gated_attention": True, "zero_centered_norms": True},
+        needs={**_SILU, "attention_bias": False},
+        own={
+            "rotary_fraction": 0.25,
+            "delta_key_heads": 16,
+            "delta_value_heads": 32,
+            "delta_key_dim": 128,
+            "delta_value_dim": 128,
+            "delta_taps": 4,
+        },
+        windows="delta",
+        window_pattern=4,
+        own_head_dim=True,
+        with_images="Qwen3_5ForConditionalGeneration",
+    ),
+    Architecture(
+        "GptOssForCausalLM",
+        "GptOssForSequenceClassification",
+        "gpt_oss",
+        traits={
+            "qkv_bias": True,
+            "output_bias": True,
+            "attention_sinks": True,
+            "expert_biases": True,
+            "activation": "clamped_silu",
+        },
+        needs={**_SILU, "attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        own={"num_experts": 128, "experts_per_token": 4},
+        renamed={"num_experts": "num_local_experts", "d_ff": "intermediate_size"},
+        quantized="mxfp4",
+        windows="types",
+        window_pattern=2,
+        window=128,
+        rope_theta=150_000.0,
+        own_head_dim=True,
+    ),
+    Architecture(
+        "LlamaForCausalLM",
+        "LlamaForSequenceClassification",
+        "llama",
+        needs={**_SILU_NO_BIAS, "mlp_bias": False},
+        divides=True,
+    ),
+    Architecture(
+        "MistralForCausalLM",
+        "MistralForSequenceClassification",
+        "mistral",
+        windows="number",
+        window=4096,
+        with_images="Mistral3ForConditionalGeneration",
+    ),
+    Architecture(
+        "Ministral3ForCausalLM",
+        "Ministral3ForSequenceClassification",
+        "ministral3",
+        windows="number",
+        scaled_queries=True,
+        rope_theta=1_000_000.0,
+        own_head_dim=True,
+        with_images="Mistral3ForConditionalGeneration",
+    ),
+    Architecture(
+        "SmolLM3ForCausalLM",
+        "SmolLM3ForSequenceClassification",
+        "smollm3",
+        needs={**_SILU_NO_BIAS, "mlp_bias": False},
+        unrotated_every=4,
+        rope_theta=2_000_000.0,
+        divides=True,
+        tied=True,
+    ),
+    Architecture(
+        "Phi3ForCausalLM",
+        "Phi3ForSequenceClassification",
+        "phi3",
+        own={"rotary_fraction": 1.0},
+        windows="number",
+        fused=True,
+        divides=True,
+    ),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "Olmo3ForSequenceClassification",
+        "olmo3",
+        traits={
+            "qk_norm": True,
+            "qk_norm_over_heads": True,
+            "pre_norms": False,
+            "post_norms": True,
+            # Whatever its file says: the class reads only the other base from `rope_theta`.
+            "rope_local_theta": 500_000.0,
+        },
+        needs={**_SILU, "attention_bias": False},
+        windows="types",
+        window_pattern=4,
+        window=4096,
+        rope_theta=500_000.0,
+        divides=True,
+    ),
+    Architecture(
+        "Gemma2ForCausalLM",
+        "Gemma2ForSequenceClassification",
+        "gemma2",
+        traits=_GEMMA_TRAITS,
+        needs=_GEMMA_NEEDS,
+        own={"attention_softcap": 50.0, "logits_softcap": 30.0, **_GEMMA_QUERIES},
+        window_pattern=2,
+        **_GEMMA,
+    ),
+    Architecture(
+        "Gemma3ForCausalLM",
+        "Gemma3TextForSequenceClassification",
+        "gemma3_text",
+        traits={**_GEMMA_TRAITS, "qk_norm": True},
+        # The class reads `attn_logit_softcapping` but does not use it.
+        needs={**_GEMMA_NEEDS, "attn_logit_softcapping": None},
+        own={"logits_softcap": 0.0, "rope_local_theta": 10_000.0, **_GEMMA_QUERIES},
+        window_pattern=6,
+        rope_theta=1_000_000.0,
+        with_images="Gemma3ForConditionalGeneration",
+        text_absent=_GEMMA3_TEXT,
+        text_fixed={"final_logit_softcapping": None},
+        **_GEMMA,
+    ),
+)
