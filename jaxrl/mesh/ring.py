@@ -11,8 +11,8 @@ bytes where query heads share key-value heads.
 A causal row costs more at its end. So tokens are laid out in another order for a ring, for all layers of the
 stack: of 2 r chunks, part a holds chunks a and 2 r - 1 - a. With r = 4:
 
-    chunks in the row     0 1 2 3 4 5 6 7
-    after `ContextSplit.spread`    0 7 | 1 6 | 2 5 | 3 4
+    chunks in the row     0 1 | 2 3 | 4 5 | 6 7
+    after `spread`        0 7 | 1 6 | 2 5 | 3 4      `unspread` brings them back
 
 T tokens of a row   Q query heads and K kv heads of a device
 """
@@ -110,7 +110,7 @@ def spread(x: jax.Array, split: ContextSplit, mesh: Mesh, rules: Rules) -> jax.A
     return _moved(x, split, mesh, rules, back=False)
 
 
-def gathered(x: jax.Array, split: ContextSplit, mesh: Mesh, rules: Rules) -> jax.Array:
+def unspread(x: jax.Array, split: ContextSplit, mesh: Mesh, rules: Rules) -> jax.Array:
     """Brings [B, T, ...] back from the order of `spread`."""
     return _moved(x, split, mesh, rules, back=True)
 

@@ -24,7 +24,7 @@ from jaxrl.mesh.offload import check_host_memory, offload
 from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
 from jaxrl.mesh.protocols import PER_TOKEN
-from jaxrl.mesh.ring import ContextSplit, gathered, pick_split, spread
+from jaxrl.mesh.ring import ContextSplit, pick_split, spread, unspread
 from jaxrl.mesh.rules import (
     TRAIN_RULES,
     constraint,
@@ -341,7 +341,7 @@ class PackedModel:
             per_row=segments,
             live_BT=segment_ids > 0,
         )
-        return out._replace(hidden_BTD=gathered(out.hidden_BTD, split, self.mesh, TRAIN_RULES))
+        return out._replace(hidden_BTD=unspread(out.hidden_BTD, split, self.mesh, TRAIN_RULES))
 
 
 class Frozen(PackedModel):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshes import mesh_of
 
 from jaxrl.mesh.parallel_layers import attention_parallel
-from jaxrl.mesh.ring import ContextSplit, gathered, pick_split, splits, spread
+from jaxrl.mesh.ring import ContextSplit, pick_split, splits, spread, unspread
 from jaxrl.mesh.rules import TRAIN_RULES
 from jaxrl.models.attention import TreeSegments, attention
 from jaxrl.models.attention_kind import FULL, AttentionKind
@@ -31,14 +31,14 @@ def gradients(function, q, k, v, weights):
         return jnp.sum(out * weights), out
 
     (_, out), found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    return out * (weights != 0).astype(np.float32), found
+    return out * (weights != 0).astype(out.dtype), found
 
 
 def shared(attend, split, ids: Any, kind):
     """`attend` on eight devices that share every row."""
     mesh = mesh_of(**EIGHT)
     to = functools.partial(spread, split=split, mesh=mesh, rules=TRAIN_RULES)
-    back = functools.partial(gathered, split=split, mesh=mesh, rules=TRAIN_RULES)
+    back = functools.partial(unspread, split=split, mesh=mesh, rules=TRAIN_RULES)
     on_mesh = attention_parallel(attend, mesh, TRAIN_RULES, split)
     return lambda q, k, v: back(on_mesh(*map(to, (q, k, v)), jax.tree.map(to, ids), kind))
 
@@ -102,24 +102,49 @@ def test_the_order_for_a_ring():
     split = ContextSplit(1, 4)
     found = jax.jit(lambda x: spread(x, split, mesh, TRAIN_RULES))(row)
     assert found[0].tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
-    assert jax.jit(lambda x: gathered(x, split, mesh, TRAIN_RULES))(found).tolist() == row.tolist()
+    assert jax.jit(lambda x: unspread(x, split, mesh, TRAIN_RULES))(found).tolist() == row.tolist()
 
 
 @pytest.mark.parametrize("split", [ContextSplit(u, 8 // u) for u in (1, 2, 4)])
 def test_every_order_comes_back(split):
     mesh, rows = mesh_of(**EIGHT), normal(2, 48, 3)
     there = jax.jit(lambda x: spread(x, split, mesh, TRAIN_RULES))(rows)
-    back = jax.jit(lambda x: gathered(x, split, mesh, TRAIN_RULES))(there)
+    back = jax.jit(lambda x: unspread(x, split, mesh, TRAIN_RULES))(there)
     assert sorted(there[0, :, 0].tolist()) == sorted(rows[0, :, 0].tolist())
     np.testing.assert_array_equal(back, rows)
 
 
-def test_devices_of_a_ring_have_as_many_pairs_each():
-    """Chunks a and 2 r - 1 - a: of 8 chunks every part has 1 + 8 = 2 + 7 = .. pairs of chunks below it."""
-    pairs = [sum(chunk + 1 for chunk in (a, 7 - a)) for a in range(4)]
-    assert pairs == [9, 9, 9, 9]
-    assert ContextSplit(1, 4).chunks(80) == 2
-    assert ContextSplit(1, 4).chunks(84) == 1
+@pytest.mark.parametrize("split", [ContextSplit(1, 4), ContextSplit(2, 2)])
+def test_parts_of_a_ring_have_as_many_pairs_each(split):
+    """Token t sees t + 1 tokens of one text: 80 * 81 / 2 pairs, the same share for each part."""
+    mesh = mesh_of("1-1-4", context=4)
+    seen = np.arange(1, 81)[None]
+    there = jax.jit(lambda x: spread(x, split, mesh, TRAIN_RULES))(seen)
+    of_parts = np.asarray(there).reshape(split.ring, -1).sum(1)
+    assert of_parts.tolist() == [80 * 81 // 2 // split.ring] * split.ring
+    # Rows that do not divide keep their order.
+    odd = np.arange(84)[None]
+    kept = jax.jit(lambda x: spread(x, split, mesh, TRAIN_RULES))(odd)
+    np.testing.assert_array_equal(kept, odd)
+
+
+@pytest.mark.parametrize("split", [ContextSplit(2, 4), ContextSplit(1, 8)])
+def test_a_ring_in_bfloat16_is_as_exact_as_one_device(split):
+    """Head size 128, 512 tokens, tiles of the size on accelerators: both are compared with float32."""
+    q, *keys = normal(1, 512, 4, 128), *(normal(1, 512, 2, 128, seed=s) for s in (1, 2))
+    ids: Any = np.sort(np.random.default_rng(3).integers(1, 4, (1, 512)), axis=1).astype(np.int32)
+    weights = normal(1, 512, 4, 128, seed=4)
+    exact = gradients(lambda q, k, v: attention(q, k, v, ids), q, *keys, weights)
+    narrow = [x.astype(jnp.bfloat16) for x in (q, *keys)]
+    ring = shared(attention, split, ids, FULL)
+    for attend in (ring, lambda q, k, v: attention(q, k, v, ids)):
+        found = gradients(attend, *narrow, weights.astype(jnp.bfloat16))
+        errors = [
+            float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+        ]
+        # bfloat16 has 8 bits; inputs, products and outputs are rounded.
+        assert max(errors) < 0.02
 
 
 def test_the_way_that_sends_the_fewest_bytes():
