@@ -131,14 +131,14 @@ def test_parts_of_a_ring_have_as_many_pairs_each(split):
 @pytest.mark.parametrize("split", [ContextSplit(2, 4), ContextSplit(1, 8)])
 def test_a_ring_in_bfloat16_is_as_exact_as_one_device(split):
     """Head size 128, 512 tokens, tiles of the size on accelerators: both are compared with float32."""
-    q, *keys = normal(1, 512, 4, 128), *(normal(1, 512, 2, 128, seed=s) for s in (1, 2))
+    q, k, v = normal(1, 512, 4, 128), *(normal(1, 512, 2, 128, seed=s) for s in (1, 2))
     ids: Any = np.sort(np.random.default_rng(3).integers(1, 4, (1, 512)), axis=1).astype(np.int32)
     weights = normal(1, 512, 4, 128, seed=4)
-    exact = gradients(lambda q, k, v: attention(q, k, v, ids), q, *keys, weights)
-    narrow = [x.astype(jnp.bfloat16) for x in (q, *keys)]
+    exact = gradients(lambda q, k, v: attention(q, k, v, ids), q, k, v, weights)
+    q, k, v, narrow_weights = (x.astype(jnp.bfloat16) for x in (q, k, v, weights))
     ring = shared(attention, split, ids, FULL)
     for attend in (ring, lambda q, k, v: attention(q, k, v, ids)):
-        found = gradients(attend, *narrow, weights.astype(jnp.bfloat16))
+        found = gradients(attend, q, k, v, narrow_weights)
         errors = [
             float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
