@@ -27,7 +27,7 @@ from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
 from jaxrl.models.gates import GATES
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig, RopeScaling
-from jaxrl.models.modules import Projection, RMSNorm, constant, normal
+from jaxrl.models.modules import Projection, RMSNorm, constant, normal, over_rms
 from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
@@ -94,7 +94,8 @@ class Attention(nnx.Module):
         if config.gated_attention:
             self.q_gate = Projection("q", (width,), (queries, head), **options)
         self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
-        self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
+        if not config.keys_as_values:
+            self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.o = Projection("o", (queries, head), (width,), bias=config.output_bias, **options)
         if config.attention_sinks:
             self.sinks = constant(0.0, (queries,))
@@ -116,9 +117,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Returns [B, T, D] and the second result of `attend`."""
         constrain = compute.constrain
-        q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, compute) for project in (self.q, self.k, self.v))
+        q_BTQH, k_BTKH = self.q(x_BTD, compute), self.k(x_BTD, compute)
+        v_BTKH = k_BTKH if self.config.keys_as_values else self.v(x_BTD, compute)
         if self.config.qk_norm:
             q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
+        if self.config.value_norm:
+            v_BTKH = over_rms(v_BTKH, self.config.rms_norm_eps).astype(v_BTKH.dtype)
         if x_BTD.shape[1] == 1:
             # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
             # and keeps a transposed copy of the query weights of all layers.
@@ -178,7 +182,7 @@ class Layer(nnx.Module):
         if self.is_delta:
             self.delta = DeltaNet(config, rngs=rngs)
         else:
-            self.attention = Attention(config, rngs=rngs)
+            self.attention = Attention(config.of_kind(kind), rngs=rngs)
         feed_forward = MixtureOfExperts if config.num_experts else FeedForward
         self.mlp = feed_forward(config, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
@@ -188,6 +192,9 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm = _norm(config, width)
             self.mlp_post_norm = _norm(config, width)
+        self.has_scalar = config.scaled_layers
+        if config.scaled_layers:
+            self.scalar = constant(1.0, ())
 
     def __call__(
         self,
@@ -215,7 +222,10 @@ class Layer(nnx.Module):
             out_BTD, routing = self.mlp(in_BTD, live_BT, compute)
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
-        x_BTD = compute.constrain(x_BTD + out_BTD, ("batch", "length", "activation"))
+        x_BTD = x_BTD + out_BTD
+        if self.has_scalar:
+            x_BTD = x_BTD * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTD.dtype)
+        x_BTD = compute.constrain(x_BTD, ("batch", "length", "activation"))
         return x_BTD, layer_out, routing
 
 
@@ -232,8 +242,8 @@ class DecoderOutput(NamedTuple):
 
     Attributes:
       hidden_BTD: normalised last hidden states.
-      layer_out: second result of `attend`, stacked over layers; with delta layers a list of the places in
-        a period, each stacked over periods.
+      layer_out: second result of `attend`, stacked over layers; with periods of several layers a list of the
+        places in one, each stacked over periods.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
@@ -278,8 +288,8 @@ class Decoder(nnx.Module):
           tokens_BT, positions_BT: int32; positions count from the start of each sequence.
           attend: attention function, see `Attend`; its second result has a leading dimension of rows.
           compute: implementation choices.
-          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With delta layers a list of
-            such trees, of the places in a period, [L / period, B, ...], or None.
+          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With periods of several
+            layers a list of such trees, of the places in one, [L / period, B, ...], or None.
           per_row: pytree of [B, ...], passed to `attend` of every layer.
           live_BT: bool, False for padding, which delta layers and a mixture of experts skip; None if all
             tokens are live.
@@ -335,7 +345,7 @@ class Decoder(nnx.Module):
             return layer(x_BTD, nnx.merge(layer_graph, weights), flags, layer_in, row_in)
 
         def one_period(x_BTD, weights_and_flags, period_in, row_in):
-            period, outs = nnx.merge(layer_graph, weights_and_flags[0]), []
+            period, outs, routings = nnx.merge(layer_graph, weights_and_flags[0]), [], []
             places = LayerFlags.of_layers(self.config)[: self.config.period]
             for place, flags in enumerate(places):
                 graph, weights = nnx.split(getattr(period, f"place{place}"))
@@ -344,9 +354,10 @@ class Decoder(nnx.Module):
                     return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in)
 
                 layer_in = None if period_in is None else period_in[place]
-                x_BTD, (out, _) = kept(at_place)(x_BTD, weights, layer_in, row_in)
+                x_BTD, (out, routing) = kept(at_place)(x_BTD, weights, layer_in, row_in)
                 outs.append(out)
-            return x_BTD, (outs, None)
+                routings.append(routing)
+            return x_BTD, (outs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings))
 
         step = one_period if self.config.period > 1 else kept(one_layer)
         row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
@@ -358,6 +369,8 @@ class Decoder(nnx.Module):
             row_in,
             unroll=compute.unroll,
         )
+        if self.config.period > 1:
+            routing = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), routing)
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
 
     def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
@@ -368,16 +381,17 @@ class Decoder(nnx.Module):
         return AttentionKind(0 if slides is False else window, softcap)
 
     def _rotations(self, positions_BT: jax.Array) -> tuple[Rotation, Rotation | None]:
-        """Rotations of full layers, and of sliding layers; None for the latter if they share one base."""
+        """Rotations of full layers, and of sliding layers; None for the latter if they are the same."""
         config, scaling, scale = self.config, self.config.rope_scaling, None
         if scaling is not None and scaling.query_beta:
             lengths_BT11 = positions_BT[..., None, None] // scaling.original_max_positions
             scale = 1 + scaling.query_beta * jnp.log1p(lengths_BT11.astype(jnp.float32))
-        angles = functools.partial(rotary_angles, positions_BT, config.rotary_dims)
-        whole = Rotation(*angles(config.rope_theta, scaling), scale)
-        if not config.rope_local_theta:
+        dims, theta = config.of_kind("full").rotary_dims, config.rope_theta
+        whole = Rotation(*rotary_angles(positions_BT, dims, theta, scaling), scale)
+        if not (config.rope_local_theta or config.full_head_dim):
             return whole, None
-        return whole, Rotation(*angles(config.rope_local_theta, None), scale)
+        dims, theta = config.rotary_dims, config.rope_local_theta or theta
+        return whole, Rotation(*rotary_angles(positions_BT, dims, theta, None), scale)
 
     def logits(
         self, hidden: jax.Array, needed: jax.Array | None = None, *, compute: Compute
@@ -414,6 +428,9 @@ def rotary_angles(
     frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
     if scaling is not None and scaling.kind == "linear":
         frequency = frequency / scaling.factor
+    elif scaling is not None and scaling.kind == "proportional":
+        turning = jnp.arange(num_dims // 2) < scaling.rotated * num_dims // 2
+        frequency = jnp.where(turning, frequency, 0.0)
     elif scaling is not None and scaling.kind == "longrope":
         factors = scaling.long_factors if scaling.long else scaling.short_factors
         frequency = frequency / jnp.array(factors, jnp.float32)

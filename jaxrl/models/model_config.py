@@ -24,7 +24,7 @@ from jaxrl.checks import (
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-# Gates of feed-forward networks, see `gates.GATES`; those without "gelu_tanh" are the gates of experts.
+# Gates of feed-forward networks, see `gates.GATES`.
 ACTIVATIONS = ("silu", "clamped_silu", "gelu_tanh")
 
 
@@ -62,10 +62,12 @@ class RopeScaling:
     """Queries grow with their position, by 1 + `query_beta` ln(1 + floor(position /
     `original_max_positions`)) (Ministral 3).
     """
-    kind: Annotated[str, one_of("llama3", "linear", "yarn", "longrope")] = "llama3"
+    rotated: Annotated[float, positive(at_most=1)] = 1.0
+    """Part of the pairs of a head that turn, those of the shortest wavelengths ("proportional")."""
+    kind: Annotated[str, one_of("llama3", "linear", "yarn", "longrope", "proportional")] = "llama3"
     """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them, "yarn"
     (arXiv 2309.00071) long ones, "longrope" (Phi-4-mini) each by a factor of its own. The last two also
-    scale queries and keys.
+    scale queries and keys. "proportional" (Gemma 4) stretches none, and leaves out long ones.
     """
 
     def __post_init__(self):
@@ -144,6 +146,10 @@ class ModelConfig:
         "attention_sinks",
         "qk_norm",
         "qk_norm_over_heads",
+        "value_norm",
+        "keys_as_values",
+        "full_head_dim",
+        "full_kv_heads",
         "gated_attention",
         "delta_key_heads",
         "delta_value_heads",
@@ -165,6 +171,7 @@ class ModelConfig:
         "post_norms",
         "zero_centered_norms",
         "scale_embeddings",
+        "scaled_layers",
         "num_experts",
         "experts_per_token",
         "normalize_experts",
@@ -185,6 +192,9 @@ class ModelConfig:
     num_kv_heads: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 2
     head_dim: Annotated[int, at_least(2, at_most=MAX_WIDTH)] = 32
     """Query heads, key-value heads, size of each."""
+    full_head_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    full_kv_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Head size and key-value heads of full layers, if others have other ones (Gemma 4); 0 for the same."""
     rope_theta: Annotated[float, at_least(1, at_most=1e11)] = 10_000.0
     rope_scaling: RopeScaling | None = None
     """Base of the rotary wavelengths, and their scaling; None for none."""
@@ -201,7 +211,8 @@ class ModelConfig:
     )
     """Kinds of layers, repeated from the first: attention that is "full", "sliding", or
     "unrotated", which is full and without rotary positions (SmolLM3), or "delta", a gated delta net in place
-    of attention (Qwen3.5). With the latter a whole number of patterns makes up the model.
+    of attention (Qwen3.5). A whole number of patterns makes up the model if weights of its kinds have other
+    shapes.
     """
     delta_key_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     delta_value_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
@@ -224,6 +235,10 @@ class ModelConfig:
     """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
     qk_norm_over_heads: bool = False
     """These norms run over all heads together (OLMo 3)."""
+    value_norm: bool = False
+    """RMSNorm over head_dim on values, without weights (Gemma 4)."""
+    keys_as_values: bool = False
+    """Full layers have no projection of values: they are the keys before norm and rotation (Gemma 4)."""
     gated_attention: bool = False
     """The output of attention is multiplied by the sigmoid of another projection (Qwen3.5)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
@@ -243,6 +258,8 @@ class ModelConfig:
     """Norm weights are stored as scale - 1 (Gemma)."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of d_model (Gemma)."""
+    scaled_layers: bool = False
+    """Each layer multiplies its output, residual sum included, by a number that is not trained (Gemma 4)."""
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     """Experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network."""
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
@@ -259,13 +276,17 @@ class ModelConfig:
     """Low-rank adapters."""
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "each key-value head serves an equal group of query heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions pair its halves")
+        for heads in ("num_kv_heads", "full_kv_heads"):
+            if self.num_heads % (getattr(self, heads) or 1):
+                raise ValueError(
+                    f"num_heads {self.num_heads} is not a multiple of {heads} {getattr(self, heads)}; "
+                    "each key-value head serves an equal group of query heads"
+                )
+        for size in ("head_dim", "full_head_dim"):
+            if getattr(self, size) % 2:
+                raise ValueError(
+                    f"{size} {getattr(self, size)} is odd; rotary positions pair its halves"
+                )
         if self.rotary_dims % 2 or not self.rotary_dims:
             raise ValueError(
                 f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} is "
@@ -301,11 +322,6 @@ class ModelConfig:
                 f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
                 "with sliding layers has a window of 1 or more tokens, another has 0"
             )
-        if self.num_experts and self.activation == "gelu_tanh":
-            raise ValueError(
-                f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
-                "silu or clamped_silu; use one of them, or a dense model"
-            )
         if self.expert_biases and not self.num_experts:
             raise ValueError("expert_biases with num_experts 0; a dense model has none")
         heads = self.delta_key_heads, self.delta_value_heads
@@ -322,7 +338,7 @@ class ModelConfig:
         if self.num_layers % self.period:
             raise ValueError(
                 f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
-                "with delta layers the pattern fits a whole number of times"
+                "with delta layers, or heads of two sizes, the pattern fits a whole number of times"
             )
         if any(heads) and (self.num_experts or self.post_norms):
             raise ValueError(
@@ -343,8 +359,27 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Layers of one iteration of the scan over the stack: 1, or a whole pattern with delta layers."""
-        return len(self.layer_pattern) if self.has_state else 1
+        """Layers of one iteration of the scan: 1, or a whole pattern if weights of its kinds differ."""
+        differ = self.has_state or self.full_head_dim or self.full_kv_heads or self.keys_as_values
+        return len(self.layer_pattern) if differ else 1
+
+    def of_kind(self, kind: str) -> ModelConfig:
+        """The model with the heads of one kind of layer."""
+        if kind != "full":
+            return dataclasses.replace(self, keys_as_values=False)
+        return dataclasses.replace(
+            self,
+            head_dim=self.full_head_dim or self.head_dim,
+            num_kv_heads=self.full_kv_heads or self.num_kv_heads,
+        )
+
+    @property
+    def of_attention_layers(self) -> list[ModelConfig]:
+        """The model with the heads of each layer with attention."""
+        kinds = {kind: self.of_kind(kind) for kind in self.layer_pattern}
+        repeats = -(-self.num_layers // len(self.layer_pattern))
+        pattern = (self.layer_pattern * repeats)[: self.num_layers]
+        return [kinds[kind] for kind in pattern if kind != "delta"]
 
     @property
     def num_periods(self) -> int:
@@ -401,29 +436,36 @@ class ModelConfig:
         return self._count(self.experts_per_token)
 
     def _count(self, num_experts: int) -> int:
-        d, h = self.d_model, self.head_dim
-        attention = 2 * d * h * (self.num_heads + self.num_kv_heads)
-        attention += self.gated_attention * d * h * self.num_heads
-        if self.qkv_bias:
-            attention += (self.num_heads + 2 * self.num_kv_heads) * h
-        attention += self.output_bias * d + self.attention_sinks * self.num_heads
-        if self.qk_norm:
-            attention += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
+        d = self.d_model
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
             biases = self.expert_biases
             router = (d + biases) * self.num_experts
             feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
-        layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d
+        layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
         delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
         delta += 2 * heads + self.delta_value_dim
-        mixing = self.attention_layers * attention
+        mixing = sum(layer._attention_params for layer in self.of_attention_layers)
         mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return self.num_layers * layer + mixing + d + self.vocab_size * d + head
 
+    @property
+    def _attention_params(self) -> int:
+        """Parameters of attention in one layer, whose heads are those of `of_kind`."""
+        d, h = self.d_model, self.head_dim
+        count = d * h * (2 * self.num_heads + (2 - self.keys_as_values) * self.num_kv_heads)
+        count += self.gated_attention * d * h * self.num_heads
+        if self.qkv_bias:
+            count += (self.num_heads + 2 * self.num_kv_heads) * h
+        count += self.output_bias * d + self.attention_sinks * self.num_heads
+        if self.qk_norm:
+            count += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
+        return count
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of the key-value cache per token, over all layers."""
-        return 2 * self.attention_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        values = sum(layer.num_kv_heads * layer.head_dim for layer in self.of_attention_layers)
+        return 2 * values * bytes_per_value

@@ -25,7 +25,7 @@ def normal(key: jax.Array, dims: Dims, fan_in: int, *, summed: range = range(0))
 
 def constant(value: float, dims: Dims, *, exact: bool = False) -> nnx.Param:
     """A float32 weight that starts with one value everywhere; an `exact` one is never rounded."""
-    axes, shape = zip(*dims, strict=True)
+    axes, shape = zip(*dims, strict=True) if dims else ((), ())
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, exact=exact)
 
 
@@ -105,6 +105,12 @@ class Projection(nnx.Module):
         return delta_BTO.reshape(*x.shape[:2], *outs)
 
 
+def over_rms(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.Array:
+    """x / rms(x) over some dimensions, in float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=over, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dimensions, in float32; `zero_centered` weights are scale - 1."""
 
@@ -116,8 +122,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises [..., *dims]; keeps the type of `x`."""
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=self.over, keepdims=True) + self.eps)
+        x32 = over_rms(x, self.eps, self.over)
         scale = self.scale[...].astype(jnp.float32)
         if self.zero_centered:
             scale = scale + 1

@@ -40,40 +40,32 @@ class TokenFlops:
 def token_flops(model: ModelConfig) -> TokenFlops:
     """The operations of one token."""
     width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
-    queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-    # (inputs, outputs, copies that a token passes) of each projection of a layer.
-    sides = {
-        "q": (width, queries, 1),
-        "k": (width, keys, 1),
-        "v": (width, keys, 1),
-        "o": (queries, width, 1),
-        "gate": (width, inner, experts),
-        "up": (width, inner, experts),
-        "down": (inner, width, experts),
-    }
-    each = {name: copies * ins * outs for name, (ins, outs, copies) in sides.items()}
-    gates = model.gated_attention * each["q"]
-    mixing = model.attention_layers * (sum(each[name] for name in "qkvo") + gates)
-    mixing += (model.num_layers - model.attention_layers) * _delta_weights(model)
-    layer = each["gate"] + each["up"] + each["down"] + width * model.num_experts
+    # (name, inputs, outputs, copies that a token passes) of the projections of all layers.
+    sides = [
+        ("gate", width, inner, model.num_layers * experts),
+        ("up", width, inner, model.num_layers * experts),
+        ("down", inner, width, model.num_layers * experts),
+    ]
+    for layer in model.of_attention_layers:
+        queries, keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
+        sides += [("q", width, queries, 1)] * (1 + model.gated_attention)
+        sides += [("k", width, keys, 1), ("o", queries, width, 1)]
+        sides += [("v", width, keys, 1)] * (not layer.keys_as_values)
+    # Three passes over the states of delta layers, and their projections.
+    deltas, heads = model.num_layers - model.attention_layers, model.delta_value_heads
+    keys, values = model.delta_key_heads * model.delta_key_dim, heads * model.delta_value_dim
+    delta_sides = {"q": keys, "k": keys, "v": values, "z": values, "a": heads, "b": heads}
+    sides += [(name, width, outs, deltas) for name, outs in delta_sides.items()]
+    sides += [("o", values, width, deltas)]
+    others = model.num_layers * width * model.num_experts
+    others += deltas * 3 * values * model.delta_key_dim
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets
     adapters = sum(
-        copies * rank * (ins + outs)
-        for name, (ins, outs, copies) in sides.items()
-        if name in targets
+        copies * rank * (ins + outs) for name, ins, outs, copies in sides if name in targets
     )
-    return TokenFlops(
-        2.0 * (model.num_layers * layer + mixing + head),
-        2.0 * model.num_layers * adapters if rank else 0.0,
-    )
-
-
-def _delta_weights(model: ModelConfig) -> int:
-    """Multiplications of a token in a delta layer: its projections, and three passes over its states."""
-    keys = 2 * model.delta_key_heads * model.delta_key_dim
-    values, heads = model.delta_value_heads * model.delta_value_dim, model.delta_value_heads
-    return model.d_model * (keys + 3 * values + 2 * heads) + 3 * values * model.delta_key_dim
+    weights = sum(copies * ins * outs for _, ins, outs, copies in sides)
+    return TokenFlops(2.0 * (weights + others + head), 2.0 * adapters)
 
 
 def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
@@ -91,9 +83,15 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     # A token that lies m tokens beyond the first full window does not see the first m tokens.
     sliding_B = full_B - beyond_B * (beyond_B + 1) / 2
     num_sliding = sum(model.sliding_layers)
-    pairs_B = (model.attention_layers - num_sliding) * full_B + num_sliding * sliding_B
+    pairs_B = _full_dims(model) * full_B + num_sliding * model.head_dim * sliding_B
     # Two matmuls, q.k and weights.v, of 2 operations for each pair, head and head dimension.
-    return 4.0 * model.num_heads * model.head_dim * pairs_B
+    return 4.0 * model.num_heads * pairs_B
+
+
+def _full_dims(model: ModelConfig) -> int:
+    """The sum of head sizes over layers with full attention."""
+    sliding = sum(model.sliding_layers) * model.head_dim
+    return sum(layer.head_dim for layer in model.of_attention_layers) - sliding
 
 
 def training_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ def choose_cache(
         model.head_dim,
         kv_dtype,
         keys_last="length" if platform in (None, "cpu") else "head_dim",
-        delta=model if model.has_state else None,
+        periodic=model if model.period > 1 else None,
         tail_dtype=dtype,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1

@@ -15,8 +15,9 @@ each slot as long as the longest possible sequence; in `paged_cache.py` slots ar
 L times [B, ..]   an array for each layer, and a Python loop over layers: for shallow models on CPU, where
                   a scan copies the slice of the cache, and of the weights, for every layer
 
-With delta layers each of these is a list of the places in a period, and "layers" are periods. A place has
-keys and values or a `DeltaState`, which has no length: it is that after the last token, in a buffer too.
+With periods of several layers each of these is a list of the places in one, and "layers" are periods. A place
+has keys and values, of its own head size, or a `DeltaState`, which has no length: it is that after the last
+token, in a buffer too.
 
 B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens   L layers
 Q query heads   K kv heads   H head size
@@ -214,9 +215,9 @@ class CacheKind:
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
             past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
-            if self.shape.delta is not None:
+            if self.shape.periodic is not None:
                 # One place of a period has attention, so that a number tells which layer it is.
-                past, cache = [past] * self.shape.delta.period, self._of_kernel(cache)
+                past, cache = [past] * self.shape.periodic.period, self._of_kernel(cache)
 
         def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
@@ -237,7 +238,7 @@ class CacheKind:
 
         def pair(past: Cache, buffer: Cache) -> Any:
             """What each layer reads: its past and buffer, or its state in the buffer."""
-            if self.shape.delta is None:
+            if self.shape.periodic is None:
                 return past, buffer
             return [
                 (None, new) if isinstance(new, DeltaState) else (old, new)

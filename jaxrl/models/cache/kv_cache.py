@@ -74,11 +74,11 @@ class CacheShape:
     """Sizes and types of all caches of an engine.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: sizes of the model; layers are periods with delta layers.
+      num_layers, num_kv_heads, head_dim: sizes of the model; layers are periods, if these have several.
       dtype: float32, bfloat16 or int8.
       keys_last: see `KVCache`.
-      delta: the model, if some of its layers are delta nets; None for others.
-      tail_dtype: type of the tails of their states.
+      periodic: the model, if its periods have several layers; None for others.
+      tail_dtype: type of the tails of the states of delta layers.
     """
 
     num_layers: int
@@ -86,30 +86,35 @@ class CacheShape:
     head_dim: int
     dtype: Any
     keys_last: str = "length"
-    delta: ModelConfig | None = None
+    periodic: ModelConfig | None = None
     tail_dtype: Any = jnp.float32
 
     def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
         """Zeros with the leading dimensions (L, B), or (B,) for one layer.
 
-        A `KVCache`; with delta layers a list of the places in a period, `DeltaState`s among them. (A list:
-        in a tree of logical axes a tuple is a leaf.)
+        A `KVCache`; with periods of several layers a list of the places in one, `DeltaState`s among them. (A
+        list: in a tree of logical axes a tuple is a leaf.)
         """
-        if self.delta is None:
+        if self.periodic is None:
             return self.keys_and_values(leading, capacity)
         return [
-            self.no_past(leading) if kind == "delta" else self.keys_and_values(leading, capacity)
-            for kind in self.delta.layer_pattern
+            self.no_past(leading)
+            if kind == "delta"
+            else self.keys_and_values(leading, capacity, self.periodic.of_kind(kind))
+            for kind in self.periodic.layer_pattern
         ]
 
     def no_past(self, leading: tuple[int, ...]) -> DeltaState:
         """The state of a delta layer before the first token."""
-        assert self.delta is not None, "no layer has a state"
-        return no_past(self.delta, leading, self.tail_dtype)
+        assert self.periodic is not None, "no layer has a state"
+        return no_past(self.periodic, leading, self.tail_dtype)
 
-    def keys_and_values(self, leading: tuple[int, ...], capacity: int) -> KVCache:
-        """Zeros for one place of a period."""
-        K, H, C = self.num_kv_heads, self.head_dim, capacity
+    def keys_and_values(
+        self, leading: tuple[int, ...], capacity: int, sizes: Any = None
+    ) -> KVCache:
+        """Zeros for one place of a period, with the heads of `sizes` if there are several."""
+        sizes = sizes or self
+        K, H, C = sizes.num_kv_heads, sizes.head_dim, capacity
         scales: Any = [None, None]
         if self.dtype == jnp.int8:
             scales = [jnp.zeros((*leading, K, C)) for _ in range(2)]

@@ -68,11 +68,13 @@ def _kv_parts(kv_heads: int, t: int) -> int:
 @functools.lru_cache(maxsize=256)
 def model_numbers(model: ModelConfig) -> ModelNumbers:
     """Counts a model once; every simulated layout of it asks for these numbers."""
-    width, h = model.d_model, model.head_dim
+    width = model.d_model
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
     used = model.experts_per_token or 1
-    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * model.d_ff * used
+    layers = model.of_attention_layers
+    heads = [2 * (model.num_heads + layer.num_kv_heads) * layer.head_dim for layer in layers]
+    split = sum(heads) / len(heads) + 3 * model.d_ff * used
     experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
     return ModelNumbers(
         layers=model.num_layers,
@@ -80,7 +82,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
         experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
-        pair_flops=4.0 * model.num_heads * h * model.attention_layers,
+        pair_flops=4.0 * model.num_heads * sum(layer.head_dim for layer in layers),
         width=width,
         kept_values=float(2 * width),
         split_values=float(split),
