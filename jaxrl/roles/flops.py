@@ -39,28 +39,36 @@ class TokenFlops:
 
 def token_flops(model: ModelConfig) -> TokenFlops:
     """The operations of one token."""
-    width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
+    width = model.d_model
+    # (width, copies that a token passes) of the feed-forward networks of a layer.
+    networks = [(model.d_ff, model.experts_per_token or 1)]
+    networks += [(model.shared_d_ff, 1)] if model.shared_d_ff else []
     queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-    # (inputs, outputs, copies that a token passes) of each projection of a layer.
-    sides = {
-        "q": (width, queries, 1),
-        "k": (width, keys, 1),
-        "v": (width, keys, 1),
-        "o": (queries, width, 1),
-        "gate": (width, inner, experts),
-        "up": (width, inner, experts),
-        "down": (inner, width, experts),
-    }
-    each = {name: copies * ins * outs for name, (ins, outs, copies) in sides.items()}
-    gates = model.gated_attention * each["q"]
-    mixing = model.attention_layers * (sum(each[name] for name in "qkvo") + gates)
+    # (name, inputs, outputs, copies that a token passes) of each projection of a layer.
+    attention = [
+        ("q", width, queries, 1),
+        ("k", width, keys, 1),
+        ("v", width, keys, 1),
+        ("o", queries, width, 1),
+    ]
+    feed_forward = [
+        side
+        for inner, copies in networks
+        for side in (
+            ("gate", width, inner, copies),
+            ("up", width, inner, copies),
+            ("down", inner, width, copies),
+        )
+    ]
+    weights = lambda sides: sum(copies * ins * outs for _, ins, outs, copies in sides)  # noqa: E731
+    mixing = model.attention_layers * (weights(attention) + model.gated_attention * width * queries)
     mixing += (model.num_layers - model.attention_layers) * _delta_weights(model)
-    layer = each["gate"] + each["up"] + each["down"] + width * model.num_experts
+    layer = weights(feed_forward) + width * (model.num_experts + model.shared_gate)
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets
     adapters = sum(
         copies * rank * (ins + outs)
-        for name, (ins, outs, copies) in sides.items()
+        for name, ins, outs, copies in attention + feed_forward
         if name in targets
     )
     return TokenFlops(

@@ -71,8 +71,8 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     width, h = model.d_model, model.head_dim
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
-    used = model.experts_per_token or 1
-    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * model.d_ff * used
+    used = model.d_ff * (model.experts_per_token or 1) + model.shared_d_ff
+    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * used
     experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
     return ModelNumbers(
         layers=model.num_layers,
