@@ -24,10 +24,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
-from jaxrl.models.gates import GATES
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig, RopeScaling
-from jaxrl.models.modules import Projection, RMSNorm, constant, normal, over_rms
+from jaxrl.models.modules import FeedForward, Projection, RMSNorm, constant, normal, over_rms
 from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
@@ -145,34 +144,6 @@ def _norm(config: ModelConfig, *dims: tuple[str, int]) -> RMSNorm:
     return RMSNorm(dims, config.rms_norm_eps, zero_centered=config.zero_centered_norms)
 
 
-class FeedForward(nnx.Module):
-    """down(GATES[activation](gate(x), up(x)))."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        width, inner = ("embed", config.d_model), ("mlp", config.d_ff)
-        options: Any = {"lora": config.lora, "rngs": rngs}
-        self.gate = Projection("gate", (width,), (inner,), **options)
-        self.up = Projection("up", (width,), (inner,), **options)
-        self.down = Projection("down", (inner,), (width,), **options)
-        self.activation = config.activation
-
-    def __call__(
-        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
-    ) -> tuple[jax.Array, None]:
-        """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
-        del live_BT
-
-        # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-            hidden_BTF = GATES[self.activation](gate_BTF, up_BTF)
-            hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
-            return self.down(hidden_BTF, compute)
-
-        out_BTD = down(self.gate(x_BTD, compute), self.up(x_BTD, compute))
-        return checkpoint_name(out_BTD, "mlp_out"), None
-
-
 class Layer(nnx.Module):
     """Attention or a delta net, and feed-forward, with norms before, after or both, and residual sums."""
 
@@ -183,8 +154,10 @@ class Layer(nnx.Module):
             self.delta = DeltaNet(config, rngs=rngs)
         else:
             self.attention = Attention(config.of_kind(kind), rngs=rngs)
-        feed_forward = MixtureOfExperts if config.num_experts else FeedForward
-        self.mlp = feed_forward(config, rngs=rngs)
+        if config.num_experts:
+            self.mlp = MixtureOfExperts(config, rngs=rngs)
+        else:
+            self.mlp = FeedForward(config, config.d_ff, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
         if config.pre_norms:
             self.attention_norm = _norm(config, width)
@@ -220,6 +193,7 @@ class Layer(nnx.Module):
         with jax.named_scope("mlp"):
             in_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
             out_BTD, routing = self.mlp(in_BTD, live_BT, compute)
+            out_BTD = checkpoint_name(out_BTD, "mlp_out")
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
         x_BTD = x_BTD + out_BTD

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.modules import Projection, constant, normal
+from jaxrl.models.modules import FeedForward, Projection, constant, normal
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +37,8 @@ class MixtureOfExperts(nnx.Module):
     """Every token goes to its `experts_per_token` most probable experts; none is dropped.
 
     The router is a softmax over all experts in float32, as in Transformers. With `normalize_experts` that is
-    the same as a softmax over those of a token (gpt-oss).
+    the same as a softmax over those of a token (gpt-oss). A shared expert is a dense network that every token
+    passes too.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -54,16 +54,20 @@ class MixtureOfExperts(nnx.Module):
         self.gate = Projection("gate", (width,), (inner,), **options)
         self.up = Projection("up", (width,), (inner,), **options)
         self.down = Projection("down", (inner,), (width,), **options)
+        if config.shared_d_ff:
+            self.shared = FeedForward(config, config.shared_d_ff, rngs=rngs)
+        if config.shared_gate:
+            self.shared_gate = normal(rngs.params(), (width,), fan_in=config.d_model)
         self.config = config
 
     def __call__(
         self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
     ) -> tuple[jax.Array, Routing]:
-        """Applies the experts; returns [B, T, D], which is 0 for padding, and the routing.
+        """Applies the experts; returns [B, T, D], and the routing.
 
         Args:
           x_BTD: activations.
-          live_BT: bool, False for padding, which goes to no expert.
+          live_BT: bool, False for padding, which goes to no expert but the shared one.
           compute: implementation of the forward pass.
         """
         config = self.config
@@ -98,6 +102,13 @@ class MixtureOfExperts(nnx.Module):
             if projection.has_adapter:
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
         out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes, config.activation)
+        if config.shared_d_ff:
+            with jax.named_scope("shared"):
+                shared_BTD, _ = self.shared(x_BTD, live_BT, compute)
+                if config.shared_gate:
+                    gate_BT = compute.product(x_BTD, self.shared_gate[...])
+                    shared_BTD = shared_BTD * jax.nn.sigmoid(gate_BT)[..., None]
+                out_BTD = out_BTD + shared_BTD
         routing = Routing(
             chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
                 : config.num_experts
@@ -105,7 +116,7 @@ class MixtureOfExperts(nnx.Module):
             probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
             num_tokens=live_BT.sum(dtype=jnp.float32),
         )
-        return checkpoint_name(out_BTD, "mlp_out"), routing
+        return out_BTD, routing
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:

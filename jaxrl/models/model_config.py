@@ -176,6 +176,8 @@ class ModelConfig:
         "experts_per_token",
         "normalize_experts",
         "expert_biases",
+        "shared_d_ff",
+        "shared_gate",
         "num_scores",
     )
 
@@ -268,6 +270,10 @@ class ModelConfig:
     """Scale the weights of a token's experts to sum to 1 (`norm_topk_prob`)."""
     expert_biases: bool = False
     """Biases on the router and on the projections of experts (gpt-oss)."""
+    shared_d_ff: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Width of the shared expert, a feed-forward network of all tokens beside the experts; 0 for none."""
+    shared_gate: bool = False
+    """The output of the shared expert is multiplied by the sigmoid of one projection (Qwen3.5-MoE)."""
     num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
     """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
     language model.
@@ -324,6 +330,13 @@ class ModelConfig:
             )
         if self.expert_biases and not self.num_experts:
             raise ValueError("expert_biases with num_experts 0; a dense model has none")
+        if (self.shared_d_ff and not self.num_experts) or (
+            self.shared_gate and not self.shared_d_ff
+        ):
+            raise ValueError(
+                f"shared_d_ff {self.shared_d_ff} and shared_gate {self.shared_gate} with num_experts "
+                f"{self.num_experts}: a gate belongs to a shared expert, and that to a mixture"
+            )
         heads = self.delta_key_heads, self.delta_value_heads
         if not all(heads) == any(heads) == ("delta" in self.layer_pattern):
             raise ValueError(
@@ -442,6 +455,7 @@ class ModelConfig:
             biases = self.expert_biases
             router = (d + biases) * self.num_experts
             feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
+            feed_forward += d * (3 * self.shared_d_ff + self.shared_gate)
         layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads

@@ -1,7 +1,8 @@
-"""Building blocks of layers: weights with named axes, projections with optional adapters, norms."""
+"""Building blocks of layers: weights with named axes, projections with adapters, norms, feed-forward."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.model_config import LoraConfig
+from jaxrl.models.gates import GATES
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 # Name and size of each dimension. The name None marks a dimension that is never split.
 Dims = tuple[tuple[str | None, int], ...]
@@ -127,3 +129,30 @@ class RMSNorm(nnx.Module):
         if self.zero_centered:
             scale = scale + 1
         return (x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+
+
+class FeedForward(nnx.Module):
+    """down(GATES[activation](gate(x), up(x)))."""
+
+    def __init__(self, config: ModelConfig, d_ff: int, *, rngs: nnx.Rngs):
+        width, inner = ("embed", config.d_model), ("mlp", d_ff)
+        options: Any = {"lora": config.lora, "rngs": rngs}
+        self.gate = Projection("gate", (width,), (inner,), **options)
+        self.up = Projection("up", (width,), (inner,), **options)
+        self.down = Projection("down", (inner,), (width,), **options)
+        self.activation = config.activation
+
+    def __call__(
+        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
+    ) -> tuple[jax.Array, None]:
+        """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
+        del live_BT
+
+        # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+            hidden_BTF = GATES[self.activation](gate_BTF, up_BTF)
+            hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
+            return self.down(hidden_BTF, compute)
+
+        return down(self.gate(x_BTD, compute), self.up(x_BTD, compute)), None

@@ -39,13 +39,15 @@ class TokenFlops:
 
 def token_flops(model: ModelConfig) -> TokenFlops:
     """The operations of one token."""
-    width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
+    width = model.d_model
     # (name, inputs, outputs, copies that a token passes) of the projections of all layers.
-    sides = [
-        ("gate", width, inner, model.num_layers * experts),
-        ("up", width, inner, model.num_layers * experts),
-        ("down", inner, width, model.num_layers * experts),
-    ]
+    sides: list[tuple[str, int, int, int]] = []
+    networks = [(model.d_ff, model.experts_per_token or 1)]
+    networks += [(model.shared_d_ff, 1)] if model.shared_d_ff else []
+    for inner, copies in networks:
+        copies *= model.num_layers
+        sides += [("gate", width, inner, copies), ("up", width, inner, copies)]
+        sides += [("down", inner, width, copies)]
     for layer in model.of_attention_layers:
         queries, keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
         sides += [("q", width, queries, 1)] * (1 + model.gated_attention)
@@ -57,7 +59,7 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     delta_sides = {"q": keys, "k": keys, "v": values, "z": values, "a": heads, "b": heads}
     sides += [(name, width, outs, deltas) for name, outs in delta_sides.items()]
     sides += [("o", values, width, deltas)]
-    others = model.num_layers * width * model.num_experts
+    others = model.num_layers * width * (model.num_experts + model.shared_gate)
     others += deltas * 3 * values * model.delta_key_dim
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets

@@ -1,5 +1,6 @@
 """The mixture of experts against a slow twin; its statistics by hand; nothing is dropped."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -188,6 +189,21 @@ def test_the_most_probable_experts_share_the_token_in_proportion():
     share /= share.sum(-1, keepdims=True)
     weights = [np.asarray(getattr(layer(), n).weight[...]) for n in ("gate", "up", "down")]
     assert_close(found, experts_twin(x, expert, share, *weights))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_token_passes_the_shared_expert(gated):
+    config = dataclasses.replace(CONFIG, shared_d_ff=3, shared_gate=gated)
+    mixture = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    x, live = normal(B, T, D), np.ones((B, T), bool)
+    found, _ = mixture(x, live, Compute())
+    routed, _ = layer()(x, live, Compute())  # drawn from the same seed, before the shared expert
+    shared = mixture.shared
+    gate, up, down = (np.asarray(p.weight[...]) for p in (shared.gate, shared.up, shared.down))
+    out = (silu(x @ gate) * (x @ up)) @ down
+    if gated:
+        out /= 1 + np.exp(-x @ np.asarray(mixture.shared_gate[...]))[..., None]
+    assert_close(found, routed + out)
 
 
 def test_a_clamped_gate_and_biases_by_hand():

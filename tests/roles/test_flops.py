@@ -46,6 +46,20 @@ def test_a_token_by_hand():
     assert token_flops(LORA).training == 2 * weights + 3 * adapters
 
 
+def test_a_token_of_a_mixture_by_hand():
+    mixture = dataclasses.replace(
+        MODEL, num_experts=6, experts_per_token=2, shared_d_ff=10, shared_gate=True
+    )
+    # Two experts of three 32x48, a router 32x6; a shared expert of three 32x10 and its gate of 32.
+    more = 3 * 32 * 48 + 32 * 6 + 3 * 32 * 10 + 32
+    assert token_flops(mixture).weights - token_flops(MODEL).weights == 2 * 3 * more
+    assert mixture.num_active_params - MODEL.num_params == 3 * more
+    assert mixture.num_params - mixture.num_active_params == 3 * 4 * 3 * 32 * 48
+    adapted = dataclasses.replace(mixture, lora=LORA.lora)
+    more = 3 * (32 + 48) + 3 * (32 + 10)
+    assert token_flops(adapted).adapters - token_flops(LORA).adapters == 2 * 3 * 4 * more
+
+
 def test_attention_by_hand():
     # Pairs 1, 3 and 10 of causal sequences of 1, 2 and 4 tokens; 4 x 4 heads x 8 a pair, 3 layers.
     np.testing.assert_array_equal(

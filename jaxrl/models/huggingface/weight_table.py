@@ -2,6 +2,7 @@
 
     L layers   V vocabulary   D width   F ffn width   Q query heads   K kv heads   H head size
     E experts   S scores
+    M width of a shared expert
     N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
@@ -180,6 +181,13 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
         per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
         per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
         per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
+        if config.shared_d_ff:
+            shared = "mlp.shared_expert" if config.shared_gate else "mlp.shared_experts"
+            per_layer(f"{shared}.gate_proj.weight", "M D", "mlp.shared.gate.weight", "DM")
+            per_layer(f"{shared}.up_proj.weight", "M D", "mlp.shared.up.weight", "DM")
+            per_layer(f"{shared}.down_proj.weight", "D M", "mlp.shared.down.weight", "MD")
+        if config.shared_gate:
+            per_layer("mlp.shared_expert_gate.weight", "G D", "mlp.shared_gate", "D", G=(0, 1))
     return rows
 
 
@@ -257,6 +265,7 @@ def dimension_sizes(config: ModelConfig) -> dict[str, int]:
         "K": config.num_kv_heads,
         "H": config.head_dim,
         "E": config.num_experts,
+        "M": config.shared_d_ff,
         "S": config.num_scores,
         "R": config.lora.rank,
         "N": config.delta_key_heads,

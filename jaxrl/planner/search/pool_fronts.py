@@ -168,7 +168,7 @@ def layouts_of(
     """
     for t in divisors(devices):
         if t > min(limits.max_tensor, domain) or any(
-            size % t for size in (model.num_heads, model.d_ff, model.vocab_size)
+            size % t for size in (model.num_heads, model.d_ff, model.shared_d_ff, model.vocab_size)
         ):
             continue
         for p in divisors(devices // t):

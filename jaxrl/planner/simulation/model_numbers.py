@@ -71,10 +71,10 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     width = model.d_model
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
-    used = model.experts_per_token or 1
+    used = model.d_ff * (model.experts_per_token or 1) + model.shared_d_ff
     layers = model.of_attention_layers
     heads = [2 * (model.num_heads + layer.num_kv_heads) * layer.head_dim for layer in layers]
-    split = sum(heads) / len(heads) + 3 * model.d_ff * used
+    split = sum(heads) / len(heads) + 3 * used
     experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
     return ModelNumbers(
         layers=model.num_layers,
