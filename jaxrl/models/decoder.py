@@ -192,7 +192,7 @@ class Layer(nnx.Module):
         x_BTD = x_BTD + mixed_BTD
         with jax.named_scope("mlp"):
             in_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
-            out_BTD, routing = self.mlp(in_BTD, live_BT, compute)
+            out_BTD, routing = self.mlp(in_BTD, live_BT, compute, x_BTD)
             out_BTD = checkpoint_name(out_BTD, "mlp_out")
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
@@ -403,7 +403,7 @@ def rotary_angles(
     if scaling is not None and scaling.kind == "linear":
         frequency = frequency / scaling.factor
     elif scaling is not None and scaling.kind == "proportional":
-        turning = jnp.arange(num_dims // 2) < scaling.rotated * num_dims // 2
+        turning = jnp.arange(num_dims // 2) < int(scaling.rotated * num_dims // 2)
         frequency = jnp.where(turning, frequency, 0.0)
     elif scaling is not None and scaling.kind == "longrope":
         factors = scaling.long_factors if scaling.long else scaling.short_factors

@@ -6,6 +6,7 @@ B sequences   T tokens   A experts of a token   E experts   D width   F width of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from flax import nnx
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.modules import FeedForward, Projection, constant, normal
+from jaxrl.models.modules import FeedForward, Projection, RMSNorm, constant, normal
 
 
 @jax.tree_util.register_dataclass
@@ -58,10 +59,19 @@ class MixtureOfExperts(nnx.Module):
             self.shared = FeedForward(config, config.shared_d_ff, rngs=rngs)
         if config.shared_gate:
             self.shared_gate = normal(rngs.params(), (width,), fan_in=config.d_model)
+        if config.expert_norms:
+            norm = functools.partial(RMSNorm, (width,), config.rms_norm_eps)
+            self.router_norm, self.experts_norm = norm(), norm()
+            self.experts_post_norm, self.shared_post_norm = norm(), norm()
+            self.expert_scale = constant(1.0, ((None, config.num_experts),))
         self.config = config
 
     def __call__(
-        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
+        self,
+        x_BTD: jax.Array,
+        live_BT: jax.Array,
+        compute: Compute,
+        residual_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Applies the experts; returns [B, T, D], and the routing.
 
@@ -69,12 +79,18 @@ class MixtureOfExperts(nnx.Module):
           x_BTD: activations.
           live_BT: bool, False for padding, which goes to no expert but the shared one.
           compute: implementation of the forward pass.
+          residual_BTD: the activations before their norm, which `expert_norms` need.
         """
         config = self.config
+        to_router_BTD = to_experts_BTD = x_BTD
+        if config.expert_norms:
+            assert residual_BTD is not None, "the layer passes it"
+            to_router_BTD = self.router_norm(residual_BTD) * config.d_model**-0.5
+            to_experts_BTD = self.experts_norm(residual_BTD)
         with jax.named_scope("router"):
             logits_BTE = jnp.einsum(
                 "btd,de->bte",
-                x_BTD,
+                to_router_BTD,
                 self.router[...].astype(compute.dtype),
                 preferred_element_type=jnp.float32,
             )
@@ -84,6 +100,8 @@ class MixtureOfExperts(nnx.Module):
             share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
             if config.normalize_experts:
                 share_BTA = share_BTA / share_BTA.sum(-1, keepdims=True)
+            if config.expert_norms:
+                share_BTA = share_BTA * self.expert_scale[...].astype(jnp.float32)[expert_BTA]
             # Padding gets an expert number that no expert has.
             expert_BTA = jnp.where(live_BT[..., None], expert_BTA, config.num_experts)
         weights, axes = {}, {}
@@ -101,10 +119,16 @@ class MixtureOfExperts(nnx.Module):
             }
             if projection.has_adapter:
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
-        out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes, config.activation)
+        out_BTD = compute.experts(
+            to_experts_BTD, expert_BTA, share_BTA, weights, axes, config.activation
+        )
+        if config.expert_norms:
+            out_BTD = self.experts_post_norm(out_BTD)
         if config.shared_d_ff:
             with jax.named_scope("shared"):
                 shared_BTD, _ = self.shared(x_BTD, live_BT, compute)
+                if config.expert_norms:
+                    shared_BTD = self.shared_post_norm(shared_BTD)
                 if config.shared_gate:
                     gate_BT = compute.product(x_BTD, self.shared_gate[...])
                     shared_BTD = shared_BTD * jax.nn.sigmoid(gate_BT)[..., None]

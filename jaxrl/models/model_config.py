@@ -178,6 +178,7 @@ class ModelConfig:
         "expert_biases",
         "shared_d_ff",
         "shared_gate",
+        "expert_norms",
         "num_scores",
     )
 
@@ -274,6 +275,10 @@ class ModelConfig:
     """Width of the shared expert, a feed-forward network of all tokens beside the experts; 0 for none."""
     shared_gate: bool = False
     """The output of the shared expert is multiplied by the sigmoid of one projection (Qwen3.5-MoE)."""
+    expert_norms: bool = False
+    """Router and experts read the residual sum through norms of their own, what experts and shared expert
+    return is normalised before it is added up, and each expert has a factor (Gemma 4).
+    """
     num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
     """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
     language model.
@@ -336,6 +341,10 @@ class ModelConfig:
             raise ValueError(
                 f"shared_d_ff {self.shared_d_ff} and shared_gate {self.shared_gate} with num_experts "
                 f"{self.num_experts}: a gate belongs to a shared expert, and that to a mixture"
+            )
+        if self.expert_norms and not self.shared_d_ff:
+            raise ValueError(
+                "expert_norms with shared_d_ff 0; one of them normalises a shared expert"
             )
         heads = self.delta_key_heads, self.delta_value_heads
         if not all(heads) == any(heads) == ("delta" in self.layer_pattern):
@@ -456,6 +465,7 @@ class ModelConfig:
             router = (d + biases) * self.num_experts
             feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
             feed_forward += d * (3 * self.shared_d_ff + self.shared_gate)
+            feed_forward += self.expert_norms * (4 * d + self.num_experts)
         layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads

@@ -143,10 +143,10 @@ class FeedForward(nnx.Module):
         self.activation = config.activation
 
     def __call__(
-        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
+        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute, residual_BTD: Any = None
     ) -> tuple[jax.Array, None]:
         """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
-        del live_BT
+        del live_BT, residual_BTD
 
         # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
         @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -35,6 +35,10 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "logits_softcap": ("final_logit_softcapping", float),
     "rope_local_theta": ("rope_local_base_freq", float),
     "rotary_fraction": ("partial_rotary_factor", float),
+    "shared_d_ff": ("shared_expert_intermediate_size", int),
+    "full_head_dim": ("global_head_dim", int),
+    "full_kv_heads": ("num_global_key_value_heads", int),
+    "keys_as_values": ("attention_k_eq_v", bool),
     "delta_key_heads": ("linear_num_key_heads", int),
     "delta_value_heads": ("linear_num_value_heads", int),
     "delta_key_dim": ("linear_key_head_dim", int),
@@ -42,6 +46,8 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "delta_taps": ("linear_conv_kernel_dim", int),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
+# Fields for which null stands for 0, and does not stand for the default of a missing key.
+NULLABLE = (*SOFTCAPS, "full_kv_heads")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
 PLAIN: Mapping[str, Any] = {
     "qkv_bias": False,
@@ -50,12 +56,16 @@ PLAIN: Mapping[str, Any] = {
     "expert_biases": False,
     "qk_norm": False,
     "qk_norm_over_heads": False,
+    "value_norm": False,
     "gated_attention": False,
     "activation": "silu",
     "pre_norms": True,
     "post_norms": False,
     "zero_centered_norms": False,
     "scale_embeddings": False,
+    "scaled_layers": False,
+    "shared_gate": False,
+    "expert_norms": False,
 }
 
 
@@ -65,7 +75,7 @@ class Architecture:
 
     Attributes:
       language_model, score_model: class names of language models, and of models with scores instead of
-        logits.
+        logits; "" if there is none. Of several rows of a class the first holds whose `needs` a file meets.
       model_type: name of the family in config.json.
       traits: fields of ModelConfig that the code of the family fixes, where they differ from `PLAIN`.
       needs: required values of switches in config.json; our decoder does not support other values.
@@ -82,6 +92,7 @@ class Architecture:
       renamed: keys of fields that have another one in other families.
       quantized: the method of `quantization_config` whose weights can be read; "" for none.
       rope_theta: default of a missing rotary base.
+      rope_by_type: True if `rope_parameters` has an entry for each kind of layer and no older form is known.
       own_head_dim: True if the head size does not follow from the width of the model.
       divides: True if its code requires a width that is a multiple of the number of heads.
       tied: default of a missing `tie_word_embeddings`.
@@ -105,6 +116,7 @@ class Architecture:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     quantized: str = ""
     rope_theta: float = 10_000.0
+    rope_by_type: bool = False
     own_head_dim: bool = False
     divides: bool = False
     tied: bool = False
@@ -129,17 +141,22 @@ class Architecture:
         """Whether the architecture can express all of `config`."""
         sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
+        two_sizes = config.full_head_dim or config.full_kv_heads or config.keys_as_values
         return (
-            all(getattr(config, k) == v for k, v in {**PLAIN, **self.traits}.items())
+            bool(self.score_model or not config.num_scores)
+            and all(getattr(config, k) == v for k, v in {**PLAIN, **self.traits}.items())
             and not any(getattr(config, cap) for cap in SOFTCAPS if cap not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
+            and ("shared_d_ff" in self.own) == bool(config.shared_d_ff)
+            and ("full_head_dim" in self.own or not two_sizes)
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
             and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
             and (rope is not None and rope.query_beta > 0) == self.scaled_queries
             and (rope is None or not self.fused or rope.kind == "longrope")
-            and not (own_scalar and "query_pre_attn_scalar" not in self.own)
+            and (rope is None or self.rope_by_type or rope.kind != "proportional")
+            and not (own_scalar and "query_pre_attn_scalar" not in {**self.own, **self.traits})
             and (
                 not any(sliding)
                 or (all(sliding) if self.windows == "number" else bool(self.windows))
@@ -171,6 +188,44 @@ _GEMMA3_TEXT: Mapping[str, Any] = {
     "head_dim": 256,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131_072,
+}
+_GEMMA4: dict[str, Any] = dict(
+    language_model="Gemma4ForCausalLM",
+    score_model="",
+    model_type="gemma4_text",
+    windows="types",
+    window_pattern=6,
+    window=512,
+    rope_theta=1_000_000.0,
+    rope_by_type=True,
+    own_head_dim=True,
+    tied=True,
+    with_images="Gemma4ForConditionalGeneration",
+)
+_GEMMA4_TRAITS = {
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "value_norm": True,
+    "query_pre_attn_scalar": 1.0,
+    "post_norms": True,
+    "scale_embeddings": True,
+    "scaled_layers": True,
+}
+_GEMMA4_NEEDS = {
+    # Those of E2B and E4B: embeddings of each layer, and layers without keys and values.
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    # Of images only.
+    "use_bidirectional_attention": "vision",
+}
+_GEMMA4_OWN = {
+    "logits_softcap": 0.0,
+    "rope_local_theta": 10_000.0,
+    "full_head_dim": 512,
+    "full_kv_heads": 0,
+    "keys_as_values": False,
 }
 
 # If several architectures can express a model, export writes the first, unless the model came from another
@@ -327,5 +382,18 @@ ARCHITECTURES = (
         text_absent=_GEMMA3_TEXT,
         text_fixed={"final_logit_softcapping": None},
         **_GEMMA,
+    ),
+    Architecture(
+        traits=_GEMMA4_TRAITS,
+        needs={**_GEMMA4_NEEDS, "enable_moe_block": False},
+        own=_GEMMA4_OWN,
+        **_GEMMA4,
+    ),
+    Architecture(
+        traits={**_GEMMA4_TRAITS, "expert_norms": True},
+        needs={**_GEMMA4_NEEDS, "enable_moe_block": True},
+        own={**_GEMMA4_OWN, "num_experts": None, "experts_per_token": None, "shared_d_ff": None},
+        renamed={"experts_per_token": "top_k_experts", "shared_d_ff": "intermediate_size"},
+        **_GEMMA4,
     ),
 )

@@ -130,8 +130,9 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
 def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[WeightRule]:
     """The tensors of the layers at one place of a period."""
     rows: list[WeightRule] = []
+    kind = config.layer_pattern[place]
     rule = functools.partial(
-        WeightRule, sizes=dimension_sizes(config), strides=(config.period, place)
+        WeightRule, sizes=dimension_sizes(config, kind), strides=(config.period, place)
     )
     prefix = f"layers.place{place}" if config.period > 1 else "layers"
 
@@ -148,10 +149,10 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
 
     if config.pre_norms:
         per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
-    if config.layer_pattern[place] == "delta":
+    if kind == "delta":
         _delta_table(config, per_layer)
     else:
-        _attention_table(config, per_layer, fused=fused)
+        _attention_table(config.of_kind(kind), per_layer, fused=fused)
     if config.post_norms:
         # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
         # norm before the feed-forward network.
@@ -161,7 +162,20 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
     else:
         per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
-    if config.expert_biases:
+    if config.scaled_layers:
+        per_layer("layer_scalar", "G", "scalar", "", G=(0, 1))
+    if config.expert_norms:
+        per_layer("post_feedforward_layernorm_1.weight", "D", "mlp.shared_post_norm.scale", "D")
+        per_layer("pre_feedforward_layernorm_2.weight", "D", "mlp.experts_norm.scale", "D")
+        per_layer("post_feedforward_layernorm_2.weight", "D", "mlp.experts_post_norm.scale", "D")
+        per_layer("router.scale", "D", "mlp.router_norm.scale", "D")
+        per_layer("router.proj.weight", "E D", "mlp.router", "DE")
+        per_layer("router.per_expert_scale", "E", "mlp.expert_scale", "E")
+        _fused_experts_table("experts", per_layer)
+        per_layer("mlp.gate_proj.weight", "M D", "mlp.shared.gate.weight", "DM")
+        per_layer("mlp.up_proj.weight", "M D", "mlp.shared.up.weight", "DM")
+        per_layer("mlp.down_proj.weight", "D M", "mlp.shared.down.weight", "MD")
+    elif config.expert_biases:
         per_layer("mlp.router.weight", "E D", "mlp.router", "DE")
         per_layer("mlp.router.bias", "E", "mlp.router_bias", "E")
         for i, path in enumerate(("mlp.gate", "mlp.up")):
@@ -191,6 +205,13 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
     return rows
 
 
+def _fused_experts_table(prefix: str, per_layer: Callable[..., None]) -> None:
+    """Adds the tensors of experts whose gate and up are one tensor."""
+    per_layer(f"{prefix}.gate_up_proj", "E GF D", "mlp.gate.weight", "EDF", G=(0, 2))
+    per_layer(f"{prefix}.gate_up_proj", "E GF D", "mlp.up.weight", "EDF", G=(1, 2))
+    per_layer(f"{prefix}.down_proj", "E D F", "mlp.down.weight", "EFD")
+
+
 def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
     """Adds the tensors of attention."""
     if fused:
@@ -211,7 +232,8 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
         else:
             per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
         per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
-        per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
+        if not config.keys_as_values:
+            per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
     per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
     if config.qkv_bias:
         per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
@@ -254,16 +276,17 @@ def _delta_table(config: ModelConfig, per_layer: Callable[..., None]) -> None:
     per_layer("linear_attn.out_proj.weight", "D NUY", "delta.o.weight", "NUYD")
 
 
-def dimension_sizes(config: ModelConfig) -> dict[str, int]:
-    """Size of each letter of the table."""
+def dimension_sizes(config: ModelConfig, kind: str = "full") -> dict[str, int]:
+    """Size of each letter of the table, in layers of a kind."""
+    of_kind = config.of_kind(kind)
     return {
         "L": config.num_periods,
         "V": config.vocab_size,
         "D": config.d_model,
         "F": config.d_ff,
         "Q": config.num_heads,
-        "K": config.num_kv_heads,
-        "H": config.head_dim,
+        "K": of_kind.num_kv_heads,
+        "H": of_kind.head_dim,
         "E": config.num_experts,
         "M": config.shared_d_ff,
         "S": config.num_scores,

@@ -202,6 +202,44 @@ FAMILIES = {
         **kw,
     ),
 }
+
+
+def gemma4(**kw):
+    """Heads of 10 and of 14 dimensions; three of the seven pairs of the latter turn."""
+    return transformers.Gemma4TextConfig(
+        **ODD,
+        head_dim=10,
+        global_head_dim=14,
+        hidden_size_per_layer_input=0,
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        final_logit_softcapping=5.0,
+        pad_token_id=None,
+        eos_token_id=None,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.45,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        **kw,
+    )
+
+
+FAMILIES |= {
+    "gemma4": gemma4,
+    "gemma4_moe": lambda **kw: gemma4(
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=3,
+        moe_intermediate_size=28,
+        **kw,
+    ),
+}
 BOTH = ("qwen2", "qwen3", "qwen3_moe", "llama")
 # Of the others only the kind of unembedding that published models have; the code is the same for all.
 PUBLISHED = {"mistral": False, "gemma3": True, "gemma2": True}
@@ -216,6 +254,8 @@ LATER = {
     "gpt_oss": False,
     "qwen3_5": False,
     "olmo3": False,
+    "gemma4": True,
+    "gemma4_moe": True,
 }
 ONCE = [
     *PUBLISHED.items(),
@@ -244,11 +284,12 @@ class Pair:
 def with_random_weights(model, family):
     model = model.float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        # Buffers that are saved too, such as Gemma 4's factors of layers.
+        for parameter in model.state_dict().values():
             # Norm scales and biases too, or a forgotten one could not be seen.
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
-            # Gemma's and Qwen3.5's are scales less 1.
-            less_1 = "gemma" in family or family == "qwen3_5"
+            # Gemma's (but Gemma 4's) and Qwen3.5's are scales less 1.
+            less_1 = family in ("gemma2", "gemma3", "qwen3_5")
             centre = float(parameter.ndim == 1 and not less_1)
             parameter.copy_(centre + scale * torch.randn_like(parameter))
     return model
@@ -388,10 +429,12 @@ def their_gradient(pair, sequences, directory):
         total += loss.item()
     # Saved as the weights of a model of its kind, since that is where names and layouts are known.
     holder = copy.deepcopy(pair.theirs)
-    gradients = dict(pair.theirs.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
     with torch.no_grad():
-        for name, parameter in holder.named_parameters():
-            parameter.copy_(gradients[name].grad)
+        for name, tensor in holder.state_dict().items():
+            # Buffers are not trained; a tied unembedding is the embedding, which comes before it.
+            tied = name == "lm_head.weight" and name not in gradients
+            tensor.copy_(tensor if tied else gradients.get(name, torch.zeros_like(tensor)))
     holder.save_pretrained(directory)
     return total, load(directory, pair.config)
 
