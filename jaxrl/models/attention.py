@@ -20,6 +20,9 @@ from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
+# Largest heads for "cudnn".
+_LARGEST_HEAD = 256
+
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
 
@@ -74,6 +77,7 @@ def pick_implementation(
     *,
     softcap: float = 0.0,
     sinks: bool = False,
+    head_dim: int = 0,
     tree: bool = False,
     tokens: int = 0,
 ) -> str:
@@ -87,6 +91,7 @@ def pick_implementation(
         16 bits for rows whose mask fits, "xla" elsewhere.
       softcap: score cap of the model; 0 for none.
       sinks: whether the model has sinks.
+      head_dim: largest head size of the model, if it is known.
       tree: the implementation must support `TreeSegments`.
       tokens: T, if it is known.
 
@@ -99,13 +104,14 @@ def pick_implementation(
         "splash": platform == "tpu" and not (sinks or tree),
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS),
+        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS)
+        and head_dim <= _LARGEST_HEAD,
         "xla": True,
     }
     rules = {
         "splash": "TPUs",
-        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, in rows of up to "
-        f"{MOST_MASKED_TOKENS:,} tokens",
+        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
+        f"{_LARGEST_HEAD}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
     if sinks:

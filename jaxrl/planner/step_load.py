@@ -161,6 +161,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         "auto",
         softcap=model.attention_softcap,
         sinks=model.attention_sinks,
+        head_dim=model.largest_head,
         tree=train.share_prompts is True,
         tokens=config.row_tokens,
     )

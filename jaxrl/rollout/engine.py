@@ -168,6 +168,7 @@ class Engine:
             config.attention,
             softcap=model.attention_softcap,
             sinks=model.attention_sinks,
+            head_dim=model.largest_head,
         )
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES
@@ -280,7 +281,7 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
     parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
     if parts % devices:
         raise UserError(
-            f"deterministic sampling sums over {model.num_kv_heads} key-value heads and {model.d_ff} neurons "
+            f"deterministic sampling sums over {model.common_kv_heads} key-value heads and {model.d_ff} neurons "
             f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
             f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
         )
@@ -296,7 +297,7 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
 def _sum_parts(model: ModelConfig) -> int:
     """The number of parts in which sums over heads and neurons are made on every mesh."""
     # Key-value heads that devices share would be multiplied in other shapes, which round differently.
-    return math.gcd(model.num_kv_heads, model.d_ff)
+    return math.gcd(model.common_kv_heads, model.d_ff)
 
 
 def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]:
