@@ -74,11 +74,13 @@ class CacheShape:
     """Sizes and types of all caches of an engine.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: sizes of the model; layers are periods with delta layers.
+      num_layers, num_kv_heads, head_dim: sizes of the model; layers are those of the stack, and periods with
+        delta layers.
       dtype: float32, bfloat16 or int8.
       keys_last: see `KVCache`.
       delta: the model, if some of its layers are delta nets; None for others.
       tail_dtype: type of the tails of their states.
+      first_layers: number of layers before the stack.
     """
 
     num_layers: int
@@ -88,6 +90,7 @@ class CacheShape:
     keys_last: str = "length"
     delta: ModelConfig | None = None
     tail_dtype: Any = jnp.float32
+    first_layers: int = 0
 
     def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
         """Zeros with the leading dimensions (L, B), or (B,) for one layer.

@@ -40,6 +40,14 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "delta_key_dim": ("linear_key_head_dim", int),
     "delta_value_dim": ("linear_value_head_dim", int),
     "delta_taps": ("linear_conv_kernel_dim", int),
+    "qkv_bias": ("attention_bias", bool),
+    "qk_norm": ("use_qk_norm", bool),
+    "expert_groups": ("n_group", int),
+    "groups_per_token": ("topk_group", int),
+    "routed_scale": ("routed_scaling_factor", float),
+    "shared_d_ff": ("n_shared_experts", int),  # times the width of an expert
+    "first_dense_layers": ("first_k_dense_replace", int),
+    "dense_d_ff": ("intermediate_size", int),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
@@ -48,6 +56,8 @@ PLAIN: Mapping[str, Any] = {
     "output_bias": False,
     "attention_sinks": False,
     "expert_biases": False,
+    "sigmoid_routing": False,
+    "shared_gate": False,
     "qk_norm": False,
     "qk_norm_over_heads": False,
     "gated_attention": False,
@@ -57,6 +67,9 @@ PLAIN: Mapping[str, Any] = {
     "zero_centered_norms": False,
     "scale_embeddings": False,
 }
+
+
+_DEFAULT = ModelConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +142,13 @@ class Architecture:
         """Whether the architecture can express all of `config`."""
         sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
+        others = _OWN_KEYS.keys() - {"query_pre_attn_scalar"}
+        fixed = {field: getattr(_DEFAULT, field) for field in others} | PLAIN | self.traits
         return (
-            all(getattr(config, k) == v for k, v in {**PLAIN, **self.traits}.items())
-            and not any(getattr(config, cap) for cap in SOFTCAPS if cap not in self.own)
+            all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
-            and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
             and (rope is not None and rope.query_beta > 0) == self.scaled_queries
             and (rope is None or not self.fused or rope.kind == "longrope")
@@ -171,6 +184,16 @@ _GEMMA3_TEXT: Mapping[str, Any] = {
     "head_dim": 256,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131_072,
+}
+
+_SIGMOID_MIXTURE: Mapping[str, Any] = {
+    "num_experts": None,
+    "experts_per_token": None,
+    "normalize_experts": True,
+    "shared_d_ff": None,
+    "expert_groups": 1,
+    "groups_per_token": 1,
+    "routed_scale": 1.0,
 }
 
 # If several architectures can express a model, export writes the first, unless the model came from another
@@ -218,6 +241,23 @@ ARCHITECTURES = (
         window_pattern=4,
         own_head_dim=True,
         with_images="Qwen3_5ForConditionalGeneration",
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeForSequenceClassification",
+        "glm4_moe",
+        traits={"sigmoid_routing": True},
+        needs={**_SILU, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        own={
+            "qkv_bias": False,
+            "qk_norm": False,
+            "rotary_fraction": 0.5,
+            **_SIGMOID_MIXTURE,
+            "first_dense_layers": 1,
+            "dense_d_ff": None,
+        },
+        renamed={"num_experts": "n_routed_experts"},
+        own_head_dim=True,
     ),
     Architecture(
         "GptOssForCausalLM",

@@ -51,6 +51,8 @@ _OF_BOTH = (
     *("tie_word_embeddings", "quantization_config"),
 )
 
+_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers")
+
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
     *("fan_in_fan_out", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
@@ -195,6 +197,13 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     # Transformers 5 writes `num_local_experts`.
     values.setdefault("num_experts", values.get("num_local_experts"))
     read = _Reader(values, origin)
+    if types := read.get("mlp_layer_types", list, []):
+        dense = types.count("dense")
+        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+            raise read.fault(
+                "mlp_layer_types", ", but only first layers can be dense; choose another model"
+            )
+        values["first_k_dense_replace"] = dense
     names, by_name = values.get("architectures"), {a.language_model: a for a in ARCHITECTURES}
     by_name |= {a.score_model: a for a in ARCHITECTURES}
     # Compare whole lists, since the elements of an untrusted list may not be hashable.
@@ -225,10 +234,14 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     if not architecture.own_head_dim and d_model % num_heads == 0:
         absent["head_dim"] = d_model // num_heads
     for field, (key, kind) in architecture.keys.items():
-        if field in SOFTCAPS and values.get(key, absent[field]) in (None, 0):
-            fields[field] = 0.0  # null turns a cap off, where a missing key means the default
+        if field in _OFF_BY_ZERO and values.get(key, absent[field]) in (None, 0):
+            fields[field] = kind(0)  # null turns a cap off, where a missing key means the default
         else:
             fields[field] = read.get(key, kind, absent.get(field))
+    if "shared_d_ff" in fields:
+        fields["shared_d_ff"] *= fields["d_ff"]
+    if not fields.get("first_dense_layers", 1):
+        fields["dense_d_ff"] = 0
     fields |= _rotary_fields(read, architecture)
     # Checks the number of layers, before lists of this length are made.
     delta = {field: 0 for field in fields if field.startswith("delta_") and field.endswith("heads")}
@@ -423,6 +436,10 @@ def config_json(
     if "query_pre_attn_scalar" in fields:
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    if "shared_d_ff" in fields:
+        fields["shared_d_ff"] //= config.d_ff
+    if not config.dense_d_ff:
+        fields.pop("dense_d_ff", None)
     scores = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
     values = {
         **kept,
@@ -494,7 +511,7 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     fitting = [a for a in ARCHITECTURES if a.spells(config)]
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
-        names = [*PLAIN, *SOFTCAPS, "num_experts"]
+        names = [*PLAIN, *SOFTCAPS, "num_experts", "shared_d_ff", "expert_groups", "routed_scale"]
         names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern", "rotary_fraction"]
         unusual = [
             f"{name}={getattr(config, name)}"

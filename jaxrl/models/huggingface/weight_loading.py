@@ -88,7 +88,7 @@ def load_params(
       directory: directory with model.safetensors, or with several files and model.safetensors.index.json.
       config: the shape; see `config_json.read_config`.
       shardings: tree of the parameters with a Sharding at each leaf.
-      dtype: type of the result; values are rounded to it on the devices.
+      dtype: type of the result; values are rounded to it on the devices, but for `exact` ones.
 
     Raises:
       UserError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or type
@@ -278,7 +278,15 @@ def _check_headers(
             f"{directory} lacks {_listed(missing)}, which the model of its config.json has; copy the files "
             "again, or correct config.json"
         )
-    unexpected = [name for name in stored if name not in shapes and not _HARMLESS.fullmatch(name)]
+    # Layers that predict the token after the next, numbered behind the last layer. Nothing else has this.
+    further = tuple(
+        name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")
+    )
+    unexpected = [
+        name
+        for name in stored
+        if not (name in shapes or name.startswith(further) or _HARMLESS.fullmatch(name))
+    ]
     if unexpected:
         raise UserError(
             f"{directory} has {_listed(unexpected)} in {stored[unexpected[0]].file.name}, which the model of "
@@ -323,7 +331,12 @@ def _load_table(
             return Mxfp4Tensor(*parts) if whole.parts else parts[0]
 
         leaves = {
-            row.path: _load_leaf(slice_of, row, leaf_at(shardings, row.path), dtype)
+            row.path: _load_leaf(
+                slice_of,
+                row,
+                leaf_at(shardings, row.path),
+                np.dtype(np.float32) if row.exact else dtype,
+            )
             for row in table
         }
     return traverse_util.unflatten_dict(leaves, sep=".")

@@ -46,6 +46,7 @@ class WeightRule:
         size of that one. A letter that `ours` lacks stands for one element.
       part: offset in the first merged dimension of the tensor, and the size of that, if others have the rest.
       strides: numbers that the first stacked dimension is multiplied by, and that is added, in a name.
+      exact: True for a tensor that is float32 whatever the type of the others.
     """
 
     name: str
@@ -56,6 +57,7 @@ class WeightRule:
     within: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     part: tuple[int, int] | None = None
     strides: tuple[int, int] = (1, 0)
+    exact: bool = False
 
     @property
     def stacked(self) -> str:
@@ -117,8 +119,11 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
     """
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
+    if config.first_dense_layers:
+        rows += _layer_table(config, "first", dense=True, fused=fused)
     for place in range(config.period):
-        rows += _layer_table(config, place, fused=fused)
+        path = f"layers.place{place}" if config.period > 1 else "layers"
+        rows += _layer_table(config, path, place, fused=fused)
     rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
         rows.append(rule("score.weight", "S D", "score_head", "DS"))
@@ -127,13 +132,16 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
     return tuple(rows)
 
 
-def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[WeightRule]:
-    """The tensors of the layers at one place of a period."""
+def _layer_table(
+    config: ModelConfig, prefix: str, place: int = 0, *, dense: bool = False, fused: bool
+) -> list[WeightRule]:
+    """The tensors of the layers at one place of a period, or of the first dense layers."""
     rows: list[WeightRule] = []
-    rule = functools.partial(
-        WeightRule, sizes=dimension_sizes(config), strides=(config.period, place)
-    )
-    prefix = f"layers.place{place}" if config.period > 1 else "layers"
+    sizes, strides = dimension_sizes(config), (config.period, config.first_dense_layers + place)
+    if dense:
+        sizes |= {"L": config.first_dense_layers, "F": config.dense_d_ff}
+        strides = (1, 0)
+    rule = functools.partial(WeightRule, sizes=sizes, strides=strides)
 
     def per_layer(
         name: str,
@@ -141,10 +149,11 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
         path: str,
         ours: str,
         part: tuple[int, int] | None = None,
+        exact: bool = False,
         **within: tuple[int, int],
     ) -> None:
         name, path = f"model.layers.{{L}}.{name}", f"{prefix}.{path}"
-        rows.append(rule(name, stored, path, f"L{ours}", within=within, part=part))
+        rows.append(rule(name, stored, path, f"L{ours}", within=within, part=part, exact=exact))
 
     if config.pre_norms:
         per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
@@ -174,21 +183,34 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
         per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.gate.weight", "DF", G=(0, 2))
         per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.up.weight", "DF", G=(1, 2))
         per_layer("mlp.down_proj.weight", "D F", "mlp.down.weight", "FD")
+    elif dense or not config.num_experts:
+        _network_table(per_layer, "mlp", "mlp", "F")
     else:
-        expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")
-        if config.num_experts:
-            per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
-        per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
-        per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
-        per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
+        per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
+        if config.sigmoid_routing:
+            bias = "mlp.gate.e_score_correction_bias"
+            per_layer(bias, "E", "mlp.correction_bias", "E", exact=True)
+        _network_table(per_layer, "mlp.experts.{E}", "mlp", "F", stack="E")
         if config.shared_d_ff:
-            shared = "mlp.shared_expert" if config.shared_gate else "mlp.shared_experts"
-            per_layer(f"{shared}.gate_proj.weight", "M D", "mlp.shared.gate.weight", "DM")
-            per_layer(f"{shared}.up_proj.weight", "M D", "mlp.shared.up.weight", "DM")
-            per_layer(f"{shared}.down_proj.weight", "D M", "mlp.shared.down.weight", "MD")
+            name = "mlp.shared_expert" if config.shared_gate else "mlp.shared_experts"
+            _network_table(per_layer, name, "mlp.shared", "M")
         if config.shared_gate:
             per_layer("mlp.shared_expert_gate.weight", "G D", "mlp.shared_gate", "D", G=(0, 1))
     return rows
+
+
+def _network_table(
+    per_layer: Callable[..., None], name: str, path: str, inner: str, *, stack: str = ""
+) -> None:
+    """Adds the tensors of feed-forward networks; `inner` is the letter of their width."""
+    for ours in ("gate", "up"):
+        per_layer(
+            f"{name}.{ours}_proj.weight",
+            f"{inner} D",
+            f"{path}.{ours}.weight",
+            f"{stack}D{inner}",
+        )
+    per_layer(f"{name}.down_proj.weight", f"D {inner}", f"{path}.down.weight", f"{stack}{inner}D")
 
 
 def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:

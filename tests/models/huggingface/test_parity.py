@@ -190,6 +190,23 @@ FAMILIES = {
         rope_parameters=dict(PLAIN),
         **kw,
     ),
+    # Two dense layers, and experts in three groups, two of which a token takes.
+    "glm4_moe": lambda **kw: transformers.Glm4MoeConfig(
+        **ODD,
+        head_dim=12,
+        attention_bias=True,
+        use_qk_norm=True,
+        first_k_dense_replace=2,
+        moe_intermediate_size=28,
+        n_routed_experts=12,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.8,
+        rope_parameters=dict(PLAIN),
+        **kw,
+    ),
     "olmo3": lambda **kw: transformers.Olmo3Config(
         **ODD,
         sliding_window=10,
@@ -215,6 +232,7 @@ LATER = {
     "ministral3": True,
     "gpt_oss": False,
     "qwen3_5": False,
+    "glm4_moe": False,
     "olmo3": False,
 }
 ONCE = [
@@ -251,6 +269,9 @@ def with_random_weights(model, family):
             less_1 = "gemma" in family or family == "qwen3_5"
             centre = float(parameter.ndim == 1 and not less_1)
             parameter.copy_(centre + scale * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 
@@ -392,6 +413,9 @@ def their_gradient(pair, sequences, directory):
     with torch.no_grad():
         for name, parameter in holder.named_parameters():
             parameter.copy_(gradients[name].grad)
+        for name, buffer in holder.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.zero_()
     holder.save_pretrained(directory)
     return total, load(directory, pair.config)
 
