@@ -62,8 +62,9 @@ class LayerFlags(NamedTuple):
 
     @classmethod
     def of_layers(cls, config: ModelConfig) -> list[LayerFlags]:
-        """The flags of each layer."""
-        return [*map(cls, config.sliding_layers, config.rotated_layers)]
+        """The flags of each layer of the stack, which begins after the first dense layers."""
+        flags = [*map(cls, config.sliding_layers, config.rotated_layers)]
+        return flags[config.first_dense_layers :]
 
     @classmethod
     def of_periods(cls, config: ModelConfig) -> list[LayerFlags | None]:
@@ -147,17 +148,18 @@ def _norm(config: ModelConfig, *dims: tuple[str, int]) -> RMSNorm:
 class Layer(nnx.Module):
     """Attention or a delta net, and feed-forward, with norms before, after or both, and residual sums."""
 
-    def __init__(self, config: ModelConfig, kind: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: str, *, rngs: nnx.Rngs, dense_d_ff: int = 0):
+        """`dense_d_ff` is the width of the feed-forward network in place of experts; 0 for those."""
         width = ("embed", config.d_model)
         self.is_delta = kind == "delta"
         if self.is_delta:
             self.delta = DeltaNet(config, rngs=rngs)
         else:
             self.attention = Attention(config.of_kind(kind), rngs=rngs)
-        if config.num_experts:
+        if config.num_experts and not dense_d_ff:
             self.mlp = MixtureOfExperts(config, rngs=rngs)
         else:
-            self.mlp = FeedForward(config, config.d_ff, rngs=rngs)
+            self.mlp = FeedForward(config, dense_d_ff or config.d_ff, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
         if config.pre_norms:
             self.attention_norm = _norm(config, width)
@@ -165,9 +167,9 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm = _norm(config, width)
             self.mlp_post_norm = _norm(config, width)
-        self.has_scalar = config.scaled_layers
+        self.is_scaled = config.scaled_layers
         if config.scaled_layers:
-            self.scalar = constant(1.0, ())
+            self.layer_scale = constant(1.0, ())
 
     def __call__(
         self,
@@ -197,8 +199,8 @@ class Layer(nnx.Module):
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
         x_BTD = x_BTD + out_BTD
-        if self.has_scalar:
-            x_BTD = x_BTD * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTD.dtype)
+        if self.is_scaled:
+            x_BTD = x_BTD * self.layer_scale[...].astype(x_BTD.dtype)
         x_BTD = compute.constrain(x_BTD, ("batch", "length", "activation"))
         return x_BTD, layer_out, routing
 
@@ -217,7 +219,8 @@ class DecoderOutput(NamedTuple):
     Attributes:
       hidden_BTD: normalised last hidden states.
       layer_out: second result of `attend`, stacked over layers; with periods of several layers a list of the
-        places in one, each stacked over periods.
+        places in one, each stacked over periods. With first dense layers a
+        list of two: theirs, one by one, and those of the stack.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
@@ -232,6 +235,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
         self.embedding = normal(rngs.params(), (rows, width), config.d_model)
+        if first := config.first_dense_layers:
+            dense = lambda r: Layer(config, "full", rngs=r, dense_d_ff=config.dense_d_ff)  # noqa: E731
+            self.first = nnx.vmap(dense)(rngs.split(first))
         one = (
             Period if config.period > 1 else functools.partial(Layer, kind=config.layer_pattern[0])
         )
@@ -263,7 +269,8 @@ class Decoder(nnx.Module):
           attend: attention function, see `Attend`; its second result has a leading dimension of rows.
           compute: implementation choices.
           per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With periods of several
-            layers a list of such trees, of the places in one, [L / period, B, ...], or None.
+            layers a list of such trees, of the places in one, [L / period, B, ...], or None. With
+            first dense layers a list of two as in `DecoderOutput.layer_out`, or None.
           per_row: pytree of [B, ...], passed to `attend` of every layer.
           live_BT: bool, False for padding, which delta layers and a mixture of experts skip; None if all
             tokens are live.
@@ -282,7 +289,7 @@ class Decoder(nnx.Module):
             x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
         layer_graph, weights = nnx.split(self.layers)
 
-        def layer(x_BTD, module, flags, layer_in, row_in):
+        def layer(x_BTD, module, flags, layer_in, row_in, compute=compute):
             rotations, live_BT, attend_in, adapter_B = row_in
             kind = self._kind(flags.slides)
             if self.config.attention_sinks:
@@ -335,6 +342,29 @@ class Decoder(nnx.Module):
 
         step = one_period if self.config.period > 1 else kept(one_layer)
         row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
+        first_out = []
+        if num_first := self.config.first_dense_layers:
+            first_in, per_layer = per_layer or ([None] * num_first, None)
+            graph, stack = nnx.split(self.first)
+            # All stages of a pipeline share these layers by rows, as they do the embedding.
+            outside = dataclasses.replace(
+                compute,
+                constrain=lambda x, axes: compute.constrain(
+                    x, tuple("rows" if axis == "batch" else axis for axis in axes)
+                ),
+            )
+
+            def first_layer(x_BTD, weights, layer_in, row_in):
+                flags = LayerFlags(None, None)
+                return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in, outside)
+
+            for i, layer_in in enumerate(first_in):
+                # Not `leaf[i]`, see `scan_layers`.
+                own = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+                x_BTD, (out, _) = kept(first_layer)(
+                    x_BTD, jax.tree.map(own, stack), layer_in, row_in
+                )
+                first_out.append(out)
         x_BTD, (layer_out, routing) = compute.layers(
             step,
             x_BTD,
@@ -345,6 +375,8 @@ class Decoder(nnx.Module):
         )
         if self.config.period > 1:
             routing = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), routing)
+        if num_first:
+            layer_out = [first_out, layer_out]
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
 
     def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
@@ -465,9 +497,14 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     axes_of = lambda param: param.replace(param.get_metadata()["axes"])  # noqa: E731
     is_param = lambda leaf: isinstance(leaf, nnx.Param)  # noqa: E731
     axes = nnx.to_pure_dict(jax.tree.map(axes_of, state, is_leaf=is_param))
-    axes["layers"] = jax.tree.map(
-        lambda names: ("layers", *names), axes["layers"], is_leaf=lambda v: isinstance(v, tuple)
-    )
+    # The first dense layers lie outside of the pipeline: no axis splits their number.
+    for stack, axis in {"layers": "layers", "first": None}.items():
+        if stack in axes:
+            axes[stack] = jax.tree.map(
+                lambda names, axis=axis: (axis, *names),
+                axes[stack],
+                is_leaf=lambda v: isinstance(v, tuple),
+            )
     return graph, shapes, axes
 
 
@@ -513,7 +550,7 @@ def weight_types(model: ModelConfig, dtype: Any, matmul_dtype: str = "") -> Any:
 
     def one(path: Any, param: nnx.Param) -> nnx.Variable:
         summed = param.get_metadata().get("summed", ()) if matmul_dtype else ()
-        stacked = path[0].key == "layers"
+        stacked = path[0].key in ("layers", "first")
         dims = tuple(dim + stacked for dim in summed)
         own = jnp.float32 if param.get_metadata().get("exact") else dtype
         return param.replace(StoredType(jnp.dtype(matmul_dtype if dims else own), dims))

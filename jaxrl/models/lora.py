@@ -21,6 +21,8 @@ from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 _LEAVES = ("lora_a", "lora_b")
+# Leaves that no update changes, adapters or not.
+FROZEN = ("correction_bias", "layer_scale")
 
 
 def base_config(config: ModelConfig) -> ModelConfig:
@@ -41,8 +43,16 @@ def split(params: Any) -> tuple[Any, Any]:
     return traverse_util.unflatten_dict(adapters), traverse_util.unflatten_dict(rest)
 
 
+def split_trained(params: Any) -> tuple[Any, Any]:
+    """Splits the same trees into (all that training without adapters changes, leaves of `FROZEN`)."""
+    flat = _flat(params)
+    frozen = {path: leaf for path, leaf in flat.items() if path[-1] in FROZEN}
+    trained = {path: leaf for path, leaf in flat.items() if path[-1] not in FROZEN}
+    return traverse_util.unflatten_dict(trained), traverse_util.unflatten_dict(frozen)
+
+
 def join(adapters: Any, rest: Any) -> Any:
-    """Joins the two trees of `split`."""
+    """Joins the two trees of a split."""
     return traverse_util.unflatten_dict(_flat(rest) | _flat(adapters))
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts as the feed-forward network (Qwen3-MoE, gpt-oss): router, load-balancing loss, metrics.
+"""Mixture of experts as the feed-forward network: router, load-balancing loss, metrics.
 
 B sequences   T tokens   A experts of a token   E experts   D width   F width of an expert   L layers
 """
@@ -16,6 +16,9 @@ from flax import nnx
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.modules import FeedForward, Projection, RMSNorm, constant, normal
+
+# Added to a sum of sigmoids, which may be 0; a softmax does not see it.
+_TINY = 1e-20
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +41,9 @@ class MixtureOfExperts(nnx.Module):
     """Every token goes to its `experts_per_token` most probable experts; none is dropped.
 
     The router is a softmax over all experts in float32, as in Transformers. With `normalize_experts` that is
-    the same as a softmax over those of a token (gpt-oss). A shared expert is a dense network that every token
-    passes too.
+    the same as a softmax over those of a token (gpt-oss). With `sigmoid_routing` a bias takes part in the
+    choice of experts, not in their weights. Pretraining has balanced the load by it, and no update changes it
+    (`lora.FROZEN`). A shared expert is a dense network that every token passes too.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -52,6 +56,8 @@ class MixtureOfExperts(nnx.Module):
         )
         if config.expert_biases:
             self.router_bias = constant(0.0, ((None, config.num_experts),))
+        if config.sigmoid_routing:
+            self.correction_bias = constant(0.0, ((None, config.num_experts),), exact=True)
         self.gate = Projection("gate", (width,), (inner,), **options)
         self.up = Projection("up", (width,), (inner,), **options)
         self.down = Projection("down", (inner,), (width,), **options)
@@ -96,10 +102,19 @@ class MixtureOfExperts(nnx.Module):
             )
             if config.expert_biases:
                 logits_BTE = logits_BTE + self.router_bias[...].astype(jnp.float32)[None, None]
-            probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-            share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
+            if config.sigmoid_routing:
+                score_BTE = jax.nn.sigmoid(logits_BTE)
+                expert_BTA = self._chosen(score_BTE)
+                share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
+                # Of the balancing loss, which needs probabilities.
+                probability_BTE = score_BTE / (score_BTE.sum(-1, keepdims=True) + _TINY)
+            else:
+                probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+                share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
             if config.normalize_experts:
-                share_BTA = share_BTA / share_BTA.sum(-1, keepdims=True)
+                share_BTA = share_BTA / (share_BTA.sum(-1, keepdims=True) + _TINY)
+            if config.routed_scale != 1:
+                share_BTA = share_BTA * config.routed_scale
             if config.expert_norms:
                 share_BTA = share_BTA * self.expert_scale[...].astype(jnp.float32)[expert_BTA]
             # Padding gets an expert number that no expert has.
@@ -141,6 +156,19 @@ class MixtureOfExperts(nnx.Module):
             num_tokens=live_BT.sum(dtype=jnp.float32),
         )
         return out_BTD, routing
+
+    def _chosen(self, score_BTE: jax.Array) -> jax.Array:
+        """The experts of each token, int32 [B, T, A], by score and bias: groups first, then of these."""
+        config = self.config
+        biased_BTE = score_BTE + self.correction_bias[...].astype(jnp.float32)[None, None]
+        if config.expert_groups > 1:
+            by_group = biased_BTE.reshape(*biased_BTE.shape[:2], config.expert_groups, -1)
+            of_group = jax.lax.top_k(by_group, 2)[0].sum(-1)
+            groups = jax.lax.top_k(of_group, config.groups_per_token)[1]
+            kept = jax.nn.one_hot(groups, config.expert_groups, dtype=bool).any(-2)
+            by_group = jnp.where(kept[..., None], by_group, -jnp.inf)
+            biased_BTE = by_group.reshape(biased_BTE.shape)
+        return jax.lax.top_k(biased_BTE, config.experts_per_token)[1]
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:

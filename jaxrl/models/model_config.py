@@ -176,6 +176,12 @@ class ModelConfig:
         "experts_per_token",
         "normalize_experts",
         "expert_biases",
+        "sigmoid_routing",
+        "expert_groups",
+        "groups_per_token",
+        "routed_scale",
+        "first_dense_layers",
+        "dense_d_ff",
         "shared_d_ff",
         "shared_gate",
         "expert_norms",
@@ -271,6 +277,20 @@ class ModelConfig:
     """Scale the weights of a token's experts to sum to 1 (`norm_topk_prob`)."""
     expert_biases: bool = False
     """Biases on the router and on the projections of experts (gpt-oss)."""
+    sigmoid_routing: bool = False
+    """Weights of experts are sigmoids of their logits, and the choice adds a frozen correction bias to them
+    (DeepSeek-V3, GLM-4.5); False for a softmax.
+    """
+    expert_groups: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 1
+    groups_per_token: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 1
+    """Groups of the experts, and groups that a token chooses its experts from: those with the largest sum of
+    their two best (DeepSeek-V3).
+    """
+    routed_scale: Annotated[float, positive_coefficient()] = 1.0
+    """Factor of the weights of a token's experts."""
+    first_dense_layers: Annotated[int, at_least(0, at_most=MAX_LAYERS)] = 0
+    dense_d_ff: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Number of first layers that have a dense feed-forward network in place of experts, and its width."""
     shared_d_ff: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     """Width of the shared expert, a feed-forward network of all tokens beside the experts; 0 for none."""
     shared_gate: bool = False
@@ -346,6 +366,35 @@ class ModelConfig:
             raise ValueError(
                 "expert_norms with shared_d_ff 0; one of them normalises a shared expert"
             )
+        groups, in_group = self.expert_groups, self.num_experts // self.expert_groups
+        if (groups > 1 or self.routed_scale != 1) and not self.sigmoid_routing:
+            raise ValueError(
+                f"expert_groups {groups} and routed_scale {self.routed_scale:g} without sigmoid_routing, to "
+                "which they belong; set that, or both to 1"
+            )
+        if self.sigmoid_routing and not self.num_experts:
+            raise ValueError("sigmoid_routing with num_experts 0; a dense model has no router")
+        if groups > 1 and (
+            in_group * groups != self.num_experts
+            or in_group < 2
+            or not self.experts_per_token / in_group <= self.groups_per_token <= groups
+        ):
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} of expert_groups {groups} with experts_per_token "
+                f"{self.experts_per_token} of num_experts {self.num_experts}: groups have equally many "
+                "experts, two or more, and those of a token have room for its experts"
+            )
+        first = self.first_dense_layers
+        if bool(first) != bool(self.dense_d_ff) or first >= self.num_layers:
+            raise ValueError(
+                f"first_dense_layers {first} of num_layers {self.num_layers}, with dense_d_ff "
+                f"{self.dense_d_ff}: they are fewer than all, and both numbers are 0 or neither"
+            )
+        if first and (self.layer_pattern != ("full",) or not self.num_experts):
+            raise ValueError(
+                f"first_dense_layers {first} with layer_pattern {self.layer_pattern} and num_experts "
+                f"{self.num_experts}: they are supported in mixtures with full attention"
+            )
         heads = self.delta_key_heads, self.delta_value_heads
         if not all(heads) == any(heads) == ("delta" in self.layer_pattern):
             raise ValueError(
@@ -357,15 +406,14 @@ class ModelConfig:
                 f"delta_value_heads {heads[1]} is no multiple of delta_key_heads {heads[0]}; each key head "
                 "serves an equal group of value heads"
             )
-        if self.num_layers % self.period:
+        if (self.num_layers - first) % self.period:
             raise ValueError(
                 f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
                 "with delta layers, or heads of two sizes, the pattern fits a whole number of times"
             )
-        if any(heads) and (self.num_experts or self.post_norms):
+        if any(heads) and self.post_norms:
             raise ValueError(
-                "delta layers with num_experts or post_norms; they are supported in dense models with norms "
-                "before the blocks"
+                "delta layers with post_norms; they are supported with norms before the blocks"
             )
 
     @property
@@ -415,8 +463,8 @@ class ModelConfig:
 
     @property
     def num_periods(self) -> int:
-        """Iterations of the scan over the stack."""
-        return self.num_layers // self.period
+        """Iterations of the scan over the stack, which the first dense layers are no part of."""
+        return (self.num_layers - self.first_dense_layers) // self.period
 
     @property
     def attention_layers(self) -> int:
@@ -472,11 +520,15 @@ class ModelConfig:
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
             biases = self.expert_biases
-            router = (d + biases) * self.num_experts
+            router = (d + biases + self.sigmoid_routing) * self.num_experts
             feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
             feed_forward += d * (3 * self.shared_d_ff + self.shared_gate)
             feed_forward += self.expert_norms * (4 * d + self.num_experts)
-        layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
+        first = self.first_dense_layers
+        layers = (self.num_layers - first) * feed_forward + first * 3 * d * self.dense_d_ff
+        layers += self.num_layers * (
+            2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
+        )
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
         delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
@@ -484,7 +536,7 @@ class ModelConfig:
         mixing = sum(layer._attention_params for layer in self.of_attention_layers)
         mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
-        return self.num_layers * layer + mixing + d + self.vocab_size * d + head
+        return layers + mixing + d + self.vocab_size * d + head
 
     @property
     def _attention_params(self) -> int:

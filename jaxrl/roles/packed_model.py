@@ -42,7 +42,7 @@ from jaxrl.models.attention import (
     pick_implementation,
 )
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
+from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, weight_types
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
@@ -116,7 +116,8 @@ class PackedModel:
         self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
         if model.lora.rank:
             adapters, rest = lora.split(self.shapes)
-            rest = jax.tree.map(lambda leaf: leaf.update(dtype=self.frozen_dtype), rest)
+            _, types = lora.split(weight_types(model, self.frozen_dtype))
+            rest = jax.tree.map(lambda leaf, stored: leaf.update(dtype=stored.dtype), rest, types)
             self.shapes = lora.join(adapters, rest)
         self.state_rules = state_rules
         if train.remat == "offload":

@@ -62,6 +62,7 @@ def choose_cache(
         keys_last="length" if platform in (None, "cpu") else "head_dim",
         periodic=model if model.period > 1 else None,
         tail_dtype=dtype,
+        first_layers=model.first_dense_layers,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(
@@ -77,7 +78,7 @@ def choose_cache(
     if implementation != "xla" and (by_table or pages is None):
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
-        one_place = model.attention_layers == model.num_periods
+        one_place = model.period == 1 or model.attention_layers == model.num_periods
         contiguous = CacheKind(shape, kernel=kernel, by_number=one_stage and one_place)
     else:
         unrolled = unroll >= model.num_layers and one_stage

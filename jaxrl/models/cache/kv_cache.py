@@ -74,11 +74,13 @@ class CacheShape:
     """Sizes and types of all caches of an engine.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: sizes of the model; layers are periods, if these have several.
+      num_layers, num_kv_heads, head_dim: sizes of the model; layers are those of the stack,
+        or its periods, if these have several.
       dtype: float32, bfloat16 or int8.
       keys_last: see `KVCache`.
       periodic: the model, if its periods have several layers; None for others.
       tail_dtype: type of the tails of the states of delta layers.
+      first_layers: number of layers before the stack.
     """
 
     num_layers: int
@@ -88,6 +90,7 @@ class CacheShape:
     keys_last: str = "length"
     periodic: ModelConfig | None = None
     tail_dtype: Any = jnp.float32
+    first_layers: int = 0
 
     def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
         """Zeros with the leading dimensions (L, B), or (B,) for one layer.

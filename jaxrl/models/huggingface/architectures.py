@@ -35,7 +35,6 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "logits_softcap": ("final_logit_softcapping", float),
     "rope_local_theta": ("rope_local_base_freq", float),
     "rotary_fraction": ("partial_rotary_factor", float),
-    "shared_d_ff": ("shared_expert_intermediate_size", int),
     "full_head_dim": ("global_head_dim", int),
     "full_kv_heads": ("num_global_key_value_heads", int),
     "keys_as_values": ("attention_k_eq_v", bool),
@@ -44,16 +43,24 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "delta_key_dim": ("linear_key_head_dim", int),
     "delta_value_dim": ("linear_value_head_dim", int),
     "delta_taps": ("linear_conv_kernel_dim", int),
+    "qkv_bias": ("attention_bias", bool),
+    "qk_norm": ("use_qk_norm", bool),
+    "expert_groups": ("n_group", int),
+    "groups_per_token": ("topk_group", int),
+    "routed_scale": ("routed_scaling_factor", float),
+    "shared_d_ff": ("n_shared_experts", int),  # times the width of an expert
+    "first_dense_layers": ("first_k_dense_replace", int),
+    "dense_d_ff": ("intermediate_size", int),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
-# Fields for which null stands for 0, and does not stand for the default of a missing key.
-NULLABLE = (*SOFTCAPS, "full_kv_heads")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
 PLAIN: Mapping[str, Any] = {
     "qkv_bias": False,
     "output_bias": False,
     "attention_sinks": False,
     "expert_biases": False,
+    "sigmoid_routing": False,
+    "shared_gate": False,
     "qk_norm": False,
     "qk_norm_over_heads": False,
     "value_norm": False,
@@ -64,9 +71,11 @@ PLAIN: Mapping[str, Any] = {
     "zero_centered_norms": False,
     "scale_embeddings": False,
     "scaled_layers": False,
-    "shared_gate": False,
     "expert_norms": False,
 }
+
+
+_DEFAULT = ModelConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Architecture:
       window: default of a missing `sliding_window`; None for no window.
       unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
       scaled_queries: True if queries grow with their position.
-      fused: True if one tensor holds q, k and v, and another gate and up.
+      fused: a name of `weight_table.FUSED` if one tensor holds what others store as several; "" for none.
       renamed: keys of fields that have another one in other families.
       quantized: the method of `quantization_config` whose weights can be read; "" for none.
       rope_theta: default of a missing rotary base.
@@ -112,7 +121,7 @@ class Architecture:
     window: int | None = None
     unrotated_every: int = 0
     scaled_queries: bool = False
-    fused: bool = False
+    fused: str = ""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     quantized: str = ""
     rope_theta: float = 10_000.0
@@ -133,6 +142,11 @@ class Architecture:
         return keys | {field: (key, keys[field][1]) for field, key in self.renamed.items()}
 
     @property
+    def counts_shared(self) -> bool:
+        """Whether the width of the shared expert is given in widths of an expert."""
+        return self.keys.get("shared_d_ff", ("", int))[0] == "n_shared_experts"
+
+    @property
     def has_local_theta(self) -> bool:
         """Whether layers with a sliding window have a rotary base of their own."""
         return "rope_local_theta" in {**self.own, **self.traits}
@@ -141,20 +155,17 @@ class Architecture:
         """Whether the architecture can express all of `config`."""
         sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
-        two_sizes = config.full_head_dim or config.full_kv_heads or config.keys_as_values
+        others = _OWN_KEYS.keys() - {"query_pre_attn_scalar"}
+        fixed = {field: getattr(_DEFAULT, field) for field in others} | PLAIN | self.traits
         return (
             bool(self.score_model or not config.num_scores)
-            and all(getattr(config, k) == v for k, v in {**PLAIN, **self.traits}.items())
-            and not any(getattr(config, cap) for cap in SOFTCAPS if cap not in self.own)
+            and all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
-            and ("shared_d_ff" in self.own) == bool(config.shared_d_ff)
-            and ("full_head_dim" in self.own or not two_sizes)
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
-            and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
             and (rope is not None and rope.query_beta > 0) == self.scaled_queries
-            and (rope is None or not self.fused or rope.kind == "longrope")
+            and (rope is None or self.fused != "qkv_proj" or rope.kind == "longrope")
             and (rope is None or self.rope_by_type or rope.kind != "proportional")
             and not (own_scalar and "query_pre_attn_scalar" not in {**self.own, **self.traits})
             and (
@@ -189,6 +200,18 @@ _GEMMA3_TEXT: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131_072,
 }
+_QWEN_DELTA_TRAITS = {"qk_norm": True, "gated_attention": True, "zero_centered_norms": True}
+_QWEN_DELTA_OWN = {
+    "rotary_fraction": 0.25,
+    "delta_key_heads": 16,
+    "delta_value_heads": 32,
+    "delta_key_dim": 128,
+    "delta_value_dim": 128,
+    "delta_taps": 4,
+}
+_QWEN_DELTA: dict[str, Any] = dict(windows="delta", window_pattern=4, own_head_dim=True)
+_QWEN_SHARED = {"shared_d_ff": 512}
+_QWEN_RENAMED = {"shared_d_ff": "shared_expert_intermediate_size"}
 _GEMMA4: dict[str, Any] = dict(
     language_model="Gemma4ForCausalLM",
     score_model="",
@@ -228,6 +251,16 @@ _GEMMA4_OWN = {
     "keys_as_values": False,
 }
 
+_SIGMOID_MIXTURE: Mapping[str, Any] = {
+    "num_experts": None,
+    "experts_per_token": None,
+    "normalize_experts": True,
+    "shared_d_ff": None,
+    "expert_groups": 1,
+    "groups_per_token": 1,
+    "routed_scale": 1.0,
+}
+
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
 ARCHITECTURES = (
@@ -259,20 +292,56 @@ ARCHITECTURES = (
         "Qwen3_5ForCausalLM",
         "Qwen3_5TextForSequenceClassification",
         "qwen3_5_text",
-        traits={"qk_norm": True, "gated_attention": True, "zero_centered_norms": True},
+        traits=_QWEN_DELTA_TRAITS,
         needs={**_SILU, "attention_bias": False},
-        own={
-            "rotary_fraction": 0.25,
-            "delta_key_heads": 16,
-            "delta_value_heads": 32,
-            "delta_key_dim": 128,
-            "delta_value_dim": 128,
-            "delta_taps": 4,
-        },
-        windows="delta",
-        window_pattern=4,
-        own_head_dim=True,
+        own=_QWEN_DELTA_OWN,
         with_images="Qwen3_5ForConditionalGeneration",
+        **_QWEN_DELTA,
+    ),
+    Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "",
+        "qwen3_5_moe_text",
+        traits={**_QWEN_DELTA_TRAITS, "shared_gate": True},
+        needs={**_SILU, "attention_bias": False},
+        own={**_QWEN_DELTA_OWN, **_QWEN_SHARED, "num_experts": 256, "experts_per_token": 8},
+        renamed=_QWEN_RENAMED,
+        with_images="Qwen3_5MoeForConditionalGeneration",
+        **_QWEN_DELTA,
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextForSequenceClassification",
+        "qwen3_next",
+        traits={**_QWEN_DELTA_TRAITS, "shared_gate": True},
+        needs={**_SILU, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        own={
+            **_QWEN_DELTA_OWN,
+            **_QWEN_SHARED,
+            "num_experts": 512,
+            "experts_per_token": 10,
+            "normalize_experts": True,
+        },
+        renamed=_QWEN_RENAMED,
+        fused="in_proj_qkvz",
+        **_QWEN_DELTA,
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeForSequenceClassification",
+        "glm4_moe",
+        traits={"sigmoid_routing": True},
+        needs={**_SILU, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        own={
+            "qkv_bias": False,
+            "qk_norm": False,
+            "rotary_fraction": 0.5,
+            **_SIGMOID_MIXTURE,
+            "first_dense_layers": 1,
+            "dense_d_ff": None,
+        },
+        renamed={"num_experts": "n_routed_experts"},
+        own_head_dim=True,
     ),
     Architecture(
         "GptOssForCausalLM",
@@ -336,7 +405,7 @@ ARCHITECTURES = (
         "phi3",
         own={"rotary_fraction": 1.0},
         windows="number",
-        fused=True,
+        fused="qkv_proj",
         divides=True,
     ),
     Architecture(

@@ -24,7 +24,6 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
 from jaxrl.models.huggingface.architectures import (
     ARCHITECTURES,
-    NULLABLE,
     PLAIN,
     SOFTCAPS,
     Architecture,
@@ -57,6 +56,8 @@ _OF_BOTH = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
     *("tie_word_embeddings", "quantization_config"),
 )
+
+_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "full_kv_heads")
 
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
@@ -207,6 +208,13 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     # Transformers 5 writes `num_local_experts`.
     values.setdefault("num_experts", values.get("num_local_experts"))
     read = _Reader(values, origin)
+    if types := read.get("mlp_layer_types", list, []):
+        dense = types.count("dense")
+        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+            raise read.fault(
+                "mlp_layer_types", ", but only first layers can be dense; choose another model"
+            )
+        values["first_k_dense_replace"] = dense
     names = values.get("architectures")
     # Compare whole lists, since the elements of an untrusted list may not be hashable.
     found = [a for a in ARCHITECTURES if names in ([a.language_model], [a.score_model or None])]
@@ -238,10 +246,14 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     if not architecture.own_head_dim and d_model % num_heads == 0:
         absent["head_dim"] = d_model // num_heads
     for field, (key, kind) in architecture.keys.items():
-        if field in NULLABLE and values.get(key, absent[field]) in (None, 0):
-            fields[field] = kind(0)
+        if field in _OFF_BY_ZERO and values.get(key, absent[field]) in (None, 0):
+            fields[field] = kind(0)  # null turns a field off, where a missing key means the default
         else:
             fields[field] = read.get(key, kind, absent.get(field))
+    if architecture.counts_shared:
+        fields["shared_d_ff"] *= fields["d_ff"]
+    if not fields.get("first_dense_layers", 1):
+        fields["dense_d_ff"] = 0
     fields |= _rotary_fields(read, architecture)
     # Checks the number of layers, before lists of this length are made.
     delta = {field: 0 for field in fields if field.startswith("delta_") and field.endswith("heads")}
@@ -431,9 +443,10 @@ def _rope(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
-def is_fused(values: Mapping[str, Any]) -> bool:
-    """Whether a model with this config.json has one tensor for q, k and v (`Architecture.fused`)."""
-    return any(a.fused for a in ARCHITECTURES if a.model_type == values.get("model_type"))
+def fused_tensors(values: Mapping[str, Any]) -> list[str]:
+    """The tensors that a model with this config.json has in place of several (`Architecture.fused`)."""
+    rows = [a for a in ARCHITECTURES if a.model_type == values.get("model_type")]
+    return [a.fused for a in rows if a.fused]
 
 
 def config_json(
@@ -457,10 +470,16 @@ def config_json(
     kept = {k: v for k, v in base.items() if k not in _REPLACED}
     fields = {field: getattr(config, field) for field in architecture.keys}
     # Transformers marks what is off by null, and requires an int if the scalar is whole.
-    fields |= {field: fields[field] or None for field in NULLABLE if field in fields}
+    fields |= {
+        field: fields[field] or None for field in (*SOFTCAPS, "full_kv_heads") if field in fields
+    }
     if "query_pre_attn_scalar" in fields:
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    if architecture.counts_shared:
+        fields["shared_d_ff"] //= config.d_ff
+    if not config.dense_d_ff:
+        fields.pop("dense_d_ff", None)
     scores = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
     values = {
         **kept,
@@ -537,7 +556,8 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     fitting = [a for a in ARCHITECTURES if a.spells(config)]
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
-        names = [*PLAIN, *SOFTCAPS, "num_experts", "num_scores", "shared_d_ff", "full_head_dim"]
+        names = [*PLAIN, *SOFTCAPS, "num_experts", "shared_d_ff", "expert_groups", "routed_scale"]
+        names += ["num_scores", "full_head_dim"]
         names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern", "rotary_fraction"]
         unusual = [
             f"{name}={getattr(config, name)}"
