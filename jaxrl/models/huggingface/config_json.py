@@ -454,6 +454,9 @@ def config_json(
         **_rope_values(config.rope_scaling),
         **_window_values(config, architecture.windows),
     }
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in values:
+            values[key] = 0  # these layers are not kept
     if architecture.unrotated_every:
         values["no_rope_layers"] = [int(rotated) for rotated in config.rotated_layers]
     if scores:
