@@ -374,7 +374,7 @@ class ModelConfig:
             )
         if self.sigmoid_routing and not self.num_experts:
             raise ValueError("sigmoid_routing with num_experts 0; a dense model has no router")
-        if groups > 1 and (
+        if max(groups, self.groups_per_token) > 1 and (
             in_group * groups != self.num_experts
             or in_group < 2
             or not self.experts_per_token / in_group <= self.groups_per_token <= groups

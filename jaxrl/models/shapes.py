@@ -85,6 +85,15 @@ _MINISTRAL3 = {
         query_beta=0.1,
     ),
 }
+_GLM45 = {
+    "vocab_size": 151_552,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "rotary_fraction": 0.5,
+    "qkv_bias": True,
+    "experts_per_token": 8,
+    "sigmoid_routing": True,
+}
 _OLMO3 = {
     "vocab_size": 100_278,
     "rope_theta": 5e5,
@@ -171,6 +180,24 @@ SHAPES = {
     "ministral-3-3b": _shape(26, 3072, 32, 8, 128, 9216, family=_MINISTRAL3),
     "gpt-oss-20b": _shape(24, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=32),
     "gpt-oss-120b": _shape(36, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=128),
+    "glm-4.5-air": _shape(
+        *(46, 4096, 96, 8, 128, 1408),
+        family=_GLM45,
+        num_experts=128,
+        shared_d_ff=1408,
+        first_dense_layers=1,
+        dense_d_ff=10_944,
+    ),
+    "glm-4.5": _shape(
+        *(92, 5120, 96, 8, 128, 1536),
+        family=_GLM45,
+        qk_norm=True,
+        num_experts=160,
+        shared_d_ff=1536,
+        routed_scale=2.5,
+        first_dense_layers=3,
+        dense_d_ff=12_288,
+    ),
     "olmo-3-7b": _shape(32, 4096, 32, 32, 128, 11008, family=_OLMO3),
 }
 

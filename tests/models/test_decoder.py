@@ -94,6 +94,23 @@ FAMILIES["gpt-oss"] = dataclasses.replace(
 )
 
 
+FAMILIES["glm-4.5"] = dataclasses.replace(
+    TINY,
+    num_layers=3,
+    qk_norm=True,
+    rotary_fraction=0.5,
+    num_experts=6,
+    experts_per_token=2,
+    sigmoid_routing=True,
+    expert_groups=3,
+    groups_per_token=2,
+    routed_scale=1.5,
+    shared_d_ff=20,
+    first_dense_layers=1,
+    dense_d_ff=28,
+)
+
+
 fresh_params = jax.jit(init_params, static_argnums=0)
 
 

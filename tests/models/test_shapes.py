@@ -42,6 +42,10 @@ PARAMETERS = {
     # The published 3.6 and 5.1 billion of a token leave out its embedding, and count the unembedding.
     "gpt-oss-20b": (20_914_757_184, 4_187_440_704),
     "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
+    # 46 layers of 4096 * 128 * 208 + 112 * 128 + 2 * 4096; one of 3 * 4096 * 10944, 45 of 129 * 3 * 4096 *
+    # 1408 + 4097 * 128; 2 * 151_552 * 4096 + 4096.
+    "glm-4.5-air": (106_852_251_264, 13_424_129_664),
+    "glm-4.5": (352_797_829_024, 33_632_266_144),
     "olmo-3-7b": (7_298_011_136, 7_298_011_136),
 }
 
@@ -51,7 +55,16 @@ def test_every_model_has_as_many_parameters_as_published():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-1b", "olmo-3-7b", "gpt-oss-20b", "qwen3.5-27b"]
+    "name",
+    [
+        "qwen2.5-7b",
+        "qwen3-30b-a3b",
+        "gemma-3-1b",
+        "olmo-3-7b",
+        "gpt-oss-20b",
+        "qwen3.5-27b",
+        "glm-4.5",
+    ],
 )
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):
     shapes = decoder_graph(model_shapes(name))[1]

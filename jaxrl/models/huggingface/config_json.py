@@ -494,6 +494,9 @@ def config_json(
         **_rope_values(config.rope_scaling),
         **_window_values(config, architecture.windows),
     }
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in values:
+            values[key] = 0  # these layers are not kept
     if architecture.rope_by_type:
         scaling, local = values.pop("rope_scaling"), values.pop("rope_local_base_freq")
         whole = {"rope_theta": values.pop("rope_theta"), **(scaling or {"rope_type": "default"})}
