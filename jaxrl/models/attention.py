@@ -114,6 +114,7 @@ def pick_implementation(
         f"{_LARGEST_HEAD}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
+    asked += f" with heads of {head_dim}" if head_dim > _LARGEST_HEAD else ""
     if sinks:
         asked += " with attention sinks"
         rules = {name: f"{rule} without sinks," for name, rule in rules.items()}

@@ -542,10 +542,11 @@ class ModelConfig:
     def _attention_params(self) -> int:
         """Parameters of attention in one layer, whose heads are those of `of_kind`."""
         d, h = self.d_model, self.head_dim
-        count = d * h * (2 * self.num_heads + (2 - self.keys_as_values) * self.num_kv_heads)
+        keys_and_values = (2 - self.keys_as_values) * self.num_kv_heads
+        count = d * h * (2 * self.num_heads + keys_and_values)
         count += self.gated_attention * d * h * self.num_heads
         if self.qkv_bias:
-            count += (self.num_heads + 2 * self.num_kv_heads) * h
+            count += (self.num_heads + keys_and_values) * h
         count += self.output_bias * d + self.attention_sinks * self.num_heads
         if self.qk_norm:
             count += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h

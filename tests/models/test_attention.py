@@ -416,6 +416,14 @@ def test_an_implementation_that_cannot_run_is_refused(requested, platform, dtype
         pick_implementation(platform, dtype, requested)
 
 
+def test_large_heads_are_left_to_those_who_have_room():
+    assert pick_implementation("gpu", jnp.bfloat16, head_dim=256) == "cudnn"
+    assert pick_implementation("gpu", jnp.bfloat16, head_dim=512) == "xla"
+    assert pick_implementation("tpu", jnp.bfloat16, head_dim=512) == "splash"
+    with pytest.raises(UserError, match=r"with heads of 512.*with heads of up to 256"):
+        pick_implementation("gpu", jnp.bfloat16, "cudnn", head_dim=512)
+
+
 def test_capped_scores_are_left_to_those_who_have_them():
     assert pick_implementation("gpu", jnp.bfloat16, softcap=50.0) == "xla"
     assert pick_implementation("tpu", jnp.bfloat16, softcap=50.0) == "splash"

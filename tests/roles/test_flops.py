@@ -74,6 +74,28 @@ def test_attention_by_hand():
     )
 
 
+def test_heads_of_two_sizes_by_hand():
+    model = dataclasses.replace(
+        MODEL,
+        num_layers=4,
+        sliding_window=2,
+        layer_pattern=("sliding", "full"),
+        full_head_dim=12,
+        full_kv_heads=1,
+        keys_as_values=True,
+    )
+    # Two layers with q and o 32x32, k and v 32x16; two with q and o 32x48, k 32x12.
+    heads = 2 * (2 * 32 * 32 + 2 * 32 * 16) + 2 * (2 * 32 * 48 + 32 * 12)
+    weights = heads + 4 * 3 * 32 * 48 + 32 * 96
+    assert token_flops(model).weights == 2 * weights
+    # Biases of q, k and v, and norms.
+    assert model.num_params == weights + 2 * (32 + 2 * 16) + 2 * (48 + 12) + 9 * 32
+    # Four tokens: 1 + 2 + 2 + 2 pairs of 8 dimensions, 10 of 12; 4 heads, 4 operations, two layers each.
+    assert attention_flops(model, np.array([4]))[0] == 4 * 4 * 2 * (7 * 8 + 10 * 12)
+    # Keys and values, two layers of each kind, two bytes.
+    assert model.kv_bytes_per_token(2) == 2 * 2 * 2 * (2 * 8 + 12)
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "llama-3-8b", "qwen3-30b-a3b"])
 def test_short_sequences_cost_six_operations_a_weight_and_token(name):
     """The rule of thumb, embeddings aside."""

@@ -274,7 +274,8 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
     if config.qkv_bias:
         per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
         per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
-        per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
+        if not config.keys_as_values:
+            per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
     if config.output_bias:
         per_layer("self_attn.o_proj.bias", "D", "attention.o.bias", "D")
     if config.attention_sinks:

@@ -24,6 +24,16 @@ MODELS = {
     "windows": dataclasses.replace(
         TINY, sliding_window=3, layer_pattern=("sliding", "full"), rope_local_theta=100.0
     ),
+    "heads of two sizes": dataclasses.replace(
+        TINY,
+        num_layers=4,
+        sliding_window=3,
+        layer_pattern=("sliding", "full"),
+        rope_local_theta=100.0,
+        full_head_dim=12,
+        full_kv_heads=1,
+        keys_as_values=True,
+    ),
     "windows, capped": dataclasses.replace(
         TINY, sliding_window=4, layer_pattern=("sliding",), attention_softcap=2.0
     ),
@@ -66,7 +76,8 @@ def positions(begin, end):
 
 
 def kind_of(name, config, dtype=jnp.float32):
-    shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    sizes = (config.num_periods, config.num_kv_heads, config.head_dim)
+    shape = CacheShape(*sizes, dtype, periodic=config if config.period > 1 else None)
     return CacheKind(shape, UNROLLED[name])
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 import shutil
 
 import jax
@@ -738,26 +739,59 @@ def test_the_text_model_of_a_model_with_images(with_images, tmp_path, newer_name
     assert_close(their_logits(exported, tokens_BT), found)
 
 
+# The config of the model with images around that of its text model, and the parts that are not read.
+UNDER_MODEL = {
+    "qwen3_5": ("Qwen3_5Config", QWEN_VISION := dict(VISION, depth=1, num_heads=2), "mtp, visual"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", QWEN_VISION, "mtp, visual"),
+    "gemma4_moe": (
+        "Gemma4Config",
+        dict(VISION, num_key_value_heads=2, head_dim=8),
+        "embed_vision, mtp, vision_tower",
+    ),
+}
+
+
+def with_fused_experts(tensors):
+    """Gate and up of all experts in one tensor, and down in another, as Qwen3.5's mixtures are published."""
+    found, experts = {}, {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*mlp\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            prefix, number, part = match.groups()
+            experts.setdefault(prefix, {}).setdefault(part, {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    for prefix, parts in experts.items():
+        stacks = {part: np.stack([of[i] for i in sorted(of)]) for part, of in parts.items()}
+        found[f"{prefix}.gate_up_proj"] = np.concatenate([stacks["gate"], stacks["up"]], axis=1)
+        found[f"{prefix}.down_proj"] = stacks["down"]
+    return found
+
+
 @pytest.mark.long
-def test_the_text_model_of_qwen3_5_with_images(tmp_path, caplog):
+@pytest.mark.parametrize("family", UNDER_MODEL)
+def test_the_text_model_inside_of_model(family, tmp_path, caplog):
     """As published: with rotary positions in three parts, and a layer for the token after the next."""
     torch.manual_seed(0)
-    text = FAMILIES["qwen3_5"]().to_dict()
-    text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=40)
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    make, vision, unread = UNDER_MODEL[family]
+    text = FAMILIES[family]().to_dict()
+    if "qwen" in family:
+        vision = {**vision, "out_hidden_size": text["hidden_size"]}
+        text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config = getattr(transformers, make)(text_config=text, vision_config=vision)
     theirs = transformers.AutoModelForImageTextToText.from_config(
         config, attn_implementation="eager"
     )
-    theirs = with_random_weights(theirs, "qwen3_5")
+    theirs = with_random_weights(theirs, family)
     theirs.save_pretrained(tmp_path)
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     tensors["mtp.fc.weight"] = np.zeros((2, 2), np.float32)
+    tensors = with_fused_experts(tensors)
+    assert any("gate_up_proj" in name for name in tensors) == ("moe" in family)
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     config = read_config(tmp_path)
     with caplog.at_level("INFO"):
         check_params(tmp_path, config)
-    assert "mtp, visual is not read" in caplog.text
+    assert f"{unread} is not read" in caplog.text
     pair = Pair(theirs, decoder_graph(config)[0], load(tmp_path, config), config, tmp_path)
     tokens_BT = random_tokens(B, T)
     found = our_logits(pair, tokens_BT, counting(), np.ones_like(tokens_BT))
