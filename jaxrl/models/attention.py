@@ -45,7 +45,8 @@ def attention(
       segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
         outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
         segment.
-      kind: window (counted in positions of the row), score cap and sinks of the layer.
+      kind: window, score cap and sinks of the layer; a window is counted in places of the row, with
+        `TreeSegments` in positions.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".

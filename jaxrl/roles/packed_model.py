@@ -122,11 +122,6 @@ class PackedModel:
         self.state_rules = state_rules
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
-        if train.shares_prompts and model.sliding_window:
-            raise UserError(
-                f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
-                f"{model.sliding_window} tokens is counted in places of the row; set it to False"
-            )
         if model.has_state:
             _check_state(train, mesh)
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
@@ -334,7 +329,7 @@ class PackedModel:
         segment_ids = order(micro.segment_ids)
         segments: Any = segment_ids
         if micro.prefix_ids is not None:
-            segments = TreeSegments(segment_ids, order(micro.prefix_ids))
+            segments = TreeSegments(segment_ids, order(micro.prefix_ids), order(micro.positions))
         out = model(
             order(micro.tokens),
             order(micro.positions),
