@@ -444,11 +444,6 @@ class ModelConfig:
         )
 
     @property
-    def common_kv_heads(self) -> int:
-        """The largest number that divides the key-value heads of every layer with attention."""
-        return math.gcd(self.num_kv_heads, self.full_kv_heads)
-
-    @property
     def largest_head(self) -> int:
         """The largest head size of attention."""
         return max(self.head_dim, self.full_head_dim)

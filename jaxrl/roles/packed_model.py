@@ -160,7 +160,7 @@ class PackedModel:
         block_tokens = pick_block_tokens(platform, tree=tree)
         heads = [
             max(1, number // shards_of("heads", TRAIN_RULES, self.mesh))
-            for number in (self.model.num_heads, self.model.common_kv_heads)
+            for number in (self.model.num_heads, self.model.num_kv_heads)
         ]
         size = shards_of("length", TRAIN_RULES, self.mesh)
         split = pick_split(size, *heads, whole_rows=implementation != "xla")

@@ -281,10 +281,9 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
     parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
     if parts % devices:
         raise UserError(
-            f"deterministic sampling sums over {model.common_kv_heads} key-value heads and {model.d_ff} "
-            f"neurons in {parts} parts, which do not divide over {devices} devices of a tensor-parallel "
-            f"group; choose a generation layout with a degree that divides {parts}, or set deterministic "
-            "to False"
+            f"deterministic sampling sums over {model.num_kv_heads} key-value heads and {model.d_ff} neurons "
+            f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
+            f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
         )
     replicas = shards_of("batch", GENERATE_RULES, mesh)
     if slots < 2 * replicas:
@@ -298,7 +297,7 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
 def _sum_parts(model: ModelConfig) -> int:
     """The number of parts in which sums over heads and neurons are made on every mesh."""
     # Key-value heads that devices share would be multiplied in other shapes, which round differently.
-    return math.gcd(model.common_kv_heads, model.d_ff)
+    return math.gcd(model.num_kv_heads, model.full_kv_heads, model.d_ff)
 
 
 def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]:

@@ -238,7 +238,7 @@ class PassSimulator:
             group = shared.ring(layout, "expert")
             found["tokens to experts"] = layers * shared.reduce_s(layout.expert * size, group)
         if layout.context > 1:
-            heads = (model.num_heads // layout.t, max(1, model.common_kv_heads // layout.t))
+            heads = (model.num_heads // layout.t, max(1, model.num_kv_heads // layout.t))
             split = pick_split(layout.context, *heads, whole_rows=assume.attention != "xla")
             sent = flushes.microbatch_tokens * split.heads_sent(*heads) * model.largest_head
             # Written as a gather, of which a device sends all but its own part.
