@@ -219,8 +219,8 @@ class DecoderOutput(NamedTuple):
     Attributes:
       hidden_BTD: normalised last hidden states.
       layer_out: second result of `attend`, stacked over layers; with periods of several layers a list of the
-        places in one, each stacked over periods. With first dense layers a
-        list of two: theirs, one by one, and those of the stack.
+        places in one, each stacked over periods. With first dense layers a list of two: theirs, one by one, and
+        those of the stack.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
@@ -269,8 +269,8 @@ class Decoder(nnx.Module):
           attend: attention function, see `Attend`; its second result has a leading dimension of rows.
           compute: implementation choices.
           per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With periods of several
-            layers a list of such trees, of the places in one, [L / period, B, ...], or None. With
-            first dense layers a list of two as in `DecoderOutput.layer_out`, or None.
+            layers a list of such trees, of the places in one, [L / period, B, ...], or None. With first dense
+            layers a list of two as in `DecoderOutput.layer_out`, or None.
           per_row: pytree of [B, ...], passed to `attend` of every layer.
           live_BT: bool, False for padding, which delta layers and a mixture of experts skip; None if all
             tokens are live.

@@ -322,7 +322,7 @@ def with_random_weights(model, family):
     model = model.float().eval()
     with torch.no_grad():
         # Buffers that are saved too, such as Gemma 4's factors of layers.
-        for parameter in model.state_dict().values():
+        for parameter in filter(torch.is_floating_point, model.state_dict().values()):
             # Norm scales and biases too, or a forgotten one could not be seen.
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
             # Gemma's (but Gemma 4's) and Qwen3.5's are scales less 1.
