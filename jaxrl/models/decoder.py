@@ -219,8 +219,8 @@ class DecoderOutput(NamedTuple):
     Attributes:
       hidden_BTD: normalised last hidden states.
       layer_out: second result of `attend`, stacked over layers; with periods of several layers a list of the
-        places in one, each stacked over periods. With first dense layers a list of two: theirs, one by one, and
-        those of the stack.
+        places in one, each stacked over periods. With first dense layers a list of two: theirs, one by one,
+        and those of the stack.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
