@@ -51,6 +51,15 @@ def token_flops(model: ModelConfig) -> TokenFlops:
         ("v", width, keys, 1),
         ("o", queries, width, 1),
     ]
+    if model.kv_latent:
+        values = model.num_heads * model.value_dim
+        attention = [
+            ("q", model.q_latent or width, queries, 1),
+            ("k", width, model.cached_dim, 1),
+            ("v", model.kv_latent, values + queries - model.num_heads * model.rope_dim, 1),
+            ("o", values, width, 1),
+        ]
+        attention += [("q", width, model.q_latent, 1)] if model.q_latent else []
     feed_forward = [
         side
         for inner, copies in networks
@@ -63,17 +72,29 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     weights = lambda sides: sum(copies * ins * outs for _, ins, outs, copies in sides)  # noqa: E731
     mixing = model.attention_layers * (weights(attention) + model.gated_attention * width * queries)
     mixing += (model.num_layers - model.attention_layers) * _delta_weights(model)
+    dense = [
+        ("gate", width, model.dense_d_ff, 1),
+        ("up", width, model.dense_d_ff, 1),
+        ("down", model.dense_d_ff, width, 1),
+    ]
+    first = model.first_dense_layers
     layer = weights(feed_forward) + width * (model.num_experts + model.shared_gate)
+    layers = (model.num_layers - first) * layer + first * weights(dense)
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets
     adapters = sum(
-        copies * rank * (ins + outs)
-        for name, ins, outs, copies in attention + feed_forward
+        number * copies * rank * (ins + outs)
+        for number, sides in (
+            (model.num_layers, attention),
+            (model.num_layers - first, feed_forward),
+            (first, dense),
+        )
+        for name, ins, outs, copies in sides
         if name in targets
     )
     return TokenFlops(
-        2.0 * (model.num_layers * layer + mixing + head),
-        2.0 * model.num_layers * adapters if rank else 0.0,
+        2.0 * (layers + mixing + head),
+        2.0 * adapters if rank else 0.0,
     )
 
 
@@ -101,7 +122,7 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     num_sliding = sum(model.sliding_layers)
     pairs_B = (model.attention_layers - num_sliding) * full_B + num_sliding * sliding_B
     # Two matmuls, q.k and weights.v, of 2 operations for each pair, head and head dimension.
-    return 4.0 * model.num_heads * model.head_dim * pairs_B
+    return 2.0 * model.num_heads * model.pair_dims * pairs_B
 
 
 def training_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:

@@ -51,7 +51,7 @@ _OF_BOTH = (
     *("tie_word_embeddings", "quantization_config"),
 )
 
-_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers")
+_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "q_latent")
 
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
@@ -238,6 +238,7 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
             fields[field] = kind(0)  # null turns a cap off, where a missing key means the default
         else:
             fields[field] = read.get(key, kind, absent.get(field))
+    fields["head_dim"] += fields.get("rope_dim", 0)
     if "shared_d_ff" in fields:
         fields["shared_d_ff"] *= fields["d_ff"]
     if not fields.get("first_dense_layers", 1):
@@ -436,6 +437,9 @@ def config_json(
     if "query_pre_attn_scalar" in fields:
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    fields["head_dim"] -= config.rope_dim
+    if "q_latent" in fields:
+        fields["q_latent"] = config.q_latent or None
     if "shared_d_ff" in fields:
         fields["shared_d_ff"] //= config.d_ff
     if not config.dense_d_ff:
@@ -457,6 +461,9 @@ def config_json(
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in values:
             values[key] = 0  # these layers are not kept
+    if first := config.first_dense_layers:
+        sparse = config.num_layers - first
+        values["mlp_layer_types"] = ["dense"] * first + ["sparse"] * sparse
     if architecture.unrotated_every:
         values["no_rope_layers"] = [int(rotated) for rotated in config.rotated_layers]
     if scores:
@@ -515,6 +522,7 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
         names = [*PLAIN, *SOFTCAPS, "num_experts", "shared_d_ff", "expert_groups", "routed_scale"]
+        names += ["kv_latent"]
         names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern", "rotary_fraction"]
         unusual = [
             f"{name}={getattr(config, name)}"

@@ -73,20 +73,22 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     outside += outside if model.has_unembedding else model.num_scores * width
     used = model.d_ff * (model.experts_per_token or 1) + model.shared_d_ff
     split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * used
-    experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
+    experts = (
+        (model.num_layers - model.first_dense_layers) * model.num_experts * 3 * width * model.d_ff
+    )
     return ModelNumbers(
         layers=model.num_layers,
         dense=float(model.num_params - outside - width - experts),
         experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
-        pair_flops=4.0 * model.num_heads * h * model.attention_layers,
+        pair_flops=2.0 * model.num_heads * model.pair_dims * model.attention_layers,
         width=width,
         kept_values=float(2 * width),
         split_values=float(split),
         vocabulary=model.num_scores or model.vocab_size,
         cache_values=float(model.kv_bytes_per_token(1)),
-        kv_heads=model.num_kv_heads,
+        kv_heads=model.cached_heads,
     )
 
 

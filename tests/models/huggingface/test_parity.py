@@ -75,6 +75,15 @@ ODD = dict(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+EXPERTS = dict(
+    moe_intermediate_size=28,
+    n_routed_experts=12,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    n_group=3,
+    topk_group=2,
+    routed_scaling_factor=1.8,
+)
 FAMILIES = {
     "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=dict(PLAIN), **kw),
     # Heads are not hidden_size / num_attention_heads wide.
@@ -197,13 +206,33 @@ FAMILIES = {
         attention_bias=True,
         use_qk_norm=True,
         first_k_dense_replace=2,
-        moe_intermediate_size=28,
-        n_routed_experts=12,
-        n_shared_experts=2,
-        num_experts_per_tok=3,
-        n_group=3,
-        topk_group=2,
-        routed_scaling_factor=1.8,
+        **EXPERTS,
+        rope_parameters=dict(PLAIN),
+        **kw,
+    ),
+    # Values are narrower than keys here, and wider in the next.
+    "deepseek_v3": lambda **kw: transformers.DeepseekV3Config(
+        **{**ODD, "num_key_value_heads": 4},
+        **{**EXPERTS, "n_shared_experts": 1},
+        first_k_dense_replace=2,
+        q_lora_rank=20,
+        kv_lora_rank=18,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=12,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        **kw,
+    ),
+    "glm4_moe_lite": lambda **kw: transformers.Glm4MoeLiteConfig(
+        **{**ODD, "num_key_value_heads": 4},
+        **EXPERTS,
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+        q_lora_rank=None,
+        kv_lora_rank=18,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=14,
+        rope_interleave=False,
         rope_parameters=dict(PLAIN),
         **kw,
     ),
@@ -233,6 +262,8 @@ LATER = {
     "gpt_oss": False,
     "qwen3_5": False,
     "glm4_moe": False,
+    "deepseek_v3": False,
+    "glm4_moe_lite": False,
     "olmo3": False,
 }
 ONCE = [
