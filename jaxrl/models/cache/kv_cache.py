@@ -37,7 +37,7 @@ class KVCache:
     """
 
     k: jax.Array
-    v: jax.Array | None
+    v: Any
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
     keys_last: str = dataclasses.field(default="length", metadata={"static": True})
