@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,29 +23,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
+from jaxrl.models.latent_attention import LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
-from jaxrl.models.model_config import ModelConfig, RopeScaling
-from jaxrl.models.modules import FeedForward, Projection, RMSNorm, constant, normal, over_rms
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.modules import (
+    FeedForward,
+    Projection,
+    RMSNorm,
+    Rotation,
+    constant,
+    normal,
+    over_rms,
+    rotary_angles,
+    rotate,
+)
 from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
 # (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's slice
-# of `per_layer`, `row_in` is `per_row`. In a pipeline all arguments are those of one microbatch, so an
-# attention function must not take anything that differs between rows from a closure.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionKind, Any, Any], tuple[jax.Array, Any]]
-
-
-class Rotation(NamedTuple):
-    """Rotary positions of the tokens of a batch, for the layers of one kind.
-
-    Attributes:
-      cos, sin: float32 [B, T, 1, R / 2], of the R rotated dimensions of a head.
-      query_scale: factor of the queries, float32 [B, T, 1, 1]; None for 1.
-    """
-
-    cos: jax.Array
-    sin: jax.Array
-    query_scale: jax.Array | None = None
+# of `per_layer`, `row_in` is `per_row`. `LatentAttention` may add what a cache holds in place of k and v. In
+# a pipeline all arguments are those of one microbatch, so an attention function must not take anything that
+# differs between rows from a closure.
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 class LayerFlags(NamedTuple):
@@ -155,7 +153,8 @@ class Layer(nnx.Module):
         if self.is_delta:
             self.delta = DeltaNet(config, rngs=rngs)
         else:
-            self.attention = Attention(config.of_kind(kind), rngs=rngs)
+            attention = LatentAttention if config.kv_latent else Attention
+            self.attention = attention(config.of_kind(kind), rngs=rngs)
         if config.num_experts and not dense_d_ff:
             self.mlp = MixtureOfExperts(config, rngs=rngs)
         else:
@@ -295,7 +294,9 @@ class Decoder(nnx.Module):
             if self.config.attention_sinks:
                 sinks_Q = module.attention.sinks[...].astype(jnp.float32)
                 kind = dataclasses.replace(kind, sinks=sinks_Q)
-            attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
+            attend_here = lambda q, k, v, *latents: attend(  # noqa: E731
+                q, k, v, kind, layer_in, attend_in, *latents
+            )
             if module.is_delta:
                 attend_here = lambda inputs: recur(inputs, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
@@ -422,65 +423,6 @@ class Decoder(nnx.Module):
     def scores(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
         """Maps [..., D] to float32 scores [..., S] of a reward, cost or value model."""
         return compute.product(hidden, self.score_head[...], out_type=jnp.float32)
-
-
-def rotary_angles(
-    positions_BT: jax.Array, num_dims: int, theta: float, scaling: RopeScaling | None
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding.
-
-    Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
-    """
-    frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
-    if scaling is not None and scaling.kind == "linear":
-        frequency = frequency / scaling.factor
-    elif scaling is not None and scaling.kind == "proportional":
-        turning = jnp.arange(num_dims // 2) < int(scaling.rotated * num_dims // 2)
-        frequency = jnp.where(turning, frequency, 0.0)
-    elif scaling is not None and scaling.kind == "longrope":
-        factors = scaling.long_factors if scaling.long else scaling.short_factors
-        frequency = frequency / jnp.array(factors, jnp.float32)
-    elif scaling is not None and scaling.kind == "yarn":
-        low, high = (
-            num_dims
-            * math.log(scaling.original_max_positions / (2 * math.pi * turns))
-            / (2 * math.log(theta))
-            for turns in (scaling.beta_fast, scaling.beta_slow)
-        )
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, num_dims - 1)
-        # As in Transformers, the bounds count pairs, but the last one is that of all dimensions.
-        ramp = (jnp.arange(num_dims // 2, dtype=jnp.float32) - low) / (high - low or 0.001)
-        stretched = jnp.clip(ramp, 0, 1)
-        frequency = frequency * (1 - stretched) + frequency / scaling.factor * stretched
-    elif scaling is not None:
-        # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
-        turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequency = frequency * (keep + (1 - keep) / scaling.factor)
-    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if scaling is not None and scaling.magnitude != 1:
-        cos, sin = scaling.magnitude * cos, scaling.magnitude * sin
-    return cos, sin
-
-
-def rotate(
-    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array] | Rotation, *, scale: Any = 1.0
-) -> jax.Array:
-    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions by its angle, times `scale`.
-
-    The result has the type of `x_BTNH`.
-    """
-    cos, sin, *_ = rotation
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
-    if not (isinstance(scale, float) and scale == 1.0):
-        cos, sin, rest = scale * cos, scale * sin, scale * rest
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x_BTNH.dtype)
 
 
 def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:

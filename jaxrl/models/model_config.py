@@ -106,6 +106,13 @@ class RopeScaling:
             return growth(self.mscale) / growth(self.mscale_all_dim)
         return growth(1.0)
 
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores in latent attention, of which only some dimensions are rotated."""
+        if self.kind == "linear" or not self.mscale_all_dim:
+            return 1.0
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
+
 
 @settings
 class LoraConfig:
@@ -151,6 +158,11 @@ class ModelConfig:
         "full_head_dim",
         "full_kv_heads",
         "gated_attention",
+        "kv_latent",
+        "q_latent",
+        "rope_dim",
+        "value_dim",
+        "interleaved_rotary",
         "delta_key_heads",
         "delta_value_heads",
         "delta_key_dim",
@@ -250,6 +262,18 @@ class ModelConfig:
     """Full layers have no projection of values: they are the keys before norm and rotation (Gemma 4)."""
     gated_attention: bool = False
     """The output of attention is multiplied by the sigmoid of another projection (Qwen3.5)."""
+    kv_latent: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    q_latent: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Sizes of the vectors that keys and values, and queries, are projections of (DeepSeek-V3); 0 for
+    none.
+    """
+    rope_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    value_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """With `kv_latent` the number of last dimensions of a head that are rotated, and the size of its
+    values.
+    """
+    interleaved_rotary: bool = False
+    """Rotated pairs are neighbours in checkpoints, not a half of the dimensions apart (DeepSeek-V3)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
@@ -335,6 +359,28 @@ class ModelConfig:
             raise ValueError("rope_theta 1 makes all wavelengths equal; copy the published value")
         if self.qk_norm_over_heads and not self.qk_norm:
             raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
+        latent = self.kv_latent, self.rope_dim, self.value_dim
+        if not all(latent) == any(latent) or (self.q_latent and not any(latent)):
+            raise ValueError(
+                f"kv_latent {latent[0]} with rope_dim {latent[1]}, value_dim {latent[2]} and q_latent "
+                f"{self.q_latent}: the first three are 1 or more for latent attention, else all are 0"
+            )
+        if self.kv_latent and (
+            self.num_kv_heads != self.num_heads
+            or self.rope_dim >= self.head_dim
+            or self.layer_pattern != ("full",)
+            or self.query_pre_attn_scalar
+            or self.attention_softcap
+            or self.rotary_fraction != 1
+            or (self.qkv_bias or self.output_bias or self.qk_norm)
+            or (self.gated_attention or self.attention_sinks)
+        ):
+            raise ValueError(
+                f"kv_latent {self.kv_latent} with num_heads {self.num_heads}, num_kv_heads "
+                f"{self.num_kv_heads}, head_dim {self.head_dim} and rope_dim {self.rope_dim}: latent "
+                "attention has as many heads of keys, a part of each rotated, and no biases, norms, gates, "
+                "windows or caps"
+            )
         if self.num_tokens > self.vocab_size:
             raise ValueError(
                 f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
@@ -479,8 +525,28 @@ class ModelConfig:
 
     @property
     def rotary_dims(self) -> int:
-        """Leading dimensions of a head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
+        """Dimensions of a head that are rotated, leading ones but in latent attention."""
+        return self.rope_dim or int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether all attention is full, without caps, and to keys and values."""
+        return not (any(self.sliding_layers) or self.attention_softcap or self.kv_latent)
+
+    @property
+    def cached_heads(self) -> int:
+        """The key-value heads of a cache; latents are one for all."""
+        return 1 if self.kv_latent else self.num_kv_heads
+
+    @property
+    def cached_dim(self) -> int:
+        """The size of a cached key; latents, which are values too, count once."""
+        return self.kv_latent + self.rope_dim if self.kv_latent else self.head_dim
+
+    @property
+    def pair_dims(self) -> int:
+        """Dimensions of a query head's key and value."""
+        return self.head_dim + (self.value_dim or self.head_dim)
 
     def for_texts_of(self, tokens: int) -> ModelConfig:
         """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`."""
@@ -540,6 +606,12 @@ class ModelConfig:
         keys_and_values = (2 - self.keys_as_values) * self.num_kv_heads
         count = d * h * (2 * self.num_heads + keys_and_values)
         count += self.gated_attention * d * h * self.num_heads
+        if self.kv_latent:
+            into, queries = self.q_latent, self.num_heads * h
+            count = d * into + into + into * queries if into else d * queries
+            count += d * self.cached_dim + self.kv_latent
+            count += self.kv_latent * self.num_heads * (self.pair_dims - self.rope_dim)
+            count += self.num_heads * self.value_dim * d
         if self.qkv_bias:
             count += (self.num_heads + keys_and_values) * h
         count += self.output_bias * d + self.attention_sinks * self.num_heads
@@ -549,5 +621,5 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of the key-value cache per token, over all layers."""
-        values = sum(layer.num_kv_heads * layer.head_dim for layer in self.of_attention_layers)
-        return 2 * values * bytes_per_value
+        values = sum(layer.cached_heads * layer.cached_dim for layer in self.of_attention_layers)
+        return (1 if self.kv_latent else 2) * values * bytes_per_value

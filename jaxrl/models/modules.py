@@ -1,10 +1,12 @@
-"""Building blocks of layers: weights with named axes, projections with adapters, norms, feed-forward."""
+"""Building blocks of layers: weights with named axes, projections with adapters, norms, feed-forward
+networks, rotary positions.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from flax import nnx
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.gates import GATES
-from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 # Name and size of each dimension. The name None marks a dimension that is never split.
 Dims = tuple[tuple[str | None, int], ...]
@@ -88,6 +90,15 @@ class Projection(nnx.Module):
             out = out + self.scale * delta
         return out
 
+    def merged(self, compute: Compute) -> jax.Array:
+        """The weight with its adapter, for matmuls in another order than x · weight."""
+        assert compute.adapter_B is None, "each row has an adapter of its own"
+        weight = self.weight.get_value().astype(compute.dtype)
+        if self.has_adapter:
+            low_rank = compute.product(self.lora_a[...].astype(compute.dtype), self.lora_b[...])
+            weight = weight + self.scale * low_rank
+        return weight
+
     def _of_rows(self, x: jax.Array, adapter_B: jax.Array, compute: Compute) -> jax.Array:
         """x · lora_a · lora_b of each row's adapter: [B, T, *ins] -> [B, T, *outs]."""
         a, b = (leaf[...].astype(compute.dtype) for leaf in (self.lora_a, self.lora_b))
@@ -156,3 +167,75 @@ class FeedForward(nnx.Module):
             return self.down(hidden_BTF, compute)
 
         return down(self.gate(x_BTD, compute), self.up(x_BTD, compute)), None
+
+
+class Rotation(NamedTuple):
+    """Rotary positions of the tokens of a batch, for the layers of one kind.
+
+    Attributes:
+      cos, sin: float32 [B, T, 1, R / 2], of the R rotated dimensions of a head.
+      query_scale: factor of the queries, float32 [B, T, 1, 1]; None for 1.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
+
+
+def rotary_angles(
+    positions_BT: jax.Array, num_dims: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding.
+
+    Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
+    """
+    frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
+    if scaling is not None and scaling.kind == "linear":
+        frequency = frequency / scaling.factor
+    elif scaling is not None and scaling.kind == "proportional":
+        turning = jnp.arange(num_dims // 2) < int(scaling.rotated * num_dims // 2)
+        frequency = jnp.where(turning, frequency, 0.0)
+    elif scaling is not None and scaling.kind == "longrope":
+        factors = scaling.long_factors if scaling.long else scaling.short_factors
+        frequency = frequency / jnp.array(factors, jnp.float32)
+    elif scaling is not None and scaling.kind == "yarn":
+        low, high = (
+            num_dims
+            * math.log(scaling.original_max_positions / (2 * math.pi * turns))
+            / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, num_dims - 1)
+        # As in Transformers, the bounds count pairs, but the last one is that of all dimensions.
+        ramp = (jnp.arange(num_dims // 2, dtype=jnp.float32) - low) / (high - low or 0.001)
+        stretched = jnp.clip(ramp, 0, 1)
+        frequency = frequency * (1 - stretched) + frequency / scaling.factor * stretched
+    elif scaling is not None:
+        # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
+        turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None and scaling.magnitude != 1:
+        cos, sin = scaling.magnitude * cos, scaling.magnitude * sin
+    return cos, sin
+
+
+def rotate(
+    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array] | Rotation, *, scale: Any = 1.0
+) -> jax.Array:
+    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions by its angle, times `scale`.
+
+    The result has the type of `x_BTNH`.
+    """
+    cos, sin, *_ = rotation
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
+    if not (isinstance(scale, float) and scale == 1.0):
+        cos, sin, rest = scale * cos, scale * sin, scale * rest
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x_BTNH.dtype)

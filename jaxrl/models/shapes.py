@@ -94,6 +94,44 @@ _GLM45 = {
     "experts_per_token": 8,
     "sigmoid_routing": True,
 }
+_LATENT = {
+    "kv_latent": 512,
+    "rope_dim": 64,
+    "interleaved_rotary": True,
+    "sigmoid_routing": True,
+}
+_DEEPSEEK3 = {
+    **_LATENT,
+    "vocab_size": 129_280,
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0
+    ),
+    "q_latent": 1536,
+    "value_dim": 128,
+    "experts_per_token": 8,
+    "expert_groups": 8,
+    "groups_per_token": 4,
+    "routed_scale": 2.5,
+}
+_MOONLIGHT = {
+    **_LATENT,
+    "vocab_size": 163_840,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50_000.0,
+    "value_dim": 128,
+    "experts_per_token": 6,
+    "routed_scale": 2.446,
+}
+_GLM47_FLASH = {
+    **_LATENT,
+    "vocab_size": 154_880,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "q_latent": 768,
+    "value_dim": 256,
+    "experts_per_token": 4,
+    "routed_scale": 1.8,
+}
 _OLMO3 = {
     "vocab_size": 100_278,
     "rope_theta": 5e5,
@@ -197,6 +235,30 @@ SHAPES = {
         routed_scale=2.5,
         first_dense_layers=3,
         dense_d_ff=12_288,
+    ),
+    "glm-4.7-flash": _shape(
+        *(47, 2048, 20, 20, 256, 1536),
+        family=_GLM47_FLASH,
+        num_experts=64,
+        shared_d_ff=1536,
+        first_dense_layers=1,
+        dense_d_ff=10_240,
+    ),
+    "deepseek-v3": _shape(
+        *(61, 7168, 128, 128, 192, 2048),
+        family=_DEEPSEEK3,
+        num_experts=256,
+        shared_d_ff=2048,
+        first_dense_layers=3,
+        dense_d_ff=18_432,
+    ),
+    "moonlight-16b-a3b": _shape(
+        *(27, 2048, 16, 16, 192, 1408),
+        family=_MOONLIGHT,
+        num_experts=64,
+        shared_d_ff=2816,
+        first_dense_layers=1,
+        dense_d_ff=11_264,
     ),
     "olmo-3-7b": _shape(32, 4096, 32, 32, 128, 11008, family=_OLMO3),
 }

@@ -44,12 +44,21 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     sides: list[tuple[str, int, int, int]] = []
     networks = [(model.d_ff, model.experts_per_token or 1)]
     networks += [(model.shared_d_ff, 1)] if model.shared_d_ff else []
+    sparse = model.num_layers - model.first_dense_layers
+    networks = [(inner, sparse * copies) for inner, copies in networks]
+    networks += [(model.dense_d_ff, model.first_dense_layers)]
     for inner, copies in networks:
-        copies *= model.num_layers
         sides += [("gate", width, inner, copies), ("up", width, inner, copies)]
         sides += [("down", inner, width, copies)]
     for layer in model.of_attention_layers:
         queries, keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
+        if model.kv_latent:
+            values = model.num_heads * model.value_dim
+            sides += [("q", model.q_latent or width, queries, 1), ("k", width, model.cached_dim, 1)]
+            sides += [("q", width, model.q_latent, 1)] * bool(model.q_latent)
+            outs = values + queries - model.num_heads * model.rope_dim
+            sides += [("v", model.kv_latent, outs, 1), ("o", values, width, 1)]
+            continue
         sides += [("q", width, queries, 1)] * (1 + model.gated_attention)
         sides += [("k", width, keys, 1), ("o", queries, width, 1)]
         sides += [("v", width, keys, 1)] * (not layer.keys_as_values)
@@ -59,7 +68,7 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     delta_sides = {"q": keys, "k": keys, "v": values, "z": values, "a": heads, "b": heads}
     sides += [(name, width, outs, deltas) for name, outs in delta_sides.items()]
     sides += [("o", values, width, deltas)]
-    others = model.num_layers * width * (model.num_experts + model.shared_gate)
+    others = sparse * width * (model.num_experts + model.shared_gate)
     others += deltas * 3 * values * model.delta_key_dim
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets
@@ -85,15 +94,11 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     # A token that lies m tokens beyond the first full window does not see the first m tokens.
     sliding_B = full_B - beyond_B * (beyond_B + 1) / 2
     num_sliding = sum(model.sliding_layers)
-    pairs_B = _full_dims(model) * full_B + num_sliding * model.head_dim * sliding_B
+    sliding_dims = num_sliding * model.pair_dims
+    full_dims = sum(layer.pair_dims for layer in model.of_attention_layers) - sliding_dims
+    pairs_B = full_dims * full_B + sliding_dims * sliding_B
     # Two matmuls, q.k and weights.v, of 2 operations for each pair, head and head dimension.
-    return 4.0 * model.num_heads * pairs_B
-
-
-def _full_dims(model: ModelConfig) -> int:
-    """The sum of head sizes over layers with full attention."""
-    sliding = sum(model.sliding_layers) * model.head_dim
-    return sum(layer.head_dim for layer in model.of_attention_layers) - sliding
+    return 2.0 * model.num_heads * pairs_B
 
 
 def training_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:

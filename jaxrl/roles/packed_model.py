@@ -318,7 +318,7 @@ class PackedModel:
             tree=micro.prefix_ids is not None, tokens=micro.tokens.shape[-1]
         )
 
-        def attend(q, k, v, kind, _, segments):
+        def attend(q, k, v, kind, _, segments, *_latents):
             # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
                 return attention_to(q, k, v, segments, kind), None

@@ -56,22 +56,23 @@ def choose_cache(
     platform = platform_of(mesh)
     shape = CacheShape(
         model.num_periods,
-        model.num_kv_heads,
-        model.head_dim,
+        model.cached_heads,
+        model.cached_dim,
         kv_dtype,
         keys_last="length" if platform in (None, "cpu") else "head_dim",
         periodic=model if model.period > 1 else None,
         tail_dtype=dtype,
         first_layers=model.first_dense_layers,
+        latent=model.kv_latent > 0,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(
         platform,
         dtype,
         kv_dtype,
-        model.head_dim,
+        model.cached_dim,
         decode_attention,
-        plain=not any(model.sliding_layers) and not model.attention_softcap,
+        plain=model.has_plain_attention,
     )
     # Inside a pipeline stage there are only some slots of some layers, but all pages.
     by_table = pages is not None and one_stage

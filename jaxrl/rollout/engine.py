@@ -122,7 +122,7 @@ class Engine:
         self.pages = page_sizes(
             config,
             shards=self.shards,
-            kv_heads=max(1, model.num_kv_heads // shards_of("heads", GENERATE_RULES, mesh)),
+            kv_heads=max(1, model.cached_heads // shards_of("heads", GENERATE_RULES, mesh)),
             platform=platform_of(mesh),
         )
         self.cache = choose_cache(

@@ -139,6 +139,23 @@ FAMILIES["glm-4.5"] = dataclasses.replace(
 )
 
 
+FAMILIES["deepseek-v3"] = dataclasses.replace(
+    FAMILIES["glm-4.5"],
+    qkv_bias=False,
+    qk_norm=False,
+    rotary_fraction=1.0,
+    num_kv_heads=4,
+    kv_latent=10,
+    q_latent=6,
+    rope_dim=2,
+    value_dim=7,
+    interleaved_rotary=True,
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=8.0, original_max_positions=16, mscale=1.0, mscale_all_dim=0.5
+    ),
+)
+
+
 fresh_params = jax.jit(init_params, static_argnums=0)
 
 

@@ -51,6 +51,10 @@ PARAMETERS = {
     # 1408 + 4097 * 128; 2 * 151_552 * 4096 + 4096.
     "glm-4.5-air": (106_852_251_264, 13_424_129_664),
     "glm-4.5": (352_797_829_024, 33_632_266_144),
+    "glm-4.7-flash": (29_943_393_920, 3_896_766_080),
+    # Without the biases of the routers, 58 * 256, the published 671_026_404_352.
+    "deepseek-v3": (671_026_419_200, 37_552_297_472),
+    "moonlight-16b-a3b": (15_960_110_208, 2_914_776_192),
     "olmo-3-7b": (7_298_011_136, 7_298_011_136),
 }
 
@@ -69,6 +73,7 @@ def test_every_model_has_as_many_parameters_as_published():
         "gpt-oss-20b",
         "qwen3.5-35b-a3b",
         "glm-4.5",
+        "deepseek-v3",
     ],
 )
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):

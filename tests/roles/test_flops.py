@@ -60,6 +60,35 @@ def test_a_token_of_a_mixture_by_hand():
     assert token_flops(adapted).adapters - token_flops(LORA).adapters == 2 * 3 * 4 * more
 
 
+def test_latent_attention_and_dense_layers_by_hand():
+    mixture = dataclasses.replace(MODEL, num_experts=6, experts_per_token=2, num_kv_heads=4)
+    latent = dataclasses.replace(
+        mixture,
+        qkv_bias=False,
+        kv_latent=10,
+        q_latent=6,
+        rope_dim=2,
+        value_dim=5,
+        first_dense_layers=1,
+        dense_d_ff=20,
+    )
+    # q 32x6 and 6x32, latents 32x12, keys without rotation and values 10x(4*(6+5)), o 20x32.
+    attention = 32 * 6 + 6 * 32 + 32 * 12 + 10 * 44 + 20 * 32
+    weights = 3 * attention + 3 * 32 * 20 + 2 * (2 * 3 * 32 * 48 + 32 * 6) + 32 * 96
+    assert token_flops(latent).weights == 2 * weights
+    # Norms of latents, two of each layer, the last one; the embedding is the head.
+    assert latent.num_active_params == weights + 3 * (6 + 10 + 2 * 32) + 32
+    adapted = dataclasses.replace(latent, lora=LORA.lora)
+    sides = 3 * ((32 + 6) + (6 + 32) + (32 + 12) + (10 + 44) + (20 + 32))
+    sides += 3 * (32 + 20) + 2 * 2 * 3 * (32 + 48)
+    assert token_flops(adapted).adapters == 2 * 4 * sides
+    # A pair of tokens: keys of 8 and values of 5 for 4 heads; 2 operations.
+    np.testing.assert_array_equal(
+        attention_flops(latent, np.array([1, 2])), 3 * 2 * 4 * 13 * np.array([1, 3.0])
+    )
+    assert latent.kv_bytes_per_token(2) == 3 * 12 * 2
+
+
 def test_attention_by_hand():
     # Pairs 1, 3 and 10 of causal sequences of 1, 2 and 4 tokens; 4 x 4 heads x 8 a pair, 3 layers.
     np.testing.assert_array_equal(

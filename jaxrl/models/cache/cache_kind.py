@@ -82,6 +82,7 @@ class CachePass(NamedTuple):
       attend, per_layer, per_row, recur: arguments of `Decoder.__call__`.
       kept: (second results of `attend`, of all layers) -> the cache of the new tokens.
       layers: function that runs the stack; None for `Compute.layers`.
+      absorbs: whether `attend` attends to a cache, see `Compute.absorbs`.
     """
 
     attend: Attend
@@ -90,6 +91,7 @@ class CachePass(NamedTuple):
     kept: Callable[[Any], Cache] = lambda new: new
     layers: Callable[..., Any] | None = None
     recur: Recur = delta_of_rows
+    absorbs: bool = False
 
     def run(
         self,
@@ -100,6 +102,7 @@ class CachePass(NamedTuple):
         compute: Compute,
     ) -> tuple[jax.Array, Cache]:
         """Runs the pass; returns the last hidden states [B, T, D] of the new tokens, and their cache."""
+        compute = dataclasses.replace(compute, absorbs=self.absorbs)
         if self.layers is not None:
             compute = dataclasses.replace(compute, layers=self.layers)
         out = model(
@@ -185,8 +188,9 @@ class CacheKind:
     def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
         """The pass for T tokens without a past: a scan over layers, which stacks the caches of the layers."""
 
-        def attend(q, k, v, kind, _, segment_ids) -> tuple[jax.Array, Any]:
-            return attention(q, k, v, segment_ids, kind), self.shape.holding(k, v)
+        def attend(q, k, v, kind, _, segment_ids, latents=None) -> tuple[jax.Array, Any]:
+            cached = self.shape.holding(k if latents is None else latents, v)
+            return attention(q, k, v, segment_ids, kind), cached
 
         def recur(inputs: DeltaInputs, *_) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, self.shape.no_past((len(inputs.live),)))
@@ -212,7 +216,8 @@ class CacheKind:
         def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, state)
 
-        return CachePass(attend, cache, length_B, layers=self._layers(model), recur=recur)
+        layers = self._layers(model)
+        return CachePass(attend, cache, length_B, layers=layers, recur=recur, absorbs=True)
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
         """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
@@ -267,7 +272,7 @@ class CacheKind:
                 caches = [first, pairs(past[1], buffer[1])]
             else:
                 caches = pairs(past, buffer)
-            return CachePass(attend, caches, lengths, layers=layers, recur=recur)
+            return CachePass(attend, caches, lengths, layers=layers, recur=recur, absorbs=True)
 
         return step
 

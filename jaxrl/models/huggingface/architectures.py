@@ -51,6 +51,11 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "shared_d_ff": ("n_shared_experts", int),  # times the width of an expert
     "first_dense_layers": ("first_k_dense_replace", int),
     "dense_d_ff": ("intermediate_size", int),
+    "kv_latent": ("kv_lora_rank", int),
+    "q_latent": ("q_lora_rank", int),
+    "rope_dim": ("qk_rope_head_dim", int),
+    "value_dim": ("v_head_dim", int),
+    "interleaved_rotary": ("rope_interleave", bool),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
@@ -161,6 +166,7 @@ class Architecture:
             bool(self.score_model or not config.num_scores)
             and all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
+            and ("kv_latent" in self.own) == bool(config.kv_latent)
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
@@ -251,6 +257,7 @@ _GEMMA4_OWN = {
     "keys_as_values": False,
 }
 
+_SIGMOID_NEEDS = {**_SILU, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _SIGMOID_MIXTURE: Mapping[str, Any] = {
     "num_experts": None,
     "experts_per_token": None,
@@ -260,6 +267,15 @@ _SIGMOID_MIXTURE: Mapping[str, Any] = {
     "groups_per_token": 1,
     "routed_scale": 1.0,
 }
+
+# Attention to latents. Its files name the size of a head without rotation.
+_LATENT: dict[str, Any] = dict(
+    traits={"sigmoid_routing": True},
+    needs={**_SIGMOID_NEEDS, "attention_bias": False, "moe_layer_freq": 1},
+    renamed={"num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"},
+    own_head_dim=True,
+)
+_LATENT_SIZES = {"kv_latent": 512, "rope_dim": 64, "interleaved_rotary": True}
 
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
@@ -331,7 +347,7 @@ ARCHITECTURES = (
         "Glm4MoeForSequenceClassification",
         "glm4_moe",
         traits={"sigmoid_routing": True},
-        needs={**_SILU, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        needs=_SIGMOID_NEEDS,
         own={
             "qkv_bias": False,
             "qk_norm": False,
@@ -342,6 +358,38 @@ ARCHITECTURES = (
         },
         renamed={"num_experts": "n_routed_experts"},
         own_head_dim=True,
+    ),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3ForSequenceClassification",
+        "deepseek_v3",
+        own={
+            **_SIGMOID_MIXTURE,
+            **_LATENT_SIZES,
+            "q_latent": 1536,
+            "value_dim": 128,
+            "expert_groups": 8,
+            "groups_per_token": 4,
+            "routed_scale": 2.5,
+            "first_dense_layers": 3,
+            "dense_d_ff": None,
+        },
+        **_LATENT,
+    ),
+    Architecture(
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteForSequenceClassification",
+        "glm4_moe_lite",
+        own={
+            **_SIGMOID_MIXTURE,
+            **_LATENT_SIZES,
+            "q_latent": 768,
+            "value_dim": 256,
+            "routed_scale": 1.8,
+            "first_dense_layers": 1,
+            "dense_d_ff": None,
+        },
+        **_LATENT,
     ),
     Architecture(
         "GptOssForCausalLM",

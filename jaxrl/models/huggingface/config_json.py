@@ -57,7 +57,7 @@ _OF_BOTH = (
     *("tie_word_embeddings", "quantization_config"),
 )
 
-_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "full_kv_heads")
+_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "full_kv_heads", "q_latent")
 
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
@@ -250,6 +250,7 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
             fields[field] = kind(0)  # null turns a field off, where a missing key means the default
         else:
             fields[field] = read.get(key, kind, absent.get(field))
+    fields["head_dim"] += fields.get("rope_dim", 0)
     if architecture.counts_shared:
         fields["shared_d_ff"] *= fields["d_ff"]
     if not fields.get("first_dense_layers", 1):
@@ -476,6 +477,9 @@ def config_json(
     if "query_pre_attn_scalar" in fields:
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    fields["head_dim"] -= config.rope_dim
+    if "q_latent" in fields:
+        fields["q_latent"] = config.q_latent or None
     if architecture.counts_shared:
         fields["shared_d_ff"] //= config.d_ff
     if not config.dense_d_ff:
@@ -497,6 +501,9 @@ def config_json(
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in values:
             values[key] = 0  # these layers are not kept
+    if first := config.first_dense_layers:
+        sparse = config.num_layers - first
+        values["mlp_layer_types"] = ["dense"] * first + ["sparse"] * sparse
     if architecture.rope_by_type:
         scaling, local = values.pop("rope_scaling"), values.pop("rope_local_base_freq")
         whole = {"rope_theta": values.pop("rope_theta"), **(scaling or {"rope_type": "default"})}
@@ -560,7 +567,7 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
         names = [*PLAIN, *SOFTCAPS, "num_experts", "shared_d_ff", "expert_groups", "routed_scale"]
-        names += ["num_scores", "full_head_dim"]
+        names += ["num_scores", "full_head_dim", "kv_latent"]
         names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern", "rotary_fraction"]
         unusual = [
             f"{name}={getattr(config, name)}"

@@ -3,6 +3,8 @@
     L layers   V vocabulary   D width   F ffn width   Q query heads   K kv heads   H head size
     E experts   S scores
     M width of a shared expert
+    P, Z sizes of latents of queries, and of keys and values
+    A Z and the rotated dimensions   O size of a value   J O and the dimensions of a key without rotation
     N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
@@ -250,6 +252,19 @@ def _network_table(
 
 def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
     """Adds the tensors of attention."""
+    if config.kv_latent:
+        if config.q_latent:
+            per_layer("self_attn.q_a_proj.weight", "P D", "attention.q_a.weight", "DP")
+            per_layer("self_attn.q_a_layernorm.weight", "P", "attention.q_norm.scale", "P")
+            per_layer("self_attn.q_b_proj.weight", "QH P", "attention.q.weight", "PQH")
+        else:
+            per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
+        # A latent and the rotated key; keys without rotation and values, head by head.
+        per_layer("self_attn.kv_a_proj_with_mqa.weight", "A D", "attention.kv_a.weight", "DA")
+        per_layer("self_attn.kv_a_layernorm.weight", "Z", "attention.kv_norm.scale", "Z")
+        per_layer("self_attn.kv_b_proj.weight", "QJ Z", "attention.kv_b.weight", "ZQJ")
+        per_layer("self_attn.o_proj.weight", "D QO", "attention.o.weight", "QOD")
+        return
     if fused:
         Q, K = config.num_heads, config.num_kv_heads
         whole = Q + 2 * K
@@ -347,6 +362,11 @@ def dimension_sizes(config: ModelConfig, kind: str = "full") -> dict[str, int]:
         "H": of_kind.head_dim,
         "E": config.num_experts,
         "M": config.shared_d_ff,
+        "P": config.q_latent,
+        "Z": config.kv_latent,
+        "A": config.cached_dim,
+        "O": config.value_dim,
+        "J": config.pair_dims - config.rope_dim,
         "S": config.num_scores,
         "R": config.lora.rank,
         "N": config.delta_key_heads,
@@ -366,6 +386,11 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     Raises:
       UserError: PEFT has no such adapter for a tensor.
     """
+    if config.kv_latent:
+        raise UserError(
+            "PEFT directories of models with latent attention are neither read nor written; merge the "
+            "adapters into the model instead (without --adapter_only)"
+        )
     rows = []
     for row in weight_table(config):
         rule = functools.partial(WeightRule, sizes=row.sizes, strides=row.strides)

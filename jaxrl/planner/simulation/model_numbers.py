@@ -79,17 +79,19 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     heads = [2 * (model.num_heads + layer.num_kv_heads) * layer.head_dim for layer in layers]
     cached: dict[int, float] = {}
     for layer in layers:
-        values = 2.0 * layer.num_kv_heads * layer.head_dim
-        cached[layer.num_kv_heads] = cached.get(layer.num_kv_heads, 0.0) + values
+        values = (1 if model.kv_latent else 2) * layer.cached_heads * layer.cached_dim
+        cached[layer.cached_heads] = cached.get(layer.cached_heads, 0.0) + values
     split = sum(heads) / len(heads) + 3 * used
-    experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
+    experts = (
+        (model.num_layers - model.first_dense_layers) * model.num_experts * 3 * width * model.d_ff
+    )
     return ModelNumbers(
         layers=model.num_layers,
         dense=float(model.num_params - outside - width - experts),
         experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
-        pair_flops=4.0 * model.num_heads * sum(layer.head_dim for layer in layers),
+        pair_flops=2.0 * model.num_heads * sum(layer.pair_dims for layer in layers),
         width=width,
         kept_values=float(2 * width),
         split_values=float(split),

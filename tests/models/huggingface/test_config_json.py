@@ -20,7 +20,8 @@ FILES = json.loads(pathlib.Path(__file__).with_name("published_configs.json").re
 QWEN2, QWEN3, QWEN3_MOE = (FILES[n] for n in ("Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-30B-A3B"))
 LLAMA, MISTRAL = FILES["Llama-3.1-8B"], FILES["Mistral-7B-v0.1"]
 SMOLLM3, PHI4_MINI, OLMO3 = (FILES[n] for n in ("SmolLM3-3B", "Phi-4-mini", "Olmo-3-7B"))
-GLM45_AIR = FILES["GLM-4.5-Air"]
+# DeepSeek-V3 is published with weights in fp8, which are refused: this is the file of one in bfloat16.
+GLM45_AIR, DEEPSEEK_V3 = FILES["GLM-4.5-Air"], FILES["DeepSeek-V3"]
 GEMMA3, GEMMA3_4B = FILES["Gemma-3-1b"], FILES["Gemma-3-4b"]
 LLAMA3_SCALING = LLAMA["rope_scaling"]
 GEMMA3_12B = {
@@ -45,6 +46,7 @@ PUBLISHED = {
     "phi4_mini": PHI4_MINI,
     "olmo3": OLMO3,
     "glm4_moe": GLM45_AIR,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 # A family, what is changed in its file, and the error.
 _LINES = pathlib.Path(__file__).with_name("refused_configs.tsv").read_text().splitlines()
@@ -68,6 +70,7 @@ def without(values, *keys):
         (PHI4_MINI, 3_836_021_760),
         (OLMO3, 7_298_011_136),
         (GLM45_AIR, 106_852_251_264),
+        (DEEPSEEK_V3, 671_026_419_200),
     ],
     ids=PUBLISHED,
 )
@@ -111,6 +114,7 @@ def test_the_shapes_known_by_name_are_those_of_the_files():
     assert parse_config(SMOLLM3) == SHAPES["smollm3-3b"]
     assert parse_config(OLMO3) == SHAPES["olmo-3-7b"]
     assert parse_config(GLM45_AIR) == SHAPES["glm-4.5-air"]
+    assert parse_config(DEEPSEEK_V3) == SHAPES["deepseek-v3"]
 
 
 def test_what_gemma_3_files_of_other_versions_say_means_the_same():
