@@ -20,6 +20,9 @@ from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
 
+# Largest heads for "cudnn".
+_LARGEST_HEAD = 256
+
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
 
@@ -42,7 +45,8 @@ def attention(
       segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
         outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
         segment.
-      kind: window (counted in positions of the row), score cap and sinks of the layer.
+      kind: window, score cap and sinks of the layer; a window is counted in places of the row, with
+        `TreeSegments` in positions.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
@@ -74,6 +78,7 @@ def pick_implementation(
     *,
     softcap: float = 0.0,
     sinks: bool = False,
+    head_dim: int = 0,
     tree: bool = False,
     tokens: int = 0,
 ) -> str:
@@ -87,6 +92,7 @@ def pick_implementation(
         16 bits for rows whose mask fits, "xla" elsewhere.
       softcap: score cap of the model; 0 for none.
       sinks: whether the model has sinks.
+      head_dim: largest head size of the model, if it is known.
       tree: the implementation must support `TreeSegments`.
       tokens: T, if it is known.
 
@@ -99,15 +105,17 @@ def pick_implementation(
         "splash": platform == "tpu" and not (sinks or tree),
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS),
+        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS)
+        and head_dim <= _LARGEST_HEAD,
         "xla": True,
     }
     rules = {
         "splash": "TPUs",
-        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, in rows of up to "
-        f"{MOST_MASKED_TOKENS:,} tokens",
+        "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
+        f"{_LARGEST_HEAD}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
+    asked += f" with heads of {head_dim}" if head_dim > _LARGEST_HEAD else ""
     if sinks:
         asked += " with attention sinks"
         rules = {name: f"{rule} without sinks," for name, rule in rules.items()}

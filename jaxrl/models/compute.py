@@ -119,6 +119,7 @@ class Compute:
       constrain: (activation, its logical axes) -> activation; sets its sharding on a mesh, or does nothing.
       experts: function that applies the experts of a mixture; on a mesh it exchanges tokens between devices.
       layers: function that runs the stack, like `scan_layers`; a pipeline on a mesh with stages.
+      absorbs: attend to latents, as a cache has them, not to keys and values (`latent_attention`).
       unroll: layers per iteration of the scan; the number of layers suits shallow models on CPU.
       flat: flatten all tokens into one dimension for matmuls. On CPU, XLA takes twice as long for a weight
         gradient that is summed over two dimensions. On a mesh that splits both, flattening would gather one.
@@ -138,6 +139,7 @@ class Compute:
     constrain: Callable[[jax.Array, tuple[str | None, ...]], jax.Array] = lambda x, axes: x
     experts: ExpertLayer = apply_experts
     layers: Callable[..., tuple[jax.Array, tuple[Any, Any]]] = scan_layers
+    absorbs: bool = False
     unroll: int = 1
     flat: bool = False
     sum_parts: int = 0

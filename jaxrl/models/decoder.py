@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,30 +23,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
-from jaxrl.models.gates import GATES
+from jaxrl.models.latent_attention import LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
-from jaxrl.models.model_config import ModelConfig, RopeScaling
-from jaxrl.models.modules import Projection, RMSNorm, constant, normal
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.modules import (
+    FeedForward,
+    Projection,
+    RMSNorm,
+    Rotation,
+    constant,
+    normal,
+    over_rms,
+    rotary_angles,
+    rotate,
+)
 from jaxrl.quantized import StoredType
 
 Params = Any  # nested dict of arrays, one entry per weight
 # (q_BTQH, k_BTKH, v_BTKH, kind, layer_in, row_in) -> (out_BTQH, layer_out); `layer_in` is this layer's slice
-# of `per_layer`, `row_in` is `per_row`. In a pipeline all arguments are those of one microbatch, so an
-# attention function must not take anything that differs between rows from a closure.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionKind, Any, Any], tuple[jax.Array, Any]]
-
-
-class Rotation(NamedTuple):
-    """Rotary positions of the tokens of a batch, for the layers of one kind.
-
-    Attributes:
-      cos, sin: float32 [B, T, 1, R / 2], of the R rotated dimensions of a head.
-      query_scale: factor of the queries, float32 [B, T, 1, 1]; None for 1.
-    """
-
-    cos: jax.Array
-    sin: jax.Array
-    query_scale: jax.Array | None = None
+# of `per_layer`, `row_in` is `per_row`. `LatentAttention` may add what a cache holds in place of k and v. In
+# a pipeline all arguments are those of one microbatch, so an attention function must not take anything that
+# differs between rows from a closure.
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 class LayerFlags(NamedTuple):
@@ -63,8 +60,9 @@ class LayerFlags(NamedTuple):
 
     @classmethod
     def of_layers(cls, config: ModelConfig) -> list[LayerFlags]:
-        """The flags of each layer."""
-        return [*map(cls, config.sliding_layers, config.rotated_layers)]
+        """The flags of each layer of the stack, which begins after the first dense layers."""
+        flags = [*map(cls, config.sliding_layers, config.rotated_layers)]
+        return flags[config.first_dense_layers :]
 
     @classmethod
     def of_periods(cls, config: ModelConfig) -> list[LayerFlags | None]:
@@ -94,7 +92,8 @@ class Attention(nnx.Module):
         if config.gated_attention:
             self.q_gate = Projection("q", (width,), (queries, head), **options)
         self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
-        self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
+        if not config.keys_as_values:
+            self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.o = Projection("o", (queries, head), (width,), bias=config.output_bias, **options)
         if config.attention_sinks:
             self.sinks = constant(0.0, (queries,))
@@ -116,9 +115,12 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Returns [B, T, D] and the second result of `attend`."""
         constrain = compute.constrain
-        q_BTQH, k_BTKH, v_BTKH = (project(x_BTD, compute) for project in (self.q, self.k, self.v))
+        q_BTQH, k_BTKH = self.q(x_BTD, compute), self.k(x_BTD, compute)
+        v_BTKH = k_BTKH if self.config.keys_as_values else self.v(x_BTD, compute)
         if self.config.qk_norm:
             q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
+        if self.config.value_norm:
+            v_BTKH = over_rms(v_BTKH, self.config.rms_norm_eps).astype(v_BTKH.dtype)
         if x_BTD.shape[1] == 1:
             # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
             # and keeps a transposed copy of the query weights of all layers.
@@ -141,46 +143,22 @@ def _norm(config: ModelConfig, *dims: tuple[str, int]) -> RMSNorm:
     return RMSNorm(dims, config.rms_norm_eps, zero_centered=config.zero_centered_norms)
 
 
-class FeedForward(nnx.Module):
-    """down(GATES[activation](gate(x), up(x)))."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        width, inner = ("embed", config.d_model), ("mlp", config.d_ff)
-        options: Any = {"lora": config.lora, "rngs": rngs}
-        self.gate = Projection("gate", (width,), (inner,), **options)
-        self.up = Projection("up", (width,), (inner,), **options)
-        self.down = Projection("down", (inner,), (width,), **options)
-        self.activation = config.activation
-
-    def __call__(
-        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
-    ) -> tuple[jax.Array, None]:
-        """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
-        del live_BT
-
-        # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-            hidden_BTF = GATES[self.activation](gate_BTF, up_BTF)
-            hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
-            return self.down(hidden_BTF, compute)
-
-        out_BTD = down(self.gate(x_BTD, compute), self.up(x_BTD, compute))
-        return checkpoint_name(out_BTD, "mlp_out"), None
-
-
 class Layer(nnx.Module):
     """Attention or a delta net, and feed-forward, with norms before, after or both, and residual sums."""
 
-    def __init__(self, config: ModelConfig, kind: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, kind: str, *, rngs: nnx.Rngs, dense_d_ff: int = 0):
+        """`dense_d_ff` is the width of the feed-forward network in place of experts; 0 for those."""
         width = ("embed", config.d_model)
         self.is_delta = kind == "delta"
         if self.is_delta:
             self.delta = DeltaNet(config, rngs=rngs)
         else:
-            self.attention = Attention(config, rngs=rngs)
-        feed_forward = MixtureOfExperts if config.num_experts else FeedForward
-        self.mlp = feed_forward(config, rngs=rngs)
+            attention = LatentAttention if config.kv_latent else Attention
+            self.attention = attention(config.of_kind(kind), rngs=rngs)
+        if config.num_experts and not dense_d_ff:
+            self.mlp = MixtureOfExperts(config, rngs=rngs)
+        else:
+            self.mlp = FeedForward(config, dense_d_ff or config.d_ff, rngs=rngs)
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
         if config.pre_norms:
             self.attention_norm = _norm(config, width)
@@ -188,6 +166,9 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm = _norm(config, width)
             self.mlp_post_norm = _norm(config, width)
+        self.is_scaled = config.scaled_layers
+        if config.scaled_layers:
+            self.layer_scale = constant(1.0, ())
 
     def __call__(
         self,
@@ -212,10 +193,14 @@ class Layer(nnx.Module):
         x_BTD = x_BTD + mixed_BTD
         with jax.named_scope("mlp"):
             in_BTD = self.mlp_norm(x_BTD) if self.pre_norms else x_BTD
-            out_BTD, routing = self.mlp(in_BTD, live_BT, compute)
+            out_BTD, routing = self.mlp(in_BTD, live_BT, compute, x_BTD)
+            out_BTD = checkpoint_name(out_BTD, "mlp_out")
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
-        x_BTD = compute.constrain(x_BTD + out_BTD, ("batch", "length", "activation"))
+        x_BTD = x_BTD + out_BTD
+        if self.is_scaled:
+            x_BTD = x_BTD * self.layer_scale[...].astype(x_BTD.dtype)
+        x_BTD = compute.constrain(x_BTD, ("batch", "length", "activation"))
         return x_BTD, layer_out, routing
 
 
@@ -232,8 +217,9 @@ class DecoderOutput(NamedTuple):
 
     Attributes:
       hidden_BTD: normalised last hidden states.
-      layer_out: second result of `attend`, stacked over layers; with delta layers a list of the places in
-        a period, each stacked over periods.
+      layer_out: second result of `attend`, stacked over layers; with periods of several layers a list of the
+        places in one, each stacked over periods. With first dense layers a list of two: theirs, one by one,
+        and those of the stack.
       routing: routing of a mixture of experts, stacked over layers; None for a dense model.
     """
 
@@ -248,6 +234,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
         self.embedding = normal(rngs.params(), (rows, width), config.d_model)
+        if first := config.first_dense_layers:
+            dense = lambda r: Layer(config, "full", rngs=r, dense_d_ff=config.dense_d_ff)  # noqa: E731
+            self.first = nnx.vmap(dense)(rngs.split(first))
         one = (
             Period if config.period > 1 else functools.partial(Layer, kind=config.layer_pattern[0])
         )
@@ -278,8 +267,9 @@ class Decoder(nnx.Module):
           tokens_BT, positions_BT: int32; positions count from the start of each sequence.
           attend: attention function, see `Attend`; its second result has a leading dimension of rows.
           compute: implementation choices.
-          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With delta layers a list of
-            such trees, of the places in a period, [L / period, B, ...], or None.
+          per_layer: pytree of [L, B, ...]; `attend` gets the slice of its layer. With periods of several
+            layers a list of such trees, of the places in one, [L / period, B, ...], or None. With first dense
+            layers a list of two as in `DecoderOutput.layer_out`, or None.
           per_row: pytree of [B, ...], passed to `attend` of every layer.
           live_BT: bool, False for padding, which delta layers and a mixture of experts skip; None if all
             tokens are live.
@@ -298,13 +288,15 @@ class Decoder(nnx.Module):
             x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
         layer_graph, weights = nnx.split(self.layers)
 
-        def layer(x_BTD, module, flags, layer_in, row_in):
+        def layer(x_BTD, module, flags, layer_in, row_in, compute=compute):
             rotations, live_BT, attend_in, adapter_B = row_in
             kind = self._kind(flags.slides)
             if self.config.attention_sinks:
                 sinks_Q = module.attention.sinks[...].astype(jnp.float32)
                 kind = dataclasses.replace(kind, sinks=sinks_Q)
-            attend_here = lambda q, k, v: attend(q, k, v, kind, layer_in, attend_in)  # noqa: E731
+            attend_here = lambda q, k, v, *latents: attend(  # noqa: E731
+                q, k, v, kind, layer_in, attend_in, *latents
+            )
             if module.is_delta:
                 attend_here = lambda inputs: recur(inputs, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
@@ -335,7 +327,7 @@ class Decoder(nnx.Module):
             return layer(x_BTD, nnx.merge(layer_graph, weights), flags, layer_in, row_in)
 
         def one_period(x_BTD, weights_and_flags, period_in, row_in):
-            period, outs = nnx.merge(layer_graph, weights_and_flags[0]), []
+            period, outs, routings = nnx.merge(layer_graph, weights_and_flags[0]), [], []
             places = LayerFlags.of_layers(self.config)[: self.config.period]
             for place, flags in enumerate(places):
                 graph, weights = nnx.split(getattr(period, f"place{place}"))
@@ -344,12 +336,36 @@ class Decoder(nnx.Module):
                     return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in)
 
                 layer_in = None if period_in is None else period_in[place]
-                x_BTD, (out, _) = kept(at_place)(x_BTD, weights, layer_in, row_in)
+                x_BTD, (out, routing) = kept(at_place)(x_BTD, weights, layer_in, row_in)
                 outs.append(out)
-            return x_BTD, (outs, None)
+                routings.append(routing)
+            return x_BTD, (outs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings))
 
         step = one_period if self.config.period > 1 else kept(one_layer)
         row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
+        first_out = []
+        if num_first := self.config.first_dense_layers:
+            first_in, per_layer = per_layer or ([None] * num_first, None)
+            graph, stack = nnx.split(self.first)
+            # All stages of a pipeline share these layers by rows, as they do the embedding.
+            outside = dataclasses.replace(
+                compute,
+                constrain=lambda x, axes: compute.constrain(
+                    x, tuple("rows" if axis == "batch" else axis for axis in axes)
+                ),
+            )
+
+            def first_layer(x_BTD, weights, layer_in, row_in):
+                flags = LayerFlags(None, None)
+                return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in, outside)
+
+            for i, layer_in in enumerate(first_in):
+                # Not `leaf[i]`, see `scan_layers`.
+                own = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+                x_BTD, (out, _) = kept(first_layer)(
+                    x_BTD, jax.tree.map(own, stack), layer_in, row_in
+                )
+                first_out.append(out)
         x_BTD, (layer_out, routing) = compute.layers(
             step,
             x_BTD,
@@ -358,6 +374,10 @@ class Decoder(nnx.Module):
             row_in,
             unroll=compute.unroll,
         )
+        if self.config.period > 1:
+            routing = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), routing)
+        if num_first:
+            layer_out = [first_out, layer_out]
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
 
     def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
@@ -368,16 +388,17 @@ class Decoder(nnx.Module):
         return AttentionKind(0 if slides is False else window, softcap)
 
     def _rotations(self, positions_BT: jax.Array) -> tuple[Rotation, Rotation | None]:
-        """Rotations of full layers, and of sliding layers; None for the latter if they share one base."""
+        """Rotations of full layers, and of sliding layers; None for the latter if they are the same."""
         config, scaling, scale = self.config, self.config.rope_scaling, None
         if scaling is not None and scaling.query_beta:
             lengths_BT11 = positions_BT[..., None, None] // scaling.original_max_positions
             scale = 1 + scaling.query_beta * jnp.log1p(lengths_BT11.astype(jnp.float32))
-        angles = functools.partial(rotary_angles, positions_BT, config.rotary_dims)
-        whole = Rotation(*angles(config.rope_theta, scaling), scale)
-        if not config.rope_local_theta:
+        dims, theta = config.of_kind("full").rotary_dims, config.rope_theta
+        whole = Rotation(*rotary_angles(positions_BT, dims, theta, scaling), scale)
+        if not (config.rope_local_theta or config.full_head_dim):
             return whole, None
-        return whole, Rotation(*angles(config.rope_local_theta, None), scale)
+        dims, theta = config.rotary_dims, config.rope_local_theta or theta
+        return whole, Rotation(*rotary_angles(positions_BT, dims, theta, None), scale)
 
     def logits(
         self, hidden: jax.Array, needed: jax.Array | None = None, *, compute: Compute
@@ -404,62 +425,6 @@ class Decoder(nnx.Module):
         return compute.product(hidden, self.score_head[...], out_type=jnp.float32)
 
 
-def rotary_angles(
-    positions_BT: jax.Array, num_dims: int, theta: float, scaling: RopeScaling | None
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding.
-
-    Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
-    """
-    frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
-    if scaling is not None and scaling.kind == "linear":
-        frequency = frequency / scaling.factor
-    elif scaling is not None and scaling.kind == "longrope":
-        factors = scaling.long_factors if scaling.long else scaling.short_factors
-        frequency = frequency / jnp.array(factors, jnp.float32)
-    elif scaling is not None and scaling.kind == "yarn":
-        low, high = (
-            num_dims
-            * math.log(scaling.original_max_positions / (2 * math.pi * turns))
-            / (2 * math.log(theta))
-            for turns in (scaling.beta_fast, scaling.beta_slow)
-        )
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, num_dims - 1)
-        # As in Transformers, the bounds count pairs, but the last one is that of all dimensions.
-        ramp = (jnp.arange(num_dims // 2, dtype=jnp.float32) - low) / (high - low or 0.001)
-        stretched = jnp.clip(ramp, 0, 1)
-        frequency = frequency * (1 - stretched) + frequency / scaling.factor * stretched
-    elif scaling is not None:
-        # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
-        turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequency = frequency * (keep + (1 - keep) / scaling.factor)
-    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if scaling is not None and scaling.magnitude != 1:
-        cos, sin = scaling.magnitude * cos, scaling.magnitude * sin
-    return cos, sin
-
-
-def rotate(
-    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array] | Rotation, *, scale: Any = 1.0
-) -> jax.Array:
-    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions by its angle, times `scale`.
-
-    The result has the type of `x_BTNH`.
-    """
-    cos, sin, *_ = rotation
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
-    if not (isinstance(scale, float) and scale == 1.0):
-        cos, sin, rest = scale * cos, scale * sin, scale * rest
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x_BTNH.dtype)
-
-
 def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     """The static graph of a decoder, and the shapes and logical axes of its weights.
 
@@ -474,9 +439,14 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     axes_of = lambda param: param.replace(param.get_metadata()["axes"])  # noqa: E731
     is_param = lambda leaf: isinstance(leaf, nnx.Param)  # noqa: E731
     axes = nnx.to_pure_dict(jax.tree.map(axes_of, state, is_leaf=is_param))
-    axes["layers"] = jax.tree.map(
-        lambda names: ("layers", *names), axes["layers"], is_leaf=lambda v: isinstance(v, tuple)
-    )
+    # The first dense layers lie outside of the pipeline: no axis splits their number.
+    for stack, axis in {"layers": "layers", "first": None}.items():
+        if stack in axes:
+            axes[stack] = jax.tree.map(
+                lambda names, axis=axis: (axis, *names),
+                axes[stack],
+                is_leaf=lambda v: isinstance(v, tuple),
+            )
     return graph, shapes, axes
 
 
@@ -522,7 +492,7 @@ def weight_types(model: ModelConfig, dtype: Any, matmul_dtype: str = "") -> Any:
 
     def one(path: Any, param: nnx.Param) -> nnx.Variable:
         summed = param.get_metadata().get("summed", ()) if matmul_dtype else ()
-        stacked = path[0].key == "layers"
+        stacked = path[0].key in ("layers", "first")
         dims = tuple(dim + stacked for dim in summed)
         own = jnp.float32 if param.get_metadata().get("exact") else dtype
         return param.replace(StoredType(jnp.dtype(matmul_dtype if dims else own), dims))

@@ -21,6 +21,11 @@ from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 _LEAVES = ("lora_a", "lora_b")
+# The names in `LoraConfig.targets` of projections with other names. The gate of attention is a part of q in
+# checkpoints and goes with it.
+_TARGET_OF = {"q_gate": "q", "q_a": "q", "kv_a": "k", "kv_b": "v"}
+# Leaves that no update changes, adapters or not.
+FROZEN = ("correction_bias", "layer_scale")
 
 
 def base_config(config: ModelConfig) -> ModelConfig:
@@ -41,8 +46,16 @@ def split(params: Any) -> tuple[Any, Any]:
     return traverse_util.unflatten_dict(adapters), traverse_util.unflatten_dict(rest)
 
 
+def split_trained(params: Any) -> tuple[Any, Any]:
+    """Splits the same trees into (all that training without adapters changes, leaves of `FROZEN`)."""
+    flat = _flat(params)
+    frozen = {path: leaf for path, leaf in flat.items() if path[-1] in FROZEN}
+    trained = {path: leaf for path, leaf in flat.items() if path[-1] not in FROZEN}
+    return traverse_util.unflatten_dict(trained), traverse_util.unflatten_dict(frozen)
+
+
 def join(adapters: Any, rest: Any) -> Any:
-    """Joins the two trees of `split`."""
+    """Joins the two trees of a split."""
     return traverse_util.unflatten_dict(_flat(rest) | _flat(adapters))
 
 
@@ -72,8 +85,7 @@ def uniform_adapters(like: Params, ranks: Any, key: jax.Array) -> Params:
             bound = math.prod(leaf.shape[1:-1]) ** -0.5
             own = jax.random.fold_in(key, i)
             values = jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
-            # The gate of attention, "q_gate", is a part of q in checkpoints and goes with it.
-            inside = jnp.arange(leaf.shape[-1]) < ranks[path[-2].removesuffix("_gate")]
+            inside = jnp.arange(leaf.shape[-1]) < ranks[_TARGET_OF.get(path[-2], path[-2])]
             adapters[path] = jnp.where(jnp.expand_dims(inside, range(leaf.ndim - 1)), values, 0)
     return traverse_util.unflatten_dict(adapters)
 

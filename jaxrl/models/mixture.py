@@ -1,4 +1,4 @@
-"""Mixture of experts as the feed-forward network (Qwen3-MoE, gpt-oss): router, load-balancing loss, metrics.
+"""Mixture of experts as the feed-forward network: router, load-balancing loss, metrics.
 
 B sequences   T tokens   A experts of a token   E experts   D width   F width of an expert   L layers
 """
@@ -6,16 +6,19 @@ B sequences   T tokens   A experts of a token   E experts   D width   F width of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.modules import Projection, constant, normal
+from jaxrl.models.modules import FeedForward, Projection, RMSNorm, constant, normal
+
+# Added to a sum of sigmoids, which may be 0; a softmax does not see it.
+_TINY = 1e-20
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +41,9 @@ class MixtureOfExperts(nnx.Module):
     """Every token goes to its `experts_per_token` most probable experts; none is dropped.
 
     The router is a softmax over all experts in float32, as in Transformers. With `normalize_experts` that is
-    the same as a softmax over those of a token (gpt-oss).
+    the same as a softmax over those of a token (gpt-oss). With `sigmoid_routing` a bias takes part in the
+    choice of experts, not in their weights. Pretraining has balanced the load by it, and no update changes it
+    (`lora.FROZEN`). A shared expert is a dense network that every token passes too.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -51,35 +56,67 @@ class MixtureOfExperts(nnx.Module):
         )
         if config.expert_biases:
             self.router_bias = constant(0.0, ((None, config.num_experts),))
+        if config.sigmoid_routing:
+            self.correction_bias = constant(0.0, ((None, config.num_experts),), exact=True)
         self.gate = Projection("gate", (width,), (inner,), **options)
         self.up = Projection("up", (width,), (inner,), **options)
         self.down = Projection("down", (inner,), (width,), **options)
+        if config.shared_d_ff:
+            self.shared = FeedForward(config, config.shared_d_ff, rngs=rngs)
+        if config.shared_gate:
+            self.shared_gate = normal(rngs.params(), (width,), fan_in=config.d_model)
+        if config.expert_norms:
+            norm = functools.partial(RMSNorm, (width,), config.rms_norm_eps)
+            self.router_norm, self.experts_norm = norm(), norm()
+            self.experts_post_norm, self.shared_post_norm = norm(), norm()
+            self.expert_scale = constant(1.0, ((None, config.num_experts),))
         self.config = config
 
     def __call__(
-        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute
+        self,
+        x_BTD: jax.Array,
+        live_BT: jax.Array,
+        compute: Compute,
+        residual_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
-        """Applies the experts; returns [B, T, D], which is 0 for padding, and the routing.
+        """Applies the experts; returns [B, T, D], and the routing.
 
         Args:
           x_BTD: activations.
-          live_BT: bool, False for padding, which goes to no expert.
+          live_BT: bool, False for padding, which goes to no expert but the shared one.
           compute: implementation of the forward pass.
+          residual_BTD: the activations before their norm, which `expert_norms` need.
         """
         config = self.config
+        to_router_BTD = to_experts_BTD = x_BTD
+        if config.expert_norms:
+            assert residual_BTD is not None, "the layer passes it"
+            to_router_BTD = self.router_norm(residual_BTD) * config.d_model**-0.5
+            to_experts_BTD = self.experts_norm(residual_BTD)
         with jax.named_scope("router"):
             logits_BTE = jnp.einsum(
                 "btd,de->bte",
-                x_BTD,
+                to_router_BTD,
                 self.router[...].astype(compute.dtype),
                 preferred_element_type=jnp.float32,
             )
             if config.expert_biases:
                 logits_BTE = logits_BTE + self.router_bias[...].astype(jnp.float32)[None, None]
-            probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-            share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
+            if config.sigmoid_routing:
+                score_BTE = jax.nn.sigmoid(logits_BTE)
+                expert_BTA = self._chosen(score_BTE)
+                share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
+                # Of the balancing loss, which needs probabilities.
+                probability_BTE = score_BTE / (score_BTE.sum(-1, keepdims=True) + _TINY)
+            else:
+                probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+                share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
             if config.normalize_experts:
-                share_BTA = share_BTA / share_BTA.sum(-1, keepdims=True)
+                share_BTA = share_BTA / (share_BTA.sum(-1, keepdims=True) + _TINY)
+            if config.routed_scale != 1:
+                share_BTA = share_BTA * config.routed_scale
+            if config.expert_norms:
+                share_BTA = share_BTA * self.expert_scale[...].astype(jnp.float32)[expert_BTA]
             # Padding gets an expert number that no expert has.
             expert_BTA = jnp.where(live_BT[..., None], expert_BTA, config.num_experts)
         weights, axes = {}, {}
@@ -97,7 +134,20 @@ class MixtureOfExperts(nnx.Module):
             }
             if projection.has_adapter:
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
-        out_BTD = compute.experts(x_BTD, expert_BTA, share_BTA, weights, axes, config.activation)
+        out_BTD = compute.experts(
+            to_experts_BTD, expert_BTA, share_BTA, weights, axes, config.activation
+        )
+        if config.expert_norms:
+            out_BTD = self.experts_post_norm(out_BTD)
+        if config.shared_d_ff:
+            with jax.named_scope("shared"):
+                shared_BTD, _ = self.shared(x_BTD, live_BT, compute)
+                if config.expert_norms:
+                    shared_BTD = self.shared_post_norm(shared_BTD)
+                if config.shared_gate:
+                    gate_BT = compute.product(x_BTD, self.shared_gate[...])
+                    shared_BTD = shared_BTD * jax.nn.sigmoid(gate_BT)[..., None]
+                out_BTD = out_BTD + shared_BTD
         routing = Routing(
             chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
                 : config.num_experts
@@ -105,7 +155,20 @@ class MixtureOfExperts(nnx.Module):
             probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
             num_tokens=live_BT.sum(dtype=jnp.float32),
         )
-        return checkpoint_name(out_BTD, "mlp_out"), routing
+        return out_BTD, routing
+
+    def _chosen(self, score_BTE: jax.Array) -> jax.Array:
+        """The experts of each token, int32 [B, T, A], by score and bias: groups first, then of these."""
+        config = self.config
+        biased_BTE = score_BTE + self.correction_bias[...].astype(jnp.float32)[None, None]
+        if config.expert_groups > 1:
+            by_group = biased_BTE.reshape(*biased_BTE.shape[:2], config.expert_groups, -1)
+            of_group = jax.lax.top_k(by_group, 2)[0].sum(-1)
+            groups = jax.lax.top_k(of_group, config.groups_per_token)[1]
+            kept = jax.nn.one_hot(groups, config.expert_groups, dtype=bool).any(-2)
+            by_group = jnp.where(kept[..., None], by_group, -jnp.inf)
+            biased_BTE = by_group.reshape(biased_BTE.shape)
+        return jax.lax.top_k(biased_BTE, config.experts_per_token)[1]
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:

@@ -24,7 +24,7 @@ from jaxrl.checks import (
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-# Gates of feed-forward networks, see `gates.GATES`; those without "gelu_tanh" are the gates of experts.
+# Gates of feed-forward networks, see `gates.GATES`.
 ACTIVATIONS = ("silu", "clamped_silu", "gelu_tanh")
 
 
@@ -62,10 +62,12 @@ class RopeScaling:
     """Queries grow with their position, by 1 + `query_beta` ln(1 + floor(position /
     `original_max_positions`)) (Ministral 3).
     """
-    kind: Annotated[str, one_of("llama3", "linear", "yarn", "longrope")] = "llama3"
+    rotated: Annotated[float, positive(at_most=1)] = 1.0
+    """Part of the pairs of a head that turn, those of the shortest wavelengths ("proportional")."""
+    kind: Annotated[str, one_of("llama3", "linear", "yarn", "longrope", "proportional")] = "llama3"
     """"llama3" (Llama 3.1) stretches long wavelengths only, "linear" (Gemma 3) all of them, "yarn"
     (arXiv 2309.00071) long ones, "longrope" (Phi-4-mini) each by a factor of its own. The last two also
-    scale queries and keys.
+    scale queries and keys. "proportional" (Gemma 4) stretches none, and leaves out long ones.
     """
 
     def __post_init__(self):
@@ -103,6 +105,13 @@ class RopeScaling:
         if self.mscale and self.mscale_all_dim:
             return growth(self.mscale) / growth(self.mscale_all_dim)
         return growth(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention scores in latent attention, of which only some dimensions are rotated."""
+        if self.kind == "linear" or not self.mscale_all_dim:
+            return 1.0
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
 
 
 @settings
@@ -144,7 +153,16 @@ class ModelConfig:
         "attention_sinks",
         "qk_norm",
         "qk_norm_over_heads",
+        "value_norm",
+        "keys_as_values",
+        "full_head_dim",
+        "full_kv_heads",
         "gated_attention",
+        "kv_latent",
+        "q_latent",
+        "rope_dim",
+        "value_dim",
+        "interleaved_rotary",
         "delta_key_heads",
         "delta_value_heads",
         "delta_key_dim",
@@ -165,10 +183,20 @@ class ModelConfig:
         "post_norms",
         "zero_centered_norms",
         "scale_embeddings",
+        "scaled_layers",
         "num_experts",
         "experts_per_token",
         "normalize_experts",
         "expert_biases",
+        "sigmoid_routing",
+        "expert_groups",
+        "groups_per_token",
+        "routed_scale",
+        "first_dense_layers",
+        "dense_d_ff",
+        "shared_d_ff",
+        "shared_gate",
+        "expert_norms",
         "num_scores",
     )
 
@@ -185,6 +213,9 @@ class ModelConfig:
     num_kv_heads: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 2
     head_dim: Annotated[int, at_least(2, at_most=MAX_WIDTH)] = 32
     """Query heads, key-value heads, size of each."""
+    full_head_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    full_kv_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Head size and key-value heads of full layers, if others have other ones (Gemma 4); 0 for the same."""
     rope_theta: Annotated[float, at_least(1, at_most=1e11)] = 10_000.0
     rope_scaling: RopeScaling | None = None
     """Base of the rotary wavelengths, and their scaling; None for none."""
@@ -201,7 +232,8 @@ class ModelConfig:
     )
     """Kinds of layers, repeated from the first: attention that is "full", "sliding", or
     "unrotated", which is full and without rotary positions (SmolLM3), or "delta", a gated delta net in place
-    of attention (Qwen3.5). With the latter a whole number of patterns makes up the model.
+    of attention (Qwen3.5). A whole number of patterns makes up the model if weights of its kinds have other
+    shapes.
     """
     delta_key_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     delta_value_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
@@ -224,8 +256,24 @@ class ModelConfig:
     """RMSNorm over head_dim on queries and keys before the rotation (Qwen3, Gemma 3)."""
     qk_norm_over_heads: bool = False
     """These norms run over all heads together (OLMo 3)."""
+    value_norm: bool = False
+    """RMSNorm over head_dim on values, without weights (Gemma 4)."""
+    keys_as_values: bool = False
+    """Full layers have no projection of values: they are the keys before norm and rotation (Gemma 4)."""
     gated_attention: bool = False
     """The output of attention is multiplied by the sigmoid of another projection (Qwen3.5)."""
+    kv_latent: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    q_latent: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Sizes of the vectors that keys and values, and queries, are projections of (DeepSeek-V3); 0 for
+    none.
+    """
+    rope_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    value_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """With `kv_latent` the number of last dimensions of a head that are rotated, and the size of its
+    values.
+    """
+    interleaved_rotary: bool = False
+    """Rotated pairs are neighbours in checkpoints, not a half of the dimensions apart (DeepSeek-V3)."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
@@ -243,6 +291,8 @@ class ModelConfig:
     """Norm weights are stored as scale - 1 (Gemma)."""
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of d_model (Gemma)."""
+    scaled_layers: bool = False
+    """Each layer multiplies its output, residual sum included, by a number that is not trained (Gemma 4)."""
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     """Experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network."""
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
@@ -251,6 +301,28 @@ class ModelConfig:
     """Scale the weights of a token's experts to sum to 1 (`norm_topk_prob`)."""
     expert_biases: bool = False
     """Biases on the router and on the projections of experts (gpt-oss)."""
+    sigmoid_routing: bool = False
+    """Weights of experts are sigmoids of their logits, and the choice adds a frozen correction bias to them
+    (DeepSeek-V3, GLM-4.5); False for a softmax.
+    """
+    expert_groups: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 1
+    groups_per_token: Annotated[int, at_least(1, at_most=MAX_WIDTH)] = 1
+    """Groups of the experts, and groups that a token chooses its experts from: those with the largest sum of
+    their two best (DeepSeek-V3).
+    """
+    routed_scale: Annotated[float, positive_coefficient()] = 1.0
+    """Factor of the weights of a token's experts."""
+    first_dense_layers: Annotated[int, at_least(0, at_most=MAX_LAYERS)] = 0
+    dense_d_ff: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Number of first layers that have a dense feed-forward network in place of experts, and its width."""
+    shared_d_ff: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Width of the shared expert, a feed-forward network of all tokens beside the experts; 0 for none."""
+    shared_gate: bool = False
+    """The output of the shared expert is multiplied by the sigmoid of one projection (Qwen3.5-MoE)."""
+    expert_norms: bool = False
+    """Router and experts read the residual sum through norms of their own, what experts and shared expert
+    return is normalised before it is added up, and each expert has a factor (Gemma 4).
+    """
     num_scores: Annotated[int, at_least(0, at_most=1000)] = 0
     """Number of scores per token in place of logits, for reward, cost and value models; 0 for a
     language model.
@@ -259,13 +331,17 @@ class ModelConfig:
     """Low-rank adapters."""
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
-                "each key-value head serves an equal group of query heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions pair its halves")
+        for heads in ("num_kv_heads", "full_kv_heads"):
+            if self.num_heads % (getattr(self, heads) or 1):
+                raise ValueError(
+                    f"num_heads {self.num_heads} is not a multiple of {heads} {getattr(self, heads)}; "
+                    "each key-value head serves an equal group of query heads"
+                )
+        for size in ("head_dim", "full_head_dim"):
+            if getattr(self, size) % 2:
+                raise ValueError(
+                    f"{size} {getattr(self, size)} is odd; rotary positions pair its halves"
+                )
         if self.rotary_dims % 2 or not self.rotary_dims:
             raise ValueError(
                 f"rotary_fraction {self.rotary_fraction:g} of head_dim {self.head_dim} is "
@@ -283,6 +359,28 @@ class ModelConfig:
             raise ValueError("rope_theta 1 makes all wavelengths equal; copy the published value")
         if self.qk_norm_over_heads and not self.qk_norm:
             raise ValueError("qk_norm_over_heads without qk_norm; set both, or none")
+        latent = self.kv_latent, self.rope_dim, self.value_dim
+        if not all(latent) == any(latent) or (self.q_latent and not any(latent)):
+            raise ValueError(
+                f"kv_latent {latent[0]} with rope_dim {latent[1]}, value_dim {latent[2]} and q_latent "
+                f"{self.q_latent}: the first three are 1 or more for latent attention, else all are 0"
+            )
+        if self.kv_latent and (
+            self.num_kv_heads != self.num_heads
+            or self.rope_dim >= self.head_dim
+            or self.layer_pattern != ("full",)
+            or self.query_pre_attn_scalar
+            or self.attention_softcap
+            or self.rotary_fraction != 1
+            or (self.qkv_bias or self.output_bias or self.qk_norm)
+            or (self.gated_attention or self.attention_sinks)
+        ):
+            raise ValueError(
+                f"kv_latent {self.kv_latent} with num_heads {self.num_heads}, num_kv_heads "
+                f"{self.num_kv_heads}, head_dim {self.head_dim} and rope_dim {self.rope_dim}: latent "
+                "attention has as many heads of keys, a part of each rotated, and no biases, norms, gates, "
+                "windows or caps"
+            )
         if self.num_tokens > self.vocab_size:
             raise ValueError(
                 f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
@@ -301,13 +399,48 @@ class ModelConfig:
                 f"sliding_window {self.sliding_window} with layer_pattern {self.layer_pattern}: a pattern "
                 "with sliding layers has a window of 1 or more tokens, another has 0"
             )
-        if self.num_experts and self.activation == "gelu_tanh":
-            raise ValueError(
-                f"activation {self.activation!r} with num_experts {self.num_experts}: experts are gated by "
-                "silu or clamped_silu; use one of them, or a dense model"
-            )
         if self.expert_biases and not self.num_experts:
             raise ValueError("expert_biases with num_experts 0; a dense model has none")
+        if (self.shared_d_ff and not self.num_experts) or (
+            self.shared_gate and not self.shared_d_ff
+        ):
+            raise ValueError(
+                f"shared_d_ff {self.shared_d_ff} and shared_gate {self.shared_gate} with num_experts "
+                f"{self.num_experts}: a gate belongs to a shared expert, and that to a mixture"
+            )
+        if self.expert_norms and not self.shared_d_ff:
+            raise ValueError(
+                "expert_norms with shared_d_ff 0; one of them normalises a shared expert"
+            )
+        groups, in_group = self.expert_groups, self.num_experts // self.expert_groups
+        if (groups > 1 or self.routed_scale != 1) and not self.sigmoid_routing:
+            raise ValueError(
+                f"expert_groups {groups} and routed_scale {self.routed_scale:g} without sigmoid_routing, to "
+                "which they belong; set that, or both to 1"
+            )
+        if self.sigmoid_routing and not self.num_experts:
+            raise ValueError("sigmoid_routing with num_experts 0; a dense model has no router")
+        if max(groups, self.groups_per_token) > 1 and (
+            in_group * groups != self.num_experts
+            or in_group < 2
+            or not self.experts_per_token / in_group <= self.groups_per_token <= groups
+        ):
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} of expert_groups {groups} with experts_per_token "
+                f"{self.experts_per_token} of num_experts {self.num_experts}: groups have equally many "
+                "experts, two or more, and those of a token have room for its experts"
+            )
+        first = self.first_dense_layers
+        if bool(first) != bool(self.dense_d_ff) or first >= self.num_layers:
+            raise ValueError(
+                f"first_dense_layers {first} of num_layers {self.num_layers}, with dense_d_ff "
+                f"{self.dense_d_ff}: they are fewer than all, and both numbers are 0 or neither"
+            )
+        if first and (self.layer_pattern != ("full",) or not self.num_experts):
+            raise ValueError(
+                f"first_dense_layers {first} with layer_pattern {self.layer_pattern} and num_experts "
+                f"{self.num_experts}: they are supported in mixtures with full attention"
+            )
         heads = self.delta_key_heads, self.delta_value_heads
         if not all(heads) == any(heads) == ("delta" in self.layer_pattern):
             raise ValueError(
@@ -319,15 +452,14 @@ class ModelConfig:
                 f"delta_value_heads {heads[1]} is no multiple of delta_key_heads {heads[0]}; each key head "
                 "serves an equal group of value heads"
             )
-        if self.num_layers % self.period:
+        if (self.num_layers - first) % self.period:
             raise ValueError(
                 f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
-                "with delta layers the pattern fits a whole number of times"
+                "with delta layers, or heads of two sizes, the pattern fits a whole number of times"
             )
-        if any(heads) and (self.num_experts or self.post_norms):
+        if any(heads) and self.post_norms:
             raise ValueError(
-                "delta layers with num_experts or post_norms; they are supported in dense models with norms "
-                "before the blocks"
+                "delta layers with post_norms; they are supported with norms before the blocks"
             )
 
     @property
@@ -343,13 +475,37 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Layers of one iteration of the scan over the stack: 1, or a whole pattern with delta layers."""
-        return len(self.layer_pattern) if self.has_state else 1
+        """Layers of one iteration of the scan: 1, or a whole pattern if weights of its kinds differ."""
+        differ = self.has_state or self.full_head_dim or self.full_kv_heads or self.keys_as_values
+        return len(self.layer_pattern) if differ else 1
+
+    def of_kind(self, kind: str) -> ModelConfig:
+        """The model with the heads of one kind of layer."""
+        if kind != "full":
+            return dataclasses.replace(self, keys_as_values=False)
+        return dataclasses.replace(
+            self,
+            head_dim=self.full_head_dim or self.head_dim,
+            num_kv_heads=self.full_kv_heads or self.num_kv_heads,
+        )
+
+    @property
+    def largest_head(self) -> int:
+        """The largest head size of attention."""
+        return max(self.head_dim, self.full_head_dim)
+
+    @property
+    def of_attention_layers(self) -> list[ModelConfig]:
+        """The model with the heads of each layer with attention."""
+        kinds = {kind: self.of_kind(kind) for kind in self.layer_pattern}
+        repeats = -(-self.num_layers // len(self.layer_pattern))
+        pattern = (self.layer_pattern * repeats)[: self.num_layers]
+        return [kinds[kind] for kind in pattern if kind != "delta"]
 
     @property
     def num_periods(self) -> int:
-        """Iterations of the scan over the stack."""
-        return self.num_layers // self.period
+        """Iterations of the scan over the stack, which the first dense layers are no part of."""
+        return (self.num_layers - self.first_dense_layers) // self.period
 
     @property
     def attention_layers(self) -> int:
@@ -369,8 +525,28 @@ class ModelConfig:
 
     @property
     def rotary_dims(self) -> int:
-        """Leading dimensions of a head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
+        """Dimensions of a head that are rotated, leading ones but in latent attention."""
+        return self.rope_dim or int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether all attention is full, without caps, and to keys and values."""
+        return not (any(self.sliding_layers) or self.attention_softcap or self.kv_latent)
+
+    @property
+    def cached_heads(self) -> int:
+        """The key-value heads of a cache; latents are one for all."""
+        return 1 if self.kv_latent else self.num_kv_heads
+
+    @property
+    def cached_dim(self) -> int:
+        """The size of a cached key; latents, which are values too, count once."""
+        return self.kv_latent + self.rope_dim if self.kv_latent else self.head_dim
+
+    @property
+    def pair_dims(self) -> int:
+        """Dimensions of a query head's key and value."""
+        return self.head_dim + (self.value_dim or self.head_dim)
 
     def for_texts_of(self, tokens: int) -> ModelConfig:
         """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`."""
@@ -401,29 +577,49 @@ class ModelConfig:
         return self._count(self.experts_per_token)
 
     def _count(self, num_experts: int) -> int:
-        d, h = self.d_model, self.head_dim
-        attention = 2 * d * h * (self.num_heads + self.num_kv_heads)
-        attention += self.gated_attention * d * h * self.num_heads
-        if self.qkv_bias:
-            attention += (self.num_heads + 2 * self.num_kv_heads) * h
-        attention += self.output_bias * d + self.attention_sinks * self.num_heads
-        if self.qk_norm:
-            attention += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
+        d = self.d_model
         feed_forward = 3 * d * self.d_ff
         if self.num_experts:
             biases = self.expert_biases
-            router = (d + biases) * self.num_experts
+            router = (d + biases + self.sigmoid_routing) * self.num_experts
             feed_forward = router + num_experts * (feed_forward + biases * (2 * self.d_ff + d))
-        layer = feed_forward + 2 * (self.pre_norms + self.post_norms) * d
+            feed_forward += d * (3 * self.shared_d_ff + self.shared_gate)
+            feed_forward += self.expert_norms * (4 * d + self.num_experts)
+        first = self.first_dense_layers
+        layers = (self.num_layers - first) * feed_forward + first * 3 * d * self.dense_d_ff
+        layers += self.num_layers * (
+            2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
+        )
         keys = 2 * self.delta_key_heads * self.delta_key_dim
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
         delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
         delta += 2 * heads + self.delta_value_dim
-        mixing = self.attention_layers * attention
+        mixing = sum(layer._attention_params for layer in self.of_attention_layers)
         mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
-        return self.num_layers * layer + mixing + d + self.vocab_size * d + head
+        return layers + mixing + d + self.vocab_size * d + head
+
+    @property
+    def _attention_params(self) -> int:
+        """Parameters of attention in one layer, whose heads are those of `of_kind`."""
+        d, h = self.d_model, self.head_dim
+        keys_and_values = (2 - self.keys_as_values) * self.num_kv_heads
+        count = d * h * (2 * self.num_heads + keys_and_values)
+        count += self.gated_attention * d * h * self.num_heads
+        if self.kv_latent:
+            into, queries = self.q_latent, self.num_heads * h
+            count = d * into + into + into * queries if into else d * queries
+            count += d * self.cached_dim + self.kv_latent
+            count += self.kv_latent * self.num_heads * (self.pair_dims - self.rope_dim)
+            count += self.num_heads * self.value_dim * d
+        if self.qkv_bias:
+            count += (self.num_heads + keys_and_values) * h
+        count += self.output_bias * d + self.attention_sinks * self.num_heads
+        if self.qk_norm:
+            count += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
+        return count
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of the key-value cache per token, over all layers."""
-        return 2 * self.attention_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        values = sum(layer.cached_heads * layer.cached_dim for layer in self.of_attention_layers)
+        return (1 if self.kv_latent else 2) * values * bytes_per_value

@@ -1,16 +1,20 @@
-"""Building blocks of layers: weights with named axes, projections with optional adapters, norms."""
+"""Building blocks of layers: weights with named axes, projections with adapters, norms, feed-forward
+networks, rotary positions.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.model_config import LoraConfig
+from jaxrl.models.gates import GATES
+from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 # Name and size of each dimension. The name None marks a dimension that is never split.
 Dims = tuple[tuple[str | None, int], ...]
@@ -25,7 +29,7 @@ def normal(key: jax.Array, dims: Dims, fan_in: int, *, summed: range = range(0))
 
 def constant(value: float, dims: Dims, *, exact: bool = False) -> nnx.Param:
     """A float32 weight that starts with one value everywhere; an `exact` one is never rounded."""
-    axes, shape = zip(*dims, strict=True)
+    axes, shape = zip(*dims, strict=True) if dims else ((), ())
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, exact=exact)
 
 
@@ -86,6 +90,15 @@ class Projection(nnx.Module):
             out = out + self.scale * delta
         return out
 
+    def merged(self, compute: Compute) -> jax.Array:
+        """The weight with its adapter, for matmuls in another order than x · weight."""
+        assert compute.adapter_B is None, "each row has an adapter of its own"
+        weight = self.weight.get_value().astype(compute.dtype)
+        if self.has_adapter:
+            low_rank = compute.product(self.lora_a[...].astype(compute.dtype), self.lora_b[...])
+            weight = weight + self.scale * low_rank
+        return weight
+
     def _of_rows(self, x: jax.Array, adapter_B: jax.Array, compute: Compute) -> jax.Array:
         """x · lora_a · lora_b of each row's adapter: [B, T, *ins] -> [B, T, *outs]."""
         a, b = (leaf[...].astype(compute.dtype) for leaf in (self.lora_a, self.lora_b))
@@ -105,6 +118,12 @@ class Projection(nnx.Module):
         return delta_BTO.reshape(*x.shape[:2], *outs)
 
 
+def over_rms(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.Array:
+    """x / rms(x) over some dimensions, in float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=over, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last dimensions, in float32; `zero_centered` weights are scale - 1."""
 
@@ -116,9 +135,107 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises [..., *dims]; keeps the type of `x`."""
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=self.over, keepdims=True) + self.eps)
+        x32 = over_rms(x, self.eps, self.over)
         scale = self.scale[...].astype(jnp.float32)
         if self.zero_centered:
             scale = scale + 1
         return (x32 * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+
+
+class FeedForward(nnx.Module):
+    """down(GATES[activation](gate(x), up(x)))."""
+
+    def __init__(self, config: ModelConfig, d_ff: int, *, rngs: nnx.Rngs):
+        width, inner = ("embed", config.d_model), ("mlp", d_ff)
+        options: Any = {"lora": config.lora, "rngs": rngs}
+        self.gate = Projection("gate", (width,), (inner,), **options)
+        self.up = Projection("up", (width,), (inner,), **options)
+        self.down = Projection("down", (inner,), (width,), **options)
+        self.activation = config.activation
+
+    def __call__(
+        self, x_BTD: jax.Array, live_BT: jax.Array, compute: Compute, residual_BTD: Any = None
+    ) -> tuple[jax.Array, None]:
+        """Returns [B, T, D], and None for the routing. Padding is computed like any other token."""
+        del live_BT, residual_BTD
+
+        # Recompute the product of the gate in the backward pass: two arrays of width F are kept, not four.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def down(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+            hidden_BTF = GATES[self.activation](gate_BTF, up_BTF)
+            hidden_BTF = compute.constrain(hidden_BTF, ("batch", "length", "mlp"))
+            return self.down(hidden_BTF, compute)
+
+        return down(self.gate(x_BTD, compute), self.up(x_BTD, compute)), None
+
+
+class Rotation(NamedTuple):
+    """Rotary positions of the tokens of a batch, for the layers of one kind.
+
+    Attributes:
+      cos, sin: float32 [B, T, 1, R / 2], of the R rotated dimensions of a head.
+      query_scale: factor of the queries, float32 [B, T, 1, 1]; None for 1.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    query_scale: jax.Array | None = None
+
+
+def rotary_angles(
+    positions_BT: jax.Array, num_dims: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding.
+
+    Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
+    """
+    frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
+    if scaling is not None and scaling.kind == "linear":
+        frequency = frequency / scaling.factor
+    elif scaling is not None and scaling.kind == "proportional":
+        turning = jnp.arange(num_dims // 2) < int(scaling.rotated * num_dims // 2)
+        frequency = jnp.where(turning, frequency, 0.0)
+    elif scaling is not None and scaling.kind == "longrope":
+        factors = scaling.long_factors if scaling.long else scaling.short_factors
+        frequency = frequency / jnp.array(factors, jnp.float32)
+    elif scaling is not None and scaling.kind == "yarn":
+        low, high = (
+            num_dims
+            * math.log(scaling.original_max_positions / (2 * math.pi * turns))
+            / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, num_dims - 1)
+        # As in Transformers, the bounds count pairs, but the last one is that of all dimensions.
+        ramp = (jnp.arange(num_dims // 2, dtype=jnp.float32) - low) / (high - low or 0.001)
+        stretched = jnp.clip(ramp, 0, 1)
+        frequency = frequency * (1 - stretched) + frequency / scaling.factor * stretched
+    elif scaling is not None:
+        # Llama 3.1 divides the low frequencies by the factor, with a smooth transition.
+        turns = scaling.original_max_positions * frequency / (2 * jnp.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None and scaling.magnitude != 1:
+        cos, sin = scaling.magnitude * cos, scaling.magnitude * sin
+    return cos, sin
+
+
+def rotate(
+    x_BTNH: jax.Array, rotation: tuple[jax.Array, jax.Array] | Rotation, *, scale: Any = 1.0
+) -> jax.Array:
+    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions by its angle, times `scale`.
+
+    The result has the type of `x_BTNH`.
+    """
+    cos, sin, *_ = rotation
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
+    if not (isinstance(scale, float) and scale == 1.0):
+        cos, sin, rest = scale * cos, scale * sin, scale * rest
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*parts, rest] if rest.size else parts, axis=-1).astype(x_BTNH.dtype)

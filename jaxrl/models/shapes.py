@@ -85,6 +85,53 @@ _MINISTRAL3 = {
         query_beta=0.1,
     ),
 }
+_GLM45 = {
+    "vocab_size": 151_552,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "rotary_fraction": 0.5,
+    "qkv_bias": True,
+    "experts_per_token": 8,
+    "sigmoid_routing": True,
+}
+_LATENT = {
+    "kv_latent": 512,
+    "rope_dim": 64,
+    "interleaved_rotary": True,
+    "sigmoid_routing": True,
+}
+_DEEPSEEK3 = {
+    **_LATENT,
+    "vocab_size": 129_280,
+    "rope_scaling": RopeScaling(
+        kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0
+    ),
+    "q_latent": 1536,
+    "value_dim": 128,
+    "experts_per_token": 8,
+    "expert_groups": 8,
+    "groups_per_token": 4,
+    "routed_scale": 2.5,
+}
+_MOONLIGHT = {
+    **_LATENT,
+    "vocab_size": 163_840,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50_000.0,
+    "value_dim": 128,
+    "experts_per_token": 6,
+    "routed_scale": 2.446,
+}
+_GLM47_FLASH = {
+    **_LATENT,
+    "vocab_size": 154_880,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "q_latent": 768,
+    "value_dim": 256,
+    "experts_per_token": 4,
+    "routed_scale": 1.8,
+}
 _OLMO3 = {
     "vocab_size": 100_278,
     "rope_theta": 5e5,
@@ -136,6 +183,25 @@ SHAPES = {
         32, 2560, 16, 4, 256, 9216, family=_QWEN35, delta_value_heads=32, tie_embeddings=True
     ),
     "qwen3.5-9b": _shape(32, 4096, 16, 4, 256, 12288, family=_QWEN35, delta_value_heads=32),
+    "qwen3.5-35b-a3b": _shape(
+        *(40, 2048, 16, 2, 256, 512),
+        family=_QWEN35,
+        delta_value_heads=32,
+        num_experts=256,
+        experts_per_token=8,
+        shared_d_ff=512,
+        shared_gate=True,
+    ),
+    "qwen3-next-80b-a3b": _shape(
+        *(48, 2048, 16, 2, 256, 512),
+        family=_QWEN35,
+        vocab_size=151_936,
+        delta_value_heads=32,
+        num_experts=512,
+        experts_per_token=10,
+        shared_d_ff=512,
+        shared_gate=True,
+    ),
     "qwen3.5-27b": _shape(64, 5120, 24, 4, 256, 17408, family=_QWEN35, delta_value_heads=48),
     "llama-3-8b": _shape(32, 4096, 32, 8, 128, 14336, family=_LLAMA3),
     "llama-3-70b": _shape(80, 8192, 64, 8, 128, 28672, family=_LLAMA3),
@@ -152,6 +218,48 @@ SHAPES = {
     "ministral-3-3b": _shape(26, 3072, 32, 8, 128, 9216, family=_MINISTRAL3),
     "gpt-oss-20b": _shape(24, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=32),
     "gpt-oss-120b": _shape(36, 2880, 64, 8, 64, 2880, family=_GPT_OSS, num_experts=128),
+    "glm-4.5-air": _shape(
+        *(46, 4096, 96, 8, 128, 1408),
+        family=_GLM45,
+        num_experts=128,
+        shared_d_ff=1408,
+        first_dense_layers=1,
+        dense_d_ff=10_944,
+    ),
+    "glm-4.5": _shape(
+        *(92, 5120, 96, 8, 128, 1536),
+        family=_GLM45,
+        qk_norm=True,
+        num_experts=160,
+        shared_d_ff=1536,
+        routed_scale=2.5,
+        first_dense_layers=3,
+        dense_d_ff=12_288,
+    ),
+    "glm-4.7-flash": _shape(
+        *(47, 2048, 20, 20, 256, 1536),
+        family=_GLM47_FLASH,
+        num_experts=64,
+        shared_d_ff=1536,
+        first_dense_layers=1,
+        dense_d_ff=10_240,
+    ),
+    "deepseek-v3": _shape(
+        *(61, 7168, 128, 128, 192, 2048),
+        family=_DEEPSEEK3,
+        num_experts=256,
+        shared_d_ff=2048,
+        first_dense_layers=3,
+        dense_d_ff=18_432,
+    ),
+    "moonlight-16b-a3b": _shape(
+        *(27, 2048, 16, 16, 192, 1408),
+        family=_MOONLIGHT,
+        num_experts=64,
+        shared_d_ff=2816,
+        first_dense_layers=1,
+        dense_d_ff=11_264,
+    ),
     "olmo-3-7b": _shape(32, 4096, 32, 32, 128, 11008, family=_OLMO3),
 }
 

@@ -14,7 +14,7 @@ A row is cut into blocks, and a tile is the scores of one block of queries again
 Only one tile exists at a time. The backward pass recomputes it from the log-sum-exp of its rows. This is
 FlashAttention (Dao et al., 2022), written for the compiler instead of by hand. Tiles before a sliding window
 are skipped too, so the cost of a layer with a window is linear in the length. With shared prompts, tiles
-between the answers to one prompt are skipped.
+between the answers to one prompt are skipped, and windows count the places in the sequences.
 
 **Ring attention** (Liu et al., 2023, arXiv 2310.01889). Devices that share a row have a part of its tokens
 each. Keys and values travel around them, and the sums of a softmax grow with every part that comes by. In
@@ -47,14 +47,17 @@ class TreeSegments(NamedTuple):
         tokens        P P P r r P r r r
         segment_ids   1 1 2 2 2 3 3 3 3
         prefix_ids    0 0 1 1 1 1 1 1 1
+        positions     0 1 2 3 4 2 3 4 5
 
     Attributes:
       segment_ids_BT: int32; 0 is padding.
       prefix_ids_BT: int32, the segment of the same row that a token sees besides its own; 0 for none.
+      positions_BT: int32, places in the sequences, by which windows are counted; None without windows.
     """
 
     segment_ids_BT: jax.Array
     prefix_ids_BT: jax.Array
+    positions_BT: jax.Array | None = None
 
 
 class Ring(NamedTuple):
@@ -79,12 +82,14 @@ class _Queries(NamedTuple):
       q: [N, B, K, G, C, H].
       own, prefix: ids of their tokens, [N, B, C], as in `TreeSegments`.
       first: int32 [N], places of the first token of each block.
+      positions: those of `TreeSegments`, [N, B, C], if windows need them.
     """
 
     q: jax.Array
     own: jax.Array
     prefix: jax.Array | None
     first: jax.Array
+    positions: jax.Array | None
 
 
 class _Keys(NamedTuple):
@@ -94,12 +99,14 @@ class _Keys(NamedTuple):
       k, v: [N, B, K, S, H].
       own: ids of their tokens, [N, B, S].
       first: int32 [N], places of the first token of each block.
+      positions: as those of the queries.
     """
 
     k: jax.Array
     v: jax.Array
     own: jax.Array
     first: jax.Array
+    positions: jax.Array | None
 
 
 class _Static(NamedTuple):
@@ -141,10 +148,15 @@ def xla_attention(
     N = len(q_NBKGCH)
     q_NBKGCH = q_NBKGCH.reshape(N, B, C, K, Q // K, H).transpose(0, 1, 3, 4, 2, 5)
     k_NBKSH, v_NBKSH = (blocks(x).swapaxes(2, 3) for x in (k_BTKH, v_BTKH))
-    own, prefix = segments if isinstance(segments, TreeSegments) else (segments, None)
+    own, prefix, positions = (
+        segments if isinstance(segments, TreeSegments) else (segments, None, None)
+    )
+    assert prefix is None or positions is not None or not kind.window, "windows count positions"
     first = (chunk_first[:, None] + C * jnp.arange(N // chunks, dtype=jnp.int32)[None]).reshape(N)
-    queries = _Queries(q_NBKGCH, blocks(own), None if prefix is None else blocks(prefix), first)
-    keys = _Keys(k_NBKSH, v_NBKSH, queries.own, first)
+    positions = blocks(positions) if prefix is not None and kind.window else None
+    prefix = None if prefix is None else blocks(prefix)
+    queries = _Queries(q_NBKGCH, blocks(own), prefix, first, positions)
+    keys = _Keys(k_NBKSH, v_NBKSH, queries.own, first, positions)
     reach = None if kind.reach is None else jnp.int32(kind.reach)
     static = _Static(kind.softcap) if ring is None else _Static(kind.softcap, *ring[1:])
     sinks_KG = None if kind.sinks is None else kind.sinks.reshape(K, Q // K)
@@ -277,8 +289,8 @@ def _backward(
         weights_NBKGC = jnp.exp(sinks_KG[None, None, :, :, None] - logsumexp_NBKGC)
         d_sinks_KG = -(weights_NBKGC * shift_NBKGC).sum((0, 1, 4))
     return (
-        _Queries(d_q_NBKGCH.astype(dtype), None, None, None),  # pyright: ignore
-        _Keys(d_k_NBKSH, d_v_NBKSH, None, None),  # pyright: ignore
+        _Queries(d_q_NBKGCH.astype(dtype), None, None, None, None),  # pyright: ignore
+        _Keys(d_k_NBKSH, d_v_NBKSH, None, None, None),  # pyright: ignore
         None,
         d_sinks_KG,
     )
@@ -359,7 +371,7 @@ def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _at(keys: _Keys, j: jax.Array) -> _Keys:
-    return _Keys(*(x[j] for x in keys))
+    return jax.tree.map(lambda x: x[j], keys)
 
 
 def _scores(
@@ -378,12 +390,15 @@ def _scores(
     offset_C = jnp.arange(C)
     distance_CS = queries.first - keys.first + offset_C[:, None] - offset_C[None, :]
     seen_CS = distance_CS >= 0
-    if reach is not None:
-        seen_CS &= distance_CS < reach
     theirs_BCS = queries.own[:, :, None] == keys.own[:, None, :]
     if queries.prefix is not None:
         before_BC1 = queries.prefix[:, :, None]
         theirs_BCS |= (before_BC1 == keys.own[:, None, :]) & (before_BC1 > 0)
+    if queries.positions is not None and keys.positions is not None:
+        # Other answers may lie between an answer and its prompt.
+        theirs_BCS &= queries.positions[:, :, None] - keys.positions[:, None, :] < reach
+    elif reach is not None:
+        seen_CS &= distance_CS < reach
     return jnp.where((theirs_BCS & seen_CS[None])[:, None, None], scores, _MASKED), slope
 
 
@@ -400,12 +415,21 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(queries: _Queries, keys: _Keys, reach: jax.Array | None) -> _Tiles:
-    needed_NN = needed_tiles(queries.own, queries.prefix, reach, (queries.first, *keys[2:]))
+    apart = (queries.first, keys.own, keys.first)
+    positions = None
+    if queries.positions is not None:
+        positions = (queries.positions, keys.positions)
+    needed_NN = needed_tiles(queries.own, queries.prefix, reach, apart, positions)
     return _Tiles(jnp.argsort(~needed_NN, axis=1, stable=True), needed_NN.sum(1))
 
 
 def needed_tiles(
-    own_NBC: Any, prefix_NBC: Any, reach: Any, apart: Any = None, xp: Any = jnp
+    own_NBC: Any,
+    prefix_NBC: Any,
+    reach: Any,
+    apart: Any = None,
+    positions: Any = None,
+    xp: Any = jnp,
 ) -> Any:
     """The pairs of blocks in which a query of any row may see a key; their tiles are computed.
 
@@ -419,6 +443,7 @@ def needed_tiles(
       reach: number of tokens in a window; None without one.
       apart: (first places of the blocks of queries [N], segment ids of the keys [M, B, C], first places of
         their blocks [M]); None if queries and keys are those of whole rows.
+      positions: (those of the queries [N, B, C], of the keys [M, B, C]), if windows count them; else None.
       xp: module of the arrays, `jax.numpy` or `numpy`.
 
     Returns:
@@ -437,9 +462,12 @@ def needed_tiles(
     needed_NMB = _overlap(*ranges(own_NBC), *of_keys)
     if prefix_NBC is not None:
         needed_NMB |= _overlap(*ranges(prefix_NBC), *of_keys)
+    if positions is not None:
+        nearest_NMB = positions[0].min(-1)[:, None] - positions[1].max(-1)[None]
+        needed_NMB &= nearest_NMB < reach
     back_NM = first_N[:, None] - first_M[None]
     needed_NM = needed_NMB.any(-1) & (back_NM > 0)
-    if reach is not None:
+    if reach is not None and positions is None:
         # The smallest distance between two blocks is from the first query to the last key.
         needed_NM &= back_NM - (C - 1) < reach
     return needed_NM | (back_NM == 0)

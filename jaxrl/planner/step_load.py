@@ -161,6 +161,7 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         "auto",
         softcap=model.attention_softcap,
         sinks=model.attention_sinks,
+        head_dim=model.largest_head,
         tree=train.share_prompts is True,
         tokens=config.row_tokens,
     )
@@ -168,9 +169,9 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         kind.platform,
         rollout.dtype,
         kv_dtype,
-        model.head_dim,
+        model.cached_dim,
         "auto",
-        plain=not any(model.sliding_layers) and not model.attention_softcap,
+        plain=model.has_plain_attention,
     )
     # Critics and other roles are simulated with the same types.
     return Assumptions.on(

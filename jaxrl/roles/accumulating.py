@@ -37,6 +37,7 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.logprobs import at_places, log_softmax_entropy
 from jaxrl.algos.summed_losses import SUMMED_LOSSES
+from jaxrl.errors import UserError
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.models import lora
 from jaxrl.models.decoder import Decoder, Params
@@ -119,6 +120,11 @@ class AccumulatingActor(Actor):
         """Args as for `Actor`, without those of sampling and of the optimiser."""
         # Of the optimiser's settings only the kind matters: its numbers come with each step.
         super().__init__(model, mesh, temperature=1.0, optim=OptimConfig(), **options)
+        if (model.sigmoid_routing or model.scaled_layers) and not model.lora.rank:
+            raise UserError(
+                "this server trains all weights or adapters alone, and correction biases of routers or "
+                "factors of layers of this model are never trained; train adapters (leave --full out)"
+            )
         where = self.trained(self._gradient_shardings)
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         self._zeros = jax.jit(lambda: zeros(self.trained(self.shapes)), out_shardings=where)

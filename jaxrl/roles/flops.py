@@ -39,41 +39,44 @@ class TokenFlops:
 
 def token_flops(model: ModelConfig) -> TokenFlops:
     """The operations of one token."""
-    width, inner, experts = model.d_model, model.d_ff, model.experts_per_token or 1
-    queries, keys = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
-    # (inputs, outputs, copies that a token passes) of each projection of a layer.
-    sides = {
-        "q": (width, queries, 1),
-        "k": (width, keys, 1),
-        "v": (width, keys, 1),
-        "o": (queries, width, 1),
-        "gate": (width, inner, experts),
-        "up": (width, inner, experts),
-        "down": (inner, width, experts),
-    }
-    each = {name: copies * ins * outs for name, (ins, outs, copies) in sides.items()}
-    gates = model.gated_attention * each["q"]
-    mixing = model.attention_layers * (sum(each[name] for name in "qkvo") + gates)
-    mixing += (model.num_layers - model.attention_layers) * _delta_weights(model)
-    layer = each["gate"] + each["up"] + each["down"] + width * model.num_experts
+    width = model.d_model
+    # (name, inputs, outputs, copies that a token passes) of the projections of all layers.
+    sides: list[tuple[str, int, int, int]] = []
+    networks = [(model.d_ff, model.experts_per_token or 1)]
+    networks += [(model.shared_d_ff, 1)] if model.shared_d_ff else []
+    sparse = model.num_layers - model.first_dense_layers
+    networks = [(inner, sparse * copies) for inner, copies in networks]
+    networks += [(model.dense_d_ff, model.first_dense_layers)]
+    for inner, copies in networks:
+        sides += [("gate", width, inner, copies), ("up", width, inner, copies)]
+        sides += [("down", inner, width, copies)]
+    for layer in model.of_attention_layers:
+        queries, keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
+        if model.kv_latent:
+            values = model.num_heads * model.value_dim
+            sides += [("q", model.q_latent or width, queries, 1), ("k", width, model.cached_dim, 1)]
+            sides += [("q", width, model.q_latent, 1)] * bool(model.q_latent)
+            outs = values + queries - model.num_heads * model.rope_dim
+            sides += [("v", model.kv_latent, outs, 1), ("o", values, width, 1)]
+            continue
+        sides += [("q", width, queries, 1)] * (1 + model.gated_attention)
+        sides += [("k", width, keys, 1), ("o", queries, width, 1)]
+        sides += [("v", width, keys, 1)] * (not layer.keys_as_values)
+    # Three passes over the states of delta layers, and their projections.
+    deltas, heads = model.num_layers - model.attention_layers, model.delta_value_heads
+    keys, values = model.delta_key_heads * model.delta_key_dim, heads * model.delta_value_dim
+    delta_sides = {"q": keys, "k": keys, "v": values, "z": values, "a": heads, "b": heads}
+    sides += [(name, width, outs, deltas) for name, outs in delta_sides.items()]
+    sides += [("o", values, width, deltas)]
+    others = sparse * width * (model.num_experts + model.shared_gate)
+    others += deltas * 3 * values * model.delta_key_dim
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets
     adapters = sum(
-        copies * rank * (ins + outs)
-        for name, (ins, outs, copies) in sides.items()
-        if name in targets
+        copies * rank * (ins + outs) for name, ins, outs, copies in sides if name in targets
     )
-    return TokenFlops(
-        2.0 * (model.num_layers * layer + mixing + head),
-        2.0 * model.num_layers * adapters if rank else 0.0,
-    )
-
-
-def _delta_weights(model: ModelConfig) -> int:
-    """Multiplications of a token in a delta layer: its projections, and three passes over its states."""
-    keys = 2 * model.delta_key_heads * model.delta_key_dim
-    values, heads = model.delta_value_heads * model.delta_value_dim, model.delta_value_heads
-    return model.d_model * (keys + 3 * values + 2 * heads) + 3 * values * model.delta_key_dim
+    weights = sum(copies * ins * outs for _, ins, outs, copies in sides)
+    return TokenFlops(2.0 * (weights + others + head), 2.0 * adapters)
 
 
 def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
@@ -91,9 +94,11 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
     # A token that lies m tokens beyond the first full window does not see the first m tokens.
     sliding_B = full_B - beyond_B * (beyond_B + 1) / 2
     num_sliding = sum(model.sliding_layers)
-    pairs_B = (model.attention_layers - num_sliding) * full_B + num_sliding * sliding_B
+    sliding_dims = num_sliding * model.pair_dims
+    full_dims = sum(layer.pair_dims for layer in model.of_attention_layers) - sliding_dims
+    pairs_B = full_dims * full_B + sliding_dims * sliding_B
     # Two matmuls, q.k and weights.v, of 2 operations for each pair, head and head dimension.
-    return 4.0 * model.num_heads * model.head_dim * pairs_B
+    return 2.0 * model.num_heads * pairs_B
 
 
 def training_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:

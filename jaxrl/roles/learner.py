@@ -41,7 +41,8 @@ class TrainState:
     """Everything that training changes.
 
     Attributes:
-      params: master weights, float32; weights frozen below adapters have the dtype of activations.
+      params: master weights, float32; weights frozen below adapters have the dtype of activations, but for
+        `exact` ones.
       opt_state: optax state of the trained weights, in their layout.
       step: int32, finished steps.
     """
@@ -191,12 +192,12 @@ class Learner(PackedModel, abc.ABC):
         return TrainState(params, self._optimizer.init(self.trained(params)), jnp.int32(0))
 
     def trained(self, params: Any) -> Any:
-        """The trained part of a tree of parameters: its adapters, or all of it without adapters."""
+        """The trained part of a tree of parameters: its adapters; without adapters all but `lora.FROZEN`."""
         return self._split(params)[0]
 
     def _split(self, params: Any) -> tuple[Any, Any]:
         """(trained, frozen) parts of a tree of parameters; `lora.join` undoes it."""
-        return lora.split(params) if self.model.lora.rank else (params, {})
+        return (lora.split if self.model.lora.rank else lora.split_trained)(params)
 
     def init(self) -> None:
         """Random weights, born sharded."""

@@ -124,9 +124,9 @@ def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimen
     Returns:
       None for weights that Muon does not handle: embeddings, heads, routers, norms, biases.
     """
-    if path[0] != "layers" or path[-1] not in ("weight", "lora_a", "lora_b"):
+    if path[0] not in ("layers", "first") or path[-1] not in ("weight", "lora_a", "lora_b"):
         return None
-    dims = tuple(i for i, name in enumerate(axes) if name not in ("layers", "experts"))
+    dims = tuple(i for i, name in enumerate(axes) if i and name != "experts")
     # "heads" and "head_dim" together are one side of the matrix. The other side is the width, or the rank of
     # an adapter (None).
     first = axes[dims[0]]

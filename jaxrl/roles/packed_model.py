@@ -42,7 +42,7 @@ from jaxrl.models.attention import (
     pick_implementation,
 )
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph
+from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, weight_types
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
@@ -116,16 +116,12 @@ class PackedModel:
         self.frozen_dtype = jnp.dtype(train.dtype if model.lora.rank else jnp.float32)
         if model.lora.rank:
             adapters, rest = lora.split(self.shapes)
-            rest = jax.tree.map(lambda leaf: leaf.update(dtype=self.frozen_dtype), rest)
+            _, types = lora.split(weight_types(model, self.frozen_dtype))
+            rest = jax.tree.map(lambda leaf, stored: leaf.update(dtype=stored.dtype), rest, types)
             self.shapes = lora.join(adapters, rest)
         self.state_rules = state_rules
         if train.remat == "offload":
             check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
-        if train.shares_prompts and model.sliding_window:
-            raise UserError(
-                f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
-                f"{model.sliding_window} tokens is counted in places of the row; set it to False"
-            )
         if model.has_state:
             _check_state(train, mesh)
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
@@ -157,6 +153,7 @@ class PackedModel:
             self.attention_kernel,
             softcap=self.model.attention_softcap,
             sinks=self.model.attention_sinks,
+            head_dim=self.model.largest_head,
             tree=tree,
             tokens=tokens,
         )
@@ -321,7 +318,7 @@ class PackedModel:
             tree=micro.prefix_ids is not None, tokens=micro.tokens.shape[-1]
         )
 
-        def attend(q, k, v, kind, _, segments):
+        def attend(q, k, v, kind, _, segments, *_latents):
             # A scope of its own separates attention from the projections in a profile.
             with jax.named_scope("attend"):
                 return attention_to(q, k, v, segments, kind), None
@@ -332,7 +329,7 @@ class PackedModel:
         segment_ids = order(micro.segment_ids)
         segments: Any = segment_ids
         if micro.prefix_ids is not None:
-            segments = TreeSegments(segment_ids, order(micro.prefix_ids))
+            segments = TreeSegments(segment_ids, order(micro.prefix_ids), order(micro.positions))
         out = model(
             order(micro.tokens),
             order(micro.positions),

@@ -56,28 +56,30 @@ def choose_cache(
     platform = platform_of(mesh)
     shape = CacheShape(
         model.num_periods,
-        model.num_kv_heads,
-        model.head_dim,
+        model.cached_heads,
+        model.cached_dim,
         kv_dtype,
         keys_last="length" if platform in (None, "cpu") else "head_dim",
-        delta=model if model.has_state else None,
+        periodic=model if model.period > 1 else None,
         tail_dtype=dtype,
+        first_layers=model.first_dense_layers,
+        latent=model.kv_latent > 0,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(
         platform,
         dtype,
         kv_dtype,
-        model.head_dim,
+        model.cached_dim,
         decode_attention,
-        plain=not any(model.sliding_layers) and not model.attention_softcap,
+        plain=model.has_plain_attention,
     )
     # Inside a pipeline stage there are only some slots of some layers, but all pages.
     by_table = pages is not None and one_stage
     if implementation != "xla" and (by_table or pages is None):
         kernel = past_attention(KERNELS[implementation], mesh, GENERATE_RULES)
         # In a pipeline each layer gets its own cache. Otherwise a kernel indexes the cache by layer number.
-        one_place = model.attention_layers == model.num_periods
+        one_place = model.period == 1 or model.attention_layers == model.num_periods
         contiguous = CacheKind(shape, kernel=kernel, by_number=one_stage and one_place)
     else:
         unrolled = unroll >= model.num_layers and one_stage

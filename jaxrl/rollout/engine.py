@@ -122,7 +122,7 @@ class Engine:
         self.pages = page_sizes(
             config,
             shards=self.shards,
-            kv_heads=max(1, model.num_kv_heads // shards_of("heads", GENERATE_RULES, mesh)),
+            kv_heads=max(1, model.cached_heads // shards_of("heads", GENERATE_RULES, mesh)),
             platform=platform_of(mesh),
         )
         self.cache = choose_cache(
@@ -168,6 +168,7 @@ class Engine:
             config.attention,
             softcap=model.attention_softcap,
             sinks=model.attention_sinks,
+            head_dim=model.largest_head,
         )
         attend = attention_parallel(
             functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES
@@ -296,7 +297,7 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
 def _sum_parts(model: ModelConfig) -> int:
     """The number of parts in which sums over heads and neurons are made on every mesh."""
     # Key-value heads that devices share would be multiplied in other shapes, which round differently.
-    return math.gcd(model.num_kv_heads, model.d_ff)
+    return math.gcd(model.num_kv_heads, model.full_kv_heads, model.d_ff)
 
 
 def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]:

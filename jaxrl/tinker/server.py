@@ -255,6 +255,9 @@ def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirector
             )
     # Experts choose their weights by token, and cannot by adapter, too.
     targets = LORA_TARGETS[:4] if found.model.num_experts else LORA_TARGETS
+    if found.model.kv_latent:
+        # The absorbed form of attention multiplies with one weight for all rows.
+        targets = tuple(name for name in targets if name != "v")
     # A scale of 1: each client has its own.
     adapters = LoraConfig(rank=config.max_rank, alpha=float(config.max_rank), targets=targets)
     model = lora.with_adapters(found.model, adapters)

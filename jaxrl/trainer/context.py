@@ -135,8 +135,7 @@ def build_context(
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         num_samples=config.rollout.num_samples,
-        allowed=not (models.actor.sliding_window or models.actor.has_state)
-        and config.mesh.context == 1,
+        allowed=not models.actor.has_state and config.mesh.context == 1,
     )
     return RunContext(
         config=dataclasses.replace(config, train=train_config),

@@ -68,14 +68,16 @@ def test_a_ring_gives_what_one_device_gives(tokens, split, kind):
     assert_close(found, expected)
 
 
-def test_answers_see_a_shared_prompt_on_other_devices():
+@pytest.mark.parametrize("kind", [FULL, AttentionKind(30)], ids=["full", "window"])
+def test_answers_see_a_shared_prompt_on_other_devices(kind):
     """The prompt is in the first chunks, its two answers in the others."""
     ids: Any = np.repeat(np.array([[1, 2, 3]], np.int32), [24, 20, 36], axis=1)
-    segments: Any = TreeSegments(ids, jnp.where(ids > 1, 1, 0))
+    positions: Any = np.array([[*range(44), *range(24, 60)]], np.int32)
+    segments: Any = TreeSegments(ids, jnp.where(ids > 1, 1, 0), positions)
     q, k, v = normal(1, 80, 2, 8), *(normal(1, 80, 1, 8, seed=s) for s in (1, 2))
     weights = normal(1, 80, 2, 8, seed=4)
-    found = gradients(shared(attention, ContextSplit(1, 8), segments, FULL), q, k, v, weights)
-    expected = gradients(lambda q, k, v: attention(q, k, v, segments, FULL), q, k, v, weights)
+    found = gradients(shared(attention, ContextSplit(1, 8), segments, kind), q, k, v, weights)
+    expected = gradients(lambda q, k, v: attention(q, k, v, segments, kind), q, k, v, weights)
     assert_close(found, expected)
 
 

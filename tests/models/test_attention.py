@@ -115,16 +115,19 @@ def test_values_and_gradients_equal_their_numpy_twin(packed, block_tokens, kind)
 
 
 @BLOCK_TOKENS
-def test_tree_segments_see_their_prefix(block_tokens):
+@pytest.mark.parametrize("window", [0, 3, 6])
+def test_tree_segments_see_their_prefix(block_tokens, window):
     """As if each were alone with it: outputs, gradients and the sum of what the shared part gets."""
     rng = np.random.default_rng(0)
     shared, ends = 4, (7, 9, 13)
     arrays = [normal(rng, 1, 15, heads, 8) for heads in (4, 2, 2, 4)]
     ids_T = np.array([1] * 4 + [2] * 3 + [3] * 2 + [4] * 4 + [0] * 2, np.int32)
     prefix_T = np.array([0] * 4 + [1] * 9 + [0] * 2, np.int32)
-    segments = TreeSegments(ids_T[None], prefix_T[None])
+    positions_T = np.array([*range(4), *range(4, 7), 4, 5, *range(4, 8), 0, 0], np.int32)
+    segments = TreeSegments(ids_T[None], prefix_T[None], positions_T[None])
     *qkv, d_out = arrays
-    attend = functools.partial(attention, block_tokens=block_tokens)
+    kind = AttentionKind(window)
+    attend = functools.partial(attention, kind=kind, block_tokens=block_tokens)
     out, *grads = with_gradients(attend, *qkv, segments, d_out)
     expected = [np.zeros_like(x) for x in (d_out, *qkv)]
     for number, (begin, end) in enumerate(itertools.pairwise((shared, *ends))):
@@ -133,7 +136,7 @@ def test_tree_segments_see_their_prefix(block_tokens):
         if number:
             # The shared part's own outputs count once.
             here[3] = here[3] * (np.arange(len(line)) >= shared)[None, :, None, None]
-        twins = attention_twin(*here[:3], np.ones((1, len(line)), np.int32), here[3])
+        twins = attention_twin(*here[:3], np.ones((1, len(line)), np.int32), here[3], kind)
         expected[0][:, line] = twins[0]
         for total, twin in zip(expected[1:], twins[1:], strict=True):
             total[:, line] += twin
@@ -414,6 +417,14 @@ def test_the_device_and_the_type_pick_the_implementation(platform, dtype, picked
 def test_an_implementation_that_cannot_run_is_refused(requested, platform, dtype, message):
     with pytest.raises(UserError, match=message):
         pick_implementation(platform, dtype, requested)
+
+
+def test_large_heads_are_left_to_those_who_have_room():
+    assert pick_implementation("gpu", jnp.bfloat16, head_dim=256) == "cudnn"
+    assert pick_implementation("gpu", jnp.bfloat16, head_dim=512) == "xla"
+    assert pick_implementation("tpu", jnp.bfloat16, head_dim=512) == "splash"
+    with pytest.raises(UserError, match=r"with heads of 512.*with heads of up to 256"):
+        pick_implementation("gpu", jnp.bfloat16, "cudnn", head_dim=512)
 
 
 def test_capped_scores_are_left_to_those_who_have_them():

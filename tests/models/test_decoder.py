@@ -94,6 +94,68 @@ FAMILIES["gpt-oss"] = dataclasses.replace(
 )
 
 
+FAMILIES["qwen3.5-moe"] = dataclasses.replace(
+    FAMILIES["qwen3.5"], num_experts=4, experts_per_token=2, shared_d_ff=20, shared_gate=True
+)
+# Heads of 8 and of 12 dimensions, two and one of keys.
+FAMILIES["gemma4"] = dataclasses.replace(
+    TINY,
+    num_layers=4,
+    qkv_bias=False,
+    qk_norm=True,
+    value_norm=True,
+    keys_as_values=True,
+    full_head_dim=12,
+    full_kv_heads=1,
+    sliding_window=3,
+    layer_pattern=("sliding", "full"),
+    rope_theta=1_000.0,
+    rope_local_theta=100.0,
+    rope_scaling=RopeScaling(kind="proportional", rotated=0.5),
+    query_pre_attn_scalar=1.0,
+    activation="gelu_tanh",
+    post_norms=True,
+    scale_embeddings=True,
+    scaled_layers=True,
+    num_experts=4,
+    experts_per_token=2,
+    shared_d_ff=20,
+    expert_norms=True,
+)
+FAMILIES["glm-4.5"] = dataclasses.replace(
+    TINY,
+    num_layers=3,
+    qk_norm=True,
+    rotary_fraction=0.5,
+    num_experts=6,
+    experts_per_token=2,
+    sigmoid_routing=True,
+    expert_groups=3,
+    groups_per_token=2,
+    routed_scale=1.5,
+    shared_d_ff=20,
+    first_dense_layers=1,
+    dense_d_ff=28,
+)
+
+
+FAMILIES["deepseek-v3"] = dataclasses.replace(
+    FAMILIES["glm-4.5"],
+    qkv_bias=False,
+    qk_norm=False,
+    rotary_fraction=1.0,
+    num_kv_heads=4,
+    kv_latent=10,
+    q_latent=6,
+    rope_dim=2,
+    value_dim=7,
+    interleaved_rotary=True,
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=8.0, original_max_positions=16, mscale=1.0, mscale_all_dim=0.5
+    ),
+)
+
+
 fresh_params = jax.jit(init_params, static_argnums=0)
 
 
@@ -321,6 +383,10 @@ def test_every_weight_takes_part(config):
             "traced",
             {"layer_pattern": ("delta", "full"), "delta_key_heads": 2, "delta_value_heads": 4},
         ),
+        (
+            "traced",
+            {"sliding_window": 3, "layer_pattern": ("sliding", "full"), "full_head_dim": 6},
+        ),
     ],
 )
 def test_the_program_does_not_grow_with_depth(stage, changes):
@@ -410,6 +476,8 @@ def test_stretched_wavelengths_keep_short_ones_and_divide_long_ones():
     [
         ({"num_heads": 3}, "num_heads 3 is not a multiple of num_kv_heads 2"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"full_head_dim": 7}, "full_head_dim 7 is odd"),
+        ({"full_kv_heads": 3}, "num_heads 4 is not a multiple of full_kv_heads 3"),
         ({"num_tokens": 25}, "num_tokens 25 exceeds vocab_size 24"),
         ({"layer_pattern": ("delta", "full")}, "delta_key_heads 0 and delta_value_heads 0"),
         (

@@ -1,5 +1,6 @@
 """The mixture of experts against a slow twin; its statistics by hand; nothing is dropped."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -190,6 +191,53 @@ def test_the_most_probable_experts_share_the_token_in_proportion():
     assert_close(found, experts_twin(x, expert, share, *weights))
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_sigmoid_routing_is_its_slow_twin(groups):
+    """A large bias takes part in the choice of groups and experts, and not in their weights."""
+    config = dataclasses.replace(
+        CONFIG,
+        num_experts=6,
+        experts_per_token=3,
+        sigmoid_routing=True,
+        routed_scale=2.5,
+        expert_groups=groups,
+        groups_per_token=min(2, groups),
+    )
+    mixture = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    bias = normal(6, seed=8)
+    mixture.correction_bias[...] = jnp.asarray(bias)
+    x, live = normal(B, T, D), np.ones((B, T), bool)
+    found, routing = mixture(x, live, Compute())
+    score = 1 / (1 + np.exp(-x @ np.asarray(mixture.router[...])))
+    expert = np.zeros((B, T, 3), np.int32)
+    for b, t in np.ndindex(B, T):
+        biased = (score[b, t] + bias).reshape(groups, -1)
+        best = np.sort(biased, axis=1)[:, -2:].sum(1)
+        biased[np.argsort(best)[: -config.groups_per_token]] = -np.inf
+        expert[b, t] = np.argsort(-biased.reshape(-1))[:3]
+    share = np.take_along_axis(score, expert, -1)
+    share *= 2.5 / share.sum(-1, keepdims=True)
+    weights = [np.asarray(getattr(mixture, n).weight[...]) for n in ("gate", "up", "down")]
+    assert_close(found, experts_twin(x, expert, share, *weights))
+    np.testing.assert_array_equal(routing.chosen_E, np.bincount(expert.reshape(-1), minlength=6))
+    np.testing.assert_allclose(routing.probability_E.sum(), B * T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_token_passes_the_shared_expert(gated):
+    config = dataclasses.replace(CONFIG, shared_d_ff=3, shared_gate=gated)
+    mixture = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    x, live = normal(B, T, D), np.ones((B, T), bool)
+    found, _ = mixture(x, live, Compute())
+    routed, _ = layer()(x, live, Compute())  # drawn from the same seed, before the shared expert
+    shared = mixture.shared
+    gate, up, down = (np.asarray(p.weight[...]) for p in (shared.gate, shared.up, shared.down))
+    out = (silu(x @ gate) * (x @ up)) @ down
+    if gated:
+        out /= 1 + np.exp(-x @ np.asarray(mixture.shared_gate[...]))[..., None]
+    assert_close(found, routed + out)
+
+
 def test_a_clamped_gate_and_biases_by_hand():
     """One expert of width 1: gate 9 is cut to 7, up -8 to -7; then (up + 1) * gate * sigmoid(1.702 gate)."""
     ones = jnp.ones((1, 1, 1))
@@ -258,6 +306,26 @@ def test_the_load_balancing_loss_is_transformers_for_one_layer():
     )
     found = load_balancing_loss(jax.tree.map(lambda a: a[None], routing))
     np.testing.assert_allclose(found, expected.item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(shared_d_ff=4, num_experts=0, experts_per_token=0), "shared_d_ff 4 and shared_gate"),
+        (dict(shared_gate=True), "shared_d_ff 0 and shared_gate True"),
+        (dict(routed_scale=2.0), "routed_scale 2 without sigmoid_routing"),
+        (
+            dict(sigmoid_routing=True, expert_groups=2, experts_per_token=3),
+            "groups_per_token 1 of expert_groups 2 with experts_per_token 3",
+        ),
+        (dict(sigmoid_routing=True, expert_groups=4), "two or more"),
+        (dict(first_dense_layers=4, dense_d_ff=8), "first_dense_layers 4 of num_layers 4"),
+        (dict(first_dense_layers=1), "dense_d_ff 0"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
 
 
 @pytest.mark.parametrize(("experts", "chosen"), [(4, 0), (4, 5), (0, 2)])

@@ -27,6 +27,11 @@ PARAMETERS = {
     "qwen3.5-4b": (4_205_751_296, 4_205_751_296),
     "qwen3.5-9b": (8_953_803_264, 8_953_803_264),
     "qwen3.5-27b": (26_895_998_464, 26_895_998_464),
+    # 30 delta layers of 2048 * (3 * 4096 + 4096 + 64) + 4 * 8192 + 64 + 128, 10 of attention with
+    # 2048 * 256 * 52 + 512; 40 times 256 experts of 3 * 2048 * 512, a shared one, 2048 * 257 for router and
+    # gate, and 4096; 2 * 248_320 * 2048 + 2048.
+    "qwen3.5-35b-a3b": (34_660_610_688, 3_454_988_928),
+    "qwen3-next-80b-a3b": (79_674_391_296, 3_874_929_408),
     "llama-3-8b": (8_030_261_248, 8_030_261_248),
     "llama-3-70b": (70_553_706_496, 70_553_706_496),
     "llama-3.1-8b": (8_030_261_248, 8_030_261_248),
@@ -42,6 +47,14 @@ PARAMETERS = {
     # The published 3.6 and 5.1 billion of a token leave out its embedding, and count the unembedding.
     "gpt-oss-20b": (20_914_757_184, 4_187_440_704),
     "gpt-oss-120b": (116_829_156_672, 5_711_982_912),
+    # 46 layers of 4096 * 128 * 208 + 112 * 128 + 2 * 4096; one of 3 * 4096 * 10944, 45 of 129 * 3 * 4096 *
+    # 1408 + 4097 * 128; 2 * 151_552 * 4096 + 4096.
+    "glm-4.5-air": (106_852_251_264, 13_424_129_664),
+    "glm-4.5": (352_797_829_024, 33_632_266_144),
+    "glm-4.7-flash": (29_943_393_920, 3_896_766_080),
+    # Without the biases of the routers, 58 * 256, the published 671_026_404_352.
+    "deepseek-v3": (671_026_419_200, 37_552_297_472),
+    "moonlight-16b-a3b": (15_960_110_208, 2_914_776_192),
     "olmo-3-7b": (7_298_011_136, 7_298_011_136),
 }
 
@@ -51,7 +64,17 @@ def test_every_model_has_as_many_parameters_as_published():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2.5-7b", "qwen3-30b-a3b", "gemma-3-1b", "olmo-3-7b", "gpt-oss-20b", "qwen3.5-27b"]
+    "name",
+    [
+        "qwen2.5-7b",
+        "qwen3-30b-a3b",
+        "gemma-3-1b",
+        "olmo-3-7b",
+        "gpt-oss-20b",
+        "qwen3.5-35b-a3b",
+        "glm-4.5",
+        "deepseek-v3",
+    ],
 )
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):
     shapes = decoder_graph(model_shapes(name))[1]

@@ -23,6 +23,7 @@ RECIPES = {
     "grpo_qwen3_8b.py": ("v5p:2x2x2", 8),
     "grpo_qwen35_9b.py": ("h100:1x8", 8),
     "grpo_gpt_oss_20b.py": ("h100:2x8", 16),
+    "grpo_qwen35_35b_a3b.py": ("h100:2x8", 16),
     "ppo_llama8b.py": ("h100:1x8", 8),
     "safe_rlhf_llama8b.py": ("h100:2x8", 16),
     "dapo_qwen3_30b_a3b.py": ("h100:4x8", 32),

@@ -27,6 +27,16 @@ ADAPTERS = dataclasses.replace(DENSE, lora=LoraConfig(rank=2, alpha=4.0))
 MIXTURE = dataclasses.replace(
     DENSE, qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2
 )
+# The parts of GLM-4.5.
+SIGMOID = dataclasses.replace(
+    MIXTURE,
+    num_layers=3,
+    sigmoid_routing=True,
+    routed_scale=1.5,
+    shared_d_ff=8,
+    first_dense_layers=1,
+    dense_d_ff=24,
+)
 ENGINE = EngineConfig(
     slots=4,
     prefill_prompts=4,
@@ -162,10 +172,45 @@ def test_frozen_weights_are_kept_once_and_no_wider_than_they_are_computed_with(a
     assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
 
 
-@pytest.mark.parametrize("model", [ADAPTERS, MIXTURE], ids=["adapters", "mixture"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_correction_bias_of_a_router_is_not_trained(optimizer):
+    """Neither by a gradient nor by weight decay; and it has no moments."""
+    actor = Actor(
+        SIGMOID,
+        mesh_of(),
+        train=TrainConfig(rows=R, row_tokens=T),
+        optim=OptimConfig(kind=optimizer, lr=3e-2, lr_warmup_steps=0, weight_decay=0.5),
+        temperature=1.0,
+        seed=0,
+    )
+    actor.init()
+    params = actor.state.params
+    params["layers"]["mlp"]["correction_bias"] += 0.3
+    actor.start_from(params)
+    before = jax.device_get(actor.state.params)
+    actor.update(actor.place(batch()), SUPERVISED)
+    after = jax.device_get(actor.state.params)
+    changed = jax.tree.map(lambda a, b: bool((a != b).all()), after, before)
+    assert not changed["layers"]["mlp"].pop("correction_bias")
+    np.testing.assert_array_equal(after["layers"]["mlp"]["correction_bias"], np.float32(0.3))
+    assert all(jax.tree.leaves(changed["layers"])) and all(jax.tree.leaves(changed["first"]))
+    paths = jax.tree_util.tree_leaves_with_path(actor.state.opt_state)
+    assert not any("correction_bias" in jax.tree_util.keystr(path) for path, _ in paths)
+
+
+def test_below_adapters_the_correction_bias_stays_wide():
+    model = dataclasses.replace(SIGMOID, lora=LoraConfig(rank=2))
+    shapes = actor_of(model, dtype="bfloat16").shapes["layers"]["mlp"]
+    assert shapes["correction_bias"].dtype == jnp.float32
+    assert shapes["router"].dtype == shapes["shared"]["up"]["weight"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "model", [ADAPTERS, MIXTURE, SIGMOID], ids=["adapters", "mixture", "sigmoid"]
+)
 def test_samples_have_the_trainers_logprobs(adapted, model):
     actor = actor_of(model)
-    if model is MIXTURE:
+    if model is not ADAPTERS:
         actor.init()
     prompts = prompts_of(*([2, 3 + i, 4] for i in range(3)))
     options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0)
@@ -182,14 +227,14 @@ def test_samples_have_the_trainers_logprobs(adapted, model):
         assert_close(ours[0, 0, i, 3 : 3 + len(logprob)], logprob, scale=1)
 
 
-@pytest.fixture(scope="module")
-def mixture_alone():
-    return trained_and_sampled(())
+@pytest.fixture(scope="module", params=[MIXTURE, SIGMOID], ids=["softmax", "sigmoid"])
+def mixture_alone(request):
+    return request.param, trained_and_sampled(request.param, ())
 
 
-def trained_and_sampled(layout):
+def trained_and_sampled(model, layout):
     """Samples of a mixture, log-probabilities of a batch, and loss and size of the gradient of an update."""
-    actor = actor_of(MIXTURE, layout=layout)
+    actor = actor_of(model, layout=layout)
     actor.init()
     options = SamplingOptions(num_samples=1, seed=0, step=0, temperature=1.0)
     tokens = actor.generate(prompts_of(*([2, 3 + i, 4] for i in range(4))), options).tokens
@@ -213,8 +258,8 @@ def trained_and_sampled(layout):
     ids=lambda layout: f"{layout['train']} {layout['generate']}",
 )
 def test_a_mixture_on_eight_devices_is_that_on_one(layout, mixture_alone):
-    tokens, logprobs, metrics = mixture_alone
-    found = trained_and_sampled(tuple(layout.items()))
+    model, (tokens, logprobs, metrics) = mixture_alone
+    found = trained_and_sampled(model, tuple(layout.items()))
     jax.tree.map(np.testing.assert_array_equal, found[0], tokens)
     assert_close(found[1], logprobs, scale=1)
     assert found[2] == pytest.approx(metrics, rel=1e-6)

@@ -46,6 +46,49 @@ def test_a_token_by_hand():
     assert token_flops(LORA).training == 2 * weights + 3 * adapters
 
 
+def test_a_token_of_a_mixture_by_hand():
+    mixture = dataclasses.replace(
+        MODEL, num_experts=6, experts_per_token=2, shared_d_ff=10, shared_gate=True
+    )
+    # Two experts of three 32x48, a router 32x6; a shared expert of three 32x10 and its gate of 32.
+    more = 3 * 32 * 48 + 32 * 6 + 3 * 32 * 10 + 32
+    assert token_flops(mixture).weights - token_flops(MODEL).weights == 2 * 3 * more
+    assert mixture.num_active_params - MODEL.num_params == 3 * more
+    assert mixture.num_params - mixture.num_active_params == 3 * 4 * 3 * 32 * 48
+    adapted = dataclasses.replace(mixture, lora=LORA.lora)
+    more = 3 * (32 + 48) + 3 * (32 + 10)
+    assert token_flops(adapted).adapters - token_flops(LORA).adapters == 2 * 3 * 4 * more
+
+
+def test_latent_attention_and_dense_layers_by_hand():
+    mixture = dataclasses.replace(MODEL, num_experts=6, experts_per_token=2, num_kv_heads=4)
+    latent = dataclasses.replace(
+        mixture,
+        qkv_bias=False,
+        kv_latent=10,
+        q_latent=6,
+        rope_dim=2,
+        value_dim=5,
+        first_dense_layers=1,
+        dense_d_ff=20,
+    )
+    # q 32x6 and 6x32, latents 32x12, keys without rotation and values 10x(4*(6+5)), o 20x32.
+    attention = 32 * 6 + 6 * 32 + 32 * 12 + 10 * 44 + 20 * 32
+    weights = 3 * attention + 3 * 32 * 20 + 2 * (2 * 3 * 32 * 48 + 32 * 6) + 32 * 96
+    assert token_flops(latent).weights == 2 * weights
+    # Norms of latents, two of each layer, the last one; the embedding is the head.
+    assert latent.num_active_params == weights + 3 * (6 + 10 + 2 * 32) + 32
+    adapted = dataclasses.replace(latent, lora=LORA.lora)
+    sides = 3 * ((32 + 6) + (6 + 32) + (32 + 12) + (10 + 44) + (20 + 32))
+    sides += 3 * (32 + 20) + 2 * 2 * 3 * (32 + 48)
+    assert token_flops(adapted).adapters == 2 * 4 * sides
+    # A pair of tokens: keys of 8 and values of 5 for 4 heads; 2 operations.
+    np.testing.assert_array_equal(
+        attention_flops(latent, np.array([1, 2])), 3 * 2 * 4 * 13 * np.array([1, 3.0])
+    )
+    assert latent.kv_bytes_per_token(2) == 3 * 12 * 2
+
+
 def test_attention_by_hand():
     # Pairs 1, 3 and 10 of causal sequences of 1, 2 and 4 tokens; 4 x 4 heads x 8 a pair, 3 layers.
     np.testing.assert_array_equal(
@@ -58,6 +101,28 @@ def test_attention_by_hand():
     np.testing.assert_array_equal(
         attention_flops(slides, np.array([1, 2, 4])), 128 * np.array([3.0, 9, 2 * 7 + 10])
     )
+
+
+def test_heads_of_two_sizes_by_hand():
+    model = dataclasses.replace(
+        MODEL,
+        num_layers=4,
+        sliding_window=2,
+        layer_pattern=("sliding", "full"),
+        full_head_dim=12,
+        full_kv_heads=1,
+        keys_as_values=True,
+    )
+    # Two layers with q and o 32x32, k and v 32x16; two with q and o 32x48, k 32x12.
+    heads = 2 * (2 * 32 * 32 + 2 * 32 * 16) + 2 * (2 * 32 * 48 + 32 * 12)
+    weights = heads + 4 * 3 * 32 * 48 + 32 * 96
+    assert token_flops(model).weights == 2 * weights
+    # Biases of q, k and v, and norms.
+    assert model.num_params == weights + 2 * (32 + 2 * 16) + 2 * (48 + 12) + 9 * 32
+    # Four tokens: 1 + 2 + 2 + 2 pairs of 8 dimensions, 10 of 12; 4 heads, 4 operations, two layers each.
+    assert attention_flops(model, np.array([4]))[0] == 4 * 4 * 2 * (7 * 8 + 10 * 12)
+    # Keys and values, two layers of each kind, two bytes.
+    assert model.kv_bytes_per_token(2) == 2 * 2 * 2 * (2 * 8 + 12)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "llama-3-8b", "qwen3-30b-a3b"])

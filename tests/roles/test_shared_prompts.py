@@ -1,6 +1,7 @@
 """Answers that share their prompt in a row: the same probabilities, scores, gradients and metrics."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -85,25 +86,46 @@ def test_probabilities_and_updates_are_those_of_whole_sequences(layout):
     assert_close(jax.device_get(told), jax.device_get(metrics))
 
 
-def test_parts_of_sequences_on_several_devices_change_nothing():
-    mesh = mesh_of("1-1-2", context=2)
+def logprobs_of(config, batch, mesh, train):
+    """Log-probabilities of the first two microbatches."""
+    model = PackedModel(config, mesh, train=train)
+    params = jax.device_put(init_params(config, jax.random.key(0)), model.train_shardings)
+    one = jax.jit(lambda *of: model.policy(model.graph, *of, temperature=0.9)[0])
+    placed = model.place(batch)
+    return [
+        np.asarray(one(params, jax.tree.map(lambda x, i=i: x[0, i] if x.ndim == 4 else x, placed)))
+        for i in range(2)
+    ]
+
+
+# With a window shorter than the prompts, in one layer of two.
+WINDOWS = dataclasses.replace(MODEL, sliding_window=4, layer_pattern=("sliding", "full"))
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (MODEL, {"context": 2}),
+        (WINDOWS, {}),
+        pytest.param(WINDOWS, {"context": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_parts_of_sequences_and_windows_change_nothing(config, layout):
+    """Of answers in the first microbatches of both kinds."""
     plain, shared = batches()
-    whole = fresh()
-    params = jax.device_get(whole.state.params)
-    model = PackedModel(MODEL, mesh, train=SHARES)
-
-    @jax.jit
-    def logprobs(params, batch):
-        micro = jax.tree.map(lambda x: x[0, 0] if x.ndim == 4 else x, batch)
-        return model.policy(model.graph, params, micro, temperature=0.9)[0]
-
-    placed = jax.device_put(params, model.train_shardings)
-    found = logprobs(placed, model.place(shared))
-    expected = np.asarray(whole.logprobs(whole.place(plain)))
-    mask, sequence = np.asarray(shared.loss_mask)[0, 0] > 0, np.asarray(shared.sequence)[0, 0]
-    by_answer = by_token(plain, expected)
-    for i in np.unique(sequence[sequence >= 0]):
-        assert_close(np.asarray(found)[mask & (sequence == i)], by_answer[i])
+    alone = logprobs_of(config, plain, mesh_of(), TRAIN)
+    mesh = mesh_of("1-1-2", **layout) if layout else mesh_of()
+    together = logprobs_of(config, shared, mesh, SHARES)
+    compared = 0
+    for i, j, answer in itertools.product(range(2), range(2), range(12)):
+        ours, theirs = (
+            found[k][(np.asarray(b.sequence)[0, k] == answer) & (np.asarray(b.loss_mask)[0, k] > 0)]
+            for found, b, k in ((together, shared, i), (alone, plain, j))
+        )
+        if ours.size and theirs.size:
+            compared += 1
+            assert_close(ours, theirs)
+    assert compared > 2
 
 
 @pytest.mark.long
@@ -141,9 +163,6 @@ def test_padding_and_work_count_what_is_computed():
 def test_what_does_not_go_with_it_is_refused():
     with pytest.raises(ValueError, match=r"keeps those of a prompt together"):
         TrainConfig(share_prompts=True, fill_minibatches=True)
-    sliding = dataclasses.replace(MODEL, sliding_window=4, layer_pattern=("sliding",))
-    with pytest.raises(UserError, match=r"a sliding window of 4 tokens is counted in places"):
-        PackedModel(sliding, fresh().mesh, train=SHARES)
     assert pick_implementation("tpu", "bfloat16", tree=True) == "xla"
     with pytest.raises(UserError, match=r"'splash' on tpu in bfloat16 with shared prompts"):
         pick_implementation("tpu", "bfloat16", "splash", tree=True)

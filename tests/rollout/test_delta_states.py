@@ -93,11 +93,17 @@ def test_slots_and_caches_never_change_a_sample(way, whole):
     assert_same_samples(backend_of(layout, **changes).generate(PROMPTS, OPTIONS), whole)
 
 
+FIRST_DENSE = dataclasses.replace(
+    MODEL, num_layers=3, num_experts=4, experts_per_token=2, first_dense_layers=1, dense_d_ff=20
+)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
-def test_kernels_find_the_layer_by_its_number(cache, monkeypatch):
-    """One layer of two has keys and values, so the number is that of a period."""
-    model = dataclasses.replace(DELTA, head_dim=128)
+@pytest.mark.parametrize(("model", "stacks"), [(DELTA, {2}), (FIRST_DENSE, {1, 2})])
+def test_kernels_find_the_layer_by_its_number(model, stacks, cache, monkeypatch):
+    """One layer of two has keys and values, so the number is that of a period. First layers are apart."""
+    model = dataclasses.replace(model, head_dim=128)
     changes = {"kv_dtype": "bfloat16", "attention": "xla", "unroll": 1, "cache": cache}
     expected = backend_of(model=model, decode_attention="xla", **changes)
     expected = expected.generate(PROMPTS, OPTIONS)
@@ -111,7 +117,7 @@ def test_kernels_find_the_layer_by_its_number(cache, monkeypatch):
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
     backend = backend_of(model=model, decode_attention="auto", **changes)
     assert_same_samples(backend.generate(PROMPTS, OPTIONS), expected)
-    assert seen == {2}
+    assert seen == stacks
 
 
 @pytest.mark.long

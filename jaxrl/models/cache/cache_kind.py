@@ -15,8 +15,10 @@ each slot as long as the longest possible sequence; in `paged_cache.py` slots ar
 L times [B, ..]   an array for each layer, and a Python loop over layers: for shallow models on CPU, where
                   a scan copies the slice of the cache, and of the weights, for every layer
 
-With delta layers each of these is a list of the places in a period, and "layers" are periods. A place has
-keys and values or a `DeltaState`, which has no length: it is that after the last token, in a buffer too.
+With periods of several layers each of these is a list of the places in one, and "layers" are periods. A place
+has keys and values, of its own head size, or a `DeltaState`, which has no length: it is that after the last
+token, in a buffer too.
+With first dense layers a cache is a list of two: a list of the arrays of these layers, and one of the above.
 
 B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens   L layers
 Q query heads   K kv heads   H head size
@@ -80,14 +82,16 @@ class CachePass(NamedTuple):
       attend, per_layer, per_row, recur: arguments of `Decoder.__call__`.
       kept: (second results of `attend`, of all layers) -> the cache of the new tokens.
       layers: function that runs the stack; None for `Compute.layers`.
+      absorbs: whether `attend` attends to a cache, see `Compute.absorbs`.
     """
 
     attend: Attend
     per_layer: Any
     per_row: Any
-    kept: Callable[[Any], Cache]
+    kept: Callable[[Any], Cache] = lambda new: new
     layers: Callable[..., Any] | None = None
     recur: Recur = delta_of_rows
+    absorbs: bool = False
 
     def run(
         self,
@@ -98,6 +102,7 @@ class CachePass(NamedTuple):
         compute: Compute,
     ) -> tuple[jax.Array, Cache]:
         """Runs the pass; returns the last hidden states [B, T, D] of the new tokens, and their cache."""
+        compute = dataclasses.replace(compute, absorbs=self.absorbs)
         if self.layers is not None:
             compute = dataclasses.replace(compute, layers=self.layers)
         out = model(
@@ -157,9 +162,13 @@ class CacheKind:
 
     def buffer(self, num_slots: int, tokens: int) -> Cache:
         """An empty buffer for the tokens of a dispatch. All slots write to the same position of it."""
-        if not self.unrolled:
-            return self.shape.empty((self.shape.num_layers, num_slots), tokens)
-        return [self.shape.empty((num_slots,), tokens) for _ in range(self.shape.num_layers)]
+        shape = self.shape
+        if self.unrolled:
+            stack = [shape.empty((num_slots,), tokens) for _ in range(shape.num_layers)]
+        else:
+            stack = shape.empty((shape.num_layers, num_slots), tokens)
+        first = [shape.empty((num_slots,), tokens) for _ in range(shape.first_layers)]
+        return [first, stack] if first else stack
 
     def buffer_after(self, cache: Cache, num_slots: int, tokens: int) -> Cache:
         """An empty buffer with the states of a cache, which decoding goes on from."""
@@ -179,17 +188,21 @@ class CacheKind:
     def prefill(self, attention: Attention, segment_ids_BT: jax.Array) -> CachePass:
         """The pass for T tokens without a past: a scan over layers, which stacks the caches of the layers."""
 
-        def attend(q, k, v, kind, _, segment_ids) -> tuple[jax.Array, Any]:
-            return attention(q, k, v, segment_ids, kind), self.shape.holding(k, v)
+        def attend(q, k, v, kind, _, segment_ids, latents=None) -> tuple[jax.Array, Any]:
+            cached = self.shape.holding(k if latents is None else latents, v)
+            return attention(q, k, v, segment_ids, kind), cached
 
         def recur(inputs: DeltaInputs, *_) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, self.shape.no_past((len(inputs.live),)))
 
-        def kept(stacked: KVCache) -> Cache:
-            if not self.unrolled:
-                return stacked
+        def apart(stacked: Cache) -> Cache:
             layers = range(self.shape.num_layers)
             return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in layers]
+
+        def kept(new: Cache) -> Cache:
+            if not self.unrolled:
+                return new
+            return [new[0], apart(new[1])] if self.shape.first_layers else apart(new)
 
         return CachePass(attend, None, segment_ids_BT, kept, recur=recur)
 
@@ -203,7 +216,8 @@ class CacheKind:
         def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, state)
 
-        return CachePass(attend, cache, length_B, self._kept, self._layers(model), recur)
+        layers = self._layers(model)
+        return CachePass(attend, cache, length_B, layers=layers, recur=recur, absorbs=True)
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
         """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
@@ -214,9 +228,12 @@ class CacheKind:
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
             past = jnp.broadcast_to(numbers_L[:, None], (len(numbers_L), len(length_B)))
-            if self.shape.delta is not None:
+            if self.shape.periodic is not None:
                 # One place of a period has attention, so that a number tells which layer it is.
-                past, cache = [past] * self.shape.delta.period, self._of_kernel(cache)
+                past, cache = [past] * self.shape.periodic.period, self._of_kernel(cache)
+            elif self.shape.first_layers:
+                first, cache = self._first_and_stack(cache)
+                past = [first, past]
 
         def attend(q_B1QH, k_B1KH, v_B1KH, kind, caches, lengths) -> tuple[jax.Array, KVCache]:
             q, k, v = q_B1QH[:, 0], k_B1KH[:, 0], v_B1KH[:, 0]
@@ -224,11 +241,10 @@ class CacheKind:
             if kernel is not None:
                 # The cache by the kernel, the buffer by XLA.
                 (past, past_length_B), to_read = to_read[0], to_read[1:]
-                if self.by_number:
+                if isinstance(past, jax.Array):
                     of_past = kernel(q, cache, past[0], past_length_B)
                 else:
-                    stack = jax.tree.map(lambda leaf: leaf[None], past)
-                    of_past = kernel(q, stack, jnp.int32(0), past_length_B)
+                    of_past = kernel(q, _stack_of_one(past), jnp.int32(0), past_length_B)
             out_BQH = cached_attention(q, k, v, to_read, of_past, kind=kind)
             return out_BQH[:, None], self.shape.holding(k_B1KH, v_B1KH)
 
@@ -237,19 +253,26 @@ class CacheKind:
 
         def pair(past: Cache, buffer: Cache) -> Any:
             """What each layer reads: its past and buffer, or its state in the buffer."""
-            if self.shape.delta is None:
+            if self.shape.periodic is None:
                 return past, buffer
             return [
                 (None, new) if isinstance(new, DeltaState) else (old, new)
                 for old, new in zip(past, buffer, strict=True)
             ]
 
+        def pairs(past: Cache, buffer: Cache) -> Any:
+            return [*map(pair, past, buffer)] if self.unrolled else pair(past, buffer)
+
         def step(buffer: Cache, i: jax.Array, active_B: jax.Array) -> CachePass:
             # Inactive slots get length 0: a kernel then reads nothing for them, and their results are unused.
             past_length_B = length_B if kernel is None else jnp.where(active_B, length_B, 0)
             lengths = (past_length_B, jnp.full_like(length_B, i))
-            caches = [*map(pair, past, buffer)] if self.unrolled else pair(past, buffer)
-            return CachePass(attend, caches, lengths, self._kept, layers, recur)
+            if self.shape.first_layers:
+                first = [*zip(past[0], buffer[0], strict=True)]
+                caches = [first, pairs(past[1], buffer[1])]
+            else:
+                caches = pairs(past, buffer)
+            return CachePass(attend, caches, lengths, layers=layers, recur=recur, absorbs=True)
 
         return step
 
@@ -258,9 +281,9 @@ class CacheKind:
         (part,) = jax.tree.leaves(only(KVCache, cache), is_leaf=is_part)
         return part
 
-    def _kept(self, new: Any) -> Cache:
-        """The caches of the layers: a scan has stacked them, a loop has them one by one."""
-        return list(new) if self.unrolled else new
+    def _first_and_stack(self, cache: Cache) -> tuple[list[Cache], Cache]:
+        """The caches of each of the first dense layers, and that of the stack."""
+        return tuple(cache)
 
     def _layers(self, model: Decoder) -> Callable[..., Any] | None:
         """A replacement for `models.compute.scan_layers` with separate arrays for each layer.
@@ -291,7 +314,7 @@ class CacheKind:
                 x_BTD, (out, of_rows) = layer(x_BTD, one_layer, layer_in, per_row)
                 outs.append(out)
                 sums.append(of_rows)
-            return x_BTD, (tuple(outs), tuple(sums))
+            return x_BTD, (outs, sums)
 
         return run
 
@@ -327,6 +350,13 @@ class CacheKind:
     def resize(self, cache: Cache, capacity: int) -> Cache:
         """Changes the capacity of all slots."""
         return with_capacity(cache, self.axes(cache), capacity)
+
+
+def _stack_of_one(layer: KVCache | PagedSlots) -> KVCache | PagedSlots:
+    """The cache of one layer as a stack, for kernels."""
+    if isinstance(layer, PagedSlots):
+        return dataclasses.replace(layer, pool=_stack_of_one(layer.pool))
+    return jax.tree.map(lambda leaf: leaf[None], layer)
 
 
 def cache_bytes(kind: CacheKind, num_slots: int, capacity: int) -> int:

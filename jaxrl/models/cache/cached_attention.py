@@ -61,12 +61,16 @@ def _scores(q_BKGTH: jax.Array, cache: KVCache) -> jax.Array:
 
 def _mixed(weight_BKGTS: jax.Array, cache: KVCache, dtype: Any) -> jax.Array:
     """The weighted sum of values, [B, K, G, T, H] float32."""
-    if cache.v_scale is not None:
-        weight_BKGTS = weight_BKGTS * cache.v_scale[:, :, None, None]
+    v, scale, product = cache.v, cache.v_scale, "bkgts,bksh->bkgth"
+    if v is None:
+        v, scale = cache.k, cache.k_scale
+        product = product if cache.keys_last == "head_dim" else "bkgts,bkhs->bkgth"
+    if scale is not None:
+        weight_BKGTS = weight_BKGTS * scale[:, :, None, None]
     return jnp.einsum(
-        "bkgts,bksh->bkgth",
+        product,
         weight_BKGTS.astype(dtype),
-        cache.v.astype(dtype),
+        v.astype(dtype),
         preferred_element_type=jnp.float32,
     )
 

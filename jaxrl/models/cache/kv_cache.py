@@ -31,13 +31,13 @@ class KVCache:
 
     Attributes:
       k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
-      v: [.., B, K, C, H].
+      v: [.., B, K, C, H]; None if keys are values too, as latents are.
       k_scale, v_scale: float32 [.., B, K, C], factors of int8 entries; None for other types.
       keys_last: last dimension of k, "length" or "head_dim".
     """
 
     k: jax.Array
-    v: jax.Array
+    v: Any
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
     keys_last: str = dataclasses.field(default="length", metadata={"static": True})
@@ -45,7 +45,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """The number of tokens that fit into a slot."""
-        return self.v.shape[-2]
+        return self.k.shape[-1 if self.keys_last == "length" else -2]
 
 
 @jax.tree_util.register_dataclass
@@ -74,11 +74,14 @@ class CacheShape:
     """Sizes and types of all caches of an engine.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: sizes of the model; layers are periods with delta layers.
+      num_layers, num_kv_heads, head_dim: sizes of the model; layers are those of the stack,
+        or its periods, if these have several.
       dtype: float32, bfloat16 or int8.
       keys_last: see `KVCache`.
-      delta: the model, if some of its layers are delta nets; None for others.
-      tail_dtype: type of the tails of their states.
+      periodic: the model, if its periods have several layers; None for others.
+      tail_dtype: type of the tails of the states of delta layers.
+      first_layers: number of layers before the stack.
+      latent: whether keys are values too.
     """
 
     num_layers: int
@@ -86,44 +89,48 @@ class CacheShape:
     head_dim: int
     dtype: Any
     keys_last: str = "length"
-    delta: ModelConfig | None = None
+    periodic: ModelConfig | None = None
     tail_dtype: Any = jnp.float32
+    first_layers: int = 0
+    latent: bool = False
 
     def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
         """Zeros with the leading dimensions (L, B), or (B,) for one layer.
 
-        A `KVCache`; with delta layers a list of the places in a period, `DeltaState`s among them. (A list:
-        in a tree of logical axes a tuple is a leaf.)
+        A `KVCache`; with periods of several layers a list of the places in one, `DeltaState`s among them. (A
+        list: in a tree of logical axes a tuple is a leaf.)
         """
-        if self.delta is None:
+        if self.periodic is None:
             return self.keys_and_values(leading, capacity)
         return [
-            self.no_past(leading) if kind == "delta" else self.keys_and_values(leading, capacity)
-            for kind in self.delta.layer_pattern
+            self.no_past(leading)
+            if kind == "delta"
+            else self.keys_and_values(leading, capacity, self.periodic.of_kind(kind))
+            for kind in self.periodic.layer_pattern
         ]
 
     def no_past(self, leading: tuple[int, ...]) -> DeltaState:
         """The state of a delta layer before the first token."""
-        assert self.delta is not None, "no layer has a state"
-        return no_past(self.delta, leading, self.tail_dtype)
+        assert self.periodic is not None, "no layer has a state"
+        return no_past(self.periodic, leading, self.tail_dtype)
 
-    def keys_and_values(self, leading: tuple[int, ...], capacity: int) -> KVCache:
-        """Zeros for one place of a period."""
-        K, H, C = self.num_kv_heads, self.head_dim, capacity
+    def keys_and_values(
+        self, leading: tuple[int, ...], capacity: int, sizes: Any = None
+    ) -> KVCache:
+        """Zeros for one place of a period, with the heads of `sizes` if there are several."""
+        sizes = sizes or self
+        K, H, C = sizes.num_kv_heads, sizes.head_dim, capacity
+        values = None if self.latent else jnp.zeros((*leading, K, C, H), self.dtype)
         scales: Any = [None, None]
         if self.dtype == jnp.int8:
-            scales = [jnp.zeros((*leading, K, C)) for _ in range(2)]
+            scales = [None if self.latent and i else jnp.zeros((*leading, K, C)) for i in range(2)]
         k_shape = (*leading, K, C, H) if self.keys_last == "head_dim" else (*leading, K, H, C)
-        return KVCache(
-            jnp.zeros(k_shape, self.dtype),
-            jnp.zeros((*leading, K, C, H), self.dtype),
-            *scales,
-            keys_last=self.keys_last,
-        )
+        keys = jnp.zeros(k_shape, self.dtype)
+        return KVCache(keys, values, *scales, keys_last=self.keys_last)
 
     def holding(self, k_TKH: jax.Array, v_TKH: jax.Array) -> KVCache:
         """A cache that holds exactly the given keys and values, [.., T, K, H]."""
-        return cache_of(k_TKH, v_TKH, self.dtype, self.keys_last)
+        return cache_of(k_TKH, None if self.latent else v_TKH, self.dtype, self.keys_last)
 
 
 def is_part(tree: Any) -> bool:
@@ -142,22 +149,32 @@ def cache_axes(cache: Any) -> Any:
     """The logical axes of the arrays of a `KVCache` or `DeltaState`, in its structure."""
     if isinstance(cache, DeltaState):
         return state_axes(cache)
-    heads = ("layers", "batch", "kv_heads")[5 - cache.v.ndim :]
+    heads = ("layers", "batch", "kv_heads")[5 - cache.k.ndim :]
     scale: Any = None if cache.k_scale is None else (*heads, "length")
     v: Any = (*heads, "length", "head_dim")
     k: Any = v if cache.keys_last == "head_dim" else (*heads, "head_dim", "length")
+    if cache.v is None:
+        return KVCache(k, None, scale, None, cache.keys_last)
     return KVCache(k, v, scale, scale, cache.keys_last)
 
 
-def cache_of(k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, keys_last: str = "length") -> KVCache:
-    """A cache that holds exactly the given keys and values, [.., T, K, H]."""
-    k_KTH, v_KTH = (x.swapaxes(-3, -2) for x in (k_TKH, v_TKH))
-    scales: Any = [None, None]
-    if dtype == jnp.int8:
-        k, v = (quantize(x, (x.ndim - 1,)) for x in (k_KTH, v_KTH))
-        k_KTH, v_KTH, scales = k.values, v.values, [k.scale[..., 0], v.scale[..., 0]]
+def cache_of(
+    k_TKH: jax.Array, v_TKH: jax.Array | None, dtype: Any, keys_last: str = "length"
+) -> KVCache:
+    """A cache that holds exactly the given keys and values, [.., T, K, H]; without values keys are both."""
+
+    def stored(x_TKH: jax.Array | None) -> tuple[Any, Any]:
+        if x_TKH is None:
+            return None, None
+        x_KTH = x_TKH.swapaxes(-3, -2)
+        if dtype != jnp.int8:
+            return x_KTH.astype(dtype), None
+        narrow = quantize(x_KTH, (x_KTH.ndim - 1,))
+        return narrow.values, narrow.scale[..., 0]
+
+    (k_KTH, k_scale), (v_KTH, v_scale) = stored(k_TKH), stored(v_TKH)
     k = k_KTH if keys_last == "head_dim" else k_KTH.swapaxes(-1, -2)
-    return KVCache(k.astype(dtype), v_KTH.astype(dtype), *scales, keys_last=keys_last)
+    return KVCache(k, v_KTH, k_scale, v_scale, keys_last=keys_last)
 
 
 def put_token(cache: Any, new: Any, place: jax.Array) -> Any:

@@ -14,6 +14,7 @@ page.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -119,6 +120,11 @@ class PagedCache(CacheKind):
         states = copy_slots(cache.states, self.axes(cache.states), states, source_B)
         cache = dataclasses.replace(cache, states=states)
         return copied_to_pages(cache, self.axes(cache.pool), keys, source_B)
+
+    def _first_and_stack(self, cache: PagedSlots) -> tuple[list[Cache], Cache]:
+        first, stack = cache.pool
+        alone = functools.partial(dataclasses.replace, cache)
+        return [alone(pool=pool) for pool in first], alone(pool=stack)
 
     def _of_kernel(self, cache: PagedSlots) -> PagedSlots:
         pool = super()._of_kernel(cache.pool)

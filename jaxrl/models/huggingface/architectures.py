@@ -35,11 +35,27 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "logits_softcap": ("final_logit_softcapping", float),
     "rope_local_theta": ("rope_local_base_freq", float),
     "rotary_fraction": ("partial_rotary_factor", float),
+    "full_head_dim": ("global_head_dim", int),
+    "full_kv_heads": ("num_global_key_value_heads", int),
+    "keys_as_values": ("attention_k_eq_v", bool),
     "delta_key_heads": ("linear_num_key_heads", int),
     "delta_value_heads": ("linear_num_value_heads", int),
     "delta_key_dim": ("linear_key_head_dim", int),
     "delta_value_dim": ("linear_value_head_dim", int),
     "delta_taps": ("linear_conv_kernel_dim", int),
+    "qkv_bias": ("attention_bias", bool),
+    "qk_norm": ("use_qk_norm", bool),
+    "expert_groups": ("n_group", int),
+    "groups_per_token": ("topk_group", int),
+    "routed_scale": ("routed_scaling_factor", float),
+    "shared_d_ff": ("n_shared_experts", int),  # times the width of an expert
+    "first_dense_layers": ("first_k_dense_replace", int),
+    "dense_d_ff": ("intermediate_size", int),
+    "kv_latent": ("kv_lora_rank", int),
+    "q_latent": ("q_lora_rank", int),
+    "rope_dim": ("qk_rope_head_dim", int),
+    "value_dim": ("v_head_dim", int),
+    "interleaved_rotary": ("rope_interleave", bool),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
@@ -48,15 +64,23 @@ PLAIN: Mapping[str, Any] = {
     "output_bias": False,
     "attention_sinks": False,
     "expert_biases": False,
+    "sigmoid_routing": False,
+    "shared_gate": False,
     "qk_norm": False,
     "qk_norm_over_heads": False,
+    "value_norm": False,
     "gated_attention": False,
     "activation": "silu",
     "pre_norms": True,
     "post_norms": False,
     "zero_centered_norms": False,
     "scale_embeddings": False,
+    "scaled_layers": False,
+    "expert_norms": False,
 }
+
+
+_DEFAULT = ModelConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +89,7 @@ class Architecture:
 
     Attributes:
       language_model, score_model: class names of language models, and of models with scores instead of
-        logits.
+        logits; "" if there is none. Of several rows of a class the first holds whose `needs` a file meets.
       model_type: name of the family in config.json.
       traits: fields of ModelConfig that the code of the family fixes, where they differ from `PLAIN`.
       needs: required values of switches in config.json; our decoder does not support other values.
@@ -78,10 +102,11 @@ class Architecture:
       window: default of a missing `sliding_window`; None for no window.
       unrotated_every: default of a missing `no_rope_layer_interval`; 0 if all layers have rotary positions.
       scaled_queries: True if queries grow with their position.
-      fused: True if one tensor holds q, k and v, and another gate and up.
+      fused: a name of `weight_table.FUSED` if one tensor holds what others store as several; "" for none.
       renamed: keys of fields that have another one in other families.
       quantized: the method of `quantization_config` whose weights can be read; "" for none.
       rope_theta: default of a missing rotary base.
+      rope_by_type: True if `rope_parameters` has an entry for each kind of layer and no older form is known.
       own_head_dim: True if the head size does not follow from the width of the model.
       divides: True if its code requires a width that is a multiple of the number of heads.
       tied: default of a missing `tie_word_embeddings`.
@@ -101,10 +126,11 @@ class Architecture:
     window: int | None = None
     unrotated_every: int = 0
     scaled_queries: bool = False
-    fused: bool = False
+    fused: str = ""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     quantized: str = ""
     rope_theta: float = 10_000.0
+    rope_by_type: bool = False
     own_head_dim: bool = False
     divides: bool = False
     tied: bool = False
@@ -121,6 +147,11 @@ class Architecture:
         return keys | {field: (key, keys[field][1]) for field, key in self.renamed.items()}
 
     @property
+    def counts_shared(self) -> bool:
+        """Whether the width of the shared expert is given in widths of an expert."""
+        return self.keys.get("shared_d_ff", ("", int))[0] == "n_shared_experts"
+
+    @property
     def has_local_theta(self) -> bool:
         """Whether layers with a sliding window have a rotary base of their own."""
         return "rope_local_theta" in {**self.own, **self.traits}
@@ -129,17 +160,20 @@ class Architecture:
         """Whether the architecture can express all of `config`."""
         sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
+        others = _OWN_KEYS.keys() - {"query_pre_attn_scalar"}
+        fixed = {field: getattr(_DEFAULT, field) for field in others} | PLAIN | self.traits
         return (
-            all(getattr(config, k) == v for k, v in {**PLAIN, **self.traits}.items())
-            and not any(getattr(config, cap) for cap in SOFTCAPS if cap not in self.own)
+            bool(self.score_model or not config.num_scores)
+            and all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
+            and ("kv_latent" in self.own) == bool(config.kv_latent)
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
-            and (config.rotary_fraction == 1 or "rotary_fraction" in self.own)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
             and (rope is not None and rope.query_beta > 0) == self.scaled_queries
-            and (rope is None or not self.fused or rope.kind == "longrope")
-            and not (own_scalar and "query_pre_attn_scalar" not in self.own)
+            and (rope is None or self.fused != "qkv_proj" or rope.kind == "longrope")
+            and (rope is None or self.rope_by_type or rope.kind != "proportional")
+            and not (own_scalar and "query_pre_attn_scalar" not in {**self.own, **self.traits})
             and (
                 not any(sliding)
                 or (all(sliding) if self.windows == "number" else bool(self.windows))
@@ -172,6 +206,76 @@ _GEMMA3_TEXT: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131_072,
 }
+_QWEN_DELTA_TRAITS = {"qk_norm": True, "gated_attention": True, "zero_centered_norms": True}
+_QWEN_DELTA_OWN = {
+    "rotary_fraction": 0.25,
+    "delta_key_heads": 16,
+    "delta_value_heads": 32,
+    "delta_key_dim": 128,
+    "delta_value_dim": 128,
+    "delta_taps": 4,
+}
+_QWEN_DELTA: dict[str, Any] = dict(windows="delta", window_pattern=4, own_head_dim=True)
+_QWEN_SHARED = {"shared_d_ff": 512}
+_QWEN_RENAMED = {"shared_d_ff": "shared_expert_intermediate_size"}
+_GEMMA4: dict[str, Any] = dict(
+    language_model="Gemma4ForCausalLM",
+    score_model="",
+    model_type="gemma4_text",
+    windows="types",
+    window_pattern=6,
+    window=512,
+    rope_theta=1_000_000.0,
+    rope_by_type=True,
+    own_head_dim=True,
+    tied=True,
+    with_images="Gemma4ForConditionalGeneration",
+)
+_GEMMA4_TRAITS = {
+    "activation": "gelu_tanh",
+    "qk_norm": True,
+    "value_norm": True,
+    "query_pre_attn_scalar": 1.0,
+    "post_norms": True,
+    "scale_embeddings": True,
+    "scaled_layers": True,
+}
+_GEMMA4_NEEDS = {
+    # Those of E2B and E4B: embeddings of each layer, and layers without keys and values.
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    # Of images only.
+    "use_bidirectional_attention": "vision",
+}
+_GEMMA4_OWN = {
+    "logits_softcap": 0.0,
+    "rope_local_theta": 10_000.0,
+    "full_head_dim": 512,
+    "full_kv_heads": 0,
+    "keys_as_values": False,
+}
+
+_SIGMOID_NEEDS = {**_SILU, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_SIGMOID_MIXTURE: Mapping[str, Any] = {
+    "num_experts": None,
+    "experts_per_token": None,
+    "normalize_experts": True,
+    "shared_d_ff": None,
+    "expert_groups": 1,
+    "groups_per_token": 1,
+    "routed_scale": 1.0,
+}
+
+# Attention to latents. Its files name the size of a head without rotation.
+_LATENT: dict[str, Any] = dict(
+    traits={"sigmoid_routing": True},
+    needs={**_SIGMOID_NEEDS, "attention_bias": False, "moe_layer_freq": 1},
+    renamed={"num_experts": "n_routed_experts", "head_dim": "qk_nope_head_dim"},
+    own_head_dim=True,
+)
+_LATENT_SIZES = {"kv_latent": 512, "rope_dim": 64, "interleaved_rotary": True}
 
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
@@ -204,20 +308,88 @@ ARCHITECTURES = (
         "Qwen3_5ForCausalLM",
         "Qwen3_5TextForSequenceClassification",
         "qwen3_5_text",
-        traits={"qk_norm": True, "gated_attention": True, "zero_centered_norms": True},
+        traits=_QWEN_DELTA_TRAITS,
         needs={**_SILU, "attention_bias": False},
-        own={
-            "rotary_fraction": 0.25,
-            "delta_key_heads": 16,
-            "delta_value_heads": 32,
-            "delta_key_dim": 128,
-            "delta_value_dim": 128,
-            "delta_taps": 4,
-        },
-        windows="delta",
-        window_pattern=4,
-        own_head_dim=True,
+        own=_QWEN_DELTA_OWN,
         with_images="Qwen3_5ForConditionalGeneration",
+        **_QWEN_DELTA,
+    ),
+    Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "",
+        "qwen3_5_moe_text",
+        traits={**_QWEN_DELTA_TRAITS, "shared_gate": True},
+        needs={**_SILU, "attention_bias": False},
+        own={**_QWEN_DELTA_OWN, **_QWEN_SHARED, "num_experts": 256, "experts_per_token": 8},
+        renamed=_QWEN_RENAMED,
+        with_images="Qwen3_5MoeForConditionalGeneration",
+        **_QWEN_DELTA,
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextForSequenceClassification",
+        "qwen3_next",
+        traits={**_QWEN_DELTA_TRAITS, "shared_gate": True},
+        needs={**_SILU, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        own={
+            **_QWEN_DELTA_OWN,
+            **_QWEN_SHARED,
+            "num_experts": 512,
+            "experts_per_token": 10,
+            "normalize_experts": True,
+        },
+        renamed=_QWEN_RENAMED,
+        fused="in_proj_qkvz",
+        **_QWEN_DELTA,
+    ),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeForSequenceClassification",
+        "glm4_moe",
+        traits={"sigmoid_routing": True},
+        needs=_SIGMOID_NEEDS,
+        own={
+            "qkv_bias": False,
+            "qk_norm": False,
+            "rotary_fraction": 0.5,
+            **_SIGMOID_MIXTURE,
+            "first_dense_layers": 1,
+            "dense_d_ff": None,
+        },
+        renamed={"num_experts": "n_routed_experts"},
+        own_head_dim=True,
+    ),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3ForSequenceClassification",
+        "deepseek_v3",
+        own={
+            **_SIGMOID_MIXTURE,
+            **_LATENT_SIZES,
+            "q_latent": 1536,
+            "value_dim": 128,
+            "expert_groups": 8,
+            "groups_per_token": 4,
+            "routed_scale": 2.5,
+            "first_dense_layers": 3,
+            "dense_d_ff": None,
+        },
+        **_LATENT,
+    ),
+    Architecture(
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteForSequenceClassification",
+        "glm4_moe_lite",
+        own={
+            **_SIGMOID_MIXTURE,
+            **_LATENT_SIZES,
+            "q_latent": 768,
+            "value_dim": 256,
+            "routed_scale": 1.8,
+            "first_dense_layers": 1,
+            "dense_d_ff": None,
+        },
+        **_LATENT,
     ),
     Architecture(
         "GptOssForCausalLM",
@@ -281,7 +453,7 @@ ARCHITECTURES = (
         "phi3",
         own={"rotary_fraction": 1.0},
         windows="number",
-        fused=True,
+        fused="qkv_proj",
         divides=True,
     ),
     Architecture(
@@ -327,5 +499,18 @@ ARCHITECTURES = (
         text_absent=_GEMMA3_TEXT,
         text_fixed={"final_logit_softcapping": None},
         **_GEMMA,
+    ),
+    Architecture(
+        traits=_GEMMA4_TRAITS,
+        needs={**_GEMMA4_NEEDS, "enable_moe_block": False},
+        own=_GEMMA4_OWN,
+        **_GEMMA4,
+    ),
+    Architecture(
+        traits={**_GEMMA4_TRAITS, "expert_norms": True},
+        needs={**_GEMMA4_NEEDS, "enable_moe_block": True},
+        own={**_GEMMA4_OWN, "num_experts": None, "experts_per_token": None, "shared_d_ff": None},
+        renamed={"experts_per_token": "top_k_experts", "shared_d_ff": "intermediate_size"},
+        **_GEMMA4,
     ),
 )

@@ -22,7 +22,12 @@ from typing import Any, TypeVar
 from jaxrl.checks import is_finite
 from jaxrl.errors import UserError
 from jaxrl.files import read_json_object
-from jaxrl.models.huggingface.architectures import ARCHITECTURES, PLAIN, SOFTCAPS, Architecture
+from jaxrl.models.huggingface.architectures import (
+    ARCHITECTURES,
+    PLAIN,
+    SOFTCAPS,
+    Architecture,
+)
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 
 _Built = TypeVar("_Built")
@@ -36,6 +41,7 @@ _REPLACED = frozenset(
         "layer_types",
         "sliding_window_pattern",
         "_sliding_window_pattern",
+        "per_layer_config",
         "quantization_config",
         "num_local_experts",
     }
@@ -50,6 +56,8 @@ _OF_BOTH = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
     *("tie_word_embeddings", "quantization_config"),
 )
+
+_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "full_kv_heads", "q_latent")
 
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
@@ -75,17 +83,19 @@ _ROPE_KEYS = {
     "query_beta": ("llama_4_scaling_beta", float),
     "short_factors": ("short_factor", list),
     "long_factors": ("long_factor", list),
+    "rotated": ("partial_rotary_factor", float),
 }
 # The fields that each kind of scaling needs, and those that may be missing.
 _ROPE_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (tuple(_ROPE_KEYS)[:4], ()),
-    "yarn": (("factor", "original_max_positions"), tuple(_ROPE_KEYS)[4:-2]),
+    "yarn": (("factor", "original_max_positions"), tuple(_ROPE_KEYS)[4:-3]),
     "longrope": (
         ("short_factors", "long_factors", "original_max_positions"),
         ("factor", "attention_factor"),
     ),
+    "proportional": ((), ("rotated",)),
 }
 
 
@@ -160,9 +170,12 @@ class _Reader:
 
     def check_needs(self, needs: Mapping[str, Any], remedy: str) -> None:
         """Refuses values other than the ones that our code computes; a missing key has this value."""
-        for key, needed in needs.items():
-            if self.values.get(key) not in (needed, None):
-                raise self.fault(key, f", but only {needed!r} is supported; {remedy}")
+        if (key := self.unmet(needs)) is not None:
+            raise self.fault(key, f", but only {needs[key]!r} is supported; {remedy}")
+
+    def unmet(self, needs: Mapping[str, Any]) -> str | None:
+        """The first key with another value; None if there is none."""
+        return next((k for k, v in needs.items() if self.values.get(k) not in (v, None)), None)
 
     def build(self, make: Callable[..., _Built], **fields: Any) -> _Built:
         """An object whose constructor refuses values, which came from the file."""
@@ -195,18 +208,26 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     # Transformers 5 writes `num_local_experts`.
     values.setdefault("num_experts", values.get("num_local_experts"))
     read = _Reader(values, origin)
-    names, by_name = values.get("architectures"), {a.language_model: a for a in ARCHITECTURES}
-    by_name |= {a.score_model: a for a in ARCHITECTURES}
+    if types := read.get("mlp_layer_types", list, []):
+        dense = types.count("dense")
+        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+            raise read.fault(
+                "mlp_layer_types", ", but only first layers can be dense; choose another model"
+            )
+        values["first_k_dense_replace"] = dense
+    names = values.get("architectures")
     # Compare whole lists, since the elements of an untrusted list may not be hashable.
-    if names not in [[name] for name in by_name]:
+    found = [a for a in ARCHITECTURES if names in ([a.language_model], [a.score_model or None])]
+    if not found:
+        known = dict.fromkeys(a.language_model for a in ARCHITECTURES)
         raise read.fault(
             "architectures",
-            f", but supported are {', '.join(a.language_model for a in ARCHITECTURES)}, the same "
+            f", but supported are {', '.join(known)}, most of the same "
             "..ForSequenceClassification, and the text models of "
             f"{', '.join(sorted({a.with_images for a in ARCHITECTURES} - {''}))}; choose a checkpoint of "
             "one of these",
         )
-    architecture = by_name[names[0]]
+    architecture = next((a for a in found if read.unmet(a.needs) is None), found[0])
     read.check_needs(architecture.needs, "choose a checkpoint without it")
     stored = read.get("quantization_config", dict, {})
     if stored and not (
@@ -225,10 +246,15 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     if not architecture.own_head_dim and d_model % num_heads == 0:
         absent["head_dim"] = d_model // num_heads
     for field, (key, kind) in architecture.keys.items():
-        if field in SOFTCAPS and values.get(key, absent[field]) in (None, 0):
-            fields[field] = 0.0  # null turns a cap off, where a missing key means the default
+        if field in _OFF_BY_ZERO and values.get(key, absent[field]) in (None, 0):
+            fields[field] = kind(0)  # null turns a field off, where a missing key means the default
         else:
             fields[field] = read.get(key, kind, absent.get(field))
+    fields["head_dim"] += fields.get("rope_dim", 0)
+    if architecture.counts_shared:
+        fields["shared_d_ff"] *= fields["d_ff"]
+    if not fields.get("first_dense_layers", 1):
+        fields["dense_d_ff"] = 0
     fields |= _rotary_fields(read, architecture)
     # Checks the number of layers, before lists of this length are made.
     delta = {field: 0 for field in fields if field.startswith("delta_") and field.endswith("heads")}
@@ -288,7 +314,28 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
         for slides, rotated in zip(kinds, rotates, strict=False)
     )
     window = read.get("sliding_window", int, architecture.window) if any(kinds) else 0
-    return {"sliding_window": window, "layer_pattern": _shortest(pattern)}
+    fields = {"sliding_window": window}
+    if two_sizes := "full_head_dim" in architecture.own:
+        fields |= _full_heads(read, pattern)
+    return {**fields, "layer_pattern": _shortest(pattern, whole=two_sizes)}
+
+
+def _full_heads(read: _Reader, pattern: Sequence[str]) -> dict[str, int]:
+    """`full_head_dim` and `full_kv_heads`, if `per_layer_config` gives them layer by layer."""
+    full = {str(i) for i, kind in enumerate(pattern) if kind == "full"}
+    if (listed := read.get("per_layer_config", dict, {})) == {}:
+        # Else it has no effect.
+        return {} if read.values.get("attention_k_eq_v") else {"full_kv_heads": 0}
+    first = next(iter(listed.values()))
+    keys = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
+    alike = isinstance(first, dict) and listed == dict.fromkeys(full, first)
+    if not alike or first.keys() - keys.keys():
+        raise read.fault(
+            "per_layer_config",
+            "; supported are heads of one other size in all layers of full attention",
+        )
+    nested = _Reader(first, f"{read.origin}: per_layer_config")
+    return {field: nested.get(key, int) if key in first else 0 for key, field in keys.items()}
 
 
 def _shortest(kinds: Sequence[str], *, whole: bool = False) -> tuple[str, ...]:
@@ -304,8 +351,11 @@ def _shortest(kinds: Sequence[str], *, whole: bool = False) -> tuple[str, ...]:
 
 def _rotary_fields(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     """The bases of the rotary wavelengths, and their scaling."""
-    by_type = read.values.get("rope_parameters")
-    by_type = {} if read.values.get("rope_scaling") else by_type
+    if architecture.rope_by_type:
+        by_type = read.get("rope_parameters", dict)
+    else:
+        by_type = read.values.get("rope_parameters")
+        by_type = {} if read.values.get("rope_scaling") else by_type
     if not architecture.has_local_theta or not isinstance(by_type, dict) or not by_type:
         return _rope(read, architecture)
     if others := by_type.keys() - _LAYER_TYPES.keys():
@@ -345,9 +395,10 @@ def _rope(read: _Reader, architecture: Architecture) -> dict[str, Any]:
         "rope_theta", float, architecture.rope_theta
     )
     # Compare with a tuple, since the value of an untrusted file may not be hashable.
-    if kind not in tuple(_ROPE_KINDS):
+    kinds = [k for k in _ROPE_KINDS if k != "proportional" or architecture.rope_by_type]
+    if kind not in kinds:
         raise UserError(
-            f"{nested.origin} has rope_type {repr(kind)[:80]}, but only {', '.join(_ROPE_KINDS)} are "
+            f"{nested.origin} has rope_type {repr(kind)[:80]}, but only {', '.join(kinds)} are "
             "supported; choose a checkpoint with one of these, or remove the scaling for texts of the "
             "original length"
         )
@@ -368,7 +419,7 @@ def _rope(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     if "rotary_fraction" in architecture.own:
         absent = architecture.own["rotary_fraction"]
         fraction = of_head.get("partial_rotary_factor", float, absent)
-    else:
+    elif kind != "proportional":
         of_head.check_needs({"partial_rotary_factor": 1}, "choose a checkpoint without it")
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None, "rotary_fraction": fraction}
@@ -393,9 +444,10 @@ def _rope(read: _Reader, architecture: Architecture) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, "rotary_fraction": fraction}
 
 
-def is_fused(values: Mapping[str, Any]) -> bool:
-    """Whether a model with this config.json has one tensor for q, k and v (`Architecture.fused`)."""
-    return any(a.fused for a in ARCHITECTURES if a.model_type == values.get("model_type"))
+def fused_tensors(values: Mapping[str, Any]) -> list[str]:
+    """The tensors that a model with this config.json has in place of several (`Architecture.fused`)."""
+    rows = [a for a in ARCHITECTURES if a.model_type == values.get("model_type")]
+    return [a.fused for a in rows if a.fused]
 
 
 def config_json(
@@ -418,11 +470,20 @@ def config_json(
     architecture = _architecture_of(config, base.get("model_type"))
     kept = {k: v for k, v in base.items() if k not in _REPLACED}
     fields = {field: getattr(config, field) for field in architecture.keys}
-    # Transformers marks a cap that is off by null, and requires an int if the scalar is whole.
-    fields |= {cap: fields[cap] or None for cap in SOFTCAPS if cap in fields}
+    # Transformers marks what is off by null, and requires an int if the scalar is whole.
+    fields |= {
+        field: fields[field] or None for field in (*SOFTCAPS, "full_kv_heads") if field in fields
+    }
     if "query_pre_attn_scalar" in fields:
         scalar = config.query_pre_attn_scalar or config.head_dim
         fields["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+    fields["head_dim"] -= config.rope_dim
+    if "q_latent" in fields:
+        fields["q_latent"] = config.q_latent or None
+    if architecture.counts_shared:
+        fields["shared_d_ff"] //= config.d_ff
+    if not config.dense_d_ff:
+        fields.pop("dense_d_ff", None)
     scores = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
     values = {
         **kept,
@@ -437,6 +498,17 @@ def config_json(
         **_rope_values(config.rope_scaling),
         **_window_values(config, architecture.windows),
     }
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in values:
+            values[key] = 0  # these layers are not kept
+    if first := config.first_dense_layers:
+        sparse = config.num_layers - first
+        values["mlp_layer_types"] = ["dense"] * first + ["sparse"] * sparse
+    if architecture.rope_by_type:
+        scaling, local = values.pop("rope_scaling"), values.pop("rope_local_base_freq")
+        whole = {"rope_theta": values.pop("rope_theta"), **(scaling or {"rope_type": "default"})}
+        sliding = {"rope_type": "default", "rope_theta": local}
+        values["rope_parameters"] = {"full_attention": whole, "sliding_attention": sliding}
     if architecture.unrotated_every:
         values["no_rope_layers"] = [int(rotated) for rotated in config.rotated_layers]
     if scores:
@@ -494,7 +566,8 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
     fitting = [a for a in ARCHITECTURES if a.spells(config)]
     if not fitting:
         plain = ModelConfig(qkv_bias=False)
-        names = [*PLAIN, *SOFTCAPS, "num_experts"]
+        names = [*PLAIN, *SOFTCAPS, "num_experts", "shared_d_ff", "expert_groups", "routed_scale"]
+        names += ["num_scores", "full_head_dim", "kv_latent"]
         names += ["query_pre_attn_scalar", "rope_local_theta", "layer_pattern", "rotary_fraction"]
         unusual = [
             f"{name}={getattr(config, name)}"
@@ -503,7 +576,7 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
         ]
         raise UserError(
             f"no architecture of Transformers has {' together with '.join(unusual)}; train a model that is "
-            f"one of {', '.join(a.model_type for a in ARCHITECTURES)} in all of these"
+            f"one of {', '.join(dict.fromkeys(a.model_type for a in ARCHITECTURES))} in all of these"
         )
     architecture = next((a for a in fitting if a.model_type == model_type), fitting[0])
     if architecture.divides and config.d_model % config.num_heads:

@@ -25,7 +25,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
-    is_fused,
+    fused_tensors,
     read_config_json,
 )
 from jaxrl.models.huggingface.model_files import (
@@ -64,7 +64,7 @@ def save_checkpoint(
       params: weights on devices of this process, with adapters already merged (`lora.merge`).
       config: shape of the model. Padding rows of the vocabulary above `num_tokens` are written too.
       out: the new directory; must not exist yet.
-      dtype: type of the stored tensors, bfloat16 or float32.
+      dtype: type of the stored tensors, bfloat16 or float32; `exact` ones are float32.
       max_shard_bytes: largest size of a file; a file with a single tensor may be larger.
       source: directory of the model that training started from. Its tokenizer files are copied, and its
         config.json provides values that `config` does not have, such as ids of special tokens. None for none.
@@ -78,9 +78,9 @@ def save_checkpoint(
     if source is not None and (pathlib.Path(source) / "config.json").exists():
         base = read_config_json(source)
     values = config_json(config, dtype=dtype.name, base=base)
-    table = weight_table(config, fused=is_fused(values))
+    table = weight_table(config, fused=fused_tensors(values))
     num_bytes = {
-        name: math.prod(row.tensor_shape) * dtype.itemsize
+        name: math.prod(row.tensor_shape) * _type_of(row, dtype).itemsize
         for name, [(row, _), *_] in tensors_of(table).items()
     }
     files = _into_files(num_bytes, max_shard_bytes)
@@ -118,7 +118,7 @@ def save_adapter(
         raise UserError(
             "this model has no adapters to save (lora.rank is 0); save the whole of it instead"
         )
-    if (pathlib.Path(base) / "config.json").exists() and is_fused(read_config_json(base)):
+    if (pathlib.Path(base) / "config.json").exists() and fused_tensors(read_config_json(base)):
         raise UserError(
             f"PEFT has one adapter for q, k and v of {base}, and here each has its own; merge the "
             "adapters into the model instead (without --adapter_only)"
@@ -135,6 +135,11 @@ def _export_dtype(dtype: Any) -> np.dtype:
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise UserError(f"dtype {dtype.name} cannot be exported; use bfloat16 or float32")
     return dtype
+
+
+def _type_of(row: WeightRule, dtype: np.dtype) -> np.dtype:
+    """The type of a tensor in a file."""
+    return np.dtype(np.float32) if row.exact else dtype
 
 
 def _write_files(
@@ -154,7 +159,8 @@ def _write_files(
         tensors = {}
         for name in names:
             first, _ = sources[name][0]
-            tensors[name] = np.empty(first.tensor_shape, dtype)
+            of_file = _type_of(first, dtype)
+            tensors[name] = np.empty(first.tensor_shape, of_file)
             for row, position in sources[name]:
                 leaf, out = leaf_at(params, row.path), row.own_part(tensors[name])
                 # Only the shards that hold a part of this tensor, each part once.
@@ -166,7 +172,7 @@ def _write_files(
                         continue
                     offset = jax.device_put(offset_of(position, stacked), shard.device)
                     back = tuple(row.order.index(i) for i in range(len(row.order)))
-                    part = jax.device_get(_extract(shard.data, offset, order=back, dtype=dtype))
+                    part = jax.device_get(_extract(shard.data, offset, order=back, dtype=of_file))
                     place = row.in_tensor(dict(zip(row.ours, bounds, strict=True)))
                     place = tuple(slice(*ends) for ends in place.values())
                     out[place] = part.reshape(out[place].shape)

@@ -42,6 +42,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
 from jaxrl.models.huggingface.mxfp4 import Mxfp4Tensor, mxfp4_shape
 from jaxrl.models.huggingface.weight_table import (
+    FUSED,
     Bounds,
     WeightRule,
     adapter_table,
@@ -88,7 +89,7 @@ def load_params(
       directory: directory with model.safetensors, or with several files and model.safetensors.index.json.
       config: the shape; see `config_json.read_config`.
       shardings: tree of the parameters with a Sharding at each leaf.
-      dtype: type of the result; values are rounded to it on the devices.
+      dtype: type of the result; values are rounded to it on the devices, but for `exact` ones.
 
     Raises:
       UserError: a file is missing or damaged, or a tensor is missing, unexpected, or of another shape or type
@@ -100,7 +101,8 @@ def load_params(
 
 def _table_of(stored: Mapping[str, Stored], config: ModelConfig) -> tuple[WeightRule, ...]:
     """The table of a checkpoint, by the names of its tensors."""
-    return weight_table(config, fused=any(".qkv_proj." in name for name in stored))
+    fused = [part for part in FUSED if any(f".{part}" in name for name in stored)]
+    return weight_table(config, fused=fused)
 
 
 def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str, Stored]:
@@ -278,7 +280,15 @@ def _check_headers(
             f"{directory} lacks {_listed(missing)}, which the model of its config.json has; copy the files "
             "again, or correct config.json"
         )
-    unexpected = [name for name in stored if name not in shapes and not _HARMLESS.fullmatch(name)]
+    # Layers that predict the token after the next, numbered behind the last layer. Nothing else has this.
+    further = tuple(
+        name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")
+    )
+    unexpected = [
+        name
+        for name in stored
+        if not (name in shapes or name.startswith(further) or _HARMLESS.fullmatch(name))
+    ]
     if unexpected:
         raise UserError(
             f"{directory} has {_listed(unexpected)} in {stored[unexpected[0]].file.name}, which the model of "
@@ -323,7 +333,12 @@ def _load_table(
             return Mxfp4Tensor(*parts) if whole.parts else parts[0]
 
         leaves = {
-            row.path: _load_leaf(slice_of, row, leaf_at(shardings, row.path), dtype)
+            row.path: _load_leaf(
+                slice_of,
+                row,
+                leaf_at(shardings, row.path),
+                np.dtype(np.float32) if row.exact else dtype,
+            )
             for row in table
         }
     return traverse_util.unflatten_dict(leaves, sep=".")
@@ -356,16 +371,22 @@ def _load_leaf(
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
     """Reads the part of a tensor within `bounds` of our leaf, and splits its merged dimensions."""
-    ranges, shape, rest = [], [], []
+    ranges, shape, rest, own = [], [], [], slice(None)
     at = row.in_tensor(bounds)
     for first, *others in row.stored.split():
         width = math.prod(map(row.size_in_tensor, others))
         begin, end = at[first]
-        offset = row.part[0] if row.part and not ranges else 0
+        offset, whole = row.part if row.part and not ranges else (0, width)
+        if row.grouped and not ranges:
+            # Read the groups whole.
+            own, offset, width = slice(offset, offset + width), 0, whole
         ranges.append(slice(offset + begin * width, offset + end * width))
         shape += [end - begin, *map(row.size_in_tensor, others)]
         rest += [slice(None), *(slice(*at[c]) for c in others)]
-    piece = tensor[tuple(ranges)].reshape(shape)[tuple(rest)]
+    piece = tensor[tuple(ranges)]
+    if row.grouped:
+        piece = piece.reshape(shape[0], -1, *piece.shape[1:])[:, own]
+    piece = piece.reshape(shape)[tuple(rest)]
     return piece.reshape([end - begin for c, (begin, end) in at.items() if c in row.ours])
 
 

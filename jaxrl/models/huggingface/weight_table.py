@@ -2,6 +2,9 @@
 
     L layers   V vocabulary   D width   F ffn width   Q query heads   K kv heads   H head size
     E experts   S scores
+    M width of a shared expert
+    P, Z sizes of latents of queries, and of keys and values
+    A Z and the rotated dimensions   O size of a value   J O and the dimensions of a key without rotation
     N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
@@ -44,7 +47,9 @@ class WeightRule:
       within: for a dimension that is a part of a larger one of the tensor, its offset in that one, and the
         size of that one. A letter that `ours` lacks stands for one element.
       part: offset in the first merged dimension of the tensor, and the size of that, if others have the rest.
+      grouped: True if each element of the first letter has such a part, with offset and size of its own.
       strides: numbers that the first stacked dimension is multiplied by, and that is added, in a name.
+      exact: True for a tensor that is float32 whatever the type of the others.
     """
 
     name: str
@@ -54,7 +59,9 @@ class WeightRule:
     sizes: Mapping[str, int]
     within: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     part: tuple[int, int] | None = None
+    grouped: bool = False
     strides: tuple[int, int] = (1, 0)
+    exact: bool = False
 
     @property
     def stacked(self) -> str:
@@ -78,14 +85,17 @@ class WeightRule:
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
         shape = [math.prod(map(self.size_in_tensor, group)) for group in self.stored.split()]
-        return (self.part[1] if self.part else shape[0], *shape[1:])
+        groups = self.sizes[self.stored[0]] if self.grouped else 1
+        return (groups * self.part[1] if self.part else shape[0], *shape[1:])
 
     def own_part(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the part of the tensor that our leaf has, with unmerged dimensions."""
         begin = self.part[0] if self.part else 0
         shape = [self.size_in_tensor(letter) for letter in self.stored.replace(" ", "")]
-        rows = math.prod(shape) // math.prod(tensor.shape[1:])
-        return tensor[begin : begin + rows].reshape(shape)
+        groups = shape[0] if self.grouped else 1
+        rows = math.prod(shape) // groups // math.prod(tensor.shape[1:])
+        by_group = tensor.reshape(groups, -1, *tensor.shape[1:])
+        return by_group[:, begin : begin + rows].reshape(shape)
 
     def size_in_tensor(self, letter: str) -> int:
         """The size of one of the tensor's unmerged dimensions."""
@@ -109,15 +119,21 @@ class WeightRule:
         return itertools.product(*(range(self.sizes[letter]) for letter in self.stacked))
 
 
-def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRule, ...]:
-    """Every tensor of a checkpoint of `config`, in the order of Transformers.
+# Parts of names of tensors that hold what others store as several: q, k and v (Phi-3, with gate and up), the
+# same of delta nets with z, each by key head (Qwen3-Next, with a and b), and gate and up of all experts
+# (Qwen3.5's mixtures, as published).
+FUSED = ("qkv_proj", "in_proj_qkvz", "mlp.experts.gate_up_proj")
 
-    With `fused`, one tensor holds q, k and v, and another gate and up (Phi-3).
-    """
+
+def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[WeightRule, ...]:
+    """Every tensor of a checkpoint of `config`, in the order of Transformers; `fused` are some of `FUSED`."""
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
+    if config.first_dense_layers:
+        rows += _layer_table(config, "first", dense=True, fused=fused)
     for place in range(config.period):
-        rows += _layer_table(config, place, fused=fused)
+        path = f"layers.place{place}" if config.period > 1 else "layers"
+        rows += _layer_table(config, path, place, fused=fused)
     rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
         rows.append(rule("score.weight", "S D", "score_head", "DS"))
@@ -126,13 +142,20 @@ def weight_table(config: ModelConfig, *, fused: bool = False) -> tuple[WeightRul
     return tuple(rows)
 
 
-def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[WeightRule]:
-    """The tensors of the layers at one place of a period."""
+def _layer_table(
+    config: ModelConfig, prefix: str, place: int = 0, *, dense: bool = False, fused: Sequence[str]
+) -> list[WeightRule]:
+    """The tensors of the layers at one place of a period, or of the first dense layers."""
     rows: list[WeightRule] = []
-    rule = functools.partial(
-        WeightRule, sizes=dimension_sizes(config), strides=(config.period, place)
+    kind = config.layer_pattern[place]
+    sizes, strides = (
+        dimension_sizes(config, kind),
+        (config.period, config.first_dense_layers + place),
     )
-    prefix = f"layers.place{place}" if config.period > 1 else "layers"
+    if dense:
+        sizes |= {"L": config.first_dense_layers, "F": config.dense_d_ff}
+        strides = (1, 0)
+    rule = functools.partial(WeightRule, sizes=sizes, strides=strides)
 
     def per_layer(
         name: str,
@@ -140,17 +163,20 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
         path: str,
         ours: str,
         part: tuple[int, int] | None = None,
+        exact: bool = False,
+        grouped: bool = False,
         **within: tuple[int, int],
     ) -> None:
         name, path = f"model.layers.{{L}}.{name}", f"{prefix}.{path}"
-        rows.append(rule(name, stored, path, f"L{ours}", within=within, part=part))
+        options = {"within": within, "part": part, "exact": exact, "grouped": grouped}
+        rows.append(rule(name, stored, path, f"L{ours}", **options))
 
     if config.pre_norms:
         per_layer("input_layernorm.weight", "D", "attention_norm.scale", "D")
-    if config.layer_pattern[place] == "delta":
-        _delta_table(config, per_layer)
+    if kind == "delta":
+        _delta_table(config, per_layer, fused="in_proj_qkvz" in fused)
     else:
-        _attention_table(config, per_layer, fused=fused)
+        _attention_table(config.of_kind(kind), per_layer, fused="qkv_proj" in fused)
     if config.post_norms:
         # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
         # norm before the feed-forward network.
@@ -160,7 +186,18 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
     else:
         per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
-    if config.expert_biases:
+    if config.scaled_layers:
+        per_layer("layer_scalar", "G", "layer_scale", "", G=(0, 1))
+    if config.expert_norms:
+        per_layer("post_feedforward_layernorm_1.weight", "D", "mlp.shared_post_norm.scale", "D")
+        per_layer("pre_feedforward_layernorm_2.weight", "D", "mlp.experts_norm.scale", "D")
+        per_layer("post_feedforward_layernorm_2.weight", "D", "mlp.experts_post_norm.scale", "D")
+        per_layer("router.scale", "D", "mlp.router_norm.scale", "D")
+        per_layer("router.proj.weight", "E D", "mlp.router", "DE")
+        per_layer("router.per_expert_scale", "E", "mlp.expert_scale", "E")
+        _fused_experts_table("experts", per_layer)
+        _network_table(per_layer, "mlp", "mlp.shared", "M")
+    elif config.expert_biases:
         per_layer("mlp.router.weight", "E D", "mlp.router", "DE")
         per_layer("mlp.router.bias", "E", "mlp.router_bias", "E")
         for i, path in enumerate(("mlp.gate", "mlp.up")):
@@ -169,22 +206,65 @@ def _layer_table(config: ModelConfig, place: int, *, fused: bool) -> list[Weight
             per_layer("mlp.experts.gate_up_proj_bias", "E FG", f"{path}.bias", "EF", G=(i, 2))
         per_layer("mlp.experts.down_proj", "E F D", "mlp.down.weight", "EFD")
         per_layer("mlp.experts.down_proj_bias", "E D", "mlp.down.bias", "ED")
-    elif fused:
+    elif "qkv_proj" in fused:
         per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.gate.weight", "DF", G=(0, 2))
         per_layer("mlp.gate_up_proj.weight", "GF D", "mlp.up.weight", "DF", G=(1, 2))
         per_layer("mlp.down_proj.weight", "D F", "mlp.down.weight", "FD")
+    elif dense or not config.num_experts:
+        _network_table(per_layer, "mlp", "mlp", "F")
     else:
-        expert, stack = ("experts.{E}.", "E") if config.num_experts else ("", "")
-        if config.num_experts:
-            per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
-        per_layer(f"mlp.{expert}gate_proj.weight", "F D", "mlp.gate.weight", f"{stack}DF")
-        per_layer(f"mlp.{expert}up_proj.weight", "F D", "mlp.up.weight", f"{stack}DF")
-        per_layer(f"mlp.{expert}down_proj.weight", "D F", "mlp.down.weight", f"{stack}FD")
+        per_layer("mlp.gate.weight", "E D", "mlp.router", "DE")
+        if config.sigmoid_routing:
+            bias = "mlp.gate.e_score_correction_bias"
+            per_layer(bias, "E", "mlp.correction_bias", "E", exact=True)
+        if "mlp.experts.gate_up_proj" in fused:
+            _fused_experts_table("mlp.experts", per_layer)
+        else:
+            _network_table(per_layer, "mlp.experts.{E}", "mlp", "F", stack="E")
+        if config.shared_d_ff:
+            name = "mlp.shared_expert" if config.shared_gate else "mlp.shared_experts"
+            _network_table(per_layer, name, "mlp.shared", "M")
+        if config.shared_gate:
+            per_layer("mlp.shared_expert_gate.weight", "G D", "mlp.shared_gate", "D", G=(0, 1))
     return rows
+
+
+def _fused_experts_table(prefix: str, per_layer: Callable[..., None]) -> None:
+    """Adds the tensors of experts whose gate and up are one tensor."""
+    per_layer(f"{prefix}.gate_up_proj", "E GF D", "mlp.gate.weight", "EDF", G=(0, 2))
+    per_layer(f"{prefix}.gate_up_proj", "E GF D", "mlp.up.weight", "EDF", G=(1, 2))
+    per_layer(f"{prefix}.down_proj", "E D F", "mlp.down.weight", "EFD")
+
+
+def _network_table(
+    per_layer: Callable[..., None], name: str, path: str, inner: str, *, stack: str = ""
+) -> None:
+    """Adds the tensors of feed-forward networks; `inner` is the letter of their width."""
+    for ours in ("gate", "up"):
+        per_layer(
+            f"{name}.{ours}_proj.weight",
+            f"{inner} D",
+            f"{path}.{ours}.weight",
+            f"{stack}D{inner}",
+        )
+    per_layer(f"{name}.down_proj.weight", f"D {inner}", f"{path}.down.weight", f"{stack}{inner}D")
 
 
 def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
     """Adds the tensors of attention."""
+    if config.kv_latent:
+        if config.q_latent:
+            per_layer("self_attn.q_a_proj.weight", "P D", "attention.q_a.weight", "DP")
+            per_layer("self_attn.q_a_layernorm.weight", "P", "attention.q_norm.scale", "P")
+            per_layer("self_attn.q_b_proj.weight", "QH P", "attention.q.weight", "PQH")
+        else:
+            per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
+        # A latent and the rotated key; keys without rotation and values, head by head.
+        per_layer("self_attn.kv_a_proj_with_mqa.weight", "A D", "attention.kv_a.weight", "DA")
+        per_layer("self_attn.kv_a_layernorm.weight", "Z", "attention.kv_norm.scale", "Z")
+        per_layer("self_attn.kv_b_proj.weight", "QJ Z", "attention.kv_b.weight", "ZQJ")
+        per_layer("self_attn.o_proj.weight", "D QO", "attention.o.weight", "QOD")
+        return
     if fused:
         Q, K = config.num_heads, config.num_kv_heads
         whole = Q + 2 * K
@@ -203,12 +283,14 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
         else:
             per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
         per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
-        per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
+        if not config.keys_as_values:
+            per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
     per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
     if config.qkv_bias:
         per_layer("self_attn.q_proj.bias", "QH", "attention.q.bias", "QH")
         per_layer("self_attn.k_proj.bias", "KH", "attention.k.bias", "KH")
-        per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
+        if not config.keys_as_values:
+            per_layer("self_attn.v_proj.bias", "KH", "attention.v.bias", "KH")
     if config.output_bias:
         per_layer("self_attn.o_proj.bias", "D", "attention.o.bias", "D")
     if config.attention_sinks:
@@ -219,15 +301,31 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
         per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
 
 
-def _delta_table(config: ModelConfig, per_layer: Callable[..., None]) -> None:
+def _delta_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
     """Adds the tensors of a delta net; q, k and v are parts of one, as are their taps."""
     keys = config.delta_key_heads * config.delta_key_dim
     whole = 2 * keys + config.delta_value_heads * config.delta_value_dim
+    # Widths of the parts of a key head.
+    X, UY = config.delta_key_dim, config.delta_group * config.delta_value_dim
+    projections = [("q", 0, "NX"), ("k", keys, "NX"), ("v", 2 * keys, "NUY")]
+    if fused:
+        projections = [
+            ("q", 0, "NX"),
+            ("k", X, "NX"),
+            ("v", 2 * X, "NUY"),
+            ("z", 2 * X + UY, "NUY"),
+        ]
+    for name, first, dims in projections:
+        per_layer(
+            f"linear_attn.in_proj_{'qkvz' if fused else 'qkv'}.weight",
+            f"{dims} D",
+            f"delta.{name}.weight",
+            f"D{dims}",
+            (first, 2 * X + 2 * UY if fused else whole),
+            grouped=fused,
+        )
     for name, first, dims in (("q", 0, "NX"), ("k", keys, "NX"), ("v", 2 * keys, "NUY")):
         part = (first, whole)
-        per_layer(
-            "linear_attn.in_proj_qkv.weight", f"{dims} D", f"delta.{name}.weight", f"D{dims}", part
-        )
         # The dimension between, of size 1, is for convolutions over all channels.
         per_layer(
             "linear_attn.conv1d.weight",
@@ -237,26 +335,38 @@ def _delta_table(config: ModelConfig, per_layer: Callable[..., None]) -> None:
             part,
             G=(0, 1),
         )
-    per_layer("linear_attn.in_proj_z.weight", "NUY D", "delta.z.weight", "DNUY")
-    per_layer("linear_attn.in_proj_b.weight", "NU D", "delta.b.weight", "DNU")
-    per_layer("linear_attn.in_proj_a.weight", "NU D", "delta.a.weight", "DNU")
+    if fused:
+        for i, name in enumerate("ba"):
+            ba = "linear_attn.in_proj_ba.weight"
+            per_layer(ba, "NGU D", f"delta.{name}.weight", "DNU", G=(i, 2))
+    else:
+        per_layer("linear_attn.in_proj_z.weight", "NUY D", "delta.z.weight", "DNUY")
+        per_layer("linear_attn.in_proj_b.weight", "NU D", "delta.b.weight", "DNU")
+        per_layer("linear_attn.in_proj_a.weight", "NU D", "delta.a.weight", "DNU")
     per_layer("linear_attn.A_log", "NU", "delta.a_log", "NU")
     per_layer("linear_attn.dt_bias", "NU", "delta.a_bias", "NU")
     per_layer("linear_attn.norm.weight", "Y", "delta.norm.scale", "Y")
     per_layer("linear_attn.out_proj.weight", "D NUY", "delta.o.weight", "NUYD")
 
 
-def dimension_sizes(config: ModelConfig) -> dict[str, int]:
-    """Size of each letter of the table."""
+def dimension_sizes(config: ModelConfig, kind: str = "full") -> dict[str, int]:
+    """Size of each letter of the table, in layers of a kind."""
+    of_kind = config.of_kind(kind)
     return {
         "L": config.num_periods,
         "V": config.vocab_size,
         "D": config.d_model,
         "F": config.d_ff,
         "Q": config.num_heads,
-        "K": config.num_kv_heads,
-        "H": config.head_dim,
+        "K": of_kind.num_kv_heads,
+        "H": of_kind.head_dim,
         "E": config.num_experts,
+        "M": config.shared_d_ff,
+        "P": config.q_latent,
+        "Z": config.kv_latent,
+        "A": config.cached_dim,
+        "O": config.value_dim,
+        "J": config.pair_dims - config.rope_dim,
         "S": config.num_scores,
         "R": config.lora.rank,
         "N": config.delta_key_heads,
@@ -276,6 +386,11 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     Raises:
       UserError: PEFT has no such adapter for a tensor.
     """
+    if config.kv_latent:
+        raise UserError(
+            "PEFT directories of models with latent attention are neither read nor written; merge the "
+            "adapters into the model instead (without --adapter_only)"
+        )
     rows = []
     for row in weight_table(config):
         rule = functools.partial(WeightRule, sizes=row.sizes, strides=row.strides)

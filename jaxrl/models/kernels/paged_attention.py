@@ -330,7 +330,7 @@ def pick_decode_implementation(
       kv_dtype: type of the cache.
       head_dim: H.
       requested: one of `IMPLEMENTATIONS`, or "auto": the platform's kernel if it can run, else "xla".
-      plain: True if no layer has a sliding window or capped scores.
+      plain: True if no layer has a sliding window, capped scores or latents.
 
     Raises:
       UserError: `requested` is unknown or cannot run there.
@@ -356,7 +356,9 @@ def pick_decode_implementation(
         "that are a power of two from 16 on",
     }
     without = (
-        "" if plain else " with sliding windows or capped scores, which the kernel does not have"
+        ""
+        if plain
+        else " with sliding windows, capped scores or latents, which the kernel does not have"
     )
     what = f"{dtype.name} activations, a {kv_dtype.name} cache and head size {head_dim}{without}"
     return picked("decode attention", requested, platform, runs, rules, f"for {what}")

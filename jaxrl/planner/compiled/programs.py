@@ -442,7 +442,13 @@ def _unread_experts(engine: Engine, params: Any, busy: float) -> float:
     unread = (1 - model.experts_per_token / model.num_experts) ** tokens
     leaves = jax.tree_util.tree_leaves_with_path(params)
     names = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-    held = [leaf for name, leaf in names if "['mlp']" in name and "['router']" not in name]
+    # Not those of the first dense layers, nor of shared experts.
+    experts = [f"['mlp']['{name}']" for name in ("gate", "up", "down")]
+    held = [
+        leaf
+        for name, leaf in names
+        if name.startswith("['layers']") and any(part in name for part in experts)
+    ]
     return unread * bytes_of(held)
 
 

@@ -168,7 +168,11 @@ def layouts_of(
     """
     for t in divisors(devices):
         if t > min(limits.max_tensor, domain) or any(
-            size % t for size in (model.num_heads, model.d_ff, model.vocab_size)
+            size % t
+            for size in (
+                *(model.num_heads, model.vocab_size),
+                *(model.d_ff, model.shared_d_ff, model.dense_d_ff),
+            )
         ):
             continue
         for p in divisors(devices // t):
@@ -183,7 +187,8 @@ def layouts_of(
                 ):
                     continue
                 for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):
-                    if model.d_model % fsdp == 0:
+                    widths = (model.d_model, model.kv_latent, model.q_latent)
+                    if not any(width % fsdp for width in widths):
                         yield ParallelLayout(p, t, d, p, t, fsdp, expert, context)
 
 

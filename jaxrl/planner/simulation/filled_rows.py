@@ -120,6 +120,9 @@ def _pairs_of(ids: np.ndarray, block: int, reach: int | None) -> float:
     # Pairs of each of some rows that are computed at once; args as of `needed_tiles`: int32 [rows, 2, T].
     ids = np.pad(ids, ((0, 0), (0, 0), (0, -ids.shape[-1] % block)))
     own_NBC, prefix_NBC = ids.reshape(len(ids), 2, -1, block).transpose(1, 2, 0, 3)
+    if prefix_NBC.any():
+        # Windows count positions, which are not known here: all tiles of a prompt are taken.
+        reach = None
     return float(needed_tiles(own_NBC, prefix_NBC, reach, xp=np).sum()) * block**2
 
 

@@ -29,8 +29,7 @@ class ModelNumbers:
       kept_values: values per token of width D that the backward pass of a layer needs.
       split_values: those of them that tensor parallelism splits.
       vocabulary: logits or scores per token.
-      cache_values: keys and values per token in all layers.
-      kv_heads: K.
+      cached: K, and keys and values per token, of the layers with as many heads.
     """
 
     layers: int
@@ -43,8 +42,7 @@ class ModelNumbers:
     kept_values: float
     split_values: float
     vocabulary: int
-    cache_values: float
-    kv_heads: int
+    cached: tuple[tuple[int, float], ...]
 
     @property
     def stacked(self) -> float:
@@ -56,7 +54,12 @@ class ModelNumbers:
 
     def cache_values_of_shard(self, p: int, t: int) -> float:
         """Cached values per token and device; kv heads are split as far as t divides them (mesh.rules)."""
-        return self.cache_values / p / _kv_parts(self.kv_heads, t)
+        return sum(values / _kv_parts(heads, t) for heads, values in self.cached) / p
+
+    @property
+    def cache_values(self) -> float:
+        """Keys and values per token in all layers."""
+        return sum(values for _, values in self.cached)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,25 +71,32 @@ def _kv_parts(kv_heads: int, t: int) -> int:
 @functools.lru_cache(maxsize=256)
 def model_numbers(model: ModelConfig) -> ModelNumbers:
     """Counts a model once; every simulated layout of it asks for these numbers."""
-    width, h = model.d_model, model.head_dim
+    width = model.d_model
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
-    used = model.experts_per_token or 1
-    split = 2 * (model.num_heads + model.num_kv_heads) * h + 3 * model.d_ff * used
-    experts = model.num_layers * model.num_experts * 3 * width * model.d_ff
+    used = model.d_ff * (model.experts_per_token or 1) + model.shared_d_ff
+    layers = model.of_attention_layers
+    heads = [2 * (model.num_heads + layer.num_kv_heads) * layer.head_dim for layer in layers]
+    cached: dict[int, float] = {}
+    for layer in layers:
+        values = (1 if model.kv_latent else 2) * layer.cached_heads * layer.cached_dim
+        cached[layer.cached_heads] = cached.get(layer.cached_heads, 0.0) + values
+    split = sum(heads) / len(heads) + 3 * used
+    experts = (
+        (model.num_layers - model.first_dense_layers) * model.num_experts * 3 * width * model.d_ff
+    )
     return ModelNumbers(
         layers=model.num_layers,
         dense=float(model.num_params - outside - width - experts),
         experts=float(experts),
         outside=float(outside),
         token_flops=token_flops(model).weights,
-        pair_flops=4.0 * model.num_heads * h * model.attention_layers,
+        pair_flops=2.0 * model.num_heads * sum(layer.pair_dims for layer in layers),
         width=width,
         kept_values=float(2 * width),
         split_values=float(split),
         vocabulary=model.num_scores or model.vocab_size,
-        cache_values=float(model.kv_bytes_per_token(1)),
-        kv_heads=model.num_kv_heads,
+        cached=tuple(cached.items()),
     )
 
 

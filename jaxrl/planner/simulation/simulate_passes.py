@@ -214,11 +214,10 @@ class PassSimulator:
             shards = layout.row_shards
             return pairs_of_a_row(work, of_replica * shards, shards, block, reach, parts)
 
-        sliding = sum(model.sliding_layers) / model.num_layers
-        seen = (1 - sliding) * pairs(None) + (
-            sliding * pairs(model.sliding_window) if sliding else 0
-        )
-        return model_numbers(model).pair_flops * rows * seen
+        numbers = model_numbers(model)
+        sliding = 4.0 * model.num_heads * model.head_dim * sum(model.sliding_layers)
+        seen = (numbers.pair_flops - sliding) * pairs(None)
+        return rows * (seen + (sliding * pairs(model.sliding_window) if sliding else 0))
 
     def _exchanges_s(
         self, model: ModelConfig, layout: ParallelLayout, flushes: _Flushes, *, passes: int
@@ -241,7 +240,7 @@ class PassSimulator:
         if layout.context > 1:
             heads = (model.num_heads // layout.t, max(1, model.num_kv_heads // layout.t))
             split = pick_split(layout.context, *heads, whole_rows=assume.attention != "xla")
-            sent = flushes.microbatch_tokens * split.heads_sent(*heads) * model.head_dim
+            sent = flushes.microbatch_tokens * split.heads_sent(*heads) * model.largest_head
             # Written as a gather, of which a device sends all but its own part.
             whole = sent * assume.compute_bytes * layout.context / (layout.context - 1)
             calls = 4 * (split.exchanged > 1) + 2 * (split.ring - 1)

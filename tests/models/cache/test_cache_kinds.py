@@ -14,7 +14,7 @@ from jaxrl.models.cache.cache_kind import CacheKind, cache_bytes
 from jaxrl.models.cache.kv_cache import CacheShape
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.model_config import LoraConfig, ModelConfig
 
 TINY = ModelConfig(
     vocab_size=24, num_layers=3, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8
@@ -23,6 +23,32 @@ MODELS = {
     "plain": TINY,
     "windows": dataclasses.replace(
         TINY, sliding_window=3, layer_pattern=("sliding", "full"), rope_local_theta=100.0
+    ),
+    "heads of two sizes": dataclasses.replace(
+        TINY,
+        num_layers=4,
+        sliding_window=3,
+        layer_pattern=("sliding", "full"),
+        rope_local_theta=100.0,
+        full_head_dim=12,
+        full_kv_heads=1,
+        keys_as_values=True,
+    ),
+    # Adapters too, which are a part of the absorbed weights.
+    "latents, after dense layers": dataclasses.replace(
+        TINY,
+        num_kv_heads=4,
+        qkv_bias=False,
+        kv_latent=10,
+        q_latent=6,
+        rope_dim=2,
+        value_dim=7,
+        interleaved_rotary=True,
+        num_experts=4,
+        experts_per_token=2,
+        first_dense_layers=1,
+        dense_d_ff=20,
+        lora=LoraConfig(rank=2),
     ),
     "windows, capped": dataclasses.replace(
         TINY, sliding_window=4, layer_pattern=("sliding",), attention_softcap=2.0
@@ -66,7 +92,15 @@ def positions(begin, end):
 
 
 def kind_of(name, config, dtype=jnp.float32):
-    shape = CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    shape = CacheShape(
+        config.num_periods,
+        config.cached_heads,
+        config.cached_dim,
+        dtype,
+        periodic=config if config.period > 1 else None,
+        first_layers=config.first_dense_layers,
+        latent=config.kv_latent > 0,
+    )
     return CacheKind(shape, UNROLLED[name])
 
 

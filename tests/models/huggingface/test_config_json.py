@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 
@@ -19,6 +20,8 @@ FILES = json.loads(pathlib.Path(__file__).with_name("published_configs.json").re
 QWEN2, QWEN3, QWEN3_MOE = (FILES[n] for n in ("Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-30B-A3B"))
 LLAMA, MISTRAL = FILES["Llama-3.1-8B"], FILES["Mistral-7B-v0.1"]
 SMOLLM3, PHI4_MINI, OLMO3 = (FILES[n] for n in ("SmolLM3-3B", "Phi-4-mini", "Olmo-3-7B"))
+# DeepSeek-V3 is published with weights in fp8, which are refused: this is the file of one in bfloat16.
+GLM45_AIR, DEEPSEEK_V3 = FILES["GLM-4.5-Air"], FILES["DeepSeek-V3"]
 GEMMA3, GEMMA3_4B = FILES["Gemma-3-1b"], FILES["Gemma-3-4b"]
 LLAMA3_SCALING = LLAMA["rope_scaling"]
 GEMMA3_12B = {
@@ -42,6 +45,8 @@ PUBLISHED = {
     "smollm3": SMOLLM3,
     "phi4_mini": PHI4_MINI,
     "olmo3": OLMO3,
+    "glm4_moe": GLM45_AIR,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 # A family, what is changed in its file, and the error.
 _LINES = pathlib.Path(__file__).with_name("refused_configs.tsv").read_text().splitlines()
@@ -64,6 +69,8 @@ def without(values, *keys):
         (SMOLLM3, 3_075_098_624),
         (PHI4_MINI, 3_836_021_760),
         (OLMO3, 7_298_011_136),
+        (GLM45_AIR, 106_852_251_264),
+        (DEEPSEEK_V3, 671_026_419_200),
     ],
     ids=PUBLISHED,
 )
@@ -106,6 +113,8 @@ def test_the_shapes_known_by_name_are_those_of_the_files():
     assert parse_config(GEMMA3) == SHAPES["gemma-3-1b"]
     assert parse_config(SMOLLM3) == SHAPES["smollm3-3b"]
     assert parse_config(OLMO3) == SHAPES["olmo-3-7b"]
+    assert parse_config(GLM45_AIR) == SHAPES["glm-4.5-air"]
+    assert parse_config(DEEPSEEK_V3) == SHAPES["deepseek-v3"]
 
 
 def test_what_gemma_3_files_of_other_versions_say_means_the_same():
@@ -300,6 +309,136 @@ def test_a_ministral_with_images():
         parse_config({**values, "text_config": {**text, "model_type": "llama"}})
 
 
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 40,
+    "intermediate_size": 52,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 48,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def test_gemma_4_with_and_without_experts():
+    config = parse_config(GEMMA4)
+    assert config.layer_pattern == ("sliding",) * 5 + ("full",) and config.num_periods == 2
+    assert (config.full_head_dim, config.full_kv_heads, config.keys_as_values) == (512, 1, True)
+    assert config.rope_scaling == RopeScaling(kind="proportional", rotated=0.25)
+    assert (config.rope_theta, config.rope_local_theta) == (1e6, 1e4)
+    assert config.logits_softcap == 30 and config.tie_embeddings and not config.num_experts
+    # What Transformers writes for the same.
+    by_layer = {
+        "per_layer_config": {i: {"head_dim": 512, "num_key_value_heads": 1} for i in ("5", "11")}
+    }
+    theirs = without(GEMMA4, "global_head_dim", "num_global_key_value_heads")
+    assert parse_config({**theirs, **by_layer}) == config
+    written = config_json(config, dtype="bfloat16", base={**theirs, **by_layer})
+    assert parse_config(written) == config
+    assert written["rope_parameters"] == GEMMA4["rope_parameters"]
+    assert not {"per_layer_config", "rope_scaling", "rope_theta"} & written.keys()
+    # Without the switch the number has no effect.
+    own_values = parse_config({**GEMMA4, "attention_k_eq_v": False})
+    assert (own_values.full_kv_heads, own_values.keys_as_values) == (0, False)
+    experts = {"num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 28}
+    mixture = parse_config({**GEMMA4, "enable_moe_block": True, **experts})
+    assert (mixture.d_ff, mixture.shared_d_ff, mixture.experts_per_token) == (28, 52, 3)
+    assert mixture.expert_norms and parse_config(config_json(mixture, dtype="float32")) == mixture
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256, but only 0"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20, but only 0"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"enable_moe_block": True}, "moe_intermediate_size is missing"),
+        ({"rope_parameters": None}, "rope_parameters is missing"),
+        (
+            {"per_layer_config": {"5": {"head_dim": 512}}},
+            "per_layer_config is .*; supported are heads",
+        ),
+        ({"architectures": ["Gemma4ForSequenceClassification"]}, "architectures is"),
+    ],
+)
+def test_parts_of_gemma_4_that_the_decoder_does_not_have(change, message):
+    with pytest.raises(UserError, match=message):
+        parse_config({**GEMMA4, **change})
+    with pytest.raises(UserError, match=r"no architecture of Transformers .*num_scores=1"):
+        config_json(dataclasses.replace(parse_config(GEMMA4), num_scores=1), dtype="float32")
+
+
+def test_mixtures_with_delta_layers():
+    text = {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "full_attention_interval": 4,
+        "vocab_size": 248_320,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    }
+    values = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    config = parse_config(values)
+    assert config == SHAPES["qwen3.5-35b-a3b"]
+    written = config_json(config, dtype="bfloat16", base=values)
+    assert written["architectures"] == ["Qwen3_5MoeForCausalLM"] and parse_config(written) == config
+    rest = without(text, "rope_parameters", "full_attention_interval")
+    following = {
+        **rest,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+        "rope_theta": 1e7,
+    }
+    config = parse_config(following)
+    assert config == SHAPES["qwen3-next-80b-a3b"]
+    written = config_json(config, dtype="bfloat16", base=following)
+    assert written["architectures"] == ["Qwen3NextForCausalLM"] and parse_config(written) == config
+
+
 def test_what_early_files_leave_out_is_filled_as_transformers_does():
     early = without(LLAMA, "rope_theta", "rope_scaling", "num_key_value_heads", "attention_bias")
     config = parse_config(without(early, "tie_word_embeddings", "hidden_act", "mlp_bias"))
@@ -328,7 +467,8 @@ def test_written_values_read_back_and_keep_what_the_shape_does_not_say(values):
     config = parse_config(values)
     written = config_json(config, dtype="bfloat16", base=values)
     assert parse_config(written) == config
-    kept = without(values, "torch_dtype")
+    # The layers for the token after the next are not kept.
+    kept = without(values, "torch_dtype", "num_nextn_predict_layers")
     if "tie_word_embeddings" not in kept:
         kept["tie_word_embeddings"] = True
     assert {k: written[k] for k in kept} == kept

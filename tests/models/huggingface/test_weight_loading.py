@@ -206,6 +206,22 @@ TORN = {
 }
 
 
+GLM = dataclasses.replace(
+    TINY,
+    num_layers=3,
+    qkv_bias=True,
+    tie_embeddings=False,
+    rotary_fraction=0.5,
+    num_experts=4,
+    experts_per_token=2,
+    sigmoid_routing=True,
+    routed_scale=1.5,
+    shared_d_ff=2 * TINY.d_ff,
+    first_dense_layers=1,
+    dense_d_ff=28,
+)
+
+
 @pytest.mark.parametrize("family", TORN)
 def test_parts_of_a_tensor_come_to_their_shards_and_back(tmp_path, family):
     config = TORN[family]
@@ -363,6 +379,31 @@ def test_buffers_of_old_versions_and_the_head_of_a_tied_model_are_ignored(tmp_pa
     tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
+
+
+def test_the_correction_bias_keeps_its_type_and_layers_of_further_tokens_are_ignored(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"num_nextn_predict_layers": 1}')
+    params = init_params(GLM, jax.random.key(0))
+    params["layers"]["mlp"]["correction_bias"] += 1 / 3
+    save_checkpoint(params, GLM, tmp_path / "out", dtype="bfloat16", source=tmp_path / "base")
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert read_config(tmp_path / "out") == GLM
+    path = tmp_path / "out" / SINGLE_FILE
+    tensors = load_file(path)
+    assert [n for n, t in tensors.items() if t.dtype == np.float32] == [
+        f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2)
+    ]
+    for name in ("eh_proj.weight", "enorm.weight", "mlp.up_proj.weight"):
+        tensors[f"model.layers.3.{name}"] = np.ones(2, np.float32)
+    save_file(tensors, path)
+    found = load(tmp_path / "out", dtype=jnp.bfloat16)["layers"]["mlp"]
+    np.testing.assert_array_equal(found["correction_bias"], np.float32(1 / 3))
+    assert found["router"].dtype == jnp.bfloat16
+    tensors["model.layers.4.mlp.up_proj.weight"] = np.ones(2, np.float32)
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=r"has model.layers.4.mlp.up_proj.weight"):
+        load(tmp_path / "out")
 
 
 def no_data_is_read(monkeypatch):
