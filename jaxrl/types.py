@@ -402,8 +402,8 @@ class PackedBatch:
       num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
       prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if
         prompts are not shared in this batch.
-      routes: int16 [U, M, L * A, R, T], experts of each token, as in `Completions`; -1 where they are unknown.
-        None without.
+      routes: int16 [U, M, L * A, R, T], experts of each token, as in `Completions`; -1 for unknown ones. None
+        without.
     """
 
     tokens: jax.Array

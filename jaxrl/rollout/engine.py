@@ -117,7 +117,7 @@ class Engine:
             _check_state(config)
         if config.keeps_routes and (stages := shards_of("layers", GENERATE_RULES, mesh)) > 1:
             raise UserError(
-                f"train.replay_routes records the experts of all layers in one place, and the generation layout "
+                "train.replay_routes keeps the experts of all layers in one place, and the generation layout "
                 f"has {stages} pipeline stages; choose one without, or set replay_routes to False"
             )
         self.model = model

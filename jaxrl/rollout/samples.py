@@ -51,7 +51,7 @@ class Sample:
       truncated: whether it ended because it reached the length limit.
       session: what the session of an agent has left so far, as JSON (`agents.agent_groups`); its tokens are
         those of all its answers. None for a sample without an agent.
-      routes: int16 [T - 1, L, A], the experts that each token of prompt and sample but the last took, as of the
+      routes: int16 [T - 1, L, A], experts that each token of prompt and sample but the last took, with the
         newest weights that ran it; None if the engine does not keep them, and until the sample ends.
       start, prompt_id, options, max_tokens, owner: see `request`.
       prompt_tokens: number of tokens before the sample.
@@ -323,6 +323,7 @@ def completions_of(
     """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
     tokens = tuple(sample.tokens for sample in samples)
     made, rows = _Texts(tokens, decode_texts), range(len(tokens))
+    routes = [sample.routes for sample in samples if sample.routes is not None]
     return Completions(
         prompts=prompts,
         num_samples=num_samples,
@@ -333,9 +334,7 @@ def completions_of(
         texts=LazyRows([functools.partial(made.text, b) for b in rows]),
         turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
-        routes=()
-        if any(sample.routes is None for sample in samples)
-        else tuple(sample.routes for sample in samples),
+        routes=tuple(routes) if len(routes) == len(samples) else (),
     )
 
 
