@@ -53,7 +53,7 @@ class TrainConfig:
 
     replay_routes: bool = False
     """In a mixture, train each token with the experts that the sampler took for it; the router
-    still decides their weights. `actor/moe/same_routes` says how many the trainer would have
+    still decides their weights. `moe/same_routes` says how many the trainer would have
     chosen itself. Not with agents.
     """
 

@@ -65,9 +65,7 @@ def choose_cache(
         periodic=model if model.period > 1 else None,
         tail_dtype=dtype,
         first_layers=model.first_dense_layers,
-        routes=(model.num_layers - model.first_dense_layers, model.experts_per_token)
-        if keeps_routes
-        else None,
+        routes=(model.mixture_layers, model.experts_per_token) if keeps_routes else None,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(
