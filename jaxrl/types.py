@@ -185,6 +185,8 @@ class Completions:
       turns: B tuples of turns. By default each response is a single turn of the policy.
       started_B: int32, training step that started each response; its sampling keys use this step. All 0 by
         default.
+      routes: B int16 arrays [P + R - 1, L, A], the experts that each token of the prompt and the response but
+        the last took in the sampler; () if they are not kept.
       of_agents: what agents add; None if the responses are the policy's alone.
     """
 
@@ -198,6 +200,7 @@ class Completions:
     mask: tuple[np.ndarray, ...] = ()
     turns: Sequence[tuple[TurnText, ...]] = ()
     started_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    routes: tuple[np.ndarray, ...] = ()
     of_agents: AgentRows | None = None
 
     def __post_init__(self):
@@ -250,6 +253,7 @@ class Completions:
             mask=_pick(self.mask, rows),
             turns=_pick_rows(self.turns, rows),
             started_B=self.started_B[rows],
+            routes=_pick(self.routes, rows) if self.routes else (),
             of_agents=self.of_agents and self.of_agents.take(rows),
         )
 
@@ -268,6 +272,7 @@ class Completions:
             mask=_join([p.mask for p in parts]),
             turns=_join_rows([p.turns for p in parts]),
             started_B=np.concatenate([p.started_B for p in parts]),
+            routes=_join([p.routes for p in parts]) if all(p.routes for p in parts) else (),
             of_agents=AgentRows.concatenate(agents) if agents else None,
         )
 
@@ -397,6 +402,8 @@ class PackedBatch:
       num_micro_U: int32 [U], number of microbatches that hold tokens; the others are skipped at run time.
       prefix_ids: int32 [U, M, R, T], the segment that a token attends to besides its own, 0 for none; None if
         prompts are not shared in this batch.
+      routes: int16 [U, M, L * A, R, T], experts of each token, as in `Completions`; -1 for unknown ones. None
+        without.
     """
 
     tokens: jax.Array
@@ -406,6 +413,7 @@ class PackedBatch:
     loss_mask: jax.Array
     num_micro_U: jax.Array
     prefix_ids: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+    routes: jax.Array | None = dataclasses.field(default=None, kw_only=True)
 
     def replace(self, **changes) -> Self:
         """A copy with the given fields changed."""

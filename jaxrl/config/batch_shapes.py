@@ -85,6 +85,7 @@ def engine_config(
         max_response_tokens=rollout.max_response_tokens,
         stop_ids=stop_ids,
         context_tokens=config.longest_sequence if rollout.agent else 0,
+        keeps_routes=config.train.replay_routes,
     )
 
 

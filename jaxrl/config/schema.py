@@ -72,6 +72,11 @@ class Config:
                 f"adapter {shown(self.adapter)} sits on the weights of a base model and is trained as "
                 "model.lora; set weights and model.lora.rank"
             )
+        if self.train.replay_routes and self.rollout.agent:
+            raise ValueError(
+                "train.replay_routes takes the experts of one answer to a prompt, and rollout.agent makes "
+                "conversations of several; set one of the two off"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.row_tokens < longest:
             raise ValueError(

@@ -129,6 +129,8 @@ class Compute:
       wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
         for bfloat16 only with such results: at 16 rows they take a third of the time.
       adapter_B: int32 [B], the adapter of each row in stacks of adapters; None for one that all rows share.
+      keeps_routes: whether `Routing.expert` has the experts of every token.
+      routes: int16 [B, T, A], experts to take in place of the router's choice; -1 leaves it. None for none.
       gathers_adapters: decode with the factors of each row, so that an adapter's place in the stack changes
         nothing, not even the rounding. False multiplies with the whole stack, which is less to read if there
         are many rows.
@@ -145,6 +147,8 @@ class Compute:
     sum_parts: int = 0
     wide_results: bool = False
     adapter_B: jax.Array | None = None
+    keeps_routes: bool = False
+    routes: jax.Array | None = None
     gathers_adapters: bool = True
 
     def product(

@@ -260,6 +260,7 @@ class Decoder(nnx.Module):
         per_row: Any = None,
         live_BT: jax.Array | None = None,
         recur: Recur = delta_of_rows,
+        routes: jax.Array | None = None,
     ) -> DecoderOutput:
         """Runs the stack.
 
@@ -275,6 +276,7 @@ class Decoder(nnx.Module):
             tokens are live.
           recur: recurrence of delta layers, with the same last arguments as `attend`; by default `per_row` is
             int32 [B, T], the segments of packed rows.
+          routes: int16 [L, B, T, A], `Compute.routes` of the layers with experts; None for none.
         """
         live_BT = jnp.ones(tokens_BT.shape, bool) if live_BT is None else live_BT
         with jax.named_scope("embed"):
@@ -288,8 +290,11 @@ class Decoder(nnx.Module):
             x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
         layer_graph, weights = nnx.split(self.layers)
 
-        def layer(x_BTD, module, flags, layer_in, row_in, compute=compute):
+        def layer(
+            x_BTD, module, flags, layer_in, row_in, compute=compute, replays=routes is not None
+        ):
             rotations, live_BT, attend_in, adapter_B = row_in
+            layer_in, routes_BTA = layer_in if replays else (layer_in, None)
             kind = self._kind(flags.slides)
             if self.config.attention_sinks:
                 sinks_Q = module.attention.sinks[...].astype(jnp.float32)
@@ -311,7 +316,7 @@ class Decoder(nnx.Module):
                 )
             x_BTD = checkpoint_name(x_BTD, "layer_in")
             # Of this microbatch, in a pipeline.
-            here = dataclasses.replace(compute, adapter_B=adapter_B)
+            here = dataclasses.replace(compute, adapter_B=adapter_B, routes=routes_BTA)
             x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, here)
             return x_BTD, tuple(outputs)
 
@@ -357,7 +362,8 @@ class Decoder(nnx.Module):
 
             def first_layer(x_BTD, weights, layer_in, row_in):
                 flags = LayerFlags(None, None)
-                return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in, outside)
+                module = nnx.merge(graph, weights)
+                return layer(x_BTD, module, flags, layer_in, row_in, outside, replays=False)
 
             for i, layer_in in enumerate(first_in):
                 # Not `leaf[i]`, see `scan_layers`.
@@ -366,6 +372,11 @@ class Decoder(nnx.Module):
                     x_BTD, jax.tree.map(own, stack), layer_in, row_in
                 )
                 first_out.append(out)
+        if routes is not None:
+            assert per_layer is None, "a cache records routes, and does not replay them"
+            period = self.config.period
+            per_layer = [(None, routes[place::period]) for place in range(period)]
+            per_layer = per_layer if period > 1 else per_layer[0]
         x_BTD, (layer_out, routing) = compute.layers(
             step,
             x_BTD,
@@ -374,6 +385,8 @@ class Decoder(nnx.Module):
             row_in,
             unroll=compute.unroll,
         )
+        if isinstance(routing, list):  # of a loop over layers
+            routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routing)
         if self.config.period > 1:
             routing = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), routing)
         if num_first:

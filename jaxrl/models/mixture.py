@@ -30,11 +30,16 @@ class Routing:
       chosen_E: float32, number of tokens that chose each expert.
       probability_E: float32, sum over tokens of the router's probability of each expert.
       num_tokens: float32, number of tokens.
+      expert: int16 [B, T, A], the experts of each token; None unless `Compute.keeps_routes`.
+      same: float32, number of tokens whose given experts (`Compute.routes`) the router would have chosen, in
+        any order, and number of tokens with given experts; None without.
     """
 
     chosen_E: jax.Array
     probability_E: jax.Array
     num_tokens: jax.Array
+    expert: jax.Array | None = None
+    same: tuple[jax.Array, jax.Array] | None = None
 
 
 class MixtureOfExperts(nnx.Module):
@@ -105,12 +110,15 @@ class MixtureOfExperts(nnx.Module):
             if config.sigmoid_routing:
                 score_BTE = jax.nn.sigmoid(logits_BTE)
                 expert_BTA = self._chosen(score_BTE)
-                share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
                 # Of the balancing loss, which needs probabilities.
                 probability_BTE = score_BTE / (score_BTE.sum(-1, keepdims=True) + _TINY)
             else:
-                probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-                share_BTA, expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)
+                score_BTE = probability_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+                expert_BTA = jax.lax.top_k(probability_BTE, config.experts_per_token)[1]
+            same = None
+            if compute.routes is not None:
+                expert_BTA, same = _replayed(expert_BTA, compute.routes, live_BT)
+            share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
             if config.normalize_experts:
                 share_BTA = share_BTA / (share_BTA.sum(-1, keepdims=True) + _TINY)
             if config.routed_scale != 1:
@@ -154,6 +162,8 @@ class MixtureOfExperts(nnx.Module):
             ].astype(jnp.float32),
             probability_E=jnp.sum(probability_BTE, axis=(0, 1), where=live_BT[..., None]),
             num_tokens=live_BT.sum(dtype=jnp.float32),
+            expert=expert_BTA.astype(jnp.int16) if compute.keeps_routes else None,
+            same=same,
         )
         return out_BTD, routing
 
@@ -169,6 +179,17 @@ class MixtureOfExperts(nnx.Module):
             by_group = jnp.where(kept[..., None], by_group, -jnp.inf)
             biased_BTE = by_group.reshape(biased_BTE.shape)
         return jax.lax.top_k(biased_BTE, config.experts_per_token)[1]
+
+
+def _replayed(
+    own_BTA: jax.Array, given_BTA: jax.Array, live_BT: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The given experts, or a token's own where they are -1, and `Routing.same`."""
+    given_BTA = given_BTA.astype(own_BTA.dtype)
+    given_BT = (given_BTA[..., 0] >= 0) & live_BT
+    same_BT = (own_BTA[..., None] == given_BTA[..., None, :]).any(-1).all(-1)
+    counts = [x.sum(dtype=jnp.float32) for x in (same_BT & given_BT, given_BT)]
+    return jnp.where(given_BT[..., None], given_BTA, own_BTA), (counts[0], counts[1])
 
 
 def load_balancing_loss(routing: Routing) -> jax.Array:
@@ -197,9 +218,15 @@ def routing_metrics(routing: Routing) -> dict[str, jax.Array]:
       moe/load_balancing_loss: see `load_balancing_loss`.
       moe/max_load: tokens of the busiest expert over the mean, in the worst layer; 1 is even.
       moe/idle_experts: share of experts without any token.
+      moe/same_routes: with replayed routes, share of the tokens' layers in which the router would have chosen
+        the sampler's experts.
     """
     mean_L = jnp.maximum(routing.chosen_E.mean(-1), 1e-9)
-    return {
+    agreement = {}
+    if routing.same is not None:
+        same, given = (count_L.sum() for count_L in routing.same)
+        agreement["moe/same_routes"] = same / jnp.maximum(given, 1.0)
+    return agreement | {
         "moe/load_balancing_loss": load_balancing_loss(routing),
         "moe/max_load": jnp.max(routing.chosen_E.max(-1) / mean_L),
         "moe/idle_experts": jnp.mean((routing.chosen_E == 0).astype(jnp.float32)),

@@ -503,6 +503,11 @@ class ModelConfig:
         return [kinds[kind] for kind in pattern if kind != "delta"]
 
     @property
+    def mixture_layers(self) -> int:
+        """The number of layers with experts."""
+        return (self.num_layers - self.first_dense_layers) if self.num_experts else 0
+
+    @property
     def num_periods(self) -> int:
         """Iterations of the scan over the stack, which the first dense layers are no part of."""
         return (self.num_layers - self.first_dense_layers) // self.period

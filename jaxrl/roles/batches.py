@@ -66,6 +66,8 @@ def pack_completions(
     if packing is None:
         packing = plan(fill_minibatches=fill_minibatches)
     batch = _packed(packing, rows.tokens, rows.logprob, rows.mask)
+    if completions.routes:
+        batch = batch.replace(routes=_packed_routes(packing, completions.routes))
     if len(rows.number) > len(completions):
         # Shared prompts keep their -1.
         number = np.append(rows.number, -1).astype(np.int32)
@@ -141,6 +143,18 @@ def pack_examples(
     sequences = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     packing = plan_packing([len(s) for s in sequences], shape, shards=shards)
     return _packed(packing, sequences, zeros, masks)
+
+
+def _packed_routes(packing: Packing, routes: Sequence[np.ndarray]) -> np.ndarray:
+    """`PackedBatch.routes` of sequences; -1 on padding, and on the last token of each, which was not run."""
+    unknown = np.full((1, *routes[0].shape[1:]), -1, np.int16)
+    firsts = np.cumsum([1, *map(len, routes)])
+    places = [
+        np.append(first + np.arange(len(x)), 0) for first, x in zip(firsts, routes, strict=False)
+    ]
+    packed = np.concatenate([unknown, *routes])[packing.pack(places, np.int64)]
+    U, M, R, T, *_ = packed.shape
+    return np.moveaxis(packed.reshape(U, M, R, T, -1), -1, 2)
 
 
 def _packed(packing: Packing, sequences, rollout_logprob, mask) -> TrainBatch:

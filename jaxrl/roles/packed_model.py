@@ -85,9 +85,11 @@ class PackedModel:
 
     Attributes:
       attention_kernel: "auto" or one of `models.attention.IMPLEMENTATIONS`.
+      replays_routes: whether tokens take the experts that a batch has for them.
     """
 
     attention_kernel = "auto"
+    replays_routes = False
 
     def __init__(
         self,
@@ -330,6 +332,12 @@ class PackedModel:
         segments: Any = segment_ids
         if micro.prefix_ids is not None:
             segments = TreeSegments(segment_ids, order(micro.prefix_ids), order(micro.positions))
+        routes = None
+        if self.replays_routes and micro.routes is not None:
+            # [L * A, R, T] --> [L, A, R, T] --> [L, R, T, A]
+            R, T = micro.tokens.shape
+            of_layers = micro.routes.reshape(-1, self.model.experts_per_token, R, T)
+            routes = jax.vmap(order)(jnp.moveaxis(of_layers, 1, -1))
         out = model(
             order(micro.tokens),
             order(micro.positions),
@@ -337,6 +345,7 @@ class PackedModel:
             compute=self._compute,
             per_row=segments,
             live_BT=segment_ids > 0,
+            routes=routes,
         )
         return out._replace(hidden_BTD=unspread(out.hidden_BTD, split, self.mesh, TRAIN_RULES))
 
@@ -372,8 +381,8 @@ class Frozen(PackedModel):
 
 
 def micro_of(batch: Any, u, m) -> Any:
-    """Microbatch m of minibatch u: every [U, M, R, T] field becomes [R, T]."""
-    return jax.tree.map(lambda x: x[u, m] if x.ndim == 4 else x, batch)
+    """Microbatch m of minibatch u: every [U, M, .., R, T] field becomes [.., R, T]."""
+    return jax.tree.map(lambda x: x[u, m] if x.ndim >= 4 else x, batch)
 
 
 def each_micro(

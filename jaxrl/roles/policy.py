@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl.algos.logprobs import squared_probabilities
 from jaxrl.algos.truncation import Truncation, kept_tokens
+from jaxrl.errors import UserError
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
 from jaxrl.mesh.resharding import Resharding, Transfer
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
@@ -69,6 +70,11 @@ class Actor(Learner):
             while the actor samples.
         """
         super().__init__(model, mesh, **options)
+        if self.train.replay_routes and not model.num_experts:
+            raise UserError(
+                "train.replay_routes needs a mixture of experts, and this model is dense; set it to False"
+            )
+        self.replays_routes = self.train.replay_routes
         self._temperature = temperature
         self.truncation = truncation
         self._backend = backend

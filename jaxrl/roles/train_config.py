@@ -51,6 +51,12 @@ class TrainConfig:
     computed per microbatch.
     """
 
+    replay_routes: bool = False
+    """In a mixture, train each token with the experts that the sampler took for it; the router
+    still decides their weights. `moe/same_routes` says how many the trainer would have
+    chosen itself. Not with agents.
+    """
+
     def __post_init__(self):
         if self.shares_prompts and self.fill_minibatches:
             raise ValueError(

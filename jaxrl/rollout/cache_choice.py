@@ -38,6 +38,7 @@ def choose_cache(
     unroll: int = 1,
     decode_attention: str = "auto",
     pages: PageSizes | None = None,
+    keeps_routes: bool = False,
 ) -> CacheKind:
     """Chooses the cache for a model on a mesh.
 
@@ -49,6 +50,7 @@ def choose_cache(
       unroll: layers per iteration of the layer scan. If it covers all layers, every layer has its own cache.
       decode_attention: "auto" or one of `models.kernels.paged_attention.IMPLEMENTATIONS`.
       pages: pages of a paged cache; None for a contiguous one.
+      keeps_routes: keep the experts of every token, too (`EngineConfig.keeps_routes`).
 
     Raises:
       UserError: `decode_attention` is unknown or cannot run on these devices.
@@ -64,6 +66,7 @@ def choose_cache(
         tail_dtype=dtype,
         first_layers=model.first_dense_layers,
         latent=model.kv_latent > 0,
+        routes=(model.mixture_layers, model.experts_per_token) if keeps_routes else None,
     )
     one_stage = shards_of("layers", GENERATE_RULES, mesh) == 1
     implementation = pick_decode_implementation(

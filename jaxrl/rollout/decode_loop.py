@@ -467,6 +467,11 @@ class DecodeLoop:
         if self._reuses or self._engine.num_drafted:
             # What follows reads the tokens. Else the next `begin` gives them, while the devices work.
             self._log.pass_on()
+        if self._engine.config.keeps_routes and len(slots):
+            of_slot = self._slots.routes(slots.tolist())
+            for slot, sample in zip(slots.tolist(), samples, strict=True):
+                # The newest token was drawn but not run.
+                sample.routes = of_slot[slot][: self._length_n[slot] - 1].copy()
         ends: dict[int, End] = {}
         for slot, sample, stopped, length in zip(
             slots.tolist(),

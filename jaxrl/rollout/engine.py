@@ -115,6 +115,11 @@ class Engine:
             _check_deterministic(model, mesh, config.slots)
         if model.has_state:
             _check_state(config)
+        if config.keeps_routes and (stages := shards_of("layers", GENERATE_RULES, mesh)) > 1:
+            raise UserError(
+                "train.replay_routes keeps the experts of all layers in one place, and the generation layout "
+                f"has {stages} pipeline stages; choose one without, or set replay_routes to False"
+            )
         self.model = model
         self.config = config
         self.mesh = mesh
@@ -133,6 +138,7 @@ class Engine:
             unroll=config.layers_per_iteration(model.num_layers, platform_of(mesh)),
             decode_attention=config.decode_attention,
             pages=self.pages,
+            keeps_routes=config.keeps_routes,
         )
         # On accelerators a single state lasts for the whole run: a resize would need memory for two states.
         fixed = self.cache.reads_own_length
@@ -189,6 +195,7 @@ class Engine:
         self.generate = jax.jit(programs.generate, donate_argnames="state", **options)
         self.generate_edited = jax.jit(programs.generate_edited, donate_argnames="state", **options)
         self.speculate = jax.jit(programs.speculate, donate_argnames="state", **options)
+        self.routes = jax.jit(slots.routes)
         self.release = jax.jit(slots.release, donate_argnames="state")
         self.reuse = jax.jit(slots.reuse)
         self.widen = jax.jit(slots.widen, static_argnames="capacity")

@@ -51,6 +51,8 @@ class Sample:
       truncated: whether it ended because it reached the length limit.
       session: what the session of an agent has left so far, as JSON (`agents.agent_groups`); its tokens are
         those of all its answers. None for a sample without an agent.
+      routes: int16 [T - 1, L, A], experts that each token of prompt and sample but the last took, with the
+        newest weights that ran it; None if the engine does not keep them, and until the sample ends.
       start, prompt_id, options, max_tokens, owner: see `request`.
       prompt_tokens: number of tokens before the sample.
       limit: length of the sample at which its slot stops decoding.
@@ -73,6 +75,7 @@ class Sample:
         self.finished = False
         self.truncated = False
         self.session: dict[str, Any] | None = None
+        self.routes: np.ndarray | None = None
         self._pieces: list[_Piece] = []
         self._count = 0
 
@@ -119,7 +122,7 @@ class Sample:
         """A copy whose prompt index is `prompt`."""
         moved = Sample(prompt, self.index, self.step)
         moved.finished, moved.truncated = self.finished, self.truncated
-        moved.session = self.session
+        moved.session, moved.routes = self.session, self.routes
         moved._pieces, moved._count = list(self._pieces), self._count
         return moved
 
@@ -243,6 +246,8 @@ class UnfinishedGroups:
             "prompt_tokens": _flat(prompts.tokens),
             "lengths": np.array([len(s) for s in samples], np.int64),
             "sessions": [s.session for s in samples],
+            "routes_shape": np.array([_shape(s.routes) for s in samples], np.int64).reshape(-1, 3),
+            "routes": _flat([s.routes.reshape(-1) for s in samples if s.routes is not None]),
             **{
                 name: np.array([getattr(s, name) for s in samples], np.int64) for name in _OF_SAMPLE
             },
@@ -268,12 +273,20 @@ class UnfinishedGroups:
             sample.add_runs(tokens, logprob, entropy, version)
         for sample, session in zip(samples, record["sessions"], strict=True):
             sample.session = session
+        shapes = record["routes_shape"]
+        parts = _cut(record["routes"], shapes.prod(axis=1))
+        for sample, routes, shape in zip(samples, parts, shapes.tolist(), strict=True):
+            sample.routes = routes.reshape(shape) if routes.size else None
         return UnfinishedGroups(prompts, record["num_samples"], tuple(samples))
 
 
 _OF_PROMPT = ("texts", "answers", "sources", "extras")
 _OF_SAMPLE = ("prompt", "index", "step", "finished", "truncated")
 _OF_TOKEN = ("tokens", "logprob", "entropy", "version")
+
+
+def _shape(routes: np.ndarray | None) -> tuple[int, ...]:
+    return (0, 0, 0) if routes is None else routes.shape
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -310,6 +323,7 @@ def completions_of(
     """Completions of N prompts, from their N * G samples in order. Texts are made when they are read."""
     tokens = tuple(sample.tokens for sample in samples)
     made, rows = _Texts(tokens, decode_texts), range(len(tokens))
+    routes = [sample.routes for sample in samples if sample.routes is not None]
     return Completions(
         prompts=prompts,
         num_samples=num_samples,
@@ -320,6 +334,7 @@ def completions_of(
         texts=LazyRows([functools.partial(made.text, b) for b in rows]),
         turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
+        routes=tuple(routes) if len(routes) == len(samples) else (),
     )
 
 

@@ -121,6 +121,8 @@ class EngineConfig(EngineSettings):
     """
     adapter_places: Annotated[int, at_least(0)] = 0
     """Number of places in the stack of adapters that samples choose from (`samples.Start`); 0 without one."""
+    keeps_routes: bool = False
+    """Keep the experts that every token of a mixture takes, for `Sample.routes`."""
     unroll: Annotated[int, at_least(1, at_most=MAX_LAYERS)] | Literal["auto"] = "auto"
     """Number of layers per iteration of the layer scan. If it covers all layers, decoding has
     no scan and each layer has separate arrays. That is faster on CPU, where a scan copies

@@ -4,6 +4,7 @@
     insert    prefix      -> state      starts samples in slots
     taken     state       -> state      copies some slots, put_back returns them
     reuse     state       -> prefix     copies beginnings of sequences out of pages
+    routes    state       -> [m, ..]    the experts that the tokens of some slots took
     resize    state       -> state      other numbers n and C, the sequences in use kept
     release   state       -> state      stops slots
     append    new tokens  -> prefix     writes tokens behind those of a sequence
@@ -202,6 +203,15 @@ class SlotPrograms:
         used_m = slot_m >= 0
         taken = self._take(state, jnp.where(used_m, slot_m, 0))
         return self.layout.place(taken.replace(active=taken.active & used_m))
+
+    def routes(self, state: DecodeState, slot_m: jax.Array) -> jax.Array:
+        """The experts that the tokens of slots took, int16 [m, L, C, A]; `slot_m` as for `taken`."""
+
+        def take(context: Prefix, slot_m):
+            return jnp.moveaxis(self.cache.routes(context.cache, jnp.maximum(slot_m, 0)), 1, 0)
+
+        taken = jax.eval_shape(take, state.context, slot_m)
+        return self.layout.on_own_slots(take, state.context, slot_m, result=taken)
 
     def put_back(self, state: DecodeState, source_n: jax.Array, taken: DecodeState) -> DecodeState:
         """Replaces slot i by slot `source_n[i]` of `taken`, counted within its shard, unless it is -1."""

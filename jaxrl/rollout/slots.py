@@ -349,6 +349,18 @@ class Slots:
             self._for_decoding = self.engine.for_decoding(self.params)
         return self._for_decoding
 
+    def routes(self, slots: Sequence[int]) -> dict[int, np.ndarray]:
+        """The experts that the tokens of some slots took, int16 [C, L, A] each, by slot."""
+        state = self._state
+        assert state is not None, "the slots have samples"
+        per_shard, found = state.num_slots // self.engine.shards, {}
+        for P, slot_of in self._batches({slot: slot // per_shard for slot in slots}):
+            slot_m = np.full(P, -1, np.int32)
+            slot_m[list(slot_of)] = [slot % per_shard for slot in slot_of.values()]
+            routes = fetch(self.engine.routes(state, *host_inputs(self.engine.mesh, slot_m)))
+            found |= {slot: routes[row].swapaxes(0, 1) for row, slot in slot_of.items()}
+        return found
+
     def rounds(self) -> int:
         """The number of rounds of all rows in the last `speculate`."""
         return int(fetch(self._rounds))

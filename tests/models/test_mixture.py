@@ -254,6 +254,34 @@ def test_a_clamped_gate_and_biases_by_hand():
         assert_close(out, 0.25 * (3 * hidden + 0.5) * ones)
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_given_experts_take_the_place_of_the_routers_choice(sigmoid):
+    """Their weights are the router's; -1 leaves a token to it; the order does not matter."""
+    config = dataclasses.replace(CONFIG, sigmoid_routing=sigmoid, normalize_experts=True)
+    layer = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    x, live = normal(B, T, D), np.ones((B, T), bool)
+    live[1, 5:] = False
+    _, own = layer(x, live, Compute(keeps_routes=True))
+    given = np.array(own.expert)[..., ::-1].copy()
+    given[0, 0] = [(given[0, 0, 0] + 1) % E, (given[0, 0, 0] + 2) % E]
+    given[0, 1] = -1
+    given[1, 5:] = 0  # padding
+    found, routing = layer(x, live, Compute(keeps_routes=True, routes=jnp.int16(given)))
+    expected = np.where(given == -1, own.expert, given)
+    expected[1, 5:] = E
+    np.testing.assert_array_equal(routing.expert, expected)
+    logits = x @ np.asarray(layer.router[...])
+    score = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits)
+    share = np.take_along_axis(score, np.minimum(expected, E - 1), axis=-1)
+    share /= share.sum(-1, keepdims=True)
+    weights = [np.asarray(getattr(layer, name).weight[...]) for name in ("gate", "up", "down")]
+    assert_close(found, experts_twin(x, expected, share, *weights))
+    # Twelve live tokens: one has none given, and one has others.
+    assert [float(count) for count in routing.same] == [10, 11]
+    metrics = routing_metrics(jax.tree.map(lambda leaf: leaf[None], routing))
+    np.testing.assert_allclose(metrics["moe/same_routes"], 10 / 11)
+
+
 def test_padding_is_no_experts_business():
     x, live = normal(B, T, D), np.arange(T)[None] < np.array([[4], [7]])
     out, routing = layer()(x, live, Compute())

@@ -12,10 +12,14 @@ from meshes import mesh_of
 from small import MODEL as DENSE
 from small import prompts_of
 
+from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.losses import SUPERVISED, policy
 from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import micro_of
+from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -263,6 +267,120 @@ def test_a_mixture_on_eight_devices_is_that_on_one(layout, mixture_alone):
     jax.tree.map(np.testing.assert_array_equal, found[0], tokens)
     assert_close(found[1], logprobs, scale=1)
     assert found[2] == pytest.approx(metrics, rel=1e-6)
+
+
+def replaying_actor(model, layout=(), sampler="float32") -> Actor:
+    mesh = mesh_of(**dict(layout))
+    engine = dataclasses.replace(ENGINE, dtype=sampler, keeps_routes=True)
+    actor = Actor(
+        model,
+        mesh,
+        train=TrainConfig(rows=R, row_tokens=T, replay_routes=True),
+        optim=OptimConfig(lr=3e-2, lr_warmup_steps=0, weight_decay=0.0),
+        backend=build_backend("offline", model, mesh, engine, functools.partial(map, str)),
+        temperature=1.0,
+        seed=0,
+    )
+    actor.init()
+    return actor
+
+
+THREE_OF_A_KIND = dataclasses.replace(
+    MIXTURE, num_layers=4, layer_pattern=("sliding", "full"), sliding_window=3, full_head_dim=6
+)
+
+
+@functools.cache
+def replayed(model, layout=()):
+    """What a policy makes of random routes: experts of each layer, log-probabilities, metrics."""
+    actor, rng = replaying_actor(model, layout), np.random.default_rng(3)
+    L, A = model.num_layers - model.first_dense_layers, model.experts_per_token
+    shape = (L, R, T)
+    routes_LRTA = np.stack([rng.permutation(model.num_experts)[:A] for _ in np.ndindex(shape)])
+    routes_LRTA = routes_LRTA.reshape(*shape, A)
+    given = batch()
+    live_RT = given.segment_ids[0, 0] > 0
+    packed = np.moveaxis(routes_LRTA, -1, 1).reshape(1, 1, L * A, R, T).astype(np.int16)
+    placed = actor.place(given.replace(routes=packed))
+    count = lambda experts: np.bincount(experts.reshape(-1), minlength=model.num_experts)  # noqa: E731
+    expected_LE = np.stack([count(of_layer[live_RT]) for of_layer in routes_LRTA])
+
+    @jax.jit
+    def routing_of(params, batch):
+        return actor.policy(actor.graph, params, micro_of(batch, 0, 0), temperature=1.0)[2]
+
+    routing = routing_of(actor.state.params, placed)
+    np.testing.assert_array_equal(routing.chosen_E, expected_LE)
+    logprobs = np.asarray(actor.logprobs(placed))
+    assert np.abs(logprobs - np.asarray(actor.logprobs(actor.place(given)))).max() > 1e-3
+    metrics = actor.update(placed, SUPERVISED)
+    return logprobs, [float(metrics[name]) for name in ("loss", "grad_norm", "moe/same_routes")]
+
+
+@pytest.mark.parametrize(
+    "model", [MIXTURE, SIGMOID, THREE_OF_A_KIND], ids=["one stack", "first dense", "periods"]
+)
+def test_each_layer_replays_its_own_routes(model):
+    _, metrics = replayed(model)
+    assert 0 < metrics[2] < 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (MIXTURE, {"train": "2-2-2", "generate": "1-2-2-2"}),
+        (SIGMOID, {"train": "2-2-2", "generate": "1-2-2-2"}),
+        (MIXTURE, {"train": "1-2-2", "generate": "1-2-1-2", "context": 2}),
+        (MIXTURE, {"train": "1-4-2", "generate": "1-2-2-2", "expert": 2}),
+    ],
+)
+def test_routes_are_replayed_on_eight_devices_as_on_one(model, layout):
+    expected, found = replayed(model), replayed(model, tuple(layout.items()))
+    assert_close(found[0], expected[0], scale=1)
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+
+
+def test_a_trainer_takes_the_experts_of_its_sampler():
+    """A sampler in bfloat16 often chooses others than a trainer in float32."""
+    actor = replaying_actor(MIXTURE, sampler="bfloat16")
+    prompts = prompts_of(*([2, 3 + i, 4] for i in range(4)))
+    options = SamplingOptions(num_samples=4, seed=0, step=0, temperature=1.0)
+    completions = actor.generate(prompts, options)
+    for share_prompts in (False, True):
+        shape = PackedShape(minibatches=1, microbatches=8, rows=R, tokens=T)
+        packed = pack_completions(completions, shape, share_prompts=share_prompts)
+        tokens, routes = packed.tokens[0], np.moveaxis(packed.routes[0], 1, -1)
+        live = packed.segment_ids[0] > 0
+        assert (routes[~live] == -1).all()
+        for m, r in np.argwhere(live.any(-1)):
+            for number in np.unique(packed.sequence[0, m, r][live[m, r]]):
+                own = np.flatnonzero((packed.sequence[0, m, r] == number) & live[m, r])
+                if number < 0:
+                    continue
+                sequence = np.concatenate([prompts.tokens[number // 4], completions.tokens[number]])
+                kept = completions.routes[number].reshape(len(sequence) - 1, -1)
+                np.testing.assert_array_equal(tokens[m, r, own], sequence[-len(own) :])
+                # The last token was not run.
+                assert (routes[m, r, own[-1]] == -1).all()
+                np.testing.assert_array_equal(
+                    routes[m, r, own[:-1]], kept[len(kept) + 1 - len(own) :]
+                )
+        placed = actor.place(packed)
+        with_routes, without = (
+            np.asarray(actor.logprobs(x)) for x in (placed, placed.replace(routes=None))
+        )
+        theirs = packed.rollout_logprob
+        trained = packed.loss_mask > 0
+        gap = [np.abs(x - theirs)[trained].mean() for x in (with_routes, without)]
+        assert gap[0] < gap[1]
+    metrics = actor.update(placed, SUPERVISED)
+    assert 0.9 < metrics["moe/same_routes"] < 1
+
+
+def test_a_dense_model_has_no_routes_to_replay():
+    with pytest.raises(UserError, match="this model is dense"):
+        replaying_actor(DENSE)
 
 
 @pytest.mark.slow

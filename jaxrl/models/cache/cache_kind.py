@@ -19,6 +19,7 @@ With periods of several layers each of these is a list of the places in one, and
 has keys and values, of its own head size, or a `DeltaState`, which has no length: it is that after the last
 token, in a buffer too.
 With first dense layers a cache is a list of two: a list of the arrays of these layers, and one of the above.
+If the routes of a mixture are kept, it is a list of all this and `Routes`.
 
 B slots, each with one sequence   T new tokens   W tokens of a dispatch   C capacity in tokens   L layers
 Q query heads   K kv heads   H head size
@@ -45,6 +46,7 @@ from jaxrl.models.cache.kv_cache import (
     CacheShape,
     KVCache,
     PagedSlots,
+    Routes,
     cache_axes,
     copy_slots,
     is_part,
@@ -52,6 +54,7 @@ from jaxrl.models.cache.kv_cache import (
     put_token,
     take_slots,
     with_capacity,
+    without_routes,
     write_slots,
 )
 from jaxrl.models.compute import Compute, LayerFunction
@@ -83,6 +86,7 @@ class CachePass(NamedTuple):
       kept: (second results of `attend`, of all layers) -> the cache of the new tokens.
       layers: function that runs the stack; None for `Compute.layers`.
       absorbs: whether `attend` attends to a cache, see `Compute.absorbs`.
+      keeps_routes: whether the cache has `Routes`.
     """
 
     attend: Attend
@@ -92,6 +96,7 @@ class CachePass(NamedTuple):
     layers: Callable[..., Any] | None = None
     recur: Recur = delta_of_rows
     absorbs: bool = False
+    keeps_routes: bool = False
 
     def run(
         self,
@@ -102,7 +107,7 @@ class CachePass(NamedTuple):
         compute: Compute,
     ) -> tuple[jax.Array, Cache]:
         """Runs the pass; returns the last hidden states [B, T, D] of the new tokens, and their cache."""
-        compute = dataclasses.replace(compute, absorbs=self.absorbs)
+        compute = dataclasses.replace(compute, absorbs=self.absorbs, keeps_routes=self.keeps_routes)
         if self.layers is not None:
             compute = dataclasses.replace(compute, layers=self.layers)
         out = model(
@@ -115,7 +120,11 @@ class CachePass(NamedTuple):
             live_BT=live_BT,
             recur=self.recur,
         )
-        return out.hidden_BTD, self.kept(out.layer_out)
+        cache = self.kept(out.layer_out)
+        if self.keeps_routes:
+            assert out.routing is not None and out.routing.expert is not None, "a mixture has some"
+            cache = [cache, Routes(out.routing.expert)]
+        return out.hidden_BTD, cache
 
 
 # (buffer, i, active_B) -> the pass for token `i` of a dispatch. Results of inactive slots are not used.
@@ -168,7 +177,14 @@ class CacheKind:
         else:
             stack = shape.empty((shape.num_layers, num_slots), tokens)
         first = [shape.empty((num_slots,), tokens) for _ in range(shape.first_layers)]
-        return [first, stack] if first else stack
+        cache = [first, stack] if first else stack
+        if shape.routes is None:
+            return cache
+        layers, experts = shape.routes
+        return [cache, Routes(jnp.zeros((layers, num_slots, tokens, experts), jnp.int16))]
+
+    def _pass(self, *arguments: Any, **further: Any) -> CachePass:
+        return CachePass(*arguments, keeps_routes=self.shape.routes is not None, **further)
 
     def buffer_after(self, cache: Cache, num_slots: int, tokens: int) -> Cache:
         """An empty buffer with the states of a cache, which decoding goes on from."""
@@ -204,7 +220,7 @@ class CacheKind:
                 return new
             return [new[0], apart(new[1])] if self.shape.first_layers else apart(new)
 
-        return CachePass(attend, None, segment_ids_BT, kept, recur=recur)
+        return self._pass(attend, None, segment_ids_BT, kept, recur=recur)
 
     def extend(self, model: Decoder, cache: Cache, length_B: jax.Array) -> CachePass:
         """The pass for T tokens after `length_B` cached ones."""
@@ -216,14 +232,15 @@ class CacheKind:
         def recur(inputs: DeltaInputs, state: DeltaState, _) -> tuple[jax.Array, DeltaState]:
             return delta_after(inputs, state)
 
-        layers = self._layers(model)
-        return CachePass(attend, cache, length_B, layers=layers, recur=recur, absorbs=True)
+        layers, keys = self._layers(model), without_routes(cache)
+        return self._pass(attend, keys, length_B, layers=layers, recur=recur, absorbs=True)
 
     def decoding(self, model: Decoder, cache: Cache, length_B: jax.Array) -> DecodeStep:
         """The passes for one token per slot at a time, after `length_B` cached tokens and the buffer.
 
         Call this outside of the loop over tokens, and its result inside. The loop does not write the cache.
         """
+        cache = without_routes(cache)
         layers, kernel, past = self._layers(model), self.kernel, cache
         if kernel is not None and self.by_number:
             numbers_L = jnp.arange(self.shape.num_layers)
@@ -264,6 +281,7 @@ class CacheKind:
             return [*map(pair, past, buffer)] if self.unrolled else pair(past, buffer)
 
         def step(buffer: Cache, i: jax.Array, active_B: jax.Array) -> CachePass:
+            buffer = without_routes(buffer)
             # Inactive slots get length 0: a kernel then reads nothing for them, and their results are unused.
             past_length_B = length_B if kernel is None else jnp.where(active_B, length_B, 0)
             lengths = (past_length_B, jnp.full_like(length_B, i))
@@ -272,7 +290,7 @@ class CacheKind:
                 caches = [first, pairs(past[1], buffer[1])]
             else:
                 caches = pairs(past, buffer)
-            return CachePass(attend, caches, lengths, layers=layers, recur=recur, absorbs=True)
+            return self._pass(attend, caches, lengths, layers=layers, recur=recur, absorbs=True)
 
         return step
 
@@ -319,6 +337,11 @@ class CacheKind:
         return run
 
     # Tokens written, slots moved
+
+    def routes(self, cache: Cache, slots: jax.Array) -> jax.Array:
+        """The routes of slots, int16 [L, n, C, A]."""
+        routes = cache[1]
+        return take_slots(routes, self.axes(routes), slots).expert
 
     def put(self, buffer: Cache, new: Cache, i: jax.Array) -> Cache:
         """Writes token `i` of all slots to the buffer."""

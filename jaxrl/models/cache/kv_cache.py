@@ -69,6 +69,18 @@ class PagedSlots:
     states: Any = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """The experts that each token of a mixture took, beside its keys and values.
+
+    Attributes:
+      expert: int16 [L, B, C, A], of the layers with experts.
+    """
+
+    expert: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
     """Sizes and types of all caches of an engine.
@@ -82,6 +94,7 @@ class CacheShape:
       tail_dtype: type of the tails of the states of delta layers.
       first_layers: number of layers before the stack.
       latent: whether keys are values too.
+      routes: number of layers with experts and of experts of a token, to keep in `Routes`; None keeps none.
     """
 
     num_layers: int
@@ -93,6 +106,7 @@ class CacheShape:
     tail_dtype: Any = jnp.float32
     first_layers: int = 0
     latent: bool = False
+    routes: tuple[int, int] | None = None
 
     def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
         """Zeros with the leading dimensions (L, B), or (B,) for one layer.
@@ -135,18 +149,31 @@ class CacheShape:
 
 def is_part(tree: Any) -> bool:
     """Whether a part of a cache is that of one layer, or one stack of layers."""
-    return isinstance(tree, KVCache | DeltaState)
+    return isinstance(tree, KVCache | DeltaState | Routes)
 
 
-def only(kind: type, tree: Any) -> Any:
-    """A cache or buffer with None for parts of the other kind, `KVCache` or `DeltaState`."""
+def without_routes(cache: Any) -> Any:
+    """A cache or buffer without `Routes`: what attention reads."""
+    if isinstance(cache, PagedSlots):
+        pool, states = without_routes(cache.pool), cache.states
+        return dataclasses.replace(
+            cache, pool=pool, states=states if pool is cache.pool else states[0]
+        )
+    return cache[0] if isinstance(cache, list) and isinstance(cache[-1], Routes) else cache
+
+
+def only(kind: Any, tree: Any) -> Any:
+    """A cache or buffer with None for parts of other kinds than `kind`, a type or union of types."""
     return jax.tree.map(
         lambda part: part if isinstance(part, kind) else None, tree, is_leaf=is_part
     )
 
 
 def cache_axes(cache: Any) -> Any:
-    """The logical axes of the arrays of a `KVCache` or `DeltaState`, in its structure."""
+    """The logical axes of the arrays of a part (`is_part`), in its structure."""
+    if isinstance(cache, Routes):
+        axes: Any = ("layers", "batch", "length", None)
+        return Routes(axes)
     if isinstance(cache, DeltaState):
         return state_axes(cache)
     heads = ("layers", "batch", "kv_heads")[5 - cache.k.ndim :]

@@ -25,12 +25,14 @@ from jaxrl.models.cache.cache_kind import Cache, CacheKind, DecodeStep
 from jaxrl.models.cache.kv_cache import (
     KVCache,
     PagedSlots,
+    Routes,
     copy_slots,
     is_part,
     only,
     starts,
     take_slots,
     with_capacity,
+    without_routes,
     write_slots,
 )
 from jaxrl.models.decoder import Decoder
@@ -38,6 +40,10 @@ from jaxrl.models.delta_net import DeltaState
 
 # (slots, logical axes of their arrays) -> the contiguous cache that they hold
 Gather: TypeAlias = Callable[[PagedSlots, PagedSlots], Cache]
+
+
+# What pages hold.
+_PAGED = KVCache | Routes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ class PagedCache(CacheKind):
     def empty(self, num_slots: int, capacity: int) -> PagedSlots:
         """The pool has `num_pages` pages for any number of slots."""
         return PagedSlots(
-            only(KVCache, self.buffer(self.num_pages, self.page_tokens)),
+            only(_PAGED, self.buffer(self.num_pages, self.page_tokens)),
             jnp.zeros((num_slots, capacity // self.page_tokens), jnp.int32),
             jnp.zeros(num_slots, jnp.int32),
             only(DeltaState, self.buffer(num_slots, 1)),
@@ -86,6 +92,7 @@ class PagedCache(CacheKind):
         return PagedSlots(super().axes(cache.pool), table, shared, of_states)  # pyright: ignore
 
     def decoding(self, model: Decoder, cache: PagedSlots, length_B: jax.Array) -> DecodeStep:
+        cache = without_routes(cache)
         past = cache if self.gather is None else self.gather(cache, self.axes(cache))
         return super().decoding(model, past, length_B)
 
@@ -93,7 +100,7 @@ class PagedCache(CacheKind):
         """In pages, tokens beyond those of a slot are lost."""
         if not isinstance(cache, PagedSlots):
             return super().write(cache, new, start_B, live_B)
-        keys, states = only(KVCache, new), only(DeltaState, new)
+        keys, states = only(_PAGED, new), only(DeltaState, new)
         states = write_slots(cache.states, self.axes(cache.states), states, start_B, live_B)
         cache = dataclasses.replace(cache, states=states)
         return written_to_pages(cache, self.axes(cache.pool), keys, start_B, live_B)
@@ -116,10 +123,14 @@ class PagedCache(CacheKind):
 
     def copy(self, cache: PagedSlots, other: Cache, source_B: jax.Array) -> PagedSlots:
         """`other` is contiguous."""
-        keys, states = only(KVCache, other), only(DeltaState, other)
+        keys, states = only(_PAGED, other), only(DeltaState, other)
         states = copy_slots(cache.states, self.axes(cache.states), states, source_B)
         cache = dataclasses.replace(cache, states=states)
         return copied_to_pages(cache, self.axes(cache.pool), keys, source_B)
+
+    def routes(self, cache: PagedSlots, slots: jax.Array) -> jax.Array:
+        routes = cache.pool[1]
+        return gathered_pages(routes, self.axes(routes), cache.table[slots]).expert
 
     def _first_and_stack(self, cache: PagedSlots) -> tuple[list[Cache], Cache]:
         first, stack = cache.pool

@@ -75,6 +75,12 @@ def abstract_batch(
     # Without shared prompts a batch has no such field, and the program has another signature.
     if not role.train.shares_prompts:
         fields["prefix_ids"] = None
+    fields["routes"] = None
+    if role.replays_routes:
+        U, M, R, T = dataclasses.astuple(shape)
+        dims = (U, M, role.model.mixture_layers * role.model.experts_per_token, R, T)
+        where = NamedSharding(role.mesh, rows_and_length(role.mesh, dims))
+        fields["routes"] = jax.ShapeDtypeStruct(dims, jnp.int16, sharding=where)
     return kind(**fields)
 
 
