@@ -29,7 +29,6 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.checks import check_path
 from jaxrl.commands.run_commands import prepared
 from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
@@ -93,12 +92,6 @@ def main(argv: Sequence[str]) -> int:
     # A short name for the setting that changes most.
     if args.n is not None:
         overrides["evaluation.num_samples"] = str(args.n)
-    for flag, text in (
-        ("--model", args.model),
-        ("--out", args.out),
-        *(("--set", s) for s in args.sets),
-    ):
-        check_path(flag, text)
     path = pathlib.Path(local_model(args.model))
     tree = settings_of(path, args.config, args.sets)
     # A model without a recipe takes prompts of any length that its context has room for, in the fast type.

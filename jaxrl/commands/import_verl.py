@@ -20,7 +20,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl.checks import check_path
 from jaxrl.commands.verl_files import VerlFile, read_verl
 from jaxrl.commands.verl_settings import Import, Line, convert_settings
 from jaxrl.config.command_line import load_config
@@ -69,8 +68,6 @@ def main(argv: Sequence[str]) -> int:
     for name in ("num_train_prompts", "call"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: expected 0 or more")
-    check_path("FILE", args.file)
-    check_path("--out", args.out)
     file = read_verl(args.file, args.arguments, call=args.call, confined=not args.run)
     _write(args.file, file, args.out, args.num_train_prompts)
     return 0

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
 
-from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
 from jaxrl.user_code import bundled_recipes
@@ -202,7 +201,6 @@ def load_recipe(
       UserError: the file does not exist, or it failed; the message has file and line.
     """
     path, _, argument = str(recipe).partition(":")
-    check_path("--config", path)
     path = recipe_path(path)
     try:
         get_config = _execute(path).get("get_config")

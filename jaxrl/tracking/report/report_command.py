@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.flags import command_parser
@@ -73,7 +72,6 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
       UserError: there are too few or too many runs, a folder holds no run, a run is named twice or shares no
         metric with the others, or the page cannot be written.
     """
-    check_path("--out", out)
     runs = read_runs(paths)
     if not 2 <= len(runs) <= NUM_COLORS:
         number = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -156,7 +154,6 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
     """
     absolute: list[pathlib.Path] = []
     for path in paths:
-        check_path("the folder", path)
         resolved = path.resolve()
         if resolved in absolute:
             raise UserError(f"{path} is named twice; name each run once")
