@@ -158,11 +158,11 @@ class Text(Rule):
         return None
 
 
-NAME = PATH = Text()
-"""A name or a path: one line."""
+NAME = Text()
+"""A name: one line."""
 
-PROSE = Text(lines=True)
-"""Text for a model: a template, a system prompt."""
+PATH = PROSE = Text(lines=True)
+"""A path; and text for a model, such as a template."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomicall
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
 from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params
 from jaxrl.tracking.sample_rows import TokenStrings, sample_rows, to_lines
-from jaxrl.trainer.context import check_evaluation_fits, meshes_of
+from jaxrl.trainer.context import meshes_of
 from jaxrl.trainer.evaluation import answered
 from jaxrl.trainer.run_rewards import graders_of, truth_faults
 from jaxrl.types import Completions, Scored
@@ -232,7 +232,6 @@ def evaluate(
             "model (max_position_embeddings of its config.json); lower one of them"
         )
     model = model.for_texts_of(config.longest_sequence)
-    check_evaluation_fits(config, len(prompts))
     (pool,) = pools = read_placement({}, config.mesh, ("actor",))
     # Every process has to take part, so several use all of their devices.
     used = pool.num_devices if hosts.num_processes() == 1 else None

@@ -26,7 +26,6 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import leaf_types, type_name
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.files import shown_path
 from jaxrl.flags import command_parser
 
 _WIDTH = 100
@@ -100,7 +99,7 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
     found = convert_settings(
         file.settings, num_train_prompts=num_train_prompts, every=file.is_script
     )
-    text = recipe_text(shown_path(path), file, found)
+    text = recipe_text(path, file, found)
     # Written even if it is refused: mending a line is less work than finding it.
     fault = _fault_of(text)
     if out:

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from jaxrl.data.data_config import MAX_TASK_SEED, MAX_TASK_SIZE
+from jaxrl.data.data_config import MAX_TASK_SIZE
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import Row
 from jaxrl.errors import UserError
@@ -124,7 +124,7 @@ class TaskProblems:
 
     Args:
       task: Name of the task, such as "countdown".
-      seed: Seed, 0 to `MAX_TASK_SEED`.
+      seed: Seed, 0 to `data_config.MAX_TASK_SEED`.
       options: Settings of the task, such as {"min_terms": 3}.
       size: Number of problems that are created at once; 0 creates them in blocks. Number `MAX_TASK_SIZE` is
         number 0 again.
@@ -146,11 +146,6 @@ class TaskProblems:
             near = f" (did you mean {near}?)" if near else ""
             raise UserError(
                 f"reasoning-gym has no task {task!r}{near}; name one of its {len(factory.DATASETS)} data sets"
-            )
-        if not 0 <= size <= MAX_TASK_SIZE or not 0 <= seed <= MAX_TASK_SEED:
-            raise UserError(
-                f"{task} cannot be made with size {size} and seed {seed}; the size must be between "
-                f"1 and {MAX_TASK_SIZE} and the seed from 0 to {MAX_TASK_SEED}"
             )
         self._create = factory.create_dataset
         self._task = task

@@ -248,7 +248,7 @@ def _json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
 
 
 def _json_list(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
-    text = read_text(path, absent=_AGAIN, max_bytes=None).removeprefix("\ufeff")
+    text = read_text(path, absent=_AGAIN).removeprefix("\ufeff")
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -97,7 +97,7 @@ class StageCheckpoints(Checkpoints):
         path = self._folder.metrics
         if not path.exists():
             return 0
-        return len(read_bytes(path, absent="remove it", max_bytes=None).splitlines())
+        return len(read_bytes(path, absent="remove it").splitlines())
 
     # The end of a step
 
