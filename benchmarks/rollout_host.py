@@ -23,6 +23,7 @@ import functools
 import random
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,9 +43,11 @@ from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
-from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import Completions, Prompts
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from fake_engine import FakeEngine, lognormal_lengths
 
 # Ids of the fake model; 1 would end a response, and is never drawn before its end.
 VOCABULARY, STOP = 32_000, 1

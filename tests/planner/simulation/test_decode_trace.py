@@ -5,13 +5,13 @@ import heapq
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine
 
 from jaxrl.planner.simulation.decode_trace import trace_decoding
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.testing.fake_engine import FakeEngine
 from jaxrl.types import Prompts
 
 STOP, G = 1, 8
