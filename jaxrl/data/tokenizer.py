@@ -152,6 +152,7 @@ def load_tokenizer(
             f"{path} names the token {eos!r}, which tokenizer.json beside it does not have; put two files of "
             "one model there"
         )
+    pad_id = ids.get("pad_token")
     # Not the number of entries, because some vocabularies have unused ids below the last one.
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     ends = _generation_eos_ids(directory / "generation_config.json", vocab_size)
@@ -168,7 +169,7 @@ def load_tokenizer(
         vocab_size=vocab_size,
         eos_id=stop_ids[0],
         stop_ids=stop_ids,
-        pad_id=stop_ids[0] if ids.get("pad_token") is None else ids["pad_token"],
+        pad_id=stop_ids[0] if pad_id is None else pad_id,
         special_tokens=special_tokens,
         chat_template=_read_chat_template(directory, config, special_tokens)
         if not chat_template

@@ -20,29 +20,18 @@ from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_FIELDS = ("prompt", "answer", "text", "correct")
-
 Rows = list[dict[str, Any]]
 
 
 def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
-    """The stored samples of an evaluation; empty if the file is missing or damaged.
+    """The stored samples of an evaluation; empty if the file is missing.
 
     Args:
       folder: folder of the run.
       when: "before" or "after" training.
     """
     path = folder.samples(when)
-    if not path.exists():
-        return []
-    try:
-        return [
-            {name: sample[name] for name in _SAMPLE_FIELDS}
-            for sample in json.loads(path.read_text())
-        ]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s is damaged (%s): its answers are left out", path, error)
-        return []
+    return json.loads(path.read_text()) if path.exists() else []
 
 
 def rows_of(folder: StageFolder, *, accepts_lost_rows: bool) -> Rows:

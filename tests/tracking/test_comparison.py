@@ -186,7 +186,7 @@ def test_samples_of_the_same_prompts_are_side_by_side(tmp_path, two):
 def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
     def of_step(text, prompt="1 + 1 ="):
         row = {"prompt": prompt, "answer": "2", "completion": text, "correct": True}
-        return [row, row | {"completion": "a second sample"}, {"prompt": 3}]
+        return [row, row | {"completion": "a second sample"}]
 
     one = write_run(tmp_path / "a", step_1=of_step("first"), step_10=of_step("tenth of a"))
     path = write_run(
@@ -194,8 +194,6 @@ def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
         step_10=[*of_step("tenth of b"), *of_step("alone", prompt="other")],
         step_20=of_step("twentieth"),
     )
-    with (path / "rollouts" / "step_10.jsonl").open("a") as file:
-        file.write('{"prompt": "cut sho')
     text = report(tmp_path, one, path)
     shown = text.split("Samples of training step 10")[1]
     assert shown.index("tenth of a") < shown.index("tenth of b")
@@ -206,12 +204,6 @@ def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
 def test_runs_without_samples_on_the_same_prompts_say_so(tmp_path, two):
     other = write_run(tmp_path / "c" / "seed0", samples_after=samples(True, ["another"]))
     assert "No two of the runs have samples on the same prompts." in report(tmp_path, two[0], other)
-
-
-def test_damaged_samples_are_left_out_with_a_warning(tmp_path, two, caplog):
-    (two[0] / "samples_after.json").write_text("[{")
-    assert "before training" in report(tmp_path, *two)
-    assert "samples_after.json is damaged" in caplog.text
 
 
 def test_every_shared_stage_has_a_section(tmp_path):

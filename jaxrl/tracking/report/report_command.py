@@ -255,10 +255,7 @@ def evaluation_samples(run: ComparedRun) -> tuple[Samples, str]:
     """The stored answers to evaluation problems, and a note if they are not from after training."""
     for when, note in (("after", ""), ("before", "before training")):
         if found := stored_samples(run.folder, when):
-            return {
-                (str(s["prompt"]), str(s["answer"])): (str(s["text"]), s["correct"] is True)
-                for s in found
-            }, note
+            return {(s["prompt"], s["answer"]): (s["text"], s["correct"]) for s in found}, note
     return {}, ""
 
 
@@ -278,12 +275,7 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
     for each in files:
         samples.append({})
         for line in each[step].read_bytes().splitlines() if step in each else ():
-            try:
-                row = read_head(line)
-            except ValueError:
-                continue  # files of samples are not trusted
-            if isinstance(prompt := row.get("prompt"), str):
-                key = (prompt, str(row.get("answer")))
-                answer = str(row.get("completion")), row.get("correct") is True
-                samples[-1].setdefault(key, answer)
+            row = read_head(line)
+            answer = row["completion"], row["correct"]
+            samples[-1].setdefault((row["prompt"], row["answer"]), answer)
     return step, samples
