@@ -41,7 +41,6 @@ _HERE = pathlib.Path("configs")
 _MAX_LISTED = 8
 _HELP_WIDTH = 110
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
-_NEGATION = re.compile(r"--?noconfig\.([^=]+)")
 
 
 def run(
@@ -78,17 +77,7 @@ def run(
             f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
         )
     config = load_config(config_class, own["config"].value, overrides)
-    try:
-        return command(config, **{name: own[name].value for name in switches}) or 0
-    except SystemExit as error:
-        if error.code:
-            raise
-        # Status 0 would say that the run is finished.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{place.filename}:{place.lineno} has ended the program (SystemExit); a function that a config "
-            "names must return"
-        ) from error
+    return command(config, **{name: own[name].value for name in switches}) or 0
 
 
 def load_config(
@@ -203,7 +192,12 @@ def load_recipe(
     path, _, argument = str(recipe).partition(":")
     path = recipe_path(path)
     try:
-        get_config = _execute(path).get("get_config")
+        # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
+        # time, so it would miss an edit within the same second.
+        code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        names: dict[str, Any] = {"__name__": "recipe", "__file__": path}
+        exec(code, names)
+        get_config = names.get("get_config")
         if get_config is None:
             raise UserError(f"{path} defines no get_config(), which is what a recipe is read by")
         tree = get_config(argument) if argument else get_config()
@@ -268,9 +262,7 @@ def take_overrides(
     rest = []
     pending = iter(arguments)
     for argument in pending:
-        if negated := _NEGATION.fullmatch(argument):
-            overrides[negated[1]] = "false"
-        elif given := _OVERRIDE.fullmatch(argument):
+        if given := _OVERRIDE.fullmatch(argument):
             name, text = given.groups()
             if text is None:
                 is_bool = kinds.get(name) in (bool, bool | None)
@@ -308,37 +300,21 @@ def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str
             yield f"{prefix}{key}"
 
 
-def _execute(path: str) -> dict[str, Any]:
-    """Executes the Python file at `path` and returns its global names."""
-    # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
-    # time, so it would miss an edit within the same second.
-    code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    names = {"__name__": "recipe", "__file__": path}
-    exec(code, names)
-    return names
-
-
 def _recipe_failure(path: str, error: BaseException, known: Sequence[str]) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == path and f.lineno is not None]
     place = f"{path}:{lines[-1]}" if lines else path
-    misspelt = _misspelt_setting(error)
+    # A locked ConfigDict raises AttributeError with a KeyError inside, whose text starts with the name: 'lrr'
+    # after a read, Key "lrr" does not exist after an assignment.
+    cause = error.args[0] if isinstance(error, AttributeError) and error.args else None
+    misspelt = isinstance(cause, KeyError) and re.match(
+        r"""(?:Key )?["'](\w+)["']""", str(cause.args[0])
+    )
     if misspelt:
-        return f"{place}: {config_tree.unknown_setting(misspelt, known)}"
+        return f"{place}: {config_tree.unknown_setting(misspelt[1], known)}"
     return f"{place}: {type(error).__name__}: {error}"
-
-
-def _misspelt_setting(error: BaseException) -> str | None:
-    """The name that a locked ConfigDict rejected; None for all other errors."""
-    # A ConfigDict raises AttributeError with a KeyError inside. The text of the KeyError starts with the
-    # name: 'lrr' after a read, Key "lrr" does not exist after an assignment.
-    cause = error.args[0] if isinstance(error, AttributeError) and error.args else error
-    if not isinstance(cause, KeyError) or cause is error:
-        return None
-    name = re.match(r"""(?:Key )?["'](\w+)["']""", str(cause.args[0]))
-    return name[1] if name else None
 
 
 def _usage(
