@@ -85,7 +85,6 @@ class PairStage(ExamplesStage):
 
         Empty if there are no evaluation pairs.
         """
-        del when
         batch = self._evaluation_pairs
         if batch is None:
             return {}

@@ -105,7 +105,6 @@ class RoleKind:
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         """Whether a run has the role; `declared` is whether its dataflow names it."""
-        del config
         return declared
 
     def shape(self, actor: ModelConfig, stored: ModelConfig | None) -> ModelConfig:
@@ -114,7 +113,6 @@ class RoleKind:
 
     def check(self, config: Config, directory: str) -> Tokenizer | None:
         """Raises UserError if it cannot have the model in a directory; returns a tokenizer of its own."""
-        del config
         model = read_config(directory)
         if model.num_scores:
             raise UserError(
@@ -143,11 +141,9 @@ class RoleKind:
 
     def phase(self, name: str, role: Any, parts: PhaseParts) -> Any:
         """Its member of a step, for `Step.phase`; None without one. The run may not have the role (None)."""
-        del name, role, parts
 
     def reward(self, role: Any, config: Config) -> RewardTerm | None:
         """The term of the reward that it computes; None if it rewards nothing."""
-        del role, config
 
 
 class CriticKind(RoleKind):
@@ -158,7 +154,6 @@ class CriticKind(RoleKind):
 
     def check(self, config: Config, directory: str) -> None:
         """Its head is new, so a model with or without scores will do."""
-        del config
         check_params(directory, read_config(directory))
 
     def build(self, parts: BuildParts) -> Critic:
@@ -191,12 +186,10 @@ class ReferenceKind(RoleKind):
 
     def shape(self, actor: ModelConfig, stored: ModelConfig | None) -> ModelConfig:
         """The actor's model, adapters included."""
-        del stored
         return actor
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> ReferencePhase:
         """Log-probabilities of the role, or of the actor without its adapters."""
-        del name
         asked = parts.config.algorithm.kl.needs_ref_logprobs
         return ReferencePhase(parts.actor, role, parts.timer, asked=asked)
 
@@ -211,7 +204,6 @@ class ScoreKind(RoleKind):
 
     def check(self, config: Config, directory: str) -> None:
         """The checkpoint must have the head."""
-        del config
         model = read_config(directory)
         if not model.num_scores:
             raise UserError(
@@ -239,7 +231,6 @@ class RewardKind(ScoreKind):
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         """Whatever the dataflow declares."""
-        del declared
         return bool(self.weights(config))
 
     def reward(self, role: RewardModel, config: Config) -> RewardTerm:
@@ -255,7 +246,6 @@ class CostKind(ScoreKind):
 
     def phase(self, name: str, role: RewardModel | None, parts: PhaseParts) -> CostPhase | None:
         """Costs of responses."""
-        del name
         return role and CostPhase(self.scores(parts.config, role), parts.timer)
 
 
@@ -267,7 +257,6 @@ class JudgeKind(RoleKind):
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         """Whatever the dataflow declares."""
-        del declared
         return bool(self.weights(config))
 
     def check(self, config: Config, directory: str) -> Tokenizer:
@@ -354,7 +343,6 @@ class TeacherKind(RoleKind):
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
         """Log-probabilities of the student's tokens."""
-        del name
         return role and TeacherPhase(role, parts.actor, parts.timer)
 
 

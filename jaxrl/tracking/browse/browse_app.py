@@ -162,7 +162,6 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
     pages = _Pages(files, title)
 
     def refused(request: Request, error: Exception) -> Response:
-        del request
         assert isinstance(error, HTTPException), "registered for this type"
         return PlainTextResponse(error.detail, error.status_code, error.headers)
 
@@ -285,7 +284,6 @@ class _Pages:
         )
 
     def css(self, request: Request) -> Response:
-        del request
         return Response(self._style, media_type="text/css")
 
     def _rendered(self, template: str, **values: Any) -> HTMLResponse:
