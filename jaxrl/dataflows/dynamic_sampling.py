@@ -157,8 +157,9 @@ class GroupBuffer:
         message = (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
             f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with "
-            f"{_WANTED[self._keeps]} that a step needs{graded}. Use easier or harder prompts, raise rollout.num_samples or "
-            "rollout.max_generation_batches, or go on with what there is by rollout.on_shortage=fill"
+            f"{_WANTED[self._keeps]} that a step needs{graded}. Use easier or harder prompts, raise "
+            "rollout.num_samples or rollout.max_generation_batches, or go on with what there is by "
+            "rollout.on_shortage=fill"
         )
         raise NotEnoughGroups(message, Scored.concatenate(self._sampled))
 

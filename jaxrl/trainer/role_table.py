@@ -42,7 +42,7 @@ from jaxrl.models.decoder import decoder_graph, score_config
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards.judge import JudgeTemplate, score_parser
+from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
@@ -306,16 +306,9 @@ class JudgeKind(RoleKind):
     def reward(self, role: GenerativeJudge, config: Config) -> RewardTerm:
         """The score at the end of its verdict."""
         options = config.reward.judge
-        return JudgeReward(
-            "judge",
-            options.weight,
-            role,
-            JudgeTemplate(
-                options.template, options.max_response_chars, role.tokenizer.added_tokens
-            ),
-            score_parser(low=0.0, high=10.0),
-            0.0,  # the lowest score: nothing is gained by a verdict without one
-        )
+        forbidden = role.tokenizer.added_tokens
+        template = JudgeTemplate(options.template, options.max_response_chars, forbidden)
+        return JudgeReward("judge", options.weight, role, template)
 
 
 class TeacherKind(RoleKind):

@@ -385,7 +385,7 @@ def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
     # A finished run has its report written again from what is left.
     config = dataclasses.replace(config, run=accepting)
     assert program.train(config, devices=one_device(), report=write_report) == 0
-    assert "sft/metrics.jsonl has a line 2 that is no row" in caplog.text
+    assert "sft/metrics.jsonl has other content than" in caplog.text
     assert "<svg" in config.run_folder.report.read_text()
 
 
