@@ -459,17 +459,11 @@ _EXPECTED = {
 _RULE = "rule"
 
 
-def is_a(value: Any, kind: type) -> bool:
-    """Whether `value` has a plain type: a bool is not a number, and an int is also a float."""
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
 def is_finite(value: Any) -> bool:
     """Whether `value` is a number that a float can hold; accepts any object."""
-    return is_a(value, float) and abs(value) <= sys.float_info.max
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return abs(typing.cast("float", value)) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:

@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from jaxrl.config.config_tree import help_texts, leaf_names
+from jaxrl.config.command_line import help_texts
+from jaxrl.config.config_tree import leaf_names
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError

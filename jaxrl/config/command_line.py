@@ -30,6 +30,7 @@ from ml_collections import config_dict as ml_config_dict
 
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
+from jaxrl.flags import help_of
 from jaxrl.user_code import bundled_recipes
 
 if typing.TYPE_CHECKING:
@@ -120,7 +121,7 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
         checked when the tree is read.
     """
     kind, known = config_tree.setting_type(config_class, name), config_tree.leaf_types(config_class)
-    if kind is not None and name.startswith(config_tree.told_names(config_class)):
+    if kind is not None and name.startswith(told_names(config_class)):
         raise UserError(
             f"--config.{name}: the model's files tell this; set weights, or in the recipe "
             "config.model = model_shapes(NAME)"
@@ -292,6 +293,25 @@ def _parse_own_flags(
     return own, positional
 
 
+def told_names(cls: type) -> tuple[str, ...]:
+    """Dotted names of the fields of `cls` whose values come from the model's files."""
+    names = getattr(cls, "FROM_CHECKPOINT", ())
+    for name, annotation in typing.get_type_hints(cls).items():
+        if group := config_tree.group_class(annotation):
+            names += tuple(f"{name}.{told}" for told in told_names(group))
+    return names
+
+
+def help_texts(cls: type) -> dict[str, str]:
+    """The help text of every setting of `cls` by dotted name."""
+    texts = {}
+    for name, annotation in typing.get_type_hints(cls).items():
+        texts[name] = help_of(cls).get(name, "")
+        if group := config_tree.group_class(annotation):
+            texts |= {f"{name}.{leaf}": text for leaf, text in help_texts(group).items()}
+    return texts
+
+
 def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, ml_config_dict.ConfigDict):
@@ -326,8 +346,8 @@ def _usage(
 ) -> str:
     about = (command.__doc__ or "").strip().splitlines()[:1]
     options = "".join(f" [--{name}]" for name in switches)
-    texts = config_tree.help_texts(config_class)
-    told = config_tree.told_names(config_class)
+    texts = help_texts(config_class)
+    told = told_names(config_class)
     defaults = {
         name: value
         for name, value in config_tree.flatten_config(config_class()).items()
