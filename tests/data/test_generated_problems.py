@@ -169,22 +169,10 @@ def test_a_function_that_never_makes_a_problem_does_not_run_for_ever():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            "return None",
-            r"index 0: the function returned None; it must return a row of JSON's types, such",
-        ),
-        ("return [1]", r"index 0: the function returned \[1\]"),
-        ("return '1 + 1'", r"index 0: the function returned '1 \+ 1'"),
-        (
-            "return {'question': object(), 'answer': 1}",
-            r"returned \{'question': <object.*no JSON: TypeError",
-        ),
-        ("x = {'answer': 1}; x['question'] = x; return x", "no JSON: ValueError: Circular"),
-        ("raise KeyError('gone')", r"index 0: the function raised KeyError: 'gone'"),
-        (
-            "return {'question': '1?', 'answer': 1 // (9 - index)}",
-            "index 9: the function raised ZeroDivision",
-        ),
+        ("return None", r"index 0: TypeError.*must return a row of JSON's types, such"),
+        ("return '1 + 1'", "index 0: ValueError"),
+        ("return {'question': object(), 'answer': 1}", "object is none of JSON's types"),
+        ("return {'question': '1?', 'answer': 1 // (9 - index)}", "index 9: ZeroDivision"),
         ("return {'only': 'a field'}", "puzzles.py:make has a layout that is not known.*'only'"),
         (
             "import random; return {'question': f'{random.random()}', 'answer': 1}",
@@ -204,7 +192,7 @@ def test_a_function_that_fails_late_is_named_with_its_index():
         read(function("return {'question': '1?', 'answer': 1 // (70 - index)}")), per_batch=70
     )
     next(prompts)
-    with pytest.raises(UserError, match=r"puzzles\.py:make index 70: the function raised ZeroDiv"):
+    with pytest.raises(UserError, match=r"puzzles\.py:make index 70: ZeroDiv"):
         next(prompts)
 
 
