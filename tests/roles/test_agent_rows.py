@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from small import prompts_of
 from test_redraw import OPTIONS, actor_of, fraction
+from tokens import prompts_of
 
 from jaxrl.dataflows.dynamic_sampling import kept_groups
 from jaxrl.dataflows.preparation import _groups
