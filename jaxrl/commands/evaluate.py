@@ -152,7 +152,9 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
         first = tree.data.evaluation
         # Grader, template and chat stay those of the settings.
         first.update(options={}, size=0, fields={})
-        named = [dict(first) | {"path": text, "source": _name_of(text)} for text in sets]
+        # A set has the name of its file or function.
+        names = [pathlib.Path(text.rpartition(":")[2]).stem for text in sets]
+        named = [dict(first) | {"path": p, "source": n} for p, n in zip(sets, names, strict=True)]
         first.update(named[0])
         tree.data.evaluations = {}
         for number, settings in enumerate(named[1:], start=2):
@@ -187,11 +189,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except ValueError:
         return float(text)  # inf and nan
-
-
-def _name_of(text: str) -> str:
-    """The name of a set of problems: that of the file or the function."""
-    return pathlib.Path(text.rpartition(":")[2]).stem
 
 
 def evaluate(

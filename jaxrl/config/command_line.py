@@ -101,7 +101,7 @@ def load_config(
         raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
     tree = recipe
     if not isinstance(tree, ml_config_dict.ConfigDict):
-        tree = load_recipe(tree, known=config_tree.leaf_names(config_class))
+        tree = load_recipe(tree, known=list(config_tree.leaf_types(config_class)))
     for name, text in overrides.items():
         override(config_class, tree, name, text)
     return config_tree.from_config_dict(config_class, tree)

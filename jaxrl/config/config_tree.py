@@ -126,11 +126,6 @@ def leaf_types(cls: type) -> dict[str, Any]:
     return leaves
 
 
-def leaf_names(cls: type) -> list[str]:
-    """The dotted name of every setting of `cls`, in the order of the fields."""
-    return list(leaf_types(cls))
-
-
 def flatten_config(config: Any) -> dict[str, Any]:
     """The value of every setting by dotted name: fields in declared order, dict entries by name."""
     return dict(_leaves(config, ""))

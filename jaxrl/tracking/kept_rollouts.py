@@ -75,39 +75,38 @@ class KeptRollouts:
         """Starts writing the step's samples if the step is selected. Collective."""
         if not self._files.is_due(self._timer.step + 1):
             return
-        old_logprob = None
+        trained = None
         if self._has_old_logprob:
+            # Collective, so it comes before the question of who writes.
             old_logprob = np.asarray(hosts.fetch(experience.batch.old_logprob))
-        # Collective, so it comes before the question of who writes.
-        packed = PackedBatch(**hosts.fetch(experience.batch.packing()))
-
-        def by_response(kept: Scored) -> dict[int, np.ndarray] | None:
-            lengths = kept.completions.lengths_B.tolist()
-            return (
-                None if old_logprob is None else logprobs_by_response(packed, old_logprob, lengths)
-            )
-
-        self._write(experience.scored, by_response)
+            trained = PackedBatch(**hosts.fetch(experience.batch.packing())), old_logprob
+        self._write(experience.scored, trained)
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:
         """Writes the samples of a step that found too few groups; returns the path."""
-        return self._write(scored, lambda kept: None)
+        return self._write(scored, None)
 
     def _write(
-        self, scored: Scored, old_logprob: Callable[[Scored], dict[int, np.ndarray] | None]
+        self, scored: Scored, trained: tuple[PackedBatch, np.ndarray] | None
     ) -> pathlib.Path:
-        """Writes the rows of the first prompts, in the background while training continues."""
+        """Writes the rows of the first prompts, in the background while training continues.
+
+        Args:
+          scored: the samples.
+          trained: the packed samples and the trainer's log-probabilities of their tokens.
+        """
         step = self._timer.step + 1
 
         def rows() -> Iterator[dict[str, Any]]:
             kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
+            lengths = kept.completions.lengths_B.tolist()
             return sample_rows(
                 kept,
                 self._token_strings,
                 stop_ids=self._stop_ids,
                 terms=self._terms,
                 step=step,
-                old_logprob=old_logprob(kept),
+                old_logprob=trained and logprobs_by_response(*trained, lengths),
             )
 
         if hosts.is_first():
