@@ -23,7 +23,6 @@ import functools
 import random
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from fake_engine import FakeEngine, lognormal_lengths
 
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
@@ -45,9 +45,6 @@ from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import Completions, Prompts
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from fake_engine import FakeEngine, lognormal_lengths
 
 # Ids of the fake model; 1 would end a response, and is never drawn before its end.
 VOCABULARY, STOP = 32_000, 1

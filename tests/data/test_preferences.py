@@ -142,13 +142,6 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, message):
         read_preferences(path, source="s")
 
 
-def test_a_missing_file_says_what_to_put_there(tmp_path):
-    with pytest.raises(
-        UserError, match=r'does not exist.*"prompt": ..., "chosen": ..., "rejected"'
-    ):
-        read_preferences(tmp_path / "pairs.jsonl", source="s")
-
-
 # The stream.
 
 

@@ -80,17 +80,13 @@ def test_adapters_of_every_kind_of_layer_train_alone():
 
 
 @pytest.mark.parametrize(
-    ("layout", "train", "message"),
+    ("layout", "context", "train", "message"),
     [
-        ("1-1-2", TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
-        ("4-1-1", TRAIN, "layers of size 2 does not divide"),
+        ("1-1-2", 1, TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
+        ("4-1-1", 1, TRAIN, "layers of size 2 does not divide"),
+        ("1-1-2", 2, TRAIN, r"mesh\.context 2 splits rows, and a delta layer"),
     ],
 )
-def test_what_would_cut_a_state_is_refused(layout, train, message):
+def test_what_would_cut_a_state_is_refused(layout, context, train, message):
     with pytest.raises(UserError, match=message):
-        actor_on(mesh_of(layout), model=DELTA, train=train)
-
-
-def test_rows_are_not_split():
-    with pytest.raises(UserError, match=r"mesh\.context 2 splits rows, and a delta layer"):
-        actor_on(mesh_of("1-1-2", context=2), model=DELTA, train=TRAIN)
+        actor_on(mesh_of(layout, context=context), model=DELTA, train=train)

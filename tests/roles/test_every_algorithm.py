@@ -123,8 +123,7 @@ MODEL = ModelConfig(
 
 
 def tiny_actor() -> Actor:
-    config = Config()
-    return actor_on(mesh_of(), model=MODEL, train=config.train, optim=config.optim)
+    return actor_on(mesh_of(), model=MODEL, train=Config().train, optim=Config().optim)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "gspo", "full"])

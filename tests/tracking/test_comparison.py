@@ -276,8 +276,3 @@ def test_too_few_and_too_many_runs_are_one_line(tmp_path, two, capsys):
 def test_damaged_metrics_are_one_line(two, capsys):
     (two[1] / "rl" / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
     assert "metrics.jsonl:2: not a row" in refusal(capsys, *two)
-
-
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path, two, capsys):
-    (tmp_path / "file").write_text("")
-    assert "cannot write" in refusal(capsys, *two, "--out", tmp_path / "file" / "page.html")
