@@ -20,18 +20,30 @@ from jaxrl.tracking.run_folder import RunFolder, StageFolder
 
 logger = logging.getLogger(__name__)
 
+_SAMPLE_FIELDS = ("prompt", "answer", "text", "correct")
+
 Rows = list[dict[str, Any]]
 
 
 def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
-    """The stored samples of an evaluation; empty if the file is missing.
+    """The stored samples of an evaluation; empty if the file is missing or damaged.
 
     Args:
       folder: folder of the run.
       when: "before" or "after" training.
     """
     path = folder.samples(when)
-    return json.loads(path.read_text()) if path.exists() else []
+    if not path.exists():
+        return []
+    # A run that has trained must not fail here.
+    try:
+        return [
+            {name: sample[name] for name in _SAMPLE_FIELDS}
+            for sample in json.loads(path.read_text())
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s): its answers are left out", path, error)
+        return []
 
 
 def rows_of(folder: StageFolder, *, accepts_lost_rows: bool) -> Rows:
