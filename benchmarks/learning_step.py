@@ -41,7 +41,7 @@ from jaxrl.roles import packed_model
 from jaxrl.roles.flops import training_flops
 from jaxrl.roles.losses import policy
 from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
+from jaxrl.roles.packing import PackedShape, PrefixGroups, RowLimits, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.types import PackedBatch, TrainBatch
@@ -142,9 +142,7 @@ def batch_of(
 
 def shape_for(lengths: Sequence[int], *, rows: int, tokens: int) -> PackedShape:
     """One minibatch of as many microbatches as these sequences may need."""
-    return PackedShape.for_sequences(
-        len(lengths), longest=max(lengths), minibatches=1, rows=rows, tokens=tokens
-    )
+    return RowLimits(rows, tokens, max(lengths)).shape(len(lengths), minibatches=1)
 
 
 def updating(

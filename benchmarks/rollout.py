@@ -41,7 +41,7 @@ from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
 from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.packing import RowLimits
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -305,7 +305,7 @@ def precision(console):
     mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
     prompts = prompts_of(shape, 8)
     longest = shape.prompt + shape.response
-    packed = PackedShape.for_sequences(16, longest=longest, minibatches=1, rows=4, tokens=1024)
+    packed = RowLimits(4, 1024, longest).shape(16, minibatches=1)
     for dtype, weights_dtype, kv_dtype in [
         ("float32", "", "float32"),
         ("float32", "", "bfloat16"),

@@ -31,10 +31,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from fake_engine import FakeEngine, lognormal_lengths
 
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.packing import RowLimits
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine_sizes import PageSizes
@@ -42,7 +43,6 @@ from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.slots import Slots
-from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
 from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.types import Completions, Prompts
 
@@ -208,9 +208,7 @@ def report_packing() -> Iterator[str]:
     """Seconds and memory of packing."""
     completions = completions_of(8192, 4000, 20_000)
     tokens = int(completions.lengths_B.sum())
-    shape = PackedShape.for_sequences(
-        8192, longest=20_016 + 1, minibatches=16, rows=16, tokens=22_528
-    )
+    shape = RowLimits(16, 22_528, 20_016 + 1).shape(8192, minibatches=16)
     before, batch, seconds = peak_gb(), None, []
     for _ in range(3):
         del batch  # its memory is used again

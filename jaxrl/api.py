@@ -27,9 +27,9 @@ import jax
 import pyarrow as pa
 from ml_collections.config_dict import ConfigDict
 
-from jaxrl.commands.run_commands import prepared, train_or_plan, training_of
+from jaxrl.commands.run_commands import prepared, train_or_plan
 from jaxrl.config.command_line import load_config, load_recipe
-from jaxrl.config.config_tree import leaf_names, to_config_dict
+from jaxrl.config.config_tree import leaf_types, to_config_dict
 from jaxrl.config.schema import Config
 from jaxrl.dataflows.samplers import PromptSource
 from jaxrl.dataflows.step import Step
@@ -44,7 +44,7 @@ from jaxrl.tracking.metrics import read_metrics
 from jaxrl.tracking.run_weights import files_of_run
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.findings import REINFORCEMENT
-from jaxrl.trainer.program import claimed
+from jaxrl.trainer.program import claimed, training_of
 from jaxrl.trainer.rl import RlStage
 from jaxrl.trainer.roles import Roles, build_roles
 from jaxrl.trainer.run_files import keep_model_files
@@ -250,7 +250,7 @@ def build_config(
         tree = to_config_dict(recipe)
     else:
         if not isinstance(recipe, ConfigDict):
-            recipe = load_recipe(recipe, known=leaf_names(Config))
+            recipe = load_recipe(recipe, known=list(leaf_types(Config)))
         tree = recipe.copy_and_resolve_references()
     if "num_steps" in overrides:
         overrides["run__num_steps"] = overrides.pop("num_steps")

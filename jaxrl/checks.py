@@ -22,7 +22,6 @@ import functools
 import inspect
 import math
 import numbers
-import os
 import sys
 import types
 import typing
@@ -145,74 +144,30 @@ class OneOf(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class PathRule(Rule):
-    """Accepts valid file system paths that leave room for the names of files inside.
-
-    Attributes:
-      max_bytes: maximum length of a path; the system allows 4,095 bytes, and a run appends file names.
-      max_name_bytes: maximum length of each component, as limited by the system.
-    """
-
-    max_bytes: int = 3500
-    max_name_bytes: int = 255
-
-    def fault(self, value: str) -> str | None:
-        """What is wrong with `value`, and the remedy; None if the value is valid."""
-        if "\0" in value:
-            return "has a NUL character, which no path has; name another path"
-        names = [len(name.encode("utf-8", "surrogatepass")) for name in value.split("/")]
-        size = sum(names) + len(names) - 1
-        if size > self.max_bytes:
-            return f"has {size:,} bytes; a path has at most {self.max_bytes:,}: name another path"
-        if max(names) > self.max_name_bytes:
-            return (
-                f"has a name of {max(names):,} bytes in it; names of files and folders have at most "
-                f"{self.max_name_bytes}: name another path"
-            )
-        return None
-
-
-PATH = PathRule()
-"""Files, folders, and functions named by the file that they are in."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Text(Rule):
-    """Accepts printable text.
+    """Accepts printable text; with `lines` also line feeds, tabs and other blanks."""
 
-    Attributes:
-      at_most: maximum number of characters.
-      lines: whether line feeds, and blanks at the ends, are valid.
-    """
-
-    at_most: int
     lines: bool = False
 
     def fault(self, value: str) -> str | None:
         """What is wrong with `value`, and the remedy; None if the value is valid."""
-        if len(value) > self.at_most:
-            return f"is longer than {self.at_most:,} characters; shorten it"
-        allowed = value.replace("\n", "").replace("\t", "") if self.lines else value
-        # `isprintable` is False for lone surrogates, NUL and other control characters; True for blanks.
-        odd = next(
-            (c for c in allowed if not (c.isprintable() or (self.lines and c.isspace()))), None
-        )
-        if odd is not None:
-            return f"has the character {odd!a}, which cannot be shown; leave it out"
-        if value != value.strip() and not self.lines:
-            return "has blanks at its ends; remove them"
+        for c in value:
+            # `isprintable` is False for lone surrogates, NUL and other control characters.
+            if not (c.isprintable() or (self.lines and c.isspace())):
+                return f"has the character {c!a}, which cannot be shown; leave it out"
         return None
 
 
-NAME = Text(1000)
-"""A name, a field of a file, a note: one line without blanks at its ends."""
+NAME = Text()
+"""A name: one line."""
+
+PATH = PROSE = Text(lines=True)
+"""A path; and text for a model, such as a template."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderName(Text):
     """Accepts a `NAME` that names a folder inside another one, or nothing."""
-
-    at_most: int = 1000
 
     def fault(self, value: str) -> str | None:
         """What is wrong with `value`, and the remedy; None if the value is valid."""
@@ -223,9 +178,6 @@ class FolderName(Text):
 
 FOLDER_NAME = FolderName()
 """The name of a run, whose folder is inside `run.output`."""
-
-PROSE = Text(100_000, lines=True)
-"""Text for a model: a template, a system prompt."""
 
 
 def at_least(low: float, *, at_most: float = LARGEST, or_inf: bool = False) -> Range:
@@ -507,22 +459,11 @@ _EXPECTED = {
 _RULE = "rule"
 
 
-def check_path(name: str, value: str | os.PathLike[str]) -> None:
-    """Raises UserError if an argument of a command is not a valid `PATH`; `name` is for the message."""
-    check_value(name, os.fspath(value), typing.Annotated[str, PATH])
-
-
-def is_a(value: Any, kind: type) -> bool:
-    """Whether `value` has a plain type: a bool is not a number, and an int is also a float."""
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
 def is_finite(value: Any) -> bool:
     """Whether `value` is a number that a float can hold; accepts any object."""
-    return is_a(value, float) and abs(value) <= sys.float_info.max
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return abs(typing.cast("float", value)) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:

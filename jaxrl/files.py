@@ -9,10 +9,6 @@ from typing import IO, Any
 
 from jaxrl.errors import UserError
 
-MAX_BYTES = 1 << 24
-"""Default limit of the size of a file that is read whole. Published config files have kilobytes."""
-
-_SHOWN_CHARS = 80
 _AGAIN = "copy the published file again"
 
 
@@ -21,14 +17,6 @@ def cache_root() -> pathlib.Path:
     return (
         pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "jaxrl"
     )
-
-
-def shown_path(path: str | os.PathLike[str]) -> str:
-    """Formats a path for messages, without control characters; a very long path is cut."""
-    text = os.fspath(path)
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    # Cut only beyond the usual lengths: the end of a path is its most telling part.
-    return text if len(text) <= 512 else f"{text[:_SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
 def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
@@ -44,15 +32,12 @@ def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
     try:
         return open(path, "rb")
     except FileNotFoundError as error:
-        raise UserError(f"{shown_path(path)} does not exist; {absent}") from error
-    except (OSError, ValueError) as error:  # ValueError: the path contains a NUL byte
-        fault = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{shown_path(path)} cannot be read ({fault}); {absent}") from error
+        raise UserError(f"{path} does not exist; {absent}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); {absent}") from error
 
 
-def read_bytes(
-    path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = MAX_BYTES
-) -> bytes:
+def read_bytes(path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = None) -> bytes:
     """Reads a file.
 
     Args:
@@ -64,17 +49,13 @@ def read_bytes(
       UserError: as `open_file`, or if the file is larger.
     """
     with open_file(path, absent=absent) as file:
-        # Files such as those of /proc state no size, so what was read is measured too.
         size = os.fstat(file.fileno()).st_size
-        content = b"" if max_bytes is not None and size > max_bytes else file.read()
-    if max_bytes is not None and max(size, len(content)) > max_bytes:
-        raise UserError(f"{path} has more than the {max_bytes:,} bytes that are read; {_AGAIN}")
-    return content
+        if max_bytes is not None and size > max_bytes:
+            raise UserError(f"{path} has more than the {max_bytes:,} bytes that are read; {_AGAIN}")
+        return file.read()
 
 
-def read_text(
-    path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = MAX_BYTES
-) -> str:
+def read_text(path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = None) -> str:
     """Reads a text file, UTF-8. Arguments and errors as in `read_bytes`."""
     content = read_bytes(path, absent=absent, max_bytes=max_bytes)
     try:
@@ -84,7 +65,7 @@ def read_text(
 
 
 def read_json_object(
-    path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = MAX_BYTES
+    path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = None
 ) -> dict[str, Any]:
     """Reads a JSON file whose value is an object. Arguments as in `read_bytes`.
 

@@ -217,11 +217,13 @@ class _Worker:
         # Only this process holds the other end open. However it dies, the kernel then ends the worker.
         lifeline, self._lifeline = os.pipe()
         descriptors = (theirs.fileno(), lifeline)
+        modules = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             # -P: a worker finds modules in the working directory only if this process does, too.
             [sys.executable, "-P", "-c", _PROGRAM, *map(str, descriptors)],
             pass_fds=descriptors,
-            env=_environment(),
+            # It finds the modules of this process, and no accelerators.
+            env={**os.environ, "PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.DEVNULL,
             # Own group: Ctrl-C in a terminal goes to the run, which then ends the worker and its children.
             start_new_session=True,
@@ -334,12 +336,6 @@ class _Worker:
             return WorkerFault("timeout", subject, reason)
         reason = f"ended its process (status {status}); it must return instead: see what it printed"
         return WorkerFault("died", subject, reason)
-
-
-def _environment() -> dict[str, str]:
-    """Environment of a worker: the same module path as this process, and no access to accelerators."""
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ to train a policy, ValueBatch those to train a critic.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, overload
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch", bound="PackedBatch")
 Row = TypeVar("Row", covariant=True)
+Rows = TypeVar("Rows", "Prompts", "AgentRows", "Completions", "Scored")
 
 
 class LazyRows(Sequence[Row]):
@@ -84,26 +86,12 @@ class Prompts:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Prompts:
         """The prompts at `indices`, in that order."""
-        return Prompts(
-            ids_N=self.ids_N[np.asarray(indices, np.int64)],
-            tokens=_pick(self.tokens, indices),
-            texts=_pick(self.texts, indices),
-            answers=_pick(self.answers, indices),
-            sources=_pick(self.sources, indices),
-            extras=_pick(self.extras, indices),
-        )
+        return _picked(self, indices)
 
     @staticmethod
     def concatenate(parts: Sequence[Prompts]) -> Prompts:
         """All prompts of `parts`, in order."""
-        return Prompts(
-            ids_N=np.concatenate([np.zeros(0, np.int64), *(p.ids_N for p in parts)]),
-            tokens=_join([p.tokens for p in parts]),
-            texts=_join([p.texts for p in parts]),
-            answers=_join([p.answers for p in parts]),
-            sources=_join([p.sources for p in parts]),
-            extras=_join([p.extras for p in parts]),
-        )
+        return _joined(parts) if parts else Prompts(np.zeros(0, np.int64), (), (), (), ())
 
 
 class TurnText(NamedTuple):
@@ -149,16 +137,12 @@ class AgentRows:
 
     def take(self, rows: np.ndarray) -> AgentRows:
         """The rows at `rows`, in that order."""
-        return AgentRows(self.score_B[rows], self.failed_B[rows], _pick(self.branches, rows))
+        return _picked(self, rows)
 
     @staticmethod
     def concatenate(parts: Sequence[AgentRows]) -> AgentRows:
         """All rows of `parts`, in order."""
-        return AgentRows(
-            np.concatenate([part.score_B for part in parts]),
-            np.concatenate([part.failed_B for part in parts]),
-            _join([part.branches for part in parts]),
-        )
+        return _joined(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,37 +226,29 @@ class Completions:
     def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Completions:
         """The groups of the prompts at `prompt_indices`, in that order."""
         rows = self.rows_of(prompt_indices)
-        return Completions(
-            prompts=self.prompts.take(prompt_indices),
+        prompts = self.prompts.take(prompt_indices)
+        agents = self.of_agents and self.of_agents.take(rows)
+        routes = tuple(self.routes[b] for b in rows) if self.routes else ()
+        return _picked(
+            self,
+            rows,
+            prompts=prompts,
             num_samples=self.num_samples,
-            tokens=_pick(self.tokens, rows),
-            rollout_logprob=_pick(self.rollout_logprob, rows),
-            entropy=_pick(self.entropy, rows),
-            truncated_B=self.truncated_B[rows],
-            texts=_pick_rows(self.texts, rows),
-            mask=_pick(self.mask, rows),
-            turns=_pick_rows(self.turns, rows),
-            started_B=self.started_B[rows],
-            routes=_pick(self.routes, rows) if self.routes else (),
-            of_agents=self.of_agents and self.of_agents.take(rows),
+            routes=routes,
+            of_agents=agents,
         )
 
     @staticmethod
     def concatenate(parts: Sequence[Completions]) -> Completions:
         """All groups of `parts`, in order; every part has the same G, and either all or none have agents."""
         agents = [part.of_agents for part in parts if part.of_agents is not None]
-        return Completions(
+        return _joined(
+            parts,
             prompts=Prompts.concatenate([p.prompts for p in parts]),
             num_samples=parts[0].num_samples,
-            tokens=_join([p.tokens for p in parts]),
-            rollout_logprob=_join([p.rollout_logprob for p in parts]),
-            entropy=_join([p.entropy for p in parts]),
-            truncated_B=np.concatenate([p.truncated_B for p in parts]),
-            texts=_join_rows([p.texts for p in parts]),
-            mask=_join([p.mask for p in parts]),
-            turns=_join_rows([p.turns for p in parts]),
-            started_B=np.concatenate([p.started_B for p in parts]),
-            routes=_join([p.routes for p in parts]) if all(p.routes for p in parts) else (),
+            routes=tuple(itertools.chain(*(p.routes for p in parts)))
+            if all(p.routes for p in parts)
+            else (),
             of_agents=AgentRows.concatenate(agents) if agents else None,
         )
 
@@ -346,30 +322,14 @@ class Scored:
     def take(self, prompt_indices: Sequence[int] | np.ndarray) -> Scored:
         """The groups of the prompts at `prompt_indices`, in that order."""
         rows = self.completions.rows_of(prompt_indices)
-        return Scored(
-            completions=self.completions.take(prompt_indices),
-            correct_B=self.correct_B[rows],
-            score_B=self.score_B[rows],
-            shaping_B=self.shaping_B[rows],
-            predictions=_pick(self.predictions, rows),
-            term_BK=self.term_BK[rows],
-            term_weight_K=self.term_weight_K,
-            failures=_pick(self.failures, rows),
-        )
+        completions = self.completions.take(prompt_indices)
+        return _picked(self, rows, completions=completions, term_weight_K=self.term_weight_K)
 
     @staticmethod
     def concatenate(parts: Sequence[Scored]) -> Scored:
         """All groups of `parts`, in order."""
-        return Scored(
-            completions=Completions.concatenate([p.completions for p in parts]),
-            correct_B=np.concatenate([p.correct_B for p in parts]),
-            score_B=np.concatenate([p.score_B for p in parts]),
-            shaping_B=np.concatenate([p.shaping_B for p in parts]),
-            predictions=_join([p.predictions for p in parts]),
-            term_BK=np.concatenate([p.term_BK for p in parts]),
-            term_weight_K=parts[0].term_weight_K,
-            failures=_join([p.failures for p in parts]),
-        )
+        completions = Completions.concatenate([p.completions for p in parts])
+        return _joined(parts, completions=completions, term_weight_K=parts[0].term_weight_K)
 
 
 _PER_TOKEN = ("rollout_logprob", "old_logprob", "ref_logprob", "advantage")
@@ -479,21 +439,33 @@ class ValueBatch(PackedBatch):
     target: jax.Array
 
 
-def _pick(items: tuple, indices) -> tuple:
-    return tuple(items[int(i)] for i in indices)
+def _picked(batch: Rows, indices: Sequence[int] | np.ndarray, **others: Any) -> Rows:
+    """`batch` with the rows at `indices` of every field but the given `others`."""
+    # An empty list would index as floats.
+    chosen = np.asarray(indices, np.int64)
+
+    def pick(rows: Any) -> Any:
+        if isinstance(rows, np.ndarray):
+            return rows[chosen]
+        if isinstance(rows, LazyRows):
+            return LazyRows(pick(rows.makers))
+        return tuple(rows[i] for i in chosen.tolist())
+
+    fields = {name: pick(rows) for name, rows in vars(batch).items() if name not in others}
+    return type(batch)(**fields, **others)
 
 
-def _pick_rows(rows: Sequence[Row], indices) -> Sequence[Row]:
-    if isinstance(rows, LazyRows):
-        return LazyRows(_pick(rows.makers, indices))
-    return tuple(rows[int(i)] for i in indices)
+def _joined(parts: Sequence[Rows], **others: Any) -> Rows:
+    """The rows of all `parts` in order, in every field but the given `others`."""
 
+    def join(rows: list[Any]) -> Any:
+        if isinstance(rows[0], np.ndarray):
+            return np.concatenate(rows)
+        # Joined texts stay unmade unless a part has made its own.
+        if all(isinstance(part, LazyRows) for part in rows):
+            return LazyRows(join([part.makers for part in rows]))
+        return tuple(itertools.chain(*rows))
 
-def _join_rows(parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
-    if all(isinstance(part, LazyRows) for part in parts):
-        return LazyRows([make for part in parts for make in part.makers])  # pyright: ignore
-    return tuple(row for part in parts for row in part)
-
-
-def _join(parts: Sequence[tuple]) -> tuple:
-    return tuple(item for part in parts for item in part)
+    names = [name for name in vars(parts[0]) if name not in others]
+    fields = {name: join([getattr(part, name) for part in parts]) for name in names}
+    return type(parts[0])(**fields, **others)

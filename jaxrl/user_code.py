@@ -76,21 +76,40 @@ def load_function(
             "path/to/file.py:function"
         )
     if own_process and where == "__main__":
-        raise UserError(_in_the_program(path, name, what))
-    if where.endswith(".pkl"):
-        return _pickled_function(path, where, what, takes, options or {})
-    module = (
-        _file_module(path, where, what)
-        if where.endswith(".py")
-        else _named_module(path, where, what)
-    )
-    if not hasattr(module, name):
+        raise UserError(
+            f"{what} {path!r} is called in a process of its own, which cannot import what was typed into "
+            f"this one; write it into a file of its own, my_functions.py (in a notebook by %%writefile), and "
+            f"name it my_functions.py:{name}"
+        )
+    is_file = where.endswith((".py", ".pkl"))
+    if is_file and not os.path.isfile(bundled_file(where)):
+        raise UserError(
+            f"{what} {path!r} is not there: {pathlib.Path.cwd() / where} does not exist; paths are relative "
+            f"to {pathlib.Path.cwd()}"
+        )
+    try:
+        if where.endswith(".pkl"):
+            module, function = None, pickle.loads(pathlib.Path(where).read_bytes())
+        else:
+            module = _file_module(where) if is_file else importlib.import_module(where)
+            function = getattr(module, name, None)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        ours = (__file__, importlib.__file__)
+        places = [
+            f"{frame.filename}:{frame.lineno}: "
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename not in ours and not frame.filename.startswith("<frozen")
+        ]
+        raise UserError(
+            f"{what} {path!r} cannot be imported: {(places or [''])[-1]}{type(error).__name__}: {error}; fix "
+            "it, or install the package, set PYTHONPATH, or give path/to/file.py:function"
+        ) from error
+    if function is None:
         known = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise UserError(
             f"{what} {path!r} is not there: {where} has no {name!r}; it has "
             f"{', '.join(known) or 'no functions'}"
         )
-    function = getattr(module, name)
     if not callable(function):
         raise UserError(
             f"{what} {path!r} is {type(function).__name__}, which cannot be called; name a function"
@@ -103,33 +122,6 @@ def load_function(
 def load_agent(path: str) -> Callable[..., Any]:
     """The agent at `path` (docs/agents.md), which a worker process will call. Raises as `load_function`."""
     return load_function(path, "rollout.agent", takes=("client", "problem"), own_process=True)
-
-
-def _pickled_function(
-    path: str, where: str, what: str, takes: Sequence[str] | None, options: Mapping[str, Any]
-) -> Callable[..., Any]:
-    try:
-        function = pickle.loads(pathlib.Path(where).read_bytes())
-    except (Exception, SystemExit) as error:  # unpickling user objects may raise anything
-        raise UserError(f"{what} {path!r} cannot be loaded: {error}; make it again") from error
-    if takes is not None:
-        _check_takes(function, path, what, takes, options)
-    return function
-
-
-def _in_the_program(path: str, name: str, what: str) -> str:
-    """The message for a function of the running program or of a notebook."""
-    program = getattr(sys.modules["__main__"], "__file__", None)
-    remedy = (
-        f"name it {program}:{name}, with what the file does as a program under `if __name__ == "
-        '"__main__":`, or put it'
-        if program
-        else "write it (in a notebook by %%writefile my_functions.py)"
-    )
-    return (
-        f"{what} {path!r} is called in a process of its own, which cannot import what was typed into this "
-        f"one; {remedy} into a file of its own, my_functions.py, and name it my_functions.py:{name}"
-    )
 
 
 def _check_takes(
@@ -152,28 +144,10 @@ def _check_takes(
         ) from error
 
 
-def _named_module(path: str, where: str, what: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(where)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise _not_imported(
-            path,
-            what,
-            error,
-            "install the package, set PYTHONPATH, or give path/to/file.py:function",
-        ) from error
-
-
-def _file_module(path: str, where: str, what: str) -> types.ModuleType:
+def _file_module(where: str) -> types.ModuleType:
     # Recipes name functions beside them, shared/worked_sums.py:make, which are found from any folder, and a
     # run's settings stay the same on another machine.
-    found = bundled_file(where)
-    if not os.path.isfile(found):
-        raise UserError(
-            f"{what} {path!r} is not there: {pathlib.Path.cwd() / where} does not exist; paths are relative "
-            f"to {pathlib.Path.cwd()}"
-        )
-    file = pathlib.Path(found).resolve()
+    file = pathlib.Path(bundled_file(where)).resolve()
     # The path in the module name keeps it from hiding an installed module. Functions of one file share a
     # module.
     name = f"user code of {file}"
@@ -185,20 +159,7 @@ def _file_module(path: str, where: str, what: str) -> types.ModuleType:
     sys.modules[name] = module  # dataclasses look up their module here during its execution
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
+    except BaseException:
         del sys.modules[name]
-        raise _not_imported(path, what, error, "fix the file") from error
+        raise
     return module
-
-
-def _not_imported(path: str, what: str, error: BaseException, remedy: str) -> UserError:
-    ours = (__file__, importlib.__file__)
-    places = [
-        f"{frame.filename}:{frame.lineno}: "
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in ours and not frame.filename.startswith("<frozen")
-    ]
-    return UserError(
-        f"{what} {path!r} cannot be imported: {(places or [''])[-1]}"
-        f"{type(error).__name__}: {error}; {remedy}"
-    )

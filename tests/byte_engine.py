@@ -6,9 +6,9 @@ import functools
 import jax
 import numpy as np
 from closeness import assert_close
+from meshes import mesh_of
+from tokens import prompts_of
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
@@ -16,7 +16,7 @@ from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.types import Completions, Prompts
+from jaxrl.types import Completions
 
 MODEL = ModelConfig(
     vocab_size=288,
@@ -48,10 +48,11 @@ def weights():
 
 
 @functools.cache
-def engine_of(train="1-1-1") -> Engine:
-    layout = ParallelLayout.from_config(LayoutConfig(train=train))
-    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, CONFIG)
+def engine_of(layout=("1-1-1",), *, base=CONFIG, model=MODEL, **changes) -> Engine:
+    """An engine like `base` but for `changes`, on the devices of a layout: train, generate, fsdp."""
+    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
+    config = dataclasses.replace(base, **changes)
+    return Engine(model, decoder_graph(model)[0], mesh_of(**names), config)
 
 
 def encode(text) -> np.ndarray:
@@ -64,19 +65,13 @@ def decode(tokens) -> str:
 
 LENGTHS = (1, 20, 7, 24, 3)
 rng = np.random.default_rng(1)
-PROMPTS = Prompts(
-    ids_N=np.array([3, 0, 7, 1, 2]),
-    tokens=tuple(rng.integers(3, 256, n).astype(np.int32) for n in LENGTHS),
-    texts=("",) * 5,
-    answers=("",) * 5,
-    sources=("",) * 5,
-)
+PROMPTS = prompts_of(*(rng.integers(3, 256, n) for n in LENGTHS), ids=[3, 0, 7, 1, 2])
 OPTIONS = SamplingOptions(num_samples=1, seed=7, step=3, temperature=0.5)
 
 
 def loaded(kind, *layout):
     """A backend of that kind around the engine, with its weights."""
-    backend = kind(engine_of(*layout), functools.partial(map, decode))
+    backend = kind(engine_of(*[layout] if layout else []), functools.partial(map, decode))
     backend.load(weights())
     return backend
 
@@ -90,16 +85,18 @@ LAYOUTS = {
 }
 
 
+def placed(params, model, mesh):
+    """Weights of a model where a sampler on the mesh has them."""
+    _, shapes, axes = decoder_graph(model)
+    return jax.device_put(params, shardings(axes, shapes, GENERATE_RULES, mesh))
+
+
 @functools.cache
-def spread(layout=("1-1-1",), *, base=CONFIG, model=MODEL, **changes) -> OfflineBackend:
-    """A backend on the devices of a layout, around an engine like `base` but for `changes`."""
-    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
-    parallel = ParallelLayout.from_config(LayoutConfig(**names))
-    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
-    graph, shapes, axes = decoder_graph(model)
-    engine = Engine(model, graph, mesh, dataclasses.replace(base, **changes))
+def spread(layout=("1-1-1",), *, model=MODEL, **changes) -> OfflineBackend:
+    """A backend around such an engine, with its weights."""
+    engine = engine_of(layout, model=model, **changes)
     backend = OfflineBackend(engine, functools.partial(map, decode))
-    backend.load(jax.device_put(weights(), shardings(axes, shapes, GENERATE_RULES, mesh)))
+    backend.load(placed(weights(), model, engine.mesh))
     return backend
 
 

@@ -35,7 +35,7 @@ def test_settings_that_a_page_names_exist(page):
     text = (ROOT / "docs" / f"{page}.md").read_text()
     if page == "from_verl":  # the first column has names of verl
         text = "\n".join(re.findall(r"^\|[^|\n]*\|(.*)$", text, re.MULTILINE))
-    known = set(config_tree.leaf_names(Config))
+    known = set(config_tree.leaf_types(Config))
     groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count("."))}
     groups |= {field.name for field in dataclasses.fields(Config)}
     tables = {name for name, kind in config_tree.leaf_types(Config).items() if "dict" in str(kind)}
@@ -121,7 +121,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     settings = (tmp_path / "reference" / "settings.html").read_text()
-    for name in config_tree.leaf_names(Config):
+    for name in config_tree.leaf_types(Config):
         assert f"<code>{name}</code>" in settings, name
     commands = (tmp_path / "reference" / "commands.html").read_text()
     for name in cli.COMMANDS:

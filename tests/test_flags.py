@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from jaxrl.config.config_tree import help_texts, leaf_names
+from jaxrl.config.command_line import help_texts
+from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
@@ -25,7 +26,7 @@ def parsed(cls, *arguments: str):
 @pytest.mark.parametrize("root", [Config, ServeConfig])
 def test_every_setting_has_a_help_text(root):
     texts = help_texts(root)
-    assert [name for name in leaf_names(root) if not texts[name]] == []
+    assert [name for name in leaf_types(root) if not texts[name]] == []
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_every_engine_setting_can_be_set_on_the_command_line_of_a_server(exclusi
         "cache_tokens": 4096,
         **exclusive,
     }
-    assert set(given) == set(leaf_names(EngineSettings))
+    assert set(given) == set(leaf_types(EngineSettings))
     values = (
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in given.items()

@@ -1,11 +1,8 @@
 """Files of strangers: whatever is wrong with one, its reader says so in one line that names it."""
 
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -123,11 +120,6 @@ KEYS = [
     *[("config.json", "head_dim", x) for x in ODD if x is not None],
     ("config.json", "architectures", [["Qwen2ForCausalLM"]]),
     ("config.json", "architectures", [{}]),
-    *[
-        ("tokenizer_config.json", "chat_template", x)
-        for x in (1, True, {}, [1], [{}], [{"name": 1}])
-    ],
-    ("tokenizer_config.json", "chat_template", [{"name": "default", "template": 3}]),
     ("tokenizer_config.json", "chat_template", "{% for %}"),
     *[
         ("tokenizer_config.json", "eos_token", x)
@@ -217,80 +209,13 @@ def test_a_missing_file_says_what_to_put_there(tmp_path, read):
         read(tmp_path / "nowhere.json", absent="put one there")
 
 
-# What would hang, or take the process's memory, is read in a process that has limits of its own.
-
-ROOT = pathlib.Path(__file__).parents[1]
-READ = """
-import json, resource, sys, time
-# A reader that takes all memory ends here; what it was last asked for is on the last line.
-resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-sys.path.insert(0, "tests")
-from test_hostile_files import READERS, UserError
-def peak():
-    return next(int(x.split()[1]) >> 10 for x in open("/proc/self/status") if x.startswith("VmHWM"))
-for line in sys.stdin:
-    folder, name = json.loads(line)
-    began, message = time.process_time(), None
-    try:
-        READERS[name](__import__("pathlib").Path(folder))
-    except UserError as error:
-        message = str(error)
-    print(json.dumps([message, time.process_time() - began, peak()]), flush=True)
-"""
-MAX_CPU_S, MAX_MEGABYTES = 2, 500
-
-
-def read_in_a_process(cases) -> list[str]:
-    """The message about each of some files (folder, name), if all of them end quickly in one."""
-    asked = "".join(json.dumps([str(folder), name]) + "\n" for folder, name in cases)
-    # A busy machine may take its time; what hangs does not end at all.
-    done = subprocess.run(
-        [sys.executable, "-c", READ],
-        input=asked,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(cases), done.stderr[-2000:]
-    for (_, name), (message, cpu_s, megabytes) in zip(cases, answers, strict=True):
-        assert message is not None and name in message, (name, message)
-        assert "\n" not in message and len(message) < 1000
-        assert cpu_s < MAX_CPU_S and megabytes < MAX_MEGABYTES, (name, cpu_s, megabytes)
-    return [message for message, _, _ in answers]
-
-
-def test_files_that_would_take_all_memory_are_refused_early(healthy, tmp_path):
-    def copy(name) -> pathlib.Path:
-        return shutil.copytree(healthy, tmp_path / name)
-
-    large = copy("large")
-    with (large / "config.json").open("ab") as file:
-        file.truncate(1 << 34)
-
-    tensors = copy("tensors")
+def test_a_header_of_a_million_tensors_is_refused_early(folder):
+    name = "model-00001-of-00002.safetensors"
     entry = '"%x":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     header = ("{" + ",".join(entry % i for i in range(1_500_000)) + "}").encode()
-    file = tensors / "model-00001-of-00002.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
-
-    messages = read_in_a_process(
-        [(large, "config.json"), (tensors, "model-00001-of-00002.safetensors")]
-    )
-    for message, part in zip(
-        messages, ["more than the 16,777,216 bytes", "headers of 8"], strict=True
-    ):
-        assert part in message
-
-
-def test_a_file_of_no_stated_size_is_read_up_to_the_limit():
-    status = pathlib.Path("/proc/self/status")
-    assert status.stat().st_size == 0
-    assert b"VmHWM" in read_bytes(status, absent="")
-    with pytest.raises(UserError, match="more than the 100 bytes that are read"):
-        read_bytes(status, absent="", max_bytes=100)
+    (folder / name).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=rf"{name}.*headers of 8"):
+        READERS[name](folder)
 
 
 @pytest.mark.parametrize("max_bytes", [3, 4, None])

@@ -112,7 +112,7 @@ def test_two_processes_fine_tune_as_one(tmp_path):
         recipes.append(write_recipe(folder, **{"run.num_steps": 0, "data.evaluation.path": ""}))
     run([recipes[1]] * 2)
     config = load_config(Config, str(recipes[0]), {})
-    assert program.fine_tune(config, devices=jax.devices()[:4]) == 0
+    assert program.train(config, devices=jax.devices()[:4]) == 0
     check_equal(two, one, "sft")
 
 

@@ -151,7 +151,6 @@ def _keyless(select: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     @functools.wraps(select)
     def with_key(key: jax.Array, *arrays: jax.Array, **settings) -> jax.Array:
-        del key
         return select(*arrays, **settings)
 
     return with_key

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import jax
 
-from jaxrl.checks import at_least, check_path, check_value
+from jaxrl.checks import at_least, check_value
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.hub.hub_names import parsed_name
@@ -35,8 +35,6 @@ def main(argv: Sequence[str]) -> int:
     pushed_to = parsed_name(args.push) if args.push else None
     if args.push and (pushed_to is None or pushed_to.subset):
         raise UserError(f"--push {args.push!r} is no name on the hub; write OWNER/NAME")
-    check_path("--path", args.path)
-    check_path("--out", args.out)
     check_value(
         "max_shard_bytes", args.max_shard_bytes, Annotated[int, at_least(1, at_most=10**15)]
     )

@@ -17,7 +17,6 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from jaxrl.checks import check_path
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
@@ -47,14 +46,6 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser(program)
     overrides, rest = take_overrides(arguments, leaf_types(Config))
     args = parser.parse_args(rest)
-    for name, path in (
-        ("--tokenizer", args.tokenizer),
-        ("--to", args.to),
-        ("--grader", args.grader),
-    ):
-        check_path(name, path)
-    for path in args.files:
-        check_path("FILE", path)
     # A recipe has settings for each of its files, a file has those of the flags.
     if bool(args.files) == bool(args.config):
         raise UserError("name files of problems, or a recipe with --config, and not both")

@@ -29,7 +29,6 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.checks import check_path
 from jaxrl.commands.run_commands import prepared
 from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
@@ -58,7 +57,7 @@ from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomicall
 from jaxrl.tracking.run_folder import EvaluationFolder, RunFolder
 from jaxrl.tracking.run_weights import model_of_run, newest_weights, read_newest_params
 from jaxrl.tracking.sample_rows import TokenStrings, sample_rows, to_lines
-from jaxrl.trainer.context import check_evaluation_fits, meshes_of
+from jaxrl.trainer.context import meshes_of
 from jaxrl.trainer.evaluation import answered
 from jaxrl.trainer.run_rewards import graders_of, truth_faults
 from jaxrl.types import Completions, Scored
@@ -93,12 +92,6 @@ def main(argv: Sequence[str]) -> int:
     # A short name for the setting that changes most.
     if args.n is not None:
         overrides["evaluation.num_samples"] = str(args.n)
-    for flag, text in (
-        ("--model", args.model),
-        ("--out", args.out),
-        *(("--set", s) for s in args.sets),
-    ):
-        check_path(flag, text)
     path = pathlib.Path(local_model(args.model))
     tree = settings_of(path, args.config, args.sets)
     # A model without a recipe takes prompts of any length that its context has room for, in the fast type.
@@ -159,7 +152,9 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
         first = tree.data.evaluation
         # Grader, template and chat stay those of the settings.
         first.update(options={}, size=0, fields={})
-        named = [dict(first) | {"path": text, "source": _name_of(text)} for text in sets]
+        # A set has the name of its file or function.
+        names = [pathlib.Path(text.rpartition(":")[2]).stem for text in sets]
+        named = [dict(first) | {"path": p, "source": n} for p, n in zip(sets, names, strict=True)]
         first.update(named[0])
         tree.data.evaluations = {}
         for number, settings in enumerate(named[1:], start=2):
@@ -194,11 +189,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except ValueError:
         return float(text)  # inf and nan
-
-
-def _name_of(text: str) -> str:
-    """The name of a set of problems: that of the file or the function."""
-    return pathlib.Path(text.rpartition(":")[2]).stem
 
 
 def evaluate(
@@ -239,7 +229,6 @@ def evaluate(
             "model (max_position_embeddings of its config.json); lower one of them"
         )
     model = model.for_texts_of(config.longest_sequence)
-    check_evaluation_fits(config, len(prompts))
     (pool,) = pools = read_placement({}, config.mesh, ("actor",))
     # Every process has to take part, so several use all of their devices.
     used = pool.num_devices if hosts.num_processes() == 1 else None

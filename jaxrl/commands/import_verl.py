@@ -20,14 +20,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl.checks import check_path
 from jaxrl.commands.verl_files import VerlFile, read_verl
 from jaxrl.commands.verl_settings import Import, Line, convert_settings
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import leaf_types, type_name
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
-from jaxrl.files import shown_path
 from jaxrl.flags import command_parser
 
 _WIDTH = 100
@@ -69,8 +67,6 @@ def main(argv: Sequence[str]) -> int:
     for name in ("num_train_prompts", "call"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: expected 0 or more")
-    check_path("FILE", args.file)
-    check_path("--out", args.out)
     file = read_verl(args.file, args.arguments, call=args.call, confined=not args.run)
     _write(args.file, file, args.out, args.num_train_prompts)
     return 0
@@ -103,7 +99,7 @@ def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
     found = convert_settings(
         file.settings, num_train_prompts=num_train_prompts, every=file.is_script
     )
-    text = recipe_text(shown_path(path), file, found)
+    text = recipe_text(path, file, found)
     # Written even if it is refused: mending a line is less work than finding it.
     fault = _fault_of(text)
     if out:

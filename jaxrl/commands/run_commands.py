@@ -1,17 +1,13 @@
-"""The functions behind `training_commands`: each takes a checked config and returns the exit status."""
+"""The functions behind `training_commands`, which take a checked config."""
 
 from __future__ import annotations
 
 import functools
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
-from jaxrl.algos.registry import array_names, lookup
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
@@ -25,56 +21,24 @@ from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
-from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.tracking.run_report import write_run_report
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
-from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, Faults, RunKind, fine_tuning
+from jaxrl.trainer.findings import REINFORCEMENT, Faults
 from jaxrl.trainer.run_files import stage_folders
 from jaxrl.user_code import load_agent, load_function, names_function
 
 
-class Training(NamedTuple):
-    """The training that a recipe describes.
-
-    Attributes:
-      run: trains, and writes the report of the function `report`; returns the exit status.
-      kind: what the run needs.
-      folder: folder of its last stage.
-    """
-
-    run: Callable[..., int]
-    kind: RunKind
-    folder: StageFolder
-
-
-def training_of(config: Config) -> Training:
-    """What a recipe trains: `preference.loss` learns from pairs, `run.num_steps` 0 stops after SFT."""
-    folder = config.run_folder
-    if loss := config.preference.loss:
-        # A loss of scores trains a score model, a loss of log-probabilities the policy.
-        inputs = array_names(lookup(PREFERENCE_LOSSES, loss, "preference.loss"))
-        is_policy = "chosen_logprob" in inputs
-        run = program.train_dpo if is_policy else program.train_reward_model
-        return Training(run, PREFERENCES, folder.preference)
-    if not config.run.num_steps:
-        return Training(program.fine_tune, fine_tuning(config), config.sft_folder)
-    return Training(_reinforce, REINFORCEMENT, folder.rl)
-
-
-def _reinforce(config: Config, **options: Any) -> int:
-    status = program.train(config, **options)
-    if not status and hosts.is_first():
-        print(peak_memory_line(config))
-    return status
-
-
 def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
-    training = training_of(config)
+    kind = program.training_of(config).kind
     if not dry_run:
-        return _start(config, functools.partial(training.run, report=write_report), training.kind)
-    if training.kind != REINFORCEMENT:
+        config = resolved(prepared(config), jax.devices(), kind=kind)
+        status = program.train(config, report=write_report)
+        if kind == REINFORCEMENT and not status and hosts.is_first():
+            print(peak_memory_line(config))
+        return status
+    if kind != REINFORCEMENT:
         raise UserError(
             "--dry_run plans reinforcement learning, and this recipe has none (run.num_steps "
             f"{config.run.num_steps}, preference.loss {config.preference.loss!r}); leave it out"
@@ -82,11 +46,6 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     plan_output.show(trace_plan(with_cpu_devices(config)))
     check_for_plan(config)
     return 0
-
-
-def _start(config: Config, run: Callable[[Config], int], kind: RunKind) -> int:
-    """Sets up this process, resolves the config's open settings, and calls `run`."""
-    return run(resolved(prepared(config), jax.devices(), kind=kind))
 
 
 def prepared(config: Config) -> Config:

@@ -20,7 +20,7 @@ import yaml
 
 from jaxrl.commands.verl_script import Call, ScriptRun, run_script
 from jaxrl.errors import UserError
-from jaxrl.files import read_text, shown_path
+from jaxrl.files import read_text
 
 _ABSENT = "name a YAML file of verl, or a shell script that starts it"
 _ROOTS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "reward_model", "trainer")
@@ -115,7 +115,7 @@ def read_verl(
         a program of verl that is not for reinforcement learning.
     """
     text = read_text(path, absent=_ABSENT)
-    shown = shown_path(path)
+    shown = os.fspath(path)
     # bash would stop there in silence.
     if "\0" in text:
         raise UserError(f"{shown} is no text; {_ABSENT}")
@@ -272,7 +272,7 @@ def _script_settings(
     file: VerlFile,
 ) -> dict[str, Any]:
     """The settings of a start; adds to the remarks of `file` and to its unresolved values."""
-    shown, files_exist = shown_path(path), False
+    shown, files_exist = os.fspath(path), False
     ran = functools.partial(run_script, os.fspath(path), confined=confined)
     run = ran(arguments)
     starts = _starts(run.calls)
@@ -429,7 +429,7 @@ def _with_config_file(
             "it whole (the command with --cfg job) and import that."
         )
         return given
-    below = _yaml_settings(read_text(file, absent=_ABSENT), shown_path(file))
+    below = _yaml_settings(read_text(file, absent=_ABSENT), str(file))
     lists = [value for key, value in below.items() if key.split(".")[0] == "defaults"]
     remarks.append(
         f"Settings of {file} are below those of the command line. It is based on {lists}, not imported."

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxrl.errors import UserError
-from jaxrl.files import shown_path
 from jaxrl.rewards.sandbox.native import READABLE, Bubblewrap, SandboxUnavailable
 
 SECONDS = 10
@@ -90,13 +89,12 @@ def run_script(
     Raises:
       UserError: bubblewrap does not work here, there is no bash, or the script does not end.
     """
-    shown = shown_path(path)
     bash = shutil.which("bash")
     if bash is None:
-        raise UserError(f"{shown} is run by bash, and bash is not installed; install it")
+        raise UserError(f"{path} is run by bash, and bash is not installed; install it")
     if confined and (reason := _fault_of_bubblewrap()):
         raise UserError(
-            f"{shown} is run by bash to see what it starts, and the sandbox for it does not work here "
+            f"{path} is run by bash to see what it starts, and the sandbox for it does not work here "
             f"({reason}); make bubblewrap work, or read the script and add --run, which runs it with your "
             "rights (programs are recorded, not started)"
         )
@@ -124,7 +122,7 @@ def run_script(
     # A script may wait for workers after it has started verl.
     if status is None and not calls:
         raise UserError(
-            f"{shown} did not end within {SECONDS} seconds; name a YAML file of verl instead"
+            f"{path} did not end within {SECONDS} seconds; name a YAML file of verl instead"
         )
     # Lines with "+" are those of set -x.
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("+")]

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import config_dict as ml_config_dict
 
-from jaxrl.checks import check_path
 from jaxrl.config import config_tree
 from jaxrl.errors import UserError
+from jaxrl.flags import help_of
 from jaxrl.user_code import bundled_recipes
 
 if typing.TYPE_CHECKING:
@@ -42,7 +42,6 @@ _HERE = pathlib.Path("configs")
 _MAX_LISTED = 8
 _HELP_WIDTH = 110
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
-_NEGATION = re.compile(r"--?noconfig\.([^=]+)")
 
 
 def run(
@@ -79,17 +78,7 @@ def run(
             f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
         )
     config = load_config(config_class, own["config"].value, overrides)
-    try:
-        return command(config, **{name: own[name].value for name in switches}) or 0
-    except SystemExit as error:
-        if error.code:
-            raise
-        # Status 0 would say that the run is finished.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"{place.filename}:{place.lineno} has ended the program (SystemExit); a function that a config "
-            "names must return"
-        ) from error
+    return command(config, **{name: own[name].value for name in switches}) or 0
 
 
 def load_config(
@@ -112,7 +101,7 @@ def load_config(
         raise UserError(f"no recipe given; add --config RECIPE, {recipes_near('')}")
     tree = recipe
     if not isinstance(tree, ml_config_dict.ConfigDict):
-        tree = load_recipe(tree, known=config_tree.leaf_names(config_class))
+        tree = load_recipe(tree, known=list(config_tree.leaf_types(config_class)))
     for name, text in overrides.items():
         override(config_class, tree, name, text)
     return config_tree.from_config_dict(config_class, tree)
@@ -132,7 +121,7 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
         checked when the tree is read.
     """
     kind, known = config_tree.setting_type(config_class, name), config_tree.leaf_types(config_class)
-    if kind is not None and name.startswith(config_tree.told_names(config_class)):
+    if kind is not None and name.startswith(told_names(config_class)):
         raise UserError(
             f"--config.{name}: the model's files tell this; set weights, or in the recipe "
             "config.model = model_shapes(NAME)"
@@ -202,10 +191,14 @@ def load_recipe(
       UserError: the file does not exist, or it failed; the message has file and line.
     """
     path, _, argument = str(recipe).partition(":")
-    check_path("--config", path)
     path = recipe_path(path)
     try:
-        get_config = _execute(path).get("get_config")
+        # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
+        # time, so it would miss an edit within the same second.
+        code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        names: dict[str, Any] = {"__name__": "recipe", "__file__": path}
+        exec(code, names)
+        get_config = names.get("get_config")
         if get_config is None:
             raise UserError(f"{path} defines no get_config(), which is what a recipe is read by")
         tree = get_config(argument) if argument else get_config()
@@ -270,9 +263,7 @@ def take_overrides(
     rest = []
     pending = iter(arguments)
     for argument in pending:
-        if negated := _NEGATION.fullmatch(argument):
-            overrides[negated[1]] = "false"
-        elif given := _OVERRIDE.fullmatch(argument):
+        if given := _OVERRIDE.fullmatch(argument):
             name, text = given.groups()
             if text is None:
                 is_bool = kinds.get(name) in (bool, bool | None)
@@ -302,6 +293,25 @@ def _parse_own_flags(
     return own, positional
 
 
+def told_names(cls: type) -> tuple[str, ...]:
+    """Dotted names of the fields of `cls` whose values come from the model's files."""
+    names = getattr(cls, "FROM_CHECKPOINT", ())
+    for name, annotation in typing.get_type_hints(cls).items():
+        if group := config_tree.group_class(annotation):
+            names += tuple(f"{name}.{told}" for told in told_names(group))
+    return names
+
+
+def help_texts(cls: type) -> dict[str, str]:
+    """The help text of every setting of `cls` by dotted name."""
+    texts = {}
+    for name, annotation in typing.get_type_hints(cls).items():
+        texts[name] = help_of(cls).get(name, "")
+        if group := config_tree.group_class(annotation):
+            texts |= {f"{name}.{leaf}": text for leaf, text in help_texts(group).items()}
+    return texts
+
+
 def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         if isinstance(value, ml_config_dict.ConfigDict):
@@ -310,37 +320,21 @@ def _names_in(tree: ml_config_dict.ConfigDict, prefix: str = "") -> Iterator[str
             yield f"{prefix}{key}"
 
 
-def _execute(path: str) -> dict[str, Any]:
-    """Executes the Python file at `path` and returns its global names."""
-    # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
-    # time, so it would miss an edit within the same second.
-    code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    names = {"__name__": "recipe", "__file__": path}
-    exec(code, names)
-    return names
-
-
 def _recipe_failure(path: str, error: BaseException, known: Sequence[str]) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == path and f.lineno is not None]
     place = f"{path}:{lines[-1]}" if lines else path
-    misspelt = _misspelt_setting(error)
+    # A locked ConfigDict raises AttributeError with a KeyError inside, whose text starts with the name: 'lrr'
+    # after a read, Key "lrr" does not exist after an assignment.
+    cause = error.args[0] if isinstance(error, AttributeError) and error.args else None
+    misspelt = isinstance(cause, KeyError) and re.match(
+        r"""(?:Key )?["'](\w+)["']""", str(cause.args[0])
+    )
     if misspelt:
-        return f"{place}: {config_tree.unknown_setting(misspelt, known)}"
+        return f"{place}: {config_tree.unknown_setting(misspelt[1], known)}"
     return f"{place}: {type(error).__name__}: {error}"
-
-
-def _misspelt_setting(error: BaseException) -> str | None:
-    """The name that a locked ConfigDict rejected; None for all other errors."""
-    # A ConfigDict raises AttributeError with a KeyError inside. The text of the KeyError starts with the
-    # name: 'lrr' after a read, Key "lrr" does not exist after an assignment.
-    cause = error.args[0] if isinstance(error, AttributeError) and error.args else error
-    if not isinstance(cause, KeyError) or cause is error:
-        return None
-    name = re.match(r"""(?:Key )?["'](\w+)["']""", str(cause.args[0]))
-    return name[1] if name else None
 
 
 def _usage(
@@ -352,8 +346,8 @@ def _usage(
 ) -> str:
     about = (command.__doc__ or "").strip().splitlines()[:1]
     options = "".join(f" [--{name}]" for name in switches)
-    texts = config_tree.help_texts(config_class)
-    told = config_tree.told_names(config_class)
+    texts = help_texts(config_class)
+    told = told_names(config_class)
     defaults = {
         name: value
         for name, value in config_tree.flatten_config(config_class()).items()

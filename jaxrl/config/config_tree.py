@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ml_collections import config_dict as ml_config_dict
 from pydantic import TypeAdapter, ValidationError
 
-from jaxrl import checks, flags
+from jaxrl import checks
 from jaxrl.errors import UserError
 
 C = TypeVar("C")
@@ -124,30 +124,6 @@ def leaf_types(cls: type) -> dict[str, Any]:
         if group is not None:
             leaves |= {f"{name}.{leaf}": kind for leaf, kind in leaf_types(group).items()}
     return leaves
-
-
-def told_names(cls: type) -> tuple[str, ...]:
-    """Dotted names of the fields of `cls` whose values come from the model's files."""
-    names = getattr(cls, "FROM_CHECKPOINT", ())
-    for name, annotation in typing.get_type_hints(cls).items():
-        if group := group_class(annotation):
-            names += tuple(f"{name}.{told}" for told in told_names(group))
-    return names
-
-
-def help_texts(cls: type) -> dict[str, str]:
-    """The help text of every setting of `cls` by dotted name."""
-    texts = {}
-    for name, annotation in typing.get_type_hints(cls).items():
-        texts[name] = flags.help_of(cls).get(name, "")
-        if group := group_class(annotation):
-            texts |= {f"{name}.{leaf}": text for leaf, text in help_texts(group).items()}
-    return texts
-
-
-def leaf_names(cls: type) -> list[str]:
-    """The dotted name of every setting of `cls`, in the order of the fields."""
-    return list(leaf_types(cls))
 
 
 def flatten_config(config: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any
 
-from jaxrl.checks import FOLDER_NAME, PATH, SEED, check_path, settings, shown
+from jaxrl.checks import FOLDER_NAME, PATH, SEED, settings, shown
 from jaxrl.config.stages import EvaluationConfig, PreferenceConfig, SftConfig
 from jaxrl.data.data_config import DataConfig, TokenizerConfig
 from jaxrl.dataflows.algorithm_config import (
@@ -65,8 +65,6 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self):
-        check_path("run.output with name", self.run_folder.path)
-        check_path("run.output with sft.run", self.sft_folder.path)
         if self.adapter and not (self.weights and self.model.lora.rank):
             raise ValueError(
                 f"adapter {shown(self.adapter)} sits on the weights of a base model and is trained as "

@@ -77,7 +77,7 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
       formats: The same for data sets of their own format, by their names.
 
     Raises:
-      UserError: An argument is out of range, no example is short enough, or the chat template rewrites an
+      UserError: No example is short enough, or the chat template rewrites an
         earlier turn that is to be trained on.
     """
 
@@ -93,8 +93,6 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
         formats: Mapping[str, PromptFormat] | None = None,
     ):
         formats = formats or {}
-        if not len(demonstrations):
-            raise UserError("there are no prompts; give a data set with at least one row")
         parts = [
             _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
             for row, demonstration in enumerate(demonstrations)

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxrl.checks import is_finite
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
@@ -32,7 +31,7 @@ from jaxrl.data.messages import (
     render_context,
     split_last_answer,
 )
-from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows, shown
+from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -88,7 +87,7 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
       formats: The same for data sets of their own format, by their names.
 
     Raises:
-      UserError: An argument is out of range, or no pair is left.
+      UserError: No pair is left.
     """
 
     def __init__(
@@ -138,6 +137,7 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
 
 
 HARM_FIELDS = ("chosen_harms", "rejected_harms")
+_HARMS = {None: 0, True: 1, False: -1}
 
 
 def read_preferences(
@@ -164,22 +164,8 @@ def read_preferences(
 
     def parse(row: Row) -> Preference:
         context, chosen, rejected = _answers(row)
-        margin = row.get("margin", 0.0)
-        if not is_finite(margin) or margin < 0:
-            raise BadRow(
-                f"field 'margin' is {shown(margin)}; a margin must be a number of 0 or more (swap "
-                "the answers if the rejected one is better)"
-            )
-        harms = []
-        for name in HARM_FIELDS:
-            harm = row.get(name)
-            if harm is not None and not isinstance(harm, bool):
-                raise BadRow(
-                    f"field {name!r} is {shown(harm)}; whether an answer does harm must be true, false "
-                    "or null"
-                )
-            harms.append(0 if harm is None else 1 if harm else -1)
-        return Preference(context, chosen, rejected, source, float(margin), *harms)
+        harms = (_HARMS[row.get(name)] for name in HARM_FIELDS)
+        return Preference(context, chosen, rejected, source, float(row.get("margin", 0.0)), *harms)
 
     return parse_rows(path, parse, example='{"prompt": ..., "chosen": ..., "rejected": ...}')
 
@@ -219,8 +205,6 @@ def _encode(
     prompt_format: PromptFormat,
     formats: Mapping[str, PromptFormat],
 ) -> list[PreferencePair]:
-    if not len(preferences):
-        raise UserError("there are no pairs; give a data set with at least one row")
     texts = [
         render_context(p.context, tokenizer, formats.get(p.source, prompt_format))
         for p in preferences

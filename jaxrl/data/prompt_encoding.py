@@ -74,8 +74,6 @@ def encode_prompts(
     Raises:
       UserError: A conversation cannot be rendered, a prompt is refused, or no prompt fits.
     """
-    if not len(records):
-        raise UserError("there are no prompts; give a data set with at least one row")
     texts = [render_context(record.prompt, tokenizer, prompt_format) for record in records]
     tokens = tokenizer.encode_batch(texts)
     lengths = np.array([len(ids) for ids in tokens], np.int64)

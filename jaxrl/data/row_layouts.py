@@ -166,25 +166,18 @@ def recognise(
     for name in filter(None, named.values()):
         if name not in found:
             raise UserError(f"{what} has no field {name!r}; it has {_field_list(found)}")
-    prompt_field, answer_field = named.get("prompt", ""), named.get("answer", "")
-    solution_field = named.get("solution")
     known = _known_layout(rows, found)
-    layout = dataclasses.replace(
-        known,
-        prompt=prompt_field or known.prompt,
-        answer=answer_field or known.answer,
-        needs_truth=needs_truth,
-        needs_solution=bool(solution_field),
-    )
+    changes: dict[str, Any] = {"needs_truth": needs_truth}
     # The content of a field that a setting names is used unchanged.
-    if prompt_field:
-        layout = dataclasses.replace(layout, template="", prompt_of=RowLayout.prompt_of)
-    if answer_field:
-        layout = dataclasses.replace(layout, answer_of=RowLayout.answer_of, solution=None)
-    if solution_field is not None:
-        layout = dataclasses.replace(layout, solution=solution_field or None)
-    if layout.answer == layout.prompt and not answer_field and not needs_truth:
-        layout = dataclasses.replace(layout, answer=None)
+    if prompt_field := named.get("prompt"):
+        changes |= {"prompt": prompt_field, "template": "", "prompt_of": RowLayout.prompt_of}
+    if answer_field := named.get("answer"):
+        changes |= {"answer": answer_field, "answer_of": RowLayout.answer_of, "solution": None}
+    elif known.answer == (prompt_field or known.prompt) and not needs_truth:
+        changes["answer"] = None
+    if (solution_field := named.get("solution")) is not None:
+        changes |= {"solution": solution_field or None, "needs_solution": bool(solution_field)}
+    layout = dataclasses.replace(known, **changes)
     prompt, answer = layout.prompt, layout.answer
     if prompt is None or (answer is None and needs_truth) or prompt == answer:
         lacking = " and ".join(

@@ -106,14 +106,14 @@ def open_rows(path: str | pathlib.Path, *, example: str = _EXAMPLE) -> RowFile:
 def parse_rows(
     path: str | pathlib.Path, parse: Callable[[Row], Parsed], *, example: str
 ) -> tuple[Parsed, ...]:
-    """Parses all rows of a file; UserError, with its place, for the first row that is broken."""
+    """Parses all rows of a file; UserError, with its place, for the first row that `parse` refuses."""
     parsed = []
     for place, row in open_rows(path, example=example):
         try:
             if isinstance(row, BadRow):
                 raise row
             parsed.append(parse(row))
-        except BadRow as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"{place}: {error}") from error
     return tuple(parsed)
 
@@ -198,10 +198,7 @@ def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
             raise UserError(
                 f"{folder} holds a selection of rows by index; call flatten_indices() before save_to_disk"
             )
-        try:
-            return [folder / entry["filename"] for entry in state["_data_files"]]
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{folder}/state.json names no data files; {_AGAIN}") from error
+        return [folder / entry["filename"] for entry in state["_data_files"]]
     if (folder / "dataset_dict.json").exists():
         raise UserError(f"{folder} holds several splits; name the folder of one, {folder}/train")
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES]
@@ -219,12 +216,6 @@ def _kind_of(path: pathlib.Path, example: str) -> str:
     absent = f"put one JSON object a line, such as {example}, or a Parquet or Arrow file there"
     with open_file(path, absent=absent) as file:
         start = file.read(64)
-    if start.startswith(b"version https://git-lfs"):
-        raise UserError(
-            f"{path} is a pointer of Git LFS and not the file itself; run git lfs pull where it lies"
-        )
-    if start.startswith(b"\x1f\x8b"):
-        raise UserError(f"{path} is compressed; unpack it first: gunzip {path}")
     if start.startswith(b"PAR1") or path.suffix == ".parquet":
         return "Parquet"
     if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or path.suffix in (".arrow", ".feather"):
@@ -248,7 +239,7 @@ def _json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
 
 
 def _json_list(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
-    text = read_text(path, absent=_AGAIN, max_bytes=None).removeprefix("\ufeff")
+    text = read_text(path, absent=_AGAIN).removeprefix("\ufeff")
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -27,14 +27,6 @@ def shuffled(num_rows: int, seed: int) -> grain.MapDataset[int]:
     return grain.MapDataset.range(num_rows).shuffle(seed=seed).repeat()
 
 
-def check_order(rows_per_batch: int, seed: int) -> None:
-    """Raises UserError for an empty batch, or a seed that Grain does not accept."""
-    if rows_per_batch < 1:
-        raise UserError(f"a batch of {rows_per_batch} holds nothing; use at least 1")
-    if not 0 <= seed < 2**32:
-        raise UserError(f"data seed {seed} is out of range; use one from 0 to {2**32 - 1}")
-
-
 def check_same_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raises UserError if a saved position belongs to other data than that of this run."""
     if theirs != ours:
@@ -53,15 +45,11 @@ class ShuffledExamples(Generic[Item]):
       examples_per_batch: Length of each batch.
       seed: Seed of the order, below 2**32.
       checksum: `checksum` of the examples; a state is restored for the same examples only.
-
-    Raises:
-      UserError: The batch is empty or the seed out of range.
     """
 
     def __init__(
         self, examples: Sequence[Item], *, examples_per_batch: int, seed: int, checksum: int
     ):
-        check_order(examples_per_batch, seed)
         self._examples = examples
         self._examples_per_batch = examples_per_batch
         self._identity = {"num_rows": len(examples), "seed": seed, "checksum": checksum}

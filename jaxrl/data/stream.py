@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl.data.generated_problems import GeneratedProblems
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import BadRow
-from jaxrl.data.shuffling import check_order, check_same_data, checksum, shuffled
+from jaxrl.data.shuffling import check_same_data, checksum, shuffled
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts
 
@@ -122,9 +122,6 @@ class PromptStream:
         sources end independently.
       prompts_per_batch: N, the number of prompts of a batch.
       seed: Seed of the order, below 2**32.
-
-    Raises:
-      UserError: The batch is empty or the seed out of range.
     """
 
     def __init__(
@@ -136,7 +133,6 @@ class PromptStream:
         weights: Sequence[float] = (1.0,),
     ):
         assert len(sources) == len(weights), "every source has a weight"
-        check_order(prompts_per_batch, seed)
         # With one seed, sources of equal length would get the same order.
         seeds = (
             [seed]

@@ -338,13 +338,10 @@ class AnswerParser:
             parsed = ()
         # The same in every process, because some templates show them to the model.
         seed = hashlib.sha256(np.int32(prompt).tobytes() + b"|" + np.int32(tokens).tobytes())
-        named = tuple(
-            dataclasses.replace(call, id=_call_id(seed.digest(), i))
-            for i, call in enumerate(parsed)
+        # Nine letters and digits: Mistral's templates refuse others.
+        names = (
+            hashlib.sha256(seed.digest() + str(i).encode()).hexdigest()[:9]
+            for i in range(len(parsed))
         )
-        return AssistantMessage(content, reasoning, named)
-
-
-def _call_id(seed: bytes, index: int) -> str:
-    # Nine letters and digits: Mistral's templates refuse others.
-    return hashlib.sha256(seed + str(index).encode()).hexdigest()[:9]
+        named = (dataclasses.replace(c, id=n) for c, n in zip(parsed, names, strict=True))
+        return AssistantMessage(content, reasoning, tuple(named))

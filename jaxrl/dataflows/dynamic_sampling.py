@@ -3,8 +3,8 @@
 DAPO eq. 11. A group whose answers are all right or all wrong has zero advantage and no gradient. Such groups
 are dropped, and new prompts are sampled until the batch is full.
 
-    MixedGroups     keeps a group with right and wrong answers
-    SpreadGroups    keeps a group whose scores differ, for rewards other than right or wrong
+    keeps="correctness"    keeps a group with right and wrong answers
+    keeps="score"          keeps a group whose scores differ, for rewards other than right or wrong
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,44 +22,21 @@ from jaxrl.dataflows.samplers import Enough, PromptSource, Sampler
 from jaxrl.errors import UserError
 from jaxrl.types import Scored
 
-
-class GroupFilter(Protocol):
-    """Selects the groups that a step trains on."""
-
-    def __call__(self, scored: Scored) -> np.ndarray:
-        """Whether each group is kept, bool [N]."""
-        ...
-
-    wanted: str
-    """Description of kept groups, for messages."""
+Keeps = Literal["correctness", "score"]
+_WANTED: dict[Keeps, str] = {
+    "correctness": "both right and wrong answers",
+    "score": "scores that differ",
+}
 
 
-class MixedGroups:
-    """Groups with both right and wrong samples, without those of failed agents.
+def kept_groups(scored: Scored, keeps: Keeps) -> np.ndarray:
+    """Which groups a step trains on, bool [N]; samples of failed agents do not count.
 
-    It looks at correctness, not at the spread of rewards. A length penalty makes rewards differ in a group
-    without a signal about the answer, and the float deviation of equal rewards need not be 0.
+    "correctness" does not look at the spread of rewards: a length penalty makes rewards differ in a group
+    without a signal about the answer, and the float deviation of equal rewards need not be 0. "score" leaves
+    the length penalty out, too.
     """
-
-    wanted = "both right and wrong answers"
-
-    def __call__(self, scored: Scored) -> np.ndarray:
-        """Whether each group is kept, bool [N]."""
-        return _differ(scored.correct_B, scored)
-
-
-class SpreadGroups:
-    """Groups whose scores differ, without the length punishment."""
-
-    wanted = "scores that differ"
-
-    def __call__(self, scored: Scored) -> np.ndarray:
-        """Whether each group is kept, bool [N]."""
-        return _differ(scored.score_B, scored)
-
-
-def _differ(value_B: np.ndarray, scored: Scored) -> np.ndarray:
-    """Whether values of samples that count differ in a group, bool [N]."""
+    value_B = scored.correct_B if keeps == "correctness" else scored.score_B
     counts_NG = scored.counts_NG
     value_NG = value_B.reshape(counts_NG.shape)
     above_NG, below_NG = (np.where(counts_NG, value_NG, x) for x in (-np.inf, np.inf))
@@ -126,19 +103,19 @@ class GroupBuffer:
         num_prompts: int,
         *,
         max_generation_batches: int,
-        keeps: GroupFilter,
+        keeps: Keeps = "correctness",
         fills_up: bool = False,
     ):
         """Args.
 
         num_prompts: number of groups of a step.
         max_generation_batches: largest number of generation batches per step; 0 for no limit.
-        keeps: filter that selects the groups that count.
+        keeps: which groups count, see `kept_groups`.
         fills_up: whether dropped groups complete a step that is not full after the last batch.
         """
         self._num_prompts = num_prompts
         self._max_batches = max_generation_batches
-        self._keeps = keeps
+        self._keeps: Keeps = keeps
         self._fills_up = fills_up
         self._prompts_sampled: list[int] = []
         # Answers to prompts with a ground truth.
@@ -155,7 +132,7 @@ class GroupBuffer:
         Raises:
           NotEnoughGroups: the step is not full after the last allowed batch.
         """
-        kept_N = self._keeps(scored)
+        kept_N = kept_groups(scored, self._keeps)
         answers = scored.completions.prompts.answers
         self._prompts_sampled.append(len(answers))
         self._correct_NG.append(scored.correct_NG[np.array([bool(a) for a in answers], bool)])
@@ -179,9 +156,10 @@ class GroupBuffer:
             )
         message = (
             f"{stats.generation_batches} generation batches ({stats.prompts} prompts) gave "
-            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with {self._keeps.wanted} "
-            f"that a step needs{graded}. Use easier or harder prompts, raise rollout.num_samples or "
-            "rollout.max_generation_batches, or go on with what there is by rollout.on_shortage=fill"
+            f"{self._num_prompts - self.missing} of the {self._num_prompts} groups with "
+            f"{_WANTED[self._keeps]} that a step needs{graded}. Use easier or harder prompts, raise "
+            "rollout.num_samples or rollout.max_generation_batches, or go on with what there is by "
+            "rollout.on_shortage=fill"
         )
         raise NotEnoughGroups(message, Scored.concatenate(self._sampled))
 
@@ -230,17 +208,17 @@ class DynamicSampling:
         num_prompts: int,
         *,
         max_generation_batches: int,
-        keeps: GroupFilter | None = None,
+        keeps: Keeps = "correctness",
         fills_up: bool = False,
     ):
-        """Args: the wrapped sampler, and arguments of `GroupBuffer`; `keeps` is `MixedGroups` by default."""
+        """Args: the wrapped sampler, and arguments of `GroupBuffer`."""
         self._inner = inner
-        self._keeps = MixedGroups() if keeps is None else keeps
+        self._keeps: Keeps = keeps
         self._buffer = functools.partial(
             GroupBuffer,
             num_prompts,
             max_generation_batches=max_generation_batches,
-            keeps=self._keeps,
+            keeps=keeps,
             fills_up=fills_up,
         )
 
@@ -259,7 +237,7 @@ class DynamicSampling:
         def fills(group: Scored) -> bool:
             # Called with each group as it finishes, before the buffer has the batch.
             nonlocal missing
-            missing -= int(self._keeps(group).sum())
+            missing -= int(kept_groups(group, self._keeps).sum())
             return missing <= 0
 
         while not full:

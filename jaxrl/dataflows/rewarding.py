@@ -25,7 +25,7 @@ from jaxrl.mesh import hosts
 from jaxrl.process_pool import Interrupted
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import Verdict
-from jaxrl.rewards.judge import JudgeTemplate, Parser, judge_scores
+from jaxrl.rewards.judge import JudgeTemplate, judge_scores
 from jaxrl.rewards.score import AskedVerdicts, Term, grader_term, score_completions, weighted_sum
 from jaxrl.rewards.user import UserRewards
 from jaxrl.roles.batches import pack_completions
@@ -123,18 +123,10 @@ class JudgeReward(RewardTerm):
 
     judge: GenerativeJudge
     template: JudgeTemplate
-    parse: Parser
-    failed_score: float
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Scores from the verdicts of the judge."""
-        return judge_scores(
-            completions,
-            template=self.template,
-            sample=self.judge.answer,
-            parse=self.parse,
-            failed_score=self.failed_score,
-        )
+        return judge_scores(completions, template=self.template, sample=self.judge.answer)
 
 
 @dataclasses.dataclass(frozen=True)

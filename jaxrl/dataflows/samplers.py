@@ -146,7 +146,6 @@ class Sampling:
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The next generation batch with its rewards."""
-        del enough
         batch, beside = next(prompts), self.rewards.beside()
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
             check_same_prompts(batch, self.generation.timer.step)

@@ -72,7 +72,6 @@ class Step:
 
     def phase(self, role: str, kind: type[Phase]) -> Phase:
         """The phase of a role, by the role's name and the phase's type."""
-        del kind  # only for type checkers
         assert role in self.phases, (
             f"the dataflow uses {role}, which its @dataflow(roles=...) does not name"
         )

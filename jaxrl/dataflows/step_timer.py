@@ -58,7 +58,6 @@ class NoTimer:
         self, name: str, *, shown: str = "", may_stop: bool = False
     ) -> AbstractContextManager[None]:
         """Does nothing."""
-        del name, shown, may_stop
         return contextlib.nullcontext()
 
     def when_done(self, result: Any) -> Any:

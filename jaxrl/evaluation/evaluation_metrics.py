@@ -18,9 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.errors import UserError
 from jaxrl.evaluation.statistics import statistics_of
-from jaxrl.mesh.devices import host_memory_bytes
 from jaxrl.rewards.grading import Verdict
 from jaxrl.rewards.score import score_completions
 from jaxrl.types import Completions, Scored
@@ -31,23 +29,6 @@ constant, so two evaluations differ only by the weights."""
 
 # Name of all sources together, unless a source has this name.
 ALL = "all"
-
-
-def check_answers_fit(num_answers: int, max_response_tokens: int, *, settings: str) -> None:
-    """Raises UserError if the answers of an evaluation do not fit into this machine's memory.
-
-    Args:
-      num_answers: number of answers to all problems.
-      max_response_tokens: largest number of tokens of an answer.
-      settings: settings whose product is too large, with their values, for the message.
-    """
-    # Per token: id, log-probability, entropy, mask and version. Per answer: 1,000 bytes of Python objects.
-    nbytes, there = num_answers * (20 * max_response_tokens + 1000), host_memory_bytes()
-    if nbytes > there:
-        raise UserError(
-            f"{settings}: the answers take {nbytes / 1e9:,.1f} GB, more than this machine with "
-            f"{there / 1e9:,.1f} GB; lower evaluation.num_samples, or data.evaluation.size"
-        )
 
 
 def score_without_length_penalty(completions: Completions, verdicts: Sequence[Verdict]) -> Scored:

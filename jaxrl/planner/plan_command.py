@@ -27,7 +27,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax
 
-from jaxrl.checks import check_path
 from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
@@ -76,7 +75,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(args: argparse.Namespace, config: Config) -> Plan:
     # The plan for a topology, of the searched mapping if one is asked for.
-    check_path("--topology", args.topology)
     cluster = Cluster.parse(args.topology)
     responses = None
     if args.response_tokens is not None:

@@ -7,11 +7,7 @@ from jaxrl.rewards.grading import (
     Response,
     Verdict,
 )
-from jaxrl.rewards.judge import (
-    JudgeTemplate,
-    judge_scores,
-    score_parser,
-)
+from jaxrl.rewards.judge import JudgeTemplate, judge_scores
 from jaxrl.rewards.score import (
     Term,
     grader_term,
@@ -39,7 +35,6 @@ __all__ = [
     "grader_term",
     "judge_scores",
     "score_completions",
-    "score_parser",
     "user_reward",
     "verdicts_of",
     "weighted_sum",

@@ -317,8 +317,7 @@ class AccumulatingActor(Actor):
 
 def _adamw(numbers: AdamNumbers) -> optax.GradientTransformation:
     """`optimizer.build_optimizer` with numbers that are traced; its state is the same."""
-    lr, beta1, beta2, eps, decay, most = (jnp.asarray(x) for x in numbers)
-    del lr
+    _, beta1, beta2, eps, decay, most = (jnp.asarray(x) for x in numbers)
     # Padding of an adapter has no gradient, and 0 / 0 must not be its step.
     options: Any = {"b1": beta1, "b2": beta2, "eps": jnp.maximum(eps, 1e-30)}
     return optax.chain(

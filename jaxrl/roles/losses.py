@@ -430,7 +430,6 @@ def likelihood(*, coef: float = 1.0) -> Objective:
     """The mean negative log-likelihood of the tokens in the mask, times a coefficient."""
 
     def loss(outputs: PolicyOutputs, micro: Any):
-        del micro
         return -coef * outputs.logprob, {}
 
     return Objective(loss, supervised=True)

@@ -42,32 +42,6 @@ class PackedShape:
     rows: int
     tokens: int
 
-    @staticmethod
-    def for_sequences(
-        num_sequences: int, *, longest: int, minibatches: int, rows: int, tokens: int
-    ) -> PackedShape:
-        """Returns the smallest shape that holds any `num_sequences` sequences of at most `longest` tokens.
-
-        Raises:
-          UserError: The sequences do not divide into minibatches, or `longest` exceeds a row.
-        """
-        if num_sequences % minibatches:
-            raise UserError(
-                f"{num_sequences} sequences do not divide into {minibatches} minibatches; "
-                "choose a number of updates that divides prompts x samples"
-            )
-        if longest > tokens:
-            raise UserError(
-                f"rows of {tokens} tokens cannot hold a sequence of {longest}; "
-                f"raise the row to at least {longest}"
-            )
-        # With k = floor(tokens / longest), a row of fewer than k sequences has room for one more of any
-        # length. Best-fit opens a row only when no other has room, so all rows but the last hold at
-        # least k. If all sequences have `longest` tokens, each row holds exactly k: the bound is tight.
-        per_row = tokens // longest
-        most_rows = -(-(num_sequences // minibatches) // per_row)
-        return PackedShape(minibatches, -(-most_rows // rows), rows, tokens)
-
 
 @dataclasses.dataclass(frozen=True)
 class RowLimits:
@@ -84,14 +58,27 @@ class RowLimits:
     longest: int
 
     def shape(self, num_sequences: int, *, minibatches: int) -> PackedShape:
-        """Returns the shape for a number of sequences; see `PackedShape.for_sequences` for errors."""
-        return PackedShape.for_sequences(
-            num_sequences,
-            longest=self.longest,
-            minibatches=minibatches,
-            rows=self.rows,
-            tokens=self.tokens,
-        )
+        """Returns the smallest shape that holds any such number of sequences.
+
+        Raises:
+          UserError: The sequences do not divide into minibatches, or `longest` exceeds a row.
+        """
+        if num_sequences % minibatches:
+            raise UserError(
+                f"{num_sequences} sequences do not divide into {minibatches} minibatches; "
+                "choose a number of updates that divides prompts x samples"
+            )
+        if self.longest > self.tokens:
+            raise UserError(
+                f"rows of {self.tokens} tokens cannot hold a sequence of {self.longest}; "
+                f"raise the row to at least {self.longest}"
+            )
+        # With k = floor(tokens / longest), a row of fewer than k sequences has room for one more of any
+        # length. Best-fit opens a row only when no other has room, so all rows but the last hold at
+        # least k. If all sequences have `longest` tokens, each row holds exactly k: the bound is tight.
+        per_row = self.tokens // self.longest
+        most_rows = -(-(num_sequences // minibatches) // per_row)
+        return PackedShape(minibatches, -(-most_rows // self.rows), self.rows, self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +183,7 @@ def plan_packing(
 
     Args:
       lengths: Number of tokens of each sequence.
-      shape: Shape of the packed arrays, from `PackedShape.for_sequences`; it must hold all sequences.
+      shape: Shape of the packed arrays, from `RowLimits.shape`; it must hold all sequences.
       shards: Number of devices that split the rows of a microbatch, each with consecutive rows.
       fill_minibatches: Whether minibatches may exchange sequences when that saves a microbatch. Each
         minibatch keeps its number of sequences.
@@ -395,7 +382,7 @@ def best_fit_decreasing(
     """Returns the rows of a minibatch: the largest group first, and as many of a group in one row as fit.
 
     A group of one sequence goes to the fullest row that has room: plain best-fit decreasing. Only a
-    sequence that fits nowhere with all its tokens opens a row. So the bound of `PackedShape.for_sequences`
+    sequence that fits nowhere with all its tokens opens a row. So the bound of `RowLimits.shape`
     holds with prefix groups too.
 
     Args:

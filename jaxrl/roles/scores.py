@@ -55,7 +55,6 @@ class Critic(ScoreLearner):
     def _outputs(
         self, params: Params, micro: Any, *, supervised: bool = False
     ) -> tuple[ValueOutputs, Routing | None]:
-        del supervised
         scores_RTS, routing = self.scores(params, micro)
         return ValueOutputs(values_before(scores_RTS[..., 0], micro.segment_ids)), routing
 
@@ -94,10 +93,8 @@ class RewardModelLearner(ScoreLearner):
     def _outputs(
         self, params: Params, micro: Any, *, supervised: bool = False
     ) -> tuple[ScoreOutputs, Routing | None]:
-        del supervised
         scores_RTS, routing = self.scores(params, micro)
         return ScoreOutputs(last_scores(scores_RTS, micro.segment_ids)[..., 0]), routing
 
     def _described(self, outputs: ScoreOutputs) -> Stats:
-        del outputs
         return {}

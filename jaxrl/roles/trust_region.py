@@ -98,7 +98,6 @@ class TrustRegionActor(Actor):
         schedule: Schedule,
         epochs: int,
     ) -> tuple[TrainState, Stats, dict[str, jax.Array]]:
-        del schedule
         (batch,), (objective,) = batches, objectives
         assert epochs == 1 and batch.tokens.shape[0] == 1, "a trust region has one step per batch"
         params, frozen = self._split(state.params)

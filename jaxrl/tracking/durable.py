@@ -191,19 +191,7 @@ def run_lock(folder: Path, setting: str = "--config.name") -> Iterator[None]:
 def _take(folder: Path, setting: str) -> IO[str]:
     # Takes the lock and returns its open file, which child processes do not inherit.
     path = RunFolder(folder).lock
-    # Opening a pipe would block.
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"{path} is no file, and the lock of a run has to be one; remove it, or give this run another "
-            f"{setting}"
-        )
-    try:
-        file = path.open("a+", errors="replace")
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be opened ({error.strerror}); grant write permission, or give this run another "
-            f"{setting}"
-        ) from error
+    file = path.open("a+", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (

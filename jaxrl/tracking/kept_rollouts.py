@@ -7,7 +7,6 @@ rows, and writes them again. If a file cannot be written, the run logs a warning
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import logging
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -74,44 +73,45 @@ class KeptRollouts:
 
     def look(self, experience: Experience) -> None:
         """Starts writing the step's samples if the step is selected. Collective."""
-        step = self._timer.step + 1
-        if not self._files.is_due(step):
+        if not self._files.is_due(self._timer.step + 1):
             return
-        old_logprob = None
+        trained = None
         if self._has_old_logprob:
+            # Collective, so it comes before the question of who writes.
             old_logprob = np.asarray(hosts.fetch(experience.batch.old_logprob))
-        # Collective, so it comes before the question of who writes.
-        packed = PackedBatch(**hosts.fetch(experience.batch.packing()))
-        if hosts.is_first():
-            rows = functools.partial(self._rows, step, experience.scored, packed, old_logprob)
-            self._files.write(step, rows)
+            trained = PackedBatch(**hosts.fetch(experience.batch.packing())), old_logprob
+        self._write(experience.scored, trained)
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:
         """Writes the samples of a step that found too few groups; returns the path."""
-        step = self._timer.step + 1
-        if hosts.is_first():
-            kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
-            settings: Any = {"stop_ids": self._stop_ids, "terms": self._terms, "step": step}
-            self._files.write(step, lambda: sample_rows(kept, self._token_strings, **settings))
-        return self._folder.step(step)
+        return self._write(scored, None)
 
-    def _rows(
-        self, step: int, scored: Scored, packed: PackedBatch, old_logprob: np.ndarray | None
-    ) -> Iterator[dict[str, Any]]:
-        # Rows of the first prompts. Runs in the background while training continues.
-        kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
-        of_response = None
-        if old_logprob is not None:
+    def _write(
+        self, scored: Scored, trained: tuple[PackedBatch, np.ndarray] | None
+    ) -> pathlib.Path:
+        """Writes the rows of the first prompts, in the background while training continues.
+
+        Args:
+          scored: the samples.
+          trained: the packed samples and the trainer's log-probabilities of their tokens.
+        """
+        step = self._timer.step + 1
+
+        def rows() -> Iterator[dict[str, Any]]:
+            kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
             lengths = kept.completions.lengths_B.tolist()
-            of_response = logprobs_by_response(packed, old_logprob, lengths)
-        return sample_rows(
-            kept,
-            self._token_strings,
-            stop_ids=self._stop_ids,
-            terms=self._terms,
-            step=step,
-            old_logprob=of_response,
-        )
+            return sample_rows(
+                kept,
+                self._token_strings,
+                stop_ids=self._stop_ids,
+                terms=self._terms,
+                step=step,
+                old_logprob=trained and logprobs_by_response(*trained, lengths),
+            )
+
+        if hosts.is_first():
+            self._files.write(step, rows)
+        return self._folder.step(step)
 
     def close(self) -> None:
         self._files.close()

@@ -75,7 +75,6 @@ class _TensorBoard:
     """
 
     def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
-        del run
         directory = folder.tensorboard
         ensure_writable(directory)
         # The time has a resolution of one second. The number keeps the name unique if a run is resumed
@@ -155,7 +154,6 @@ def _wandb(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logg
 def _trackio(folder: StageFolder, resume_step: int | None, run: LoggedRun) -> Logger:
     # Into TRACKIO_DIR, or to the Space or server that TRACKIO_* variables name. A resumed run goes on under
     # its name; trackio keeps both rows of a step that is repeated after a kill.
-    del folder
     hint = 'unset TRACKIO_SPACE_ID to log on this machine, name another project ("trackio:PROJECT")'
     resume = "never" if resume_step is None else "allow"
     return _Hosted("trackio", run, hint, resume=resume, embed=False)

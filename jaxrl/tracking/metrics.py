@@ -214,8 +214,7 @@ def _read_lines(path: Path, *, skips_damaged: bool) -> list[tuple[bytes, dict[st
     # (line without its newline, row) of every line, without an incomplete last line.
     if skips_damaged and not path.exists():
         return []
-    # The file of a long run may exceed the default limit.
-    lines = read_bytes(path, absent="name the metrics file of a run", max_bytes=None).splitlines()
+    lines = read_bytes(path, absent="name the metrics file of a run").splitlines()
     rows: list[tuple[bytes, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -34,13 +34,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shown:
-    key: str
-    label: str
-    format: Callable[[float], str]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Entry:
     label: str
     value: str
@@ -49,21 +42,22 @@ class _Entry:
 
 _FIXED, _PERCENT, _SMALL_PERCENT = "{:.3f}".format, "{:.1%}".format, "{:.2%}".format
 
+# (metric, label, how its value is shown)
 _BEFORE_EVALUATION = (
-    _Shown("critic/rewards/mean", "reward", _FIXED),
-    _Shown("critic/score/mean", "score", _FIXED),
-    _Shown("train/accuracy", "accuracy", _PERCENT),
+    ("critic/rewards/mean", "reward", _FIXED),
+    ("critic/score/mean", "score", _FIXED),
+    ("train/accuracy", "accuracy", _PERCENT),
 )
 _AFTER_EVALUATION = (
-    _Shown("actor/entropy", "entropy", _FIXED),
-    _Shown("response_length/mean", "length", number),
-    _Shown("actor/pg_clipfrac_high", "clip high", _SMALL_PERCENT),
-    _Shown("actor/pg_clipfrac_low", "clip low", _SMALL_PERCENT),
-    _Shown("actor/pg_loss", "loss", number),
-    _Shown("sft/loss", "loss", _FIXED),
-    _Shown("sft/token_accuracy", "token accuracy", _PERCENT),
-    _Shown("train/num_gen_batches", "gen batches", number),
-    _Shown("perf/throughput", "tokens/s", number),
+    ("actor/entropy", "entropy", _FIXED),
+    ("response_length/mean", "length", number),
+    ("actor/pg_clipfrac_high", "clip high", _SMALL_PERCENT),
+    ("actor/pg_clipfrac_low", "clip low", _SMALL_PERCENT),
+    ("actor/pg_loss", "loss", number),
+    ("sft/loss", "loss", _FIXED),
+    ("sft/token_accuracy", "token accuracy", _PERCENT),
+    ("train/num_gen_batches", "gen batches", number),
+    ("perf/throughput", "tokens/s", number),
 )
 
 
@@ -146,7 +140,7 @@ class Progress:
         self._steps.update(self._task_id, eta=self._eta_text())
         # Rewards stand before evaluations, and what explains them after.
         before, after = (
-            [self._entry(s.label, metrics[s.key], s.format) for s in table if s.key in metrics]
+            [self._entry(label, metrics[key], show) for key, label, show in table if key in metrics]
             for table in (_BEFORE_EVALUATION, _AFTER_EVALUATION)
         )
         measured = {

@@ -21,13 +21,9 @@ class _LoggerRule(Rule):
 
     def fault(self, value: str) -> str | None:
         """What is wrong with `value`, and the remedy; None if the value is valid."""
-        name, project = split_logger(value)
-        if name not in LOGGERS:
+        name, colon, project = value.partition(":")
+        if name not in LOGGERS or (colon and (name == "tensorboard" or not project)):
             return f"is no logger; use {', '.join(LOGGERS)}, or wandb:PROJECT"
-        if name == "tensorboard" and value != name:
-            return 'names a project, which TensorBoard does not have; write "tensorboard"'
-        if value == f"{name}:":
-            return f'names no project; write "{name}" or "{name}:PROJECT"'
         return NAME.fault(project)
 
 

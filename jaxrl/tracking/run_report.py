@@ -35,6 +35,7 @@ def stored_samples(folder: RunFolder, when: str) -> list[dict[str, Any]]:
     path = folder.samples(when)
     if not path.exists():
         return []
+    # A run that has trained must not fail here.
     try:
         return [
             {name: sample[name] for name in _SAMPLE_FIELDS}

@@ -74,7 +74,7 @@ def read_schedule(folder: RunFolder, config_text: str) -> dict[int, VersionRow]:
 
 def _rows(path: pathlib.Path, *, absent: str = "remove it") -> dict[int, VersionRow]:
     rows = {}
-    content = read_bytes(path, absent=absent, max_bytes=None)
+    content = read_bytes(path, absent=absent)
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             fields = json.loads(line)

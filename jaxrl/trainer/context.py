@@ -24,7 +24,6 @@ from jaxrl.data.prompt_encoding import (
 from jaxrl.data.stream import GeneratedPrompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.evaluation.evaluation_metrics import check_answers_fit
 from jaxrl.mesh.pools import Placement, read_placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
@@ -130,8 +129,6 @@ def build_context(
     evaluation = encode(problems.evaluation, config.data, tokenizer)
     check_role_batches(config, meshes_of(found.placement))
     models = models.with_tokenizers(tokenizer, found.own_tokenizers)
-    prompts = evaluation_prompts(evaluation)
-    check_evaluation_fits(config, len(prompts))
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         num_samples=config.rollout.num_samples,
@@ -143,7 +140,7 @@ def build_context(
         models=models,
         placement=found.placement,
         problems=problems,
-        evaluation_prompts=prompts,
+        evaluation_prompts=evaluation_prompts(evaluation),
         demonstrations=found.demonstrations,
         pairs=found.pairs,
         train_prompts=stream_inputs(problems.train, train, config.data, tokenizer) if train else (),
@@ -197,17 +194,6 @@ def preference_stream(
         max_tokens=config.row_tokens // 2,
         prompt_format=config.data.format_of(),
         formats=run.problems.formats(config.data),
-    )
-
-
-def check_evaluation_fits(config: Config, num_problems: int) -> None:
-    """Raises UserError if the answers of an evaluation do not fit into this machine's memory."""
-    num_samples, tokens = config.evaluation.num_samples, config.rollout.max_response_tokens
-    check_answers_fit(
-        num_samples * num_problems,
-        tokens,
-        settings=f"evaluation.num_samples {num_samples:,} x {num_problems:,} problems x "
-        f"rollout.max_response_tokens {tokens:,}",
     )
 
 

@@ -64,7 +64,6 @@ class TrainingStage(abc.ABC):
 
     def evaluate(self, when: str) -> Metrics:
         """Metrics of an evaluation "before", "during" or "after" training; empty by default."""
-        del when
         return {}
 
     @abc.abstractmethod

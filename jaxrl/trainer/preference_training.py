@@ -85,7 +85,6 @@ class PairStage(ExamplesStage):
 
         Empty if there are no evaluation pairs.
         """
-        del when
         batch = self._evaluation_pairs
         if batch is None:
             return {}
@@ -137,7 +136,7 @@ class RewardModelStage(PairStage):
         timer: StepTimer,
         starting_params: StartingParams,
     ):
-        """Raises UserError if the loss is not one for scores."""
+        """Builds everything except weights."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
         super().__init__(run, learner, objective, timer, starting_params, name="reward_model")
@@ -166,7 +165,7 @@ class DpoStage(PairStage):
         timer: StepTimer,
         starting_params: StartingParams,
     ):
-        """Raises UserError if the loss is not one for policies."""
+        """Builds everything except weights."""
         options = run.config.preference
         objective = policy_pair_objective(options.loss, dict(options.options))
         super().__init__(run, actor, objective, timer, starting_params, name="actor")
@@ -193,7 +192,6 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
-      UserError: the loss is not one for scores.
     """
     config = run.config
     learner = RewardModelLearner(
@@ -225,7 +223,6 @@ def learn_preferences(run: RunContext, stop: StopSignal) -> None:
 
     Raises:
       StopRequested: a signal arrived; the last finished step is saved.
-      UserError: the loss is not one for policies.
     """
     actor = run.roles.actor(optim=run.config.optim, samples=False)
     with _open_loop(run, stop) as loop:

@@ -1,4 +1,4 @@
-"""The entry points of training; the commands call these functions."""
+"""Training of a recipe, whichever kind it is: what the commands call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
+from jaxrl.algos.registry import array_names, lookup
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.model_shape import with_stored_shape
 from jaxrl.config.schema import Config
@@ -18,6 +20,7 @@ from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
 from jaxrl.mesh.interrupt import StopRequested, StopSignal
 from jaxrl.tracking.durable import disk_errors, ensure_writable, run_lock
+from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.context import RunContext, build_context
 from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
@@ -47,64 +50,52 @@ Report = Callable[[RunContext], pathlib.Path]
 """Writes the report of a run and returns its path. It changes no training, so the commands pass it in."""
 
 
-def train(
-    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
-) -> int:
-    """Trains a recipe from the start or from its newest checkpoint.
+class Training(NamedTuple):
+    """The training that a recipe describes.
 
-    With several processes each of them calls this, after `hosts.start`. The first one writes the files.
+    Attributes:
+      stages: trains the stages of a run.
+      kind: what the run needs.
+      folder: folder of its last stage.
+    """
 
-    Args:
-      config: config of the run.
-      devices: devices to use; None means all.
-      report: called at the end of the run in the first process; None writes no report.
+    stages: Callable[[RunContext, StopSignal], None]
+    kind: RunKind
+    folder: StageFolder
 
-    Returns:
-      The exit status: 0, 75 after SIGTERM, or 130 after Ctrl-C.
+
+def training_of(config: Config) -> Training:
+    """What a recipe trains: `preference.loss` learns from pairs, `run.num_steps` 0 stops after SFT.
 
     Raises:
-      UserError: something the user can fix is missing or does not fit.
+      UserError: the recipe trains nothing, or names an unknown loss.
     """
-    return _run(config, devices, reinforce, REINFORCEMENT, report)
-
-
-def fine_tune(
-    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
-) -> int:
-    """Trains a policy by supervised learning alone; arguments and result as for `train`.
-
-    It is evaluated like any other policy. If `sft.path` is set, the run needs no problems.
-    """
+    folder = config.run_folder
+    if loss := config.preference.loss:
+        # A loss of scores trains a score model, a loss of log-probabilities the policy.
+        inputs = array_names(lookup(PREFERENCE_LOSSES, loss, "preference.loss"))
+        stages = learn_preferences if "chosen_logprob" in inputs else learn_reward_model
+        return Training(stages, PREFERENCES, folder.preference)
+    if config.run.num_steps:
+        return Training(reinforce, REINFORCEMENT, folder.rl)
     if not config.sft.num_steps:
         raise UserError(
-            "sft.num_steps is 0: there is nothing to train; set it, or take a recipe that does"
+            "run.num_steps and sft.num_steps are 0: there is nothing to train; set one, or take a recipe "
+            "that does"
         )
-    kind = fine_tuning(config)
-
-    def stage(run: RunContext, stop: StopSignal) -> None:
-        actor = fine_tuned(run, stop, samples=kind.grades)
-        graders = graders_of(run.config, run.problems.settings)
-        metrics = Evaluation(run, graders)(actor, "after") if kind.grades else {}
-        graders.close()
-        if metrics and hosts.is_first():
-            print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
-        actor.close()
-
-    return _run(config, devices, stage, kind, report)
+    return Training(fine_tune, fine_tuning(config), config.sft_folder)
 
 
-def train_reward_model(
-    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
-) -> int:
-    """Trains a reward or cost model on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, learn_reward_model, PREFERENCES, report)
-
-
-def train_dpo(
-    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
-) -> int:
-    """Trains a policy on preference pairs; arguments and result as for `train`."""
-    return _run(config, devices, learn_preferences, PREFERENCES, report)
+def fine_tune(run: RunContext, stop: StopSignal) -> None:
+    """Supervised learning alone; the policy is evaluated like any other."""
+    grades = fine_tuning(run.config).grades
+    actor = fine_tuned(run, stop, samples=grades)
+    graders = graders_of(run.config, run.problems.settings)
+    metrics = Evaluation(run, graders)(actor, "after") if grades else {}
+    graders.close()
+    if metrics and hosts.is_first():
+        print(", ".join(f"{name} {value:.3g}" for name, value in metrics.items()))
+    actor.close()
 
 
 def is_settled(config: Config) -> bool:
@@ -135,20 +126,31 @@ def claimed(config: Config) -> Iterator[Config]:
         yield config
 
 
-def _run(
-    config: Config,
-    devices: Sequence[Any] | None,
-    stages: Callable[[RunContext, StopSignal], None],
-    kind: RunKind,
-    report: Report | None,
+def train(
+    config: Config, *, devices: Sequence[Any] | None = None, report: Report | None = None
 ) -> int:
-    """Runs the stages of a run between its checks and its report; returns the exit status."""
+    """Trains a recipe from the start or from its newest checkpoint.
+
+    With several processes each of them calls this, after `hosts.start`. The first one writes the files.
+
+    Args:
+      config: config of the run.
+      devices: devices to use; None means all.
+      report: called at the end of the run in the first process; None writes no report.
+
+    Returns:
+      The exit status: 0, 75 after SIGTERM, or 130 after Ctrl-C.
+
+    Raises:
+      UserError: something the user can fix is missing or does not fit.
+    """
     if not is_settled(config):
         raise UserError(
             'mesh.layout or rollout.slots is "auto", which jaxrl.planner.resolve.resolved decides before a '
             "run; call it first, as every command does, or set mesh.layout to as_given and rollout.slots to "
             "a number"
         )
+    stages, kind, _ = training_of(config)
     with (
         claimed(config) as config,
         StopSignal(within_s=config.run.stop_within_s) as stop,

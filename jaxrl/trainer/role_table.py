@@ -42,7 +42,7 @@ from jaxrl.models.decoder import decoder_graph, score_config
 from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards.judge import JudgeTemplate, score_parser
+from jaxrl.rewards.judge import JudgeTemplate
 from jaxrl.roles.generative_judge import GenerativeJudge
 from jaxrl.roles.losses import clipped_values
 from jaxrl.roles.policy import Actor, Reference
@@ -105,7 +105,6 @@ class RoleKind:
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         """Whether a run has the role; `declared` is whether its dataflow names it."""
-        del config
         return declared
 
     def shape(self, actor: ModelConfig, stored: ModelConfig | None) -> ModelConfig:
@@ -114,7 +113,6 @@ class RoleKind:
 
     def check(self, config: Config, directory: str) -> Tokenizer | None:
         """Raises UserError if it cannot have the model in a directory; returns a tokenizer of its own."""
-        del config
         model = read_config(directory)
         if model.num_scores:
             raise UserError(
@@ -143,11 +141,9 @@ class RoleKind:
 
     def phase(self, name: str, role: Any, parts: PhaseParts) -> Any:
         """Its member of a step, for `Step.phase`; None without one. The run may not have the role (None)."""
-        del name, role, parts
 
     def reward(self, role: Any, config: Config) -> RewardTerm | None:
         """The term of the reward that it computes; None if it rewards nothing."""
-        del role, config
 
 
 class CriticKind(RoleKind):
@@ -158,7 +154,6 @@ class CriticKind(RoleKind):
 
     def check(self, config: Config, directory: str) -> None:
         """Its head is new, so a model with or without scores will do."""
-        del config
         check_params(directory, read_config(directory))
 
     def build(self, parts: BuildParts) -> Critic:
@@ -191,12 +186,10 @@ class ReferenceKind(RoleKind):
 
     def shape(self, actor: ModelConfig, stored: ModelConfig | None) -> ModelConfig:
         """The actor's model, adapters included."""
-        del stored
         return actor
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> ReferencePhase:
         """Log-probabilities of the role, or of the actor without its adapters."""
-        del name
         asked = parts.config.algorithm.kl.needs_ref_logprobs
         return ReferencePhase(parts.actor, role, parts.timer, asked=asked)
 
@@ -211,7 +204,6 @@ class ScoreKind(RoleKind):
 
     def check(self, config: Config, directory: str) -> None:
         """The checkpoint must have the head."""
-        del config
         model = read_config(directory)
         if not model.num_scores:
             raise UserError(
@@ -239,7 +231,6 @@ class RewardKind(ScoreKind):
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         """Whatever the dataflow declares."""
-        del declared
         return bool(self.weights(config))
 
     def reward(self, role: RewardModel, config: Config) -> RewardTerm:
@@ -255,7 +246,6 @@ class CostKind(ScoreKind):
 
     def phase(self, name: str, role: RewardModel | None, parts: PhaseParts) -> CostPhase | None:
         """Costs of responses."""
-        del name
         return role and CostPhase(self.scores(parts.config, role), parts.timer)
 
 
@@ -267,7 +257,6 @@ class JudgeKind(RoleKind):
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
         """Whatever the dataflow declares."""
-        del declared
         return bool(self.weights(config))
 
     def check(self, config: Config, directory: str) -> Tokenizer:
@@ -317,16 +306,9 @@ class JudgeKind(RoleKind):
     def reward(self, role: GenerativeJudge, config: Config) -> RewardTerm:
         """The score at the end of its verdict."""
         options = config.reward.judge
-        return JudgeReward(
-            "judge",
-            options.weight,
-            role,
-            JudgeTemplate(
-                options.template, options.max_response_chars, role.tokenizer.added_tokens
-            ),
-            score_parser(low=0.0, high=10.0),
-            0.0,  # the lowest score: nothing is gained by a verdict without one
-        )
+        forbidden = role.tokenizer.added_tokens
+        template = JudgeTemplate(options.template, options.max_response_chars, forbidden)
+        return JudgeReward("judge", options.weight, role, template)
 
 
 class TeacherKind(RoleKind):
@@ -354,7 +336,6 @@ class TeacherKind(RoleKind):
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
         """Log-probabilities of the student's tokens."""
-        del name
         return role and TeacherPhase(role, parts.actor, parts.timer)
 
 

@@ -12,11 +12,7 @@ from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.stream import PromptStream
-from jaxrl.dataflows.dynamic_sampling import (
-    DynamicSampling,
-    MixedGroups,
-    SpreadGroups,
-)
+from jaxrl.dataflows.dynamic_sampling import DynamicSampling
 from jaxrl.dataflows.experience import Experience
 from jaxrl.dataflows.free_running import FreeRunning, SamplingSchedule, VersionRow
 from jaxrl.dataflows.learning import ActorPhase, Pretraining
@@ -92,12 +88,11 @@ class RunSampling:
         # Inside dynamic sampling, which adds the counts of a step's batches up.
         self.sampler: Sampler = CountedSampling(groups, self.prompts)
         if flow.dynamic_sampling:
-            by_correctness = options.keep_groups == "correctness"
             self.sampler = DynamicSampling(
                 self.sampler,
                 options.num_prompts,
                 max_generation_batches=options.max_generation_batches,
-                keeps=MixedGroups() if by_correctness else SpreadGroups(),
+                keeps=options.keep_groups,
                 fills_up=options.on_shortage == "fill",
             )
 

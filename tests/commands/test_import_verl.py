@@ -235,8 +235,6 @@ def test_a_recipe_is_not_written_over(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("echo hello\n", "starts no program with settings of verl"),
-        ("", "starts no program with settings of verl"),
         ("ray start --head\n", "it starts ray start --head"),
         ("python3 -m x data.train_files='abc\n", "ended with status 2: .*line 1: unexpected EOF"),
         (
@@ -248,12 +246,8 @@ def test_a_recipe_is_not_written_over(tmp_path, capsys):
         (b"\xff\xfe", "not UTF-8"),
         ("python a.py data.train_batch_size=many\n", "expected a number"),
         ("python a.py data.train_batch_size=100\n", "does not divide by ppo_mini_batch_size 256"),
-        ("python a.py data.train_batch_size=0\n", "both are at least 1"),
-        ("python a.py data.train_batch_size=nan\n", "nan of verl: expected a number"),
-        ("python a.py data.train_batch_size=inf\n", "inf of verl: expected a whole number"),
         ("python a.py algorithm.adv_estimator=best\n", "choose one of .*gae, grpo"),
         ("python a.py trainer.n_gpus_per_node=3\n", "3 devices of verl do not divide"),
-        ("python a.py trainer.n_gpus_per_node=0\n", "at least 1"),
         (
             "python a.py a.b=1 algorithm.rollout_correction.rollout_rs=token_k1 "
             "algorithm.rollout_correction.rollout_rs_threshold=7_x\n",
@@ -270,7 +264,6 @@ def test_a_malformed_script_is_one_line(tmp_path, capsys, monkeypatch, text, mes
     ("text", "message"),
     [
         ("data: [1, 2\n", r":2 is no YAML"),
-        ("- 1\n", "has no groups of settings"),
         ("a: 1\n", "has no setting of verl"),
         ("data: &x {y: *x}\n", "is no YAML that can be read"),
         ("data: {a: '${data.b}', b: '${data.a}'}\n", "do not end"),

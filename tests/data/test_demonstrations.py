@@ -205,5 +205,3 @@ def test_long_examples_are_dropped_and_counted(caplog):
     rows = [Demonstration("1+1=", "2" * n, "s") for n in (1, 2, 3)]
     assert stream(rows, max_tokens=7).state()["num_rows"] == 2
     assert "1 of 3 examples dropped: longer than max_tokens 7" in caplog.text
-    with pytest.raises(UserError, match="there are no prompts"):
-        stream([], examples_per_batch=1)

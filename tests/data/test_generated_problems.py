@@ -169,29 +169,15 @@ def test_a_function_that_never_makes_a_problem_does_not_run_for_ever():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            "return None",
-            r"index 0: the function returned None; it must return a row of JSON's types, such",
-        ),
-        ("return [1]", r"index 0: the function returned \[1\]"),
-        ("return '1 + 1'", r"index 0: the function returned '1 \+ 1'"),
-        (
-            "return {'question': object(), 'answer': 1}",
-            r"returned \{'question': <object.*no JSON: TypeError",
-        ),
-        ("x = {'answer': 1}; x['question'] = x; return x", "no JSON: ValueError: Circular"),
-        ("raise KeyError('gone')", r"index 0: the function raised KeyError: 'gone'"),
-        (
-            "return {'question': '1?', 'answer': 1 // (9 - index)}",
-            "index 9: the function raised ZeroDivision",
-        ),
+        ("return None", r"index 0: TypeError.*must return a row of JSON's types, such"),
+        ("return '1 + 1'", "index 0: ValueError"),
+        ("return {'question': object(), 'answer': 1}", "object is none of JSON's types"),
+        ("return {'question': '1?', 'answer': 1 // (9 - index)}", "index 9: ZeroDivision"),
         ("return {'only': 'a field'}", "puzzles.py:make has a layout that is not known.*'only'"),
         (
             "import random; return {'question': f'{random.random()}', 'answer': 1}",
             "index 0: the function made .* and, asked again, .*Draw from its argument `rng` alone",
         ),
-        ("def make(index):\n    return {}", "cannot be called with"),
-        ("def make_(index, rng):\n    return {}", "has no 'make'"),
     ],
 )
 def test_functions_that_misbehave_are_named(body, message):
@@ -204,7 +190,7 @@ def test_a_function_that_fails_late_is_named_with_its_index():
         read(function("return {'question': '1?', 'answer': 1 // (70 - index)}")), per_batch=70
     )
     next(prompts)
-    with pytest.raises(UserError, match=r"puzzles\.py:make index 70: the function raised ZeroDiv"):
+    with pytest.raises(UserError, match=r"puzzles\.py:make index 70: ZeroDiv"):
         next(prompts)
 
 
@@ -269,8 +255,6 @@ def test_what_a_scorer_looks_at_comes_along():
         ("chain_sums", {}, "no task 'chain_sums'.*did you mean chain_sum"),
         ("chain_sum", {"max_term": 4}, "refuses its settings .*'max_term'"),
         ("chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
-        ("chain_sum", {"min_terms": "3"}, "refuses its settings .*'str'"),
-        ("chain_sum", {"seed": 4295}, "size 5 and seed 4295"),
     ],
 )
 def test_unknown_tasks_and_settings_are_refused(task, options, message):

@@ -146,11 +146,7 @@ def test_long_prompts_may_be_an_error():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"records": []}, "there are no prompts"),
         ({"max_prompt_tokens": 6}, "all 7 prompts are longer than max_prompt_tokens 6"),
-        ({"prompts_per_batch": 0}, "batch of 0"),
-        ({"seed": -1}, "seed -1 is out of range"),
-        ({"seed": 2**32}, "out of range"),
         ({"template": "Solve it."}, "has no {prompt}"),
         ({"chat": True}, "no chat template"),
     ],

@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine, lognormal_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy
@@ -21,7 +22,6 @@ from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.samples import Sample, UnfinishedGroups
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.testing.fake_engine import FakeEngine, lognormal_lengths
 from jaxrl.types import Prompts
 
 LONGEST = 300

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.dataflows.dynamic_sampling import GroupBuffer, MixedGroups, NotEnoughGroups, SpreadGroups
+from jaxrl.dataflows.dynamic_sampling import GroupBuffer, NotEnoughGroups, kept_groups
 
 MIXED = range(1, 15)
 
@@ -17,13 +17,11 @@ def ids_of(scored) -> list[int]:
 
 
 def keep_mixed_groups(scored):
-    return scored.take(np.flatnonzero(MixedGroups()(scored)))
+    return scored.take(np.flatnonzero(kept_groups(scored, "correctness")))
 
 
-def buffer_of(num_prompts: int, batches: int, keeps=None, **options) -> GroupBuffer:
-    return GroupBuffer(
-        num_prompts, max_generation_batches=batches, keeps=keeps or MixedGroups(), **options
-    )
+def buffer_of(num_prompts: int, batches: int, **options) -> GroupBuffer:
+    return GroupBuffer(num_prompts, max_generation_batches=batches, **options)
 
 
 def fill(buffer: GroupBuffer, *batches) -> list[bool]:
@@ -65,7 +63,7 @@ def test_scores_that_differ_keep_a_group_whatever_is_right(make_scored):
     scored = make_scored([0, 15, 5])
     score_NG = np.array([[0.1, 0.1, 0.4, 0.1], [0.9, 0.9, 0.9, 0.9], [0.0, 0.2, 0.2, 0.2]])
     scored = dataclasses.replace(scored, score_B=score_NG.reshape(-1).astype(np.float32))
-    assert SpreadGroups()(scored).tolist() == [True, False, True]
+    assert kept_groups(scored, "score").tolist() == [True, False, True]
 
 
 # The buffer

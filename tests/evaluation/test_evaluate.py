@@ -18,7 +18,6 @@ from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import train_tokenizer
-from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_generation_mesh
 from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph
@@ -347,14 +346,3 @@ def test_user_errors_are_one_line(directory, problems, tmp_path, capsys, monkeyp
         assert out == "" and err.count("\n") == 1, err
         assert message in err, err
     assert not (tmp_path / "evaluations").exists()
-
-
-def test_more_answers_than_memory_holds_are_refused(directory, problems, monkeypatch, capsys):
-    monkeypatch.setattr("jaxrl.evaluation.evaluation_metrics.host_memory_bytes", lambda: 2**30)
-    with pytest.raises(UserError, match=r"1,000,000 x 3 problems .* more than this machine with 1"):
-        config = load_config(
-            Config,
-            command.settings_of(directory, None, problems[:1]),
-            {**SMALL, "evaluation.num_samples": "1000000"} | {k: str(v) for k, v in SMALL.items()},
-        )
-        command.evaluate(config, directory, chosen={"data.max_prompt_tokens"})

@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.errors import UserError
-from jaxrl.rewards.judge import (
-    JudgeTemplate,
-    judge_prompts,
-    judge_scores,
-    parse_verdicts,
-    score_parser,
-)
+from jaxrl.rewards.judge import JudgeTemplate, judge_prompts, judge_scores, score_of
 from jaxrl.types import Completions, Prompts, TurnText
-
-OUT_OF_TEN = score_parser(low=0, high=10)
 
 
 @pytest.fixture
@@ -181,34 +172,13 @@ def test_templates_that_cannot_work_are_refused(settings, message):
     ],
 )
 def test_scores(text, score):
-    assert OUT_OF_TEN(text) == score
-
-
-def test_what_cannot_be_read_gets_the_configured_score_and_is_counted():
-    scores, failed = parse_verdicts(["Score: 9", "Well.", "Score: 99"], OUT_OF_TEN, failed_score=2)
-    assert (scores.tolist(), failed.tolist()) == ([9, 2, 2], [False, True, True])
-    assert (scores.dtype, failed.dtype) == (np.float32, np.bool_)
+    assert score_of(text) == score
 
 
 @given(st.text())
 def test_any_text_is_read_without_an_error(text):
-    for parse in (OUT_OF_TEN, score_parser(low=0, high=1, pattern=r"(\S+)?")):
-        score = parse(text)
-        assert score is None or -1 <= score <= 10
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pattern": "("}, "is no regular expression"),
-        ({"pattern": "[0-9]+"}, "has 0 groups"),
-        ({"pattern": "(a)(b)"}, "has 2 groups"),
-        ({"low": 3, "high": 3}, "low must be below high"),
-    ],
-)
-def test_parsers_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        score_parser(**{"low": 0, "high": 1, **settings})
+    score = score_of(text)
+    assert score is None or 0 <= score <= 10
 
 
 # ---- the two together
@@ -220,12 +190,7 @@ def test_a_judge_is_handed_in(completions):
         marks = [f"Score: {p.count('9')}" for p in prompts]
         return [*marks[:3], "I would rather not say."]
 
-    scores, metrics = judge_scores(
-        completions,
-        template=JudgeTemplate("{response}"),
-        sample=sample,
-        parse=OUT_OF_TEN,
-        failed_score=-1.0,
-    )
-    assert scores.tolist() == [0, 0, 1, -1]
+    template = JudgeTemplate("{response}")
+    scores, metrics = judge_scores(completions, template=template, sample=sample)
+    assert (scores.tolist(), scores.dtype) == ([0, 0, 1, 0], np.float32)
     assert metrics == {"reward/judge/parse_failures": 0.25}

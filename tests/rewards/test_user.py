@@ -76,26 +76,15 @@ def test_a_function_of_a_module(written, completions, tmp_path, monkeypatch):
     del sys.modules["rewards_of_this_test"]
 
 
-@pytest.mark.parametrize(
-    ("file", "remedy"),
-    [
-        ("train.py", "name it train.py:reward, with what the file does as a program under"),
-        (None, "in a notebook by %%writefile my_functions.py"),
-    ],
-)
-def test_a_function_of_the_program_is_refused_before_a_process_looks_for_it(
-    file, remedy, monkeypatch
-):
+def test_a_function_of_the_program_is_refused_before_a_process_looks_for_it(monkeypatch):
     main = types.ModuleType("__main__")
     vars(main)["reward"] = lambda responses: [0.0] * len(responses)
     vars(main)["grade"] = lambda response, answer: None
-    if file:
-        main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
     message = "is called in a process of its own, which cannot import what was typed into this one"
     with pytest.raises(UserError, match=message) as error:
         user_reward("__main__:reward")
-    assert remedy in str(error.value) and "name it my_functions.py:reward" in str(error.value)
+    assert "name it my_functions.py:reward" in str(error.value)
     with pytest.raises(UserError, match=message):
         check_grader("__main__:grade", {})
     # What is called in this process may be of it.

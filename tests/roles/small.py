@@ -1,20 +1,30 @@
-"""A small model, prompts and batches for the roles' tests."""
+"""A small model and batches for the roles' tests."""
+
+import functools
 
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.types import PackedBatch, Prompts, TrainBatch
+from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.policy import Actor
+from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout.drivers import build_backend
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.types import PackedBatch, TrainBatch
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=16, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=8
 )
 
 
-def prompts_of(*tokens, ids=None) -> Prompts:
-    """Prompts of these tokens, without texts."""
-    blank = ("",) * len(tokens)
-    ids_N = np.arange(len(tokens)) if ids is None else np.array(ids)
-    return Prompts(ids_N, tuple(np.array(t, np.int32) for t in tokens), blank, blank, blank)
+def actor_on(mesh, *, model=MODEL, engine: EngineConfig | None = None, **changes) -> Actor:
+    """An actor without weights. It samples, with numbers for texts, if it has the settings of an engine."""
+    if engine is not None:
+        decode = functools.partial(map, str)
+        changes["backend"] = build_backend("offline", model, mesh, engine, decode)
+    train = TrainConfig(rows=8, row_tokens=8)
+    given = {"train": train, "optim": OptimConfig(), "temperature": 1.0, "seed": 0}
+    return Actor(model, mesh, **(given | changes))
 
 
 def whole_rows(

@@ -10,7 +10,8 @@ import pytest
 from closeness import assert_close
 from meshes import mesh_of
 from small import MODEL as DENSE
-from small import prompts_of
+from small import actor_on
+from tokens import prompts_of
 
 from jaxrl.errors import UserError
 from jaxrl.models import lora
@@ -23,7 +24,6 @@ from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import PackedBatch, TrainBatch
 
@@ -56,18 +56,14 @@ R, T = 4, 12
 def actor_of(
     model: ModelConfig, load_balancing_coef: float = 0.0, dtype: str = "float32", layout=()
 ) -> Actor:
-    mesh = mesh_of(**dict(layout))
-    engine = dataclasses.replace(ENGINE, dtype=dtype)
-    return Actor(
-        model,
-        mesh,
+    return actor_on(
+        mesh_of(**dict(layout)),
+        model=model,
+        engine=dataclasses.replace(ENGINE, dtype=dtype),
         train=TrainConfig(
             rows=R, row_tokens=T, load_balancing_coef=load_balancing_coef, dtype=dtype
         ),
         optim=OptimConfig(lr=3e-2, lr_warmup_steps=0, weight_decay=0.0),
-        backend=build_backend("offline", model, mesh, engine, functools.partial(map, str)),
-        temperature=1.0,
-        seed=0,
     )
 
 

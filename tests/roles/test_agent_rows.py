@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from small import prompts_of
 from test_redraw import OPTIONS, actor_of, fraction
+from tokens import prompts_of
 
-from jaxrl.dataflows.dynamic_sampling import MixedGroups, SpreadGroups
+from jaxrl.dataflows.dynamic_sampling import kept_groups
 from jaxrl.dataflows.preparation import _groups
 from jaxrl.dataflows.rewarding import SequenceScores
 from jaxrl.rewards.grading import Verdict
@@ -165,8 +165,8 @@ def test_a_failed_sample_makes_no_group_mixed():
     correct_B = np.array([True, False, True, False, False, False])
     score_B = np.array([1, 0, 1, 0.5, 0, 0], np.float32)
     scored = Scored(completions, correct_B, score_B, np.zeros(6, np.float32), (None,) * 6)
-    assert MixedGroups()(scored).tolist() == [False, True, False]
-    assert SpreadGroups()(scored).tolist() == [False, True, False]
+    assert kept_groups(scored, "correctness").tolist() == [False, True, False]
+    assert kept_groups(scored, "score").tolist() == [False, True, False]
 
 
 def test_reward_models_score_the_main_conversation():

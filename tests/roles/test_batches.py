@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small import prompts_of
+from tokens import answers_of, prompts_of
 
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.packing import PackedShape, RowLimits
 from jaxrl.tracking.sample_rows import logprobs_by_response
 from jaxrl.types import Completions
 
@@ -29,14 +29,10 @@ def completions_of(prompt_lengths: list[int], lengths: list[list[int]], seed: in
         return np.array([next(numbers) for _ in range(count)], np.int32)
 
     responses = tuple(tokens(n) for n in flat)
-    return Completions(
-        prompts=prompts_of(*map(tokens, prompt_lengths)),
-        num_samples=len(lengths[0]),
-        tokens=responses,
-        rollout_logprob=tuple(-rng.random(n).astype(np.float32) for n in flat),
-        entropy=tuple(np.ones(n, np.float32) for n in flat),
-        truncated_B=np.zeros(len(flat), bool),
-        texts=("",) * len(flat),
+    return answers_of(
+        prompts_of(*map(tokens, prompt_lengths)),
+        responses,
+        [-rng.random(n) for n in flat],
         mask=tuple(rng.integers(0, 2, n).astype(np.float32) for n in flat),
         turns=((),) * len(flat),
     )
@@ -51,12 +47,8 @@ def batches(draw):
     lengths = draw(st.lists(one, min_size=N * updates, max_size=N * updates))
     completions = completions_of(prompt_lengths, lengths, draw(st.integers(0, 99)))
     tokens = draw(st.integers(12, 30))
-    shape = PackedShape.for_sequences(
-        len(completions),
-        longest=12,
-        minibatches=updates,
-        rows=draw(st.integers(1, 3)),
-        tokens=tokens,
+    shape = RowLimits(draw(st.integers(1, 3)), tokens, 12).shape(
+        len(completions), minibatches=updates
     )
     trained_B = np.array([draw(st.booleans()) for _ in range(len(completions))])
     return completions, shape, draw(st.booleans()), trained_B
@@ -132,7 +124,7 @@ def test_the_share_of_tokens_with_the_highest_entropy(share, expected, share_pro
         entropy=tuple(np.float32(x) for x in ENTROPIES),
         mask=tuple(np.float32(x) for x in ((1, 1, 1, 1), (1, 0, 1), (1, 1), (1, 1, 1))),
     )
-    shape = PackedShape.for_sequences(4, longest=12, minibatches=2, rows=1, tokens=24)
+    shape = RowLimits(1, 24, 12).shape(4, minibatches=2)
     packed = pack_completions(
         completions,
         shape,
@@ -148,7 +140,7 @@ def test_the_share_of_tokens_with_the_highest_entropy(share, expected, share_pro
 
 def test_equal_entropies_are_all_trained_and_none_is_no_error():
     completions = completions_of([2], [[4, 3]], seed=0)
-    shape = PackedShape.for_sequences(2, longest=12, minibatches=1, rows=1, tokens=24)
+    shape = RowLimits(1, 24, 12).shape(2, minibatches=1)
     packed = pack_completions(completions, shape, top_entropy=0.1)
     np.testing.assert_array_equal(packed.weight * packed.loss_mask, packed.loss_mask)
     nothing = pack_completions(completions, shape, top_entropy=0.1, trained_B=np.zeros(2, bool))
@@ -188,6 +180,6 @@ def test_prompts_are_shared_by_the_lengths_that_occur_not_by_their_limits():
 
 def test_auto_packs_as_the_choice_does():
     completions = completions_of([6, 5], [[4, 3], [1, 2]], seed=1)
-    shape = PackedShape.for_sequences(4, longest=12, minibatches=1, rows=1, tokens=24)
+    shape = RowLimits(1, 24, 12).shape(4, minibatches=1)
     auto, shared = (pack_completions(completions, shape, share_prompts=x) for x in ("auto", True))
     jax.tree.map(np.testing.assert_array_equal, auto, shared)

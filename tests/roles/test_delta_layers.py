@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
-from small import MODEL
+from small import MODEL, actor_on
 from test_policy import CLIPPED, FOUR_ROWS, GRADIENT_SHOWS, PACKED, TRAIN, packed, sequences
 
 from jaxrl.errors import UserError
@@ -80,33 +80,13 @@ def test_adapters_of_every_kind_of_layer_train_alone():
 
 
 @pytest.mark.parametrize(
-    ("layout", "train", "message"),
+    ("layout", "context", "train", "message"),
     [
-        ("1-1-2", TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
-        ("4-1-1", TRAIN, "layers of size 2 does not divide"),
+        ("1-1-2", 1, TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
+        ("4-1-1", 1, TRAIN, "layers of size 2 does not divide"),
+        ("1-1-2", 2, TRAIN, r"mesh\.context 2 splits rows, and a delta layer"),
     ],
 )
-def test_what_would_cut_a_state_is_refused(layout, train, message):
+def test_what_would_cut_a_state_is_refused(layout, context, train, message):
     with pytest.raises(UserError, match=message):
-        Actor(
-            DELTA,
-            mesh_of(layout),
-            train=train,
-            optim=GRADIENT_SHOWS,
-            temperature=0.9,
-            seed=0,
-            backend=None,
-        )
-
-
-def test_rows_are_not_split():
-    with pytest.raises(UserError, match=r"mesh\.context 2 splits rows, and a delta layer"):
-        Actor(
-            DELTA,
-            mesh_of("1-1-2", context=2),
-            train=TRAIN,
-            optim=GRADIENT_SHOWS,
-            temperature=0.9,
-            seed=0,
-            backend=None,
-        )
+        actor_on(mesh_of(layout, context=context), model=DELTA, train=train)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from meshes import mesh_of
 from packed import SHAPES, packed, sequences
+from small import actor_on
 
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.aggregation import AGGREGATIONS, count
@@ -122,15 +123,7 @@ MODEL = ModelConfig(
 
 
 def tiny_actor() -> Actor:
-    config = Config()
-    return Actor(
-        MODEL,
-        mesh_of(),
-        train=config.train,
-        optim=config.optim,
-        temperature=1.0,
-        seed=0,
-    )
+    return actor_on(mesh_of(), model=MODEL, train=Config().train, optim=Config().optim)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "gspo", "full"])

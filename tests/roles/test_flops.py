@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
+from small import actor_on
 
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
@@ -19,9 +20,7 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.planner.compiled.programs import abstract_batch, matmul_flops
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 
 R, T = 2, 64
@@ -140,14 +139,8 @@ def test_short_sequences_cost_six_operations_a_weight_and_token(name):
 @functools.cache
 def traced(model: ModelConfig, tokens: int = T, chunk_tokens: int | str = "auto") -> int:
     """Operations of the products of an update in one microbatch."""
-    actor = Actor(
-        model,
-        mesh_of(),
-        train=TrainConfig(rows=R, row_tokens=tokens, logprob_chunk_tokens=chunk_tokens),
-        optim=OptimConfig(),
-        temperature=1.0,
-        seed=0,
-    )
+    train = TrainConfig(rows=R, row_tokens=tokens, logprob_chunk_tokens=chunk_tokens)
+    actor = actor_on(mesh_of(), model=model, train=train)
     state, shape = actor.abstract_state(), PackedShape(1, 1, R, tokens)
     update = actor.update_program((SUPERVISED,))
     batches = (abstract_batch(actor, shape),)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from small import prompts_of
 from test_every_algorithm import OPTIONS as LOSS_OPTIONS
 from test_policy import ADAM, EIGHT_DEVICES, MODEL, ONE_DEVICE, OPTIONS, first_state, fresh, step
+from tokens import answers_of, prompts_of
 
 from jaxrl.algos.policy_losses import HAVE_OTHER_TERMS
 from jaxrl.roles.batches import pack_completions
@@ -28,15 +28,7 @@ def completions() -> Completions:
     rng = np.random.default_rng(0)
     prompts = tuple(rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in (3, 5, 2, 4))
     tokens = tuple(rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in (6, 7, 5, 6) * 2)
-    return Completions(
-        prompts=prompts_of(*prompts),
-        num_samples=2,
-        tokens=tokens,
-        rollout_logprob=tuple(rng.uniform(-4, -1, len(t)).astype(np.float32) for t in tokens),
-        entropy=tuple(np.ones(len(t), np.float32) for t in tokens),
-        truncated_B=np.zeros(8, bool),
-        texts=("",) * 8,
-    )
+    return answers_of(prompts_of(*prompts), tokens, [rng.uniform(-4, -1, len(t)) for t in tokens])
 
 
 def batch_of(quiet_B=QUIET, shape=SHAPE, **packing) -> TrainBatch:

@@ -8,6 +8,7 @@ import pytest
 from closeness import assert_close
 from meshes import mesh_of
 from packed import TWO_UPDATES, packed, sequences
+from small import actor_on
 
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
@@ -25,13 +26,11 @@ SHAPE = dataclasses.replace(TWO_UPDATES, microbatches=1, rows=4)
 @functools.cache
 def actor_of(*, remat: str = "none", fsdp: int = 1) -> Actor:
     """One actor for each setting, whose programs all tests share."""
-    return Actor(
-        MODEL,
+    return actor_on(
         mesh_of(f"1-1-{fsdp}", fsdp=fsdp),
+        model=MODEL,
         train=TrainConfig(rows=SHAPE.rows, row_tokens=SHAPE.tokens, remat=remat),
         optim=OptimConfig(lr=1e-2, lr_warmup_steps=0),
-        temperature=1.0,
-        seed=0,
     )
 
 

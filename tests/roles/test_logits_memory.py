@@ -2,13 +2,12 @@
 
 import jax
 from meshes import mesh_of
+from small import actor_on
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.roles.losses import SUPERVISED
-from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
-from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 
 
@@ -24,14 +23,7 @@ def peak_bytes(vocab_size: int) -> int:
         head_dim=32,
         tie_embeddings=True,
     )
-    actor = Actor(
-        model,
-        mesh_of(),
-        train=TrainConfig(rows=16),
-        optim=OptimConfig(),
-        temperature=1.0,
-        seed=0,
-    )
+    actor = actor_on(mesh_of(), model=model, train=TrainConfig(rows=16))
     batches = (abstract_batch(actor, PackedShape(1, 1, 16, 256)),)
     update = actor.update_program((SUPERVISED,))
     compiled = update.lower(actor.abstract_state(), batches, None, actor.schedule).compile()

@@ -16,7 +16,7 @@ from closeness import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import mesh_of
-from small import whole_rows
+from small import actor_on, whole_rows
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.sharding_strategies import state_rules
@@ -32,7 +32,6 @@ from jaxrl.roles.optimizer import (
     matrix_dimensions,
 )
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.train_config import TrainConfig
 from jaxrl.tracking.checkpoints import Checkpoints
 
 KINDS = ("float32", "bfloat16", "int8")
@@ -310,15 +309,7 @@ def test_muon_is_told_the_two_sides_of_every_matrix():
 
 
 def actor_of(config: OptimConfig, sharding: str = "FSDP", **layout) -> Actor:
-    return Actor(
-        DENSE,
-        mesh_of(**layout),
-        train=TrainConfig(rows=8, row_tokens=8),
-        optim=config,
-        temperature=1.0,
-        seed=0,
-        state_rules=state_rules(sharding),
-    )
+    return actor_on(mesh_of(**layout), model=DENSE, optim=config, state_rules=state_rules(sharding))
 
 
 def stepped(actor: Actor, *seeds: int) -> list[float]:

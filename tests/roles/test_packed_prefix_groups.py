@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
+from jaxrl.roles.packing import PackedShape, PrefixGroups, RowLimits, plan_packing
 
 
 @st.composite
@@ -20,12 +20,8 @@ def grouped_batches(draw):
         lengths += draw(st.lists(st.integers(head + 1, longest), min_size=each, max_size=each))
         shared += [head] * each
     count = minibatches * kin * each
-    shape = PackedShape.for_sequences(
-        count,
-        longest=longest,
-        minibatches=minibatches,
-        rows=draw(st.integers(1, 4)),
-        tokens=tokens,
+    shape = RowLimits(draw(st.integers(1, 4)), tokens, longest).shape(
+        count, minibatches=minibatches
     )
     return lengths, PrefixGroups(np.arange(count) // each, np.array(shared)), shape
 
@@ -98,7 +94,7 @@ def test_sharing_never_takes_more_places(batch):
 
 def test_a_long_prompt_is_laid_out_once_a_row():
     lengths, groups = [100] * 16, PrefixGroups(np.arange(16) // 8, np.full(16, 90))
-    shape = PackedShape.for_sequences(16, longest=100, minibatches=1, rows=1, tokens=200)
+    shape = RowLimits(1, 200, 100).shape(16, minibatches=1)
     packing = plan_packing(lengths, shape, prefix_groups=groups)
     # Eight answers of ten tokens and their prompt: a row each, of 16 rows without sharing 8.
     assert (packing.segment_ids > 0).sum() == 2 * (90 + 8 * 10)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.errors import UserError
-from jaxrl.roles.packing import PackedShape, plan_packing
+from jaxrl.roles.packing import PackedShape, RowLimits, plan_packing
 
 
 @st.composite
@@ -28,12 +28,8 @@ def batches(draw) -> tuple[list[int], PackedShape]:
         ),
     )
     count = minibatches * each
-    shape = PackedShape.for_sequences(
-        count,
-        longest=longest,
-        minibatches=minibatches,
-        rows=draw(st.integers(1, 5)),
-        tokens=tokens,
+    shape = RowLimits(draw(st.integers(1, 5)), tokens, longest).shape(
+        count, minibatches=minibatches
     )
     return draw(st.lists(lengths, min_size=count, max_size=count)), shape
 
@@ -219,9 +215,7 @@ def useful(packing) -> float:
 def test_97_percent_of_the_places_of_a_dapo_step_are_used(tokens, rows, mean, minibatches):
     num = 512 * minibatches
     lengths = log_normal(num, mean=mean, longest=20_480, seed=rows)
-    shape = PackedShape.for_sequences(
-        num, longest=20_480, minibatches=minibatches, rows=rows, tokens=tokens
-    )
+    shape = RowLimits(rows, tokens, 20480).shape(num, minibatches=minibatches)
     plain = plan_packing(lengths, shape)
     started_s = time.process_time()
     filled = plan_packing(lengths, shape, shards=rows, fill_minibatches=True)
@@ -236,7 +230,7 @@ def test_97_percent_of_the_places_of_a_dapo_step_are_used(tokens, rows, mean, mi
 
 def test_work_is_even_over_the_shards_of_a_dapo_step():
     lengths = log_normal(8192, mean=5_000, longest=20_480, seed=0)
-    shape = PackedShape.for_sequences(8192, longest=20_480, minibatches=16, rows=16, tokens=20_480)
+    shape = RowLimits(16, 20480, 20480).shape(8192, minibatches=16)
     work = work_of(plan_packing(lengths, shape, shards=16, fill_minibatches=True), 16)
     assert work.max(-1).sum() / work.mean(-1).sum() < 1.35
 
@@ -271,9 +265,7 @@ def test_minibatches_are_filled_by_hand():
 def test_the_shape_holds_the_worst_case_and_nothing_spare(tokens):
     """All multisets of up to five lengths: first-fit never needs more rows, and sometimes needs all."""
     for longest, count in itertools.product(range(1, tokens + 1), range(1, 6)):
-        shape = PackedShape.for_sequences(
-            count, longest=longest, minibatches=1, rows=1, tokens=tokens
-        )
+        shape = RowLimits(1, tokens, longest).shape(count, minibatches=1)
         needed = [
             int(plan_packing(lengths, shape).num_micro_U[0])
             for lengths in itertools.combinations_with_replacement(range(1, longest + 1), count)
@@ -283,10 +275,10 @@ def test_the_shape_holds_the_worst_case_and_nothing_spare(tokens):
 
 def test_a_shape_by_hand():
     # 512 sequences in 16 updates: 32 each. Two of at most 60 fit into 128: 16 rows, 4 at a time.
-    shape = PackedShape.for_sequences(512, longest=60, minibatches=16, rows=4, tokens=128)
+    shape = RowLimits(4, 128, 60).shape(512, minibatches=16)
     assert dims(shape) == (16, 4, 4, 128)
     # With 65 only one fits; 32 rows of 5 leave the seventh microbatch partly empty.
-    shape = PackedShape.for_sequences(512, longest=65, minibatches=16, rows=5, tokens=128)
+    shape = RowLimits(5, 128, 65).shape(512, minibatches=16)
     assert dims(shape) == (16, 7, 5, 128)
 
 
@@ -295,12 +287,12 @@ def test_a_shape_by_hand():
 
 def test_sequences_that_do_not_divide_are_refused():
     with pytest.raises(UserError, match="100 sequences do not divide into 3 minibatches; choose"):
-        PackedShape.for_sequences(100, longest=4, minibatches=3, rows=1, tokens=8)
+        RowLimits(1, 8, 4).shape(100, minibatches=3)
 
 
 def test_a_row_shorter_than_a_sequence_is_refused():
     with pytest.raises(UserError, match="rows of 8 tokens cannot hold a sequence of 9; raise"):
-        PackedShape.for_sequences(4, longest=9, minibatches=1, rows=1, tokens=8)
+        RowLimits(1, 8, 9).shape(4, minibatches=1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
-from small import MODEL
+from small import MODEL, actor_on
 
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.errors import UserError
@@ -102,14 +102,8 @@ def test_a_reward_model_learns_what_is_preferred(learner):
 
 @pytest.fixture(scope="module")
 def actor() -> Actor:
-    return Actor(
-        MODEL,
-        mesh_of("1-2-2", fsdp=2),
-        train=TrainConfig(rows=6, row_tokens=24),
-        optim=OPTIM,
-        temperature=1.0,
-        seed=0,
-    )
+    train = TrainConfig(rows=6, row_tokens=24)
+    return actor_on(mesh_of("1-2-2", fsdp=2), model=MODEL, train=train, optim=OPTIM)
 
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("ipo", marks=pytest.mark.long)])

@@ -11,7 +11,8 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 from meshes import mesh_of
-from small import MODEL, prompts_of
+from small import MODEL, actor_on
+from tokens import prompts_of
 
 from jaxrl.errors import UserError
 from jaxrl.models.compute import Compute
@@ -23,7 +24,6 @@ from jaxrl.roles.packing import PackedShape, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.tracking.sample_rows import logprobs_by_response
@@ -68,16 +68,13 @@ PROMPTS = prompts_of([3, 4], [5])
 def actor_of(layout=ONE_DEVICE, optim=GRADIENT_SHOWS, train=TRAIN, limits=()) -> Actor:
     """One actor for each setting; tests start from `fresh` weights and share its compiled programs."""
     train_layout, generate, fsdp = layout
-    mesh = mesh_of(train_layout, generate, fsdp=fsdp)
-    return Actor(
-        MODEL,
-        mesh,
+    return actor_on(
+        mesh_of(train_layout, generate, fsdp=fsdp),
+        engine=ENGINE,
         train=train,
         optim=optim,
         temperature=0.9,
         truncation=truncation_of(**dict(limits)) if limits else None,
-        seed=0,
-        backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
     )
 
 

@@ -1,13 +1,12 @@
 """The trainer's logits with the sampler's noise draw the sampler's tokens."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
-from small import prompts_of
+from small import actor_on
+from tokens import prompts_of
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_completions
@@ -17,7 +16,6 @@ from jaxrl.roles.policy import Actor
 from jaxrl.roles.redraw import draws_of
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Completions
@@ -39,15 +37,13 @@ OPTIONS = SamplingOptions(num_samples=4, seed=3, step=7, temperature=0.8)
 
 
 def actor_of(train: str, generate: str = "", fsdp: int = 1) -> Actor:
-    mesh = mesh_of(train, generate, fsdp=fsdp)
-    actor = Actor(
-        MODEL,
-        mesh,
+    actor = actor_on(
+        mesh_of(train, generate, fsdp=fsdp),
+        model=MODEL,
+        engine=ENGINE,
         train=TrainConfig(logprob_chunk_tokens=8),
         optim=OptimConfig(lr=1.0),
         temperature=OPTIONS.temperature,
-        seed=0,
-        backend=build_backend("offline", MODEL, mesh, ENGINE, functools.partial(map, str)),
     )
     actor.init()
     return actor

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
-from small import MODEL, whole_rows
+from small import actor_on, whole_rows
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.sharding_strategies import ZERO, state_rules
@@ -13,20 +13,15 @@ from jaxrl.roles.learner import TrainState
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.train_config import TrainConfig
 
 
 def actor_of(name: str, **layout) -> Actor:
-    return Actor(
-        MODEL,
+    return actor_on(
         mesh_of(**layout),
-        train=TrainConfig(rows=8, row_tokens=8),
         # With an epsilon as large as this a step of Adam has the scale of the gradient.
         optim=OptimConfig(
             lr=1.0, epsilon=1.0, lr_warmup_steps=0, weight_decay=0.0, grad_clip=np.inf
         ),
-        temperature=1.0,
-        seed=0,
         state_rules=state_rules(name),
     )
 

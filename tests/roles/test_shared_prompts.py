@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
-from small import prompts_of
 from test_policy import CLIPPED, EIGHT_DEVICES, MODEL, ONE_DEVICE, TRAIN, fresh
+from tokens import answers_of, prompts_of
 
 from jaxrl.dataflows.step_metrics import work_metrics
 from jaxrl.errors import UserError
@@ -36,15 +36,7 @@ def completions(seed: int = 0) -> Completions:
     prompts = [rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in (6, 1, 9)]
     lengths = rng.integers(1, 9, 12)
     drawn = [rng.integers(0, MODEL.vocab_size, n).astype(np.int32) for n in lengths]
-    return Completions(
-        prompts=prompts_of(*prompts),
-        num_samples=4,
-        tokens=tuple(drawn),
-        rollout_logprob=tuple(rng.uniform(-4, -1, n).astype(np.float32) for n in lengths),
-        entropy=tuple(np.ones(n, np.float32) for n in lengths),
-        truncated_B=np.zeros(12, bool),
-        texts=("",) * 12,
-    )
+    return answers_of(prompts_of(*prompts), drawn, [rng.uniform(-4, -1, n) for n in lengths])
 
 
 def batches(shape: PackedShape = SHAPE):

@@ -1,13 +1,12 @@
 """An actor whose sampling has limits trains the policy that samples: the kept tokens and no others."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
 from meshes import mesh_of
+from small import actor_on
 from test_policy import (
     EIGHT_DEVICES,
     MODEL,
@@ -38,7 +37,6 @@ from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor, Reference
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.sampling import truncation_of
 from jaxrl.rollout.settings import EngineConfig
 
@@ -215,16 +213,13 @@ def test_in_bfloat16_at_a_width_of_256():
         stop_ids=(1,),
         dtype="bfloat16",
     )
-    mesh = mesh_of()
-    actor = Actor(
-        model,
-        mesh,
+    actor = actor_on(
+        mesh_of(),
+        model=model,
+        engine=engine,
         train=TrainConfig(dtype="bfloat16", row_tokens=48),
         optim=OptimConfig(lr=1e-4),
-        temperature=1.0,
         truncation=truncation_of(top_k=0, top_p=0.9, min_p=0.0),
-        seed=0,
-        backend=build_backend("offline", model, mesh, engine, functools.partial(map, str)),
     )
     actor.init()
     # Initial weights give nearly equal probabilities; those of a trained model differ.

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
-from small import prompts_of, whole_rows
+from small import actor_on, whole_rows
+from tokens import prompts_of
 
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.losses import SUPERVISED
 from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.policy import Actor
-from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.drivers import build_backend
 from jaxrl.rollout.settings import EngineConfig
@@ -39,18 +39,7 @@ def engine_of(dtype) -> EngineConfig:
 
 def actor_of(dtype, *, offload=False, **layout) -> Actor:
     mesh = mesh_of(**layout or LAYOUT)
-    actor = Actor(
-        MODEL,
-        mesh,
-        train=TrainConfig(rows=8, row_tokens=8),
-        optim=OptimConfig(),
-        temperature=1.0,
-        seed=0,
-        backend=build_backend(
-            "offline", MODEL, mesh, engine_of(dtype), functools.partial(map, str)
-        ),
-        offload=offload,
-    )
+    actor = actor_on(mesh, model=MODEL, engine=engine_of(dtype), offload=offload)
     actor.init()
     return actor
 
@@ -123,15 +112,9 @@ def apart() -> Actor:
     """An actor that learns on one device and samples on another one."""
     learns, samples = (mesh_of(first=number) for number in range(2))
     engine = dataclasses.replace(engine_of("float32"), tokens_per_dispatch=1, stop_ids=())
-    actor = Actor(
-        MODEL,
-        learns,
-        train=TrainConfig(rows=8, row_tokens=8),
-        optim=OptimConfig(lr=0.1, lr_warmup_steps=0),
-        temperature=1.0,
-        seed=0,
-        backend=build_backend("offline", MODEL, samples, engine, functools.partial(map, str)),
-    )
+    backend = build_backend("offline", MODEL, samples, engine, functools.partial(map, str))
+    optim = OptimConfig(lr=0.1, lr_warmup_steps=0)
+    actor = actor_on(learns, model=MODEL, optim=optim, backend=backend)
     actor.init()
     return actor
 

@@ -7,19 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, decode, spread, weights
+from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, decode, engine_of, spread, weights
 from closeness import assert_close
 from flax import nnx
 from test_live_loop import Heard, drain
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import LoraConfig
-from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveLoop, Request
 from jaxrl.rollout.stop_strings import StopSearch
 
@@ -41,14 +38,10 @@ def adapter(number: int):
 
 def loop_of(layout, **changes):
     """A loop with a stack of adapters, all empty, and where adapters are."""
-    names = dict(zip(("train", "generate", "fsdp"), layout, strict=False))
-    parallel = ParallelLayout.from_config(LayoutConfig(**names))
-    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
-    graph, shapes, axes = decoder_graph(RANKED)
-    config = dataclasses.replace(BASE, adapter_places=PLACES, **changes)
-    engine = Engine(RANKED, graph, mesh, config)
+    engine = engine_of(layout, base=BASE, model=RANKED, adapter_places=PLACES, **changes)
+    _, shapes, axes = decoder_graph(RANKED)
     like, _ = lora.split(shapes)
-    where, base_where = lora.split(shardings(axes, shapes, GENERATE_RULES, mesh))
+    where, base_where = lora.split(shardings(axes, shapes, GENERATE_RULES, engine.mesh))
     stack = jax.device_put(lora.empty_stack(like, PLACES, jnp.float32), lora.stack_shardings(where))
     base = jax.device_put(weights(), base_where)
     return LiveLoop(engine, lora.join(stack, base), StopSearch(decode)), stack, engine

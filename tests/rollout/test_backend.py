@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
+from tokens import prompts_of
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.decoder import init_params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import drivers
@@ -31,21 +31,13 @@ CONFIG = EngineConfig(
 )
 ARITHMETIC = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"
 OPTIONS = SamplingOptions(num_samples=3, seed=0, step=5, temperature=1.0)
-BLANK = ("",) * 4
-PROMPTS = Prompts(
-    ids_N=np.array([4, 0, 7, 2]),
-    tokens=tuple(np.arange(4, 4 + n, dtype=np.int32) for n in (1, 6, 3, 2)),
-    texts=BLANK,
-    answers=BLANK,
-    sources=BLANK,
-)
+PROMPTS = prompts_of(*(np.arange(4, 4 + n) for n in (1, 6, 3, 2)), ids=[4, 0, 7, 2])
 
 
 @functools.cache
 def loaded(driver) -> RolloutBackend:
-    mesh = build_mesh(ParallelLayout(1, 1, 1, 1, 1), jax.devices()[:1])
     backend = drivers.build_backend(
-        driver, MODEL, mesh, CONFIG, lambda sequences: [str(t.tolist()) for t in sequences]
+        driver, MODEL, mesh_of(), CONFIG, lambda sequences: [str(t.tolist()) for t in sequences]
     )
     backend.load(init_params(MODEL, jax.random.key(0)))
     return backend

@@ -6,22 +6,18 @@ import functools
 import jax
 import numpy as np
 import pytest
-from byte_engine import assert_same_samples
+from byte_engine import assert_same_samples, placed
 from closeness import assert_close
 from plain_pass import plain_logprobs
-from test_driver import BASE, OPTIONS, PROMPTS, spell
+from test_driver import OPTIONS, PROMPTS, engine_of, spell
 from test_engine import MODEL
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
 from jaxrl.rollout import cache_choice
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.slot_pages import SlotPages
 from jaxrl.rollout.stop_strings import StopSearch
 from jaxrl.types import Completions
@@ -45,13 +41,10 @@ def weights(model=DELTA):
     return jax.tree.map(draw, decoder_graph(model)[1])
 
 
-def backend_of(layout=(), model=DELTA, **changes) -> OfflineBackend:
-    layout = ParallelLayout.from_config(LayoutConfig(**dict(layout)))
-    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    graph, shapes, axes = decoder_graph(model)
-    engine = Engine(model, graph, mesh, dataclasses.replace(BASE, **changes))
+def backend_of(layout=("1-1-1",), model=DELTA, **changes) -> OfflineBackend:
+    engine = engine_of(layout, model=model, **changes)
     backend = OfflineBackend(engine, functools.partial(map, spell))
-    backend.load(jax.device_put(weights(model), shardings(axes, shapes, GENERATE_RULES, mesh)))
+    backend.load(placed(weights(model), model, engine.mesh))
     return backend
 
 
@@ -71,7 +64,7 @@ def test_probabilities_are_those_of_one_plain_pass(whole):
         assert_close(whole.rollout_logprob[i], expected, scale=1)
 
 
-EIGHT = {"train": "1-2-4", "generate": "1-2-1-4"}
+EIGHT = ("1-2-4", "1-2-1-4")
 WAYS = {
     "two slots": {"slots": 2, "prefill_prompts": 1, "tokens_per_dispatch": 3},
     "prefill in chunks": {"prefill_chunk_tokens": 5, "tokens_per_dispatch": 64},
@@ -79,7 +72,7 @@ WAYS = {
     "a scan, pages": {"cache": "paged", "unroll": 1, "slots": 4},
     "heads and replicas": {"layout": EIGHT, "slots": 32, "prefill_chunk_tokens": 9},
     "heads and replicas, pages": {"layout": EIGHT, "slots": 32, "cache": "paged"},
-    "stages": {"layout": {"train": "2-2-2", "generate": "2-2-1-2"}},
+    "stages": {"layout": ("2-2-2", "2-2-1-2")},
 }
 
 
@@ -89,7 +82,7 @@ WAYS = {
 )
 def test_slots_and_caches_never_change_a_sample(way, whole):
     changes = dict(WAYS[way])
-    layout = changes.pop("layout", {})
+    layout = changes.pop("layout", ("1-1-1",))
     assert_same_samples(backend_of(layout, **changes).generate(PROMPTS, OPTIONS), whole)
 
 

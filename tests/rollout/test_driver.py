@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import gc
 
+import byte_engine
 import jax
 import numpy as np
 import pytest
 from byte_engine import assert_same_samples
 from test_engine import MODEL, weights
+from tokens import prompts_of
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
@@ -32,20 +32,12 @@ BASE = EngineConfig(
 N, G = 5, 3
 
 
-@functools.cache
-def engine_of(train="1-1-1", **changes) -> Engine:
-    layout = ParallelLayout.from_config(LayoutConfig(train=train))
-    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    graph, _, _ = decoder_graph(MODEL)
-    return Engine(MODEL, graph, mesh, dataclasses.replace(BASE, **changes))
+engine_of = functools.partial(byte_engine.engine_of, base=BASE, model=MODEL)
 
 
 def make_prompts(lengths=(1, 20, 7, 24, 3)) -> Prompts:
-    ids = np.arange(len(lengths), dtype=np.int64)
     rng = np.random.default_rng(1)
-    tokens = tuple(rng.integers(3, MODEL.num_tokens, n).astype(np.int32) for n in lengths)
-    blank = ("",) * len(ids)
-    return Prompts(ids_N=ids, tokens=tokens, texts=blank, answers=blank, sources=blank)
+    return prompts_of(*(rng.integers(3, MODEL.num_tokens, n) for n in lengths))
 
 
 PROMPTS = make_prompts()
@@ -90,7 +82,7 @@ def test_sizes_never_change_a_sample(changes, whole):
 
 @pytest.mark.long
 def test_slots_of_shards_are_moved_and_lengthened_as_on_one_device(whole):
-    assert_same_samples(run(engine_of("1-2-4", slots=32, prefill_chunk_tokens=9)), whole)
+    assert_same_samples(run(engine_of(("1-2-4",), slots=32, prefill_chunk_tokens=9)), whole)
 
 
 @pytest.mark.long

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from meshes import mesh_of
 from plain_pass import plain_logits
 from slow_values import mostly_slow
+from tokens import prompts_of
 
 from jaxrl.algos.logprobs import log_softmax_entropy
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
+from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.cache.cache_kind import cache_bytes
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.kernels.paged_attention import KERNELS, paged_attention_tpu
@@ -22,7 +24,7 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import sampler_shapes
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
-from jaxrl.roles.packing import PackedShape, plan_packing
+from jaxrl.roles.packing import PackedShape, RowLimits, plan_packing
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.rollout import cache_choice
@@ -61,13 +63,8 @@ SEED = 7
 
 def make_prompts(ids=range(7)) -> Prompts:
     """Prompts whose tokens depend on their id alone; lengths go through 1 to T."""
-    ids = np.array(list(ids), np.int64)
-    tokens = tuple(
-        np.random.default_rng(i).integers(3, MODEL.num_tokens, 1 + i % T).astype(np.int32)
-        for i in ids
-    )
-    blank = ("",) * len(ids)
-    return Prompts(ids_N=ids, tokens=tokens, texts=blank, answers=blank, sources=blank)
+    drawn = (np.random.default_rng(i).integers(3, MODEL.num_tokens, 1 + i % T) for i in ids)
+    return prompts_of(*drawn, ids=list(ids))
 
 
 PROMPTS = make_prompts()
@@ -85,8 +82,7 @@ def actor_of(
     train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL, first_device=0
 ) -> Actor:
     """An actor ready to sample; compiled programs are shared by all tests that ask for the same."""
-    layout = ParallelLayout.from_config(LayoutConfig(train=train, generate=generate, fsdp=fsdp))
-    mesh = build_mesh(layout, jax.devices()[first_device:][: layout.num_devices])
+    mesh = mesh_of(train, generate, first=first_device, fsdp=fsdp)
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     actor = Actor(
         model,
@@ -203,9 +199,7 @@ def pack(completions: Completions, shape: PackedShape):
 @pytest.mark.parametrize("layout", [("1-1-1",), ("1-4-2", "1-2-2-2", 2)], ids=lambda x: x[0])
 def test_the_sampler_and_the_trainer_agree_on_every_token(layout, expected):
     actor = actor_of(*layout)
-    packing, batch = pack(
-        expected, PackedShape.for_sequences(21, longest=T + R, minibatches=3, rows=2, tokens=24)
-    )
+    packing, batch = pack(expected, RowLimits(2, 24, T + R).shape(21, minibatches=3))
     assert (packing.segment_ids > 1).any()
     trainer = packing.unpack(actor.logprobs(actor.place(batch)))
     for (_, response, logprob, _), whole in zip(answers(expected), trainer, strict=True):
@@ -221,7 +215,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_token_of_a_long_sample():
     actor = actor_of(config=config)
     long = sample(actor, make_prompts([4]), num_samples=1)
     assert long.lengths_B.tolist() == [2000]
-    shape = PackedShape.for_sequences(1, longest=2048, minibatches=1, rows=1, tokens=2048)
+    shape = RowLimits(1, 2048, 2048).shape(1, minibatches=1)
     packing, batch = pack(long, shape)
     trainer = packing.unpack(actor.logprobs(actor.place(batch)))[0][-2000:]
     assert_close(trainer, long.rollout_logprob[0], scale=1)
@@ -378,7 +372,7 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
     config = dataclasses.replace(BASE, stop_ids=(), **changes)
     actor = actor_of(*layout, config=config, model=WINDOWED)
     sampled = sample(actor, num_samples=1)
-    shape = PackedShape.for_sequences(7, longest=T + R, minibatches=1, rows=2, tokens=24)
+    shape = RowLimits(2, 24, T + R).shape(7, minibatches=1)
     packing, batch = pack(sampled, shape)
     trainer = packing.unpack(actor.logprobs(actor.place(batch)))
     for (_, response, logprob, _), whole in zip(answers(sampled), trainer, strict=True):
@@ -391,9 +385,8 @@ def test_samplers_and_trainers_of_a_model_with_windows_agree(layout, changes):
 def test_devices_that_share_a_vocabulary_gather_no_logits():
     """1,152 tokens are 9 times 128 and do not split over 8 devices in pieces of 128."""
     model = dataclasses.replace(MODEL, vocab_size=1152, num_heads=8, num_kv_heads=8, num_tokens=0)
-    layout = ParallelLayout.from_config(LayoutConfig(train="1-8-1"))
     graph, shapes, axes = decoder_graph(model)
-    engine = Engine(model, graph, build_mesh(layout), BASE)
+    engine = Engine(model, graph, mesh_of("1-8-1"), BASE)
     sampler, least = sampler_shapes(engine, shapes, axes), jnp.int32(0)
     compiled = engine.generate.lower(sampler.params, sampler.slots, least).compile().as_text()
     assert "f32[8,144]" in compiled
@@ -415,10 +408,8 @@ def test_the_largest_state_is_described_without_being_allocated(unroll):
 def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: "tpu")
     model = dataclasses.replace(WINDOWED, head_dim=128)
-    layout = ParallelLayout.from_config(LayoutConfig())
-    mesh = build_mesh(layout, jax.devices()[:1])
     choose = functools.partial(
-        cache_choice.choose_cache, mesh=mesh, dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
+        cache_choice.choose_cache, mesh=mesh_of(), dtype=jnp.bfloat16, kv_dtype=jnp.bfloat16
     )
     assert choose(model).capacity_multiple == 1
     assert choose(dataclasses.replace(MODEL, head_dim=128)).capacity_multiple > 1
@@ -431,9 +422,8 @@ def test_a_kernel_without_windows_is_not_used_for_them(monkeypatch):
 @pytest.mark.parametrize(("platform", "warns"), [("cpu", True), ("tpu", False)])
 def test_pages_on_cpu_are_warned_about(monkeypatch, caplog, platform, warns):
     monkeypatch.setattr(cache_choice, "platform_of", lambda mesh: platform)
-    mesh = build_mesh(ParallelLayout.from_config(LayoutConfig()), jax.devices()[:1])
     choose = functools.partial(
-        cache_choice.choose_cache, MODEL, mesh, dtype=jnp.float32, kv_dtype=jnp.float32
+        cache_choice.choose_cache, MODEL, mesh_of(), dtype=jnp.float32, kv_dtype=jnp.float32
     )
     choose()
     assert not caplog.text

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tokens
 from byte_engine import OPTIONS
 from closeness import assert_close
 from hypothesis import HealthCheck, given, settings
@@ -137,14 +138,14 @@ def test_a_conversation_takes_its_beginning_from_pages(prefilled):  # noqa: F811
     live = backend_of(**LONG).live()
     contiguous = backend_of(max_prompt_tokens=150)
     prompt, more = prompts_of(0).tokens[0], np.arange(5, 10, dtype=np.int32)
-    lengths, blank = [], ("",)
+    lengths = []
     for turn in range(3):
         heard, said = Heard(), prompt
         lengths.append(len(said))
         live.submit(Request(said, 40, turn, OPTIONS), heard)
         drain(live)
         prompt = np.concatenate([said, heard.joined("tokens"), more])
-        alone = Prompts(np.array([turn]), (said,), blank, blank, blank)
+        alone = tokens.prompts_of(said, ids=[turn])
         assert_heard(heard, contiguous.generate(alone, OPTIONS), 0)
     # All but the last token of the sequence before are cached; full pages of them are known.
     known = [0, *((length - len(more) - 1) // 16 * 16 for length in lengths[1:])]
@@ -158,9 +159,7 @@ def test_equal_prompts_that_arrive_together_share_a_prefill(prefilled):  # noqa:
     live.submit_all(list(zip(requests, heard, strict=True)))
     drain(live)
     assert prefilled == [(len(prompt), 0)]
-    blank = ("",) * 3
-    batch = Prompts(np.arange(3), (prompt,) * 3, blank, blank, blank)
-    found = backend_of(max_prompt_tokens=150).generate(batch, OPTIONS)
+    found = backend_of(max_prompt_tokens=150).generate(tokens.prompts_of(*[prompt] * 3), OPTIONS)
     for n in range(3):
         assert_heard(heard[n], found, n)
 

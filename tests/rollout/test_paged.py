@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tokens
 from byte_engine import CONFIG, LAYOUTS, OPTIONS, assert_same_samples, decode, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -30,9 +31,9 @@ def prompts_of(seed: int, count: int = 5) -> Prompts:
     common = rng.integers(3, 240, 24).astype(np.int32)
     own = [rng.integers(3, 240, n).astype(np.int32) for n in lengths]
     kept = [rng.integers(0, n + 1) for n in lengths]
-    tokens = tuple(np.concatenate([common[:k], x[k:]]) for k, x in zip(kept, own, strict=True))
-    blank = ("",) * count
-    return Prompts(np.arange(count), tokens, blank, blank, blank)
+    return tokens.prompts_of(
+        *(np.concatenate([common[:k], x[k:]]) for k, x in zip(kept, own, strict=True))
+    )
 
 
 @functools.cache

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from closeness import assert_close
+from meshes import mesh_of
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import cache_of
@@ -21,8 +20,7 @@ L, B, Q, C, H, LAYER = 2, 4, 8, 64, 128, 1
 def test_every_device_attends_with_its_own_slots_and_heads():
     """Two kv heads over four parts: they are replicated, and each part uses one."""
     kv_heads = 2
-    layout = ParallelLayout.from_config(LayoutConfig(train="1-4-2", generate="1-4-1-2"))
-    mesh = build_mesh(layout, jax.devices()[:8])
+    mesh = mesh_of("1-4-2", "1-4-1-2")
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.normal(size=(B, heads, H)), jnp.float32) for heads in (Q, *[kv_heads] * 2)

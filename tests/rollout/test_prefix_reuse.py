@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import byte_engine
 import jax
 import numpy as np
 import pytest
@@ -11,10 +12,6 @@ from closeness import assert_close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES, shardings
-from jaxrl.models.decoder import decoder_graph
 from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.rollout.engine import Engine
@@ -34,24 +31,16 @@ BASE = dataclasses.replace(
     prefill_prompts=4,
 )
 PAGED = {"cache": "paged", "slots": 8}
-MESH = {"train": "1-4-2", "generate": "1-2-2-2", "fsdp": 2}
+EIGHT = ("1-4-2", "1-2-2-2", 2)
 SETTINGS = SamplingOptions(seed=5, step=2, temperature=0.7)
 
 
-@functools.cache
-def engine_of(layout=(), **changes) -> Engine:
-    parallel = ParallelLayout.from_config(
-        LayoutConfig(**dict(layout or {"train": "1-1-1"}.items()))
-    )
-    mesh = build_mesh(parallel, jax.devices()[: parallel.num_devices])
-    config = dataclasses.replace(BASE, **changes)
-    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, config)
+engine_of = functools.partial(byte_engine.engine_of, base=BASE)
 
 
 def loop_of(engine: Engine, scale=1.0, **options) -> DecodeLoop:
-    _, shapes, axes = decoder_graph(MODEL)
     scaled = jax.tree.map(lambda w: w * np.float32(scale), weights())
-    params = jax.device_put(scaled, shardings(axes, shapes, GENERATE_RULES, engine.mesh))
+    params = byte_engine.placed(scaled, MODEL, engine.mesh)
     return DecodeLoop(engine, params, StopSearch(decode), **options)
 
 
@@ -108,7 +97,7 @@ def prefilled(monkeypatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("layout", "chunk"),
-    [((), 9), pytest.param(tuple(MESH.items()), 0, marks=pytest.mark.long)],
+    [(("1-1-1",), 9), pytest.param(EIGHT, 0, marks=pytest.mark.long)],
     ids=["one device", "eight devices"],
 )
 def test_a_conversation_prefills_its_new_tokens_only(layout, chunk, prefilled):
@@ -169,7 +158,7 @@ def test_other_weights_and_a_cleared_loop_know_nothing(prefilled):
 @pytest.mark.long
 def test_a_sample_starts_on_the_replica_that_knows_its_beginning():
     """Of two idle replicas the second knows it; otherwise a sample starts on the first."""
-    engine = engine_of(tuple({"train": "1-1-2"}.items()), **PAGED)
+    engine = engine_of(("1-1-2",), **PAGED)
     loop = loop_of(engine, reuse_prefixes=True)
     pool = loop._slots.pages.pool
     run(loop, sample_of(words(0, 20)), sample_of(words(1, 60)))
@@ -224,7 +213,7 @@ def check_pages(loop: DecodeLoop) -> None:
 
 # Pages are scarce on one device.
 @pytest.mark.parametrize(
-    "layout", [(), pytest.param(tuple(MESH.items()), marks=pytest.mark.long)], ids=["one", "eight"]
+    "layout", [("1-1-1",), pytest.param(EIGHT, marks=pytest.mark.long)], ids=["one", "eight"]
 )
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

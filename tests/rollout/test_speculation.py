@@ -7,6 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokens
 from byte_engine import CONFIG, LAYOUTS, MODEL, OPTIONS, assert_same_samples, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -46,9 +47,7 @@ backend_of = functools.partial(spread, base=BASE)
 def prompts_of(seed: int, count: int = 5) -> Prompts:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 25, count)
-    tokens = tuple(rng.integers(3, 240, n).astype(np.int32) for n in lengths)
-    blank = ("",) * count
-    return Prompts(np.arange(count), tokens, blank, blank, blank)
+    return tokens.prompts_of(*(rng.integers(3, 240, n) for n in lengths))
 
 
 @pytest.fixture

@@ -8,13 +8,17 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from extras import import_extra
 
-from jaxrl.data.tokenizer import train_tokenizer
-from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.huggingface.weight_export import save_checkpoint
-from jaxrl.models.model_config import ModelConfig
-from jaxrl.tinker.settings import TinkerConfig
-from jaxrl.tinker.wire import MESSAGES, parse, tensor_of
+for package in ("google.protobuf", "starlette", "uvicorn"):
+    import_extra("dev", package)
+
+from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
+from jaxrl.models.decoder import decoder_graph  # noqa: E402
+from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
+from jaxrl.models.model_config import ModelConfig  # noqa: E402
+from jaxrl.tinker.settings import TinkerConfig  # noqa: E402
+from jaxrl.tinker.wire import MESSAGES, parse, tensor_of  # noqa: E402
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PROMPT = [5, 6, 7]
@@ -181,6 +185,11 @@ class Trainer(Client):
         assert ids == [f"{submitted['request_id']}/{i}" for i in range(num_samples)]
         found = self.result(submitted)
         return parse("SampleResponse", found) if isinstance(found, bytes) else found
+
+
+def finish(*clients):
+    for client in clients:
+        client.post(f"sessions/{client.session_id}/finish", {})
 
 
 def asked(sampler, seq_id, *, prompt=PROMPT, num_samples=2, params=(), **fields):

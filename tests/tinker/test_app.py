@@ -1,17 +1,11 @@
 """Bodies as recorded with tinker 0.38 and its cookbook, over a socket, and bodies that are wrong."""
 
 import itertools
-import pathlib
 
 import numpy as np
 import pytest
 from closeness import assert_close
-from extras import import_extra
-
-for package in ("google.protobuf", "starlette", "uvicorn"):
-    import_extra("dev", package)
-
-from recorded import (  # noqa: E402
+from recorded import (
     DATA,
     PROMPT,
     PROTOBUF,
@@ -20,20 +14,15 @@ from recorded import (  # noqa: E402
     asked,
     config_of,
     decoded,
+    finish,
     sampled,
     supervised,
-    write_model,
 )
 
-from jaxrl.tinker import app as tinker_app  # noqa: E402
-from jaxrl.tinker import clients as tinker_clients  # noqa: E402
-from jaxrl.tinker.server import running  # noqa: E402
-from jaxrl.tinker.wire import array_of  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> pathlib.Path:
-    return write_model(tmp_path_factory.mktemp("tinker"))
+from jaxrl.tinker import app as tinker_app
+from jaxrl.tinker import clients as tinker_clients
+from jaxrl.tinker.server import running
+from jaxrl.tinker.wire import array_of
 
 
 @pytest.fixture(scope="module", params=["adapters", pytest.param("full", marks=pytest.mark.long)])
@@ -45,11 +34,6 @@ def server(folder, request):
 
 def places_of(server) -> int:
     return 2 if server.actor.frozen else 1
-
-
-def finish(*clients):
-    for client in clients:
-        client.post(f"sessions/{client.session_id}/finish", {})
 
 
 @pytest.fixture

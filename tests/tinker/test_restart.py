@@ -10,13 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from extras import import_extra
 from processes import free_port, started
-
-for package in ("google.protobuf", "starlette", "uvicorn"):
-    import_extra("dev", package)
-
-from recorded import (  # noqa: E402
+from recorded import (
     DATA,
     PROTOBUF,
     Client,
@@ -25,17 +20,11 @@ from recorded import (  # noqa: E402
     config_of,
     decoded,
     supervised,
-    write_model,
 )
 
-from jaxrl.tinker.server import running  # noqa: E402
+from jaxrl.tinker.server import running
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> pathlib.Path:
-    return write_model(tmp_path_factory.mktemp("tinker"))
 
 
 @pytest.mark.long

@@ -2,21 +2,15 @@
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from closeness import assert_close
-from extras import import_extra
 from flax import nnx
-
-for package in ("google.protobuf", "starlette", "uvicorn"):
-    import_extra("dev", package)
-
-import safetensors.numpy  # noqa: E402
-from recorded import (  # noqa: E402
+from recorded import (
     DATA,
     PROTOBUF,
     Client,
@@ -24,36 +18,26 @@ from recorded import (  # noqa: E402
     asked,
     config_of,
     decoded,
+    finish,
     sampled,
     supervised,
-    write_model,
 )
 
-from jaxrl.models import lora  # noqa: E402
-from jaxrl.models.attention import attention  # noqa: E402
-from jaxrl.models.compute import Compute  # noqa: E402
-from jaxrl.models.decoder import decoder_graph  # noqa: E402
-from jaxrl.models.huggingface.config_json import read_adapter_config, read_config  # noqa: E402
-from jaxrl.models.huggingface.weight_loading import load_adapter, load_params  # noqa: E402
-from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights  # noqa: E402
-from jaxrl.tinker.server import running  # noqa: E402
-from jaxrl.tinker.wire import parse  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> pathlib.Path:
-    return write_model(tmp_path_factory.mktemp("tinker"))
+from jaxrl.models import lora
+from jaxrl.models.attention import attention
+from jaxrl.models.compute import Compute
+from jaxrl.models.decoder import decoder_graph
+from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
+from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
+from jaxrl.tinker.server import running
+from jaxrl.tinker.wire import parse
 
 
 @pytest.fixture(scope="module")
 def server(folder):
     with running(config_of(folder)) as server:
         yield server
-
-
-def finish(*clients):
-    for client in clients:
-        client.post(f"sessions/{client.session_id}/finish", {})
 
 
 # What two clients train on, with which rank, at which rate.

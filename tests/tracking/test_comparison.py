@@ -186,7 +186,7 @@ def test_samples_of_the_same_prompts_are_side_by_side(tmp_path, two):
 def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
     def of_step(text, prompt="1 + 1 ="):
         row = {"prompt": prompt, "answer": "2", "completion": text, "correct": True}
-        return [row, row | {"completion": "a second sample"}, {"prompt": 3}]
+        return [row, row | {"completion": "a second sample"}]
 
     one = write_run(tmp_path / "a", step_1=of_step("first"), step_10=of_step("tenth of a"))
     path = write_run(
@@ -194,8 +194,6 @@ def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
         step_10=[*of_step("tenth of b"), *of_step("alone", prompt="other")],
         step_20=of_step("twentieth"),
     )
-    with (path / "rollouts" / "step_10.jsonl").open("a") as file:
-        file.write('{"prompt": "cut sho')
     text = report(tmp_path, one, path)
     shown = text.split("Samples of training step 10")[1]
     assert shown.index("tenth of a") < shown.index("tenth of b")
@@ -206,12 +204,6 @@ def test_samples_of_the_newest_shared_step_are_side_by_side(tmp_path):
 def test_runs_without_samples_on_the_same_prompts_say_so(tmp_path, two):
     other = write_run(tmp_path / "c" / "seed0", samples_after=samples(True, ["another"]))
     assert "No two of the runs have samples on the same prompts." in report(tmp_path, two[0], other)
-
-
-def test_damaged_samples_are_left_out_with_a_warning(tmp_path, two, caplog):
-    (two[0] / "samples_after.json").write_text("[{")
-    assert "before training" in report(tmp_path, *two)
-    assert "samples_after.json is damaged" in caplog.text
 
 
 def test_every_shared_stage_has_a_section(tmp_path):
@@ -267,24 +259,12 @@ def test_labels_are_what_tells_the_folders_apart(paths, labels):
 
 
 def test_what_is_no_run_is_one_line(tmp_path, two, capsys):
-    assert "is no run: it has no config.txt; name the folder" in refusal(
-        capsys, two[0], tmp_path / "nowhere"
-    )
-    assert f"name one of its runs, such as {two[0]}" in refusal(capsys, two[0].parent, two[1])
-    (tmp_path / "file").write_text("")
-    assert "is no run" in refusal(capsys, two[0], tmp_path / "file")
+    assert "config.txt does not exist; name the folder" in refusal(capsys, two[0], tmp_path / "no")
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.txt").write_text("nothing")
-    assert "holds no settings" in refusal(capsys, two[0], tmp_path / "odd")
     (tmp_path / "odd" / "config.txt").write_text("seed = 0\n")
     assert "has no metrics; compare it after its first step" in refusal(
         capsys, two[0], tmp_path / "odd"
     )
-
-
-def test_a_run_named_twice_is_one_line(tmp_path, two, capsys):
-    again = two[0].parent / ".." / "a" / "seed0"
-    assert f"{again} is named twice" in refusal(capsys, two[0], two[1], again)
 
 
 def test_too_few_and_too_many_runs_are_one_line(tmp_path, two, capsys):
@@ -293,19 +273,6 @@ def test_too_few_and_too_many_runs_are_one_line(tmp_path, two, capsys):
     assert "9 runs named; name 2 to 8" in refusal(capsys, *runs)
 
 
-def test_runs_without_a_shared_metric_are_one_line(tmp_path, two, capsys):
-    other = write_run(tmp_path / "p", [{"step": 1, "time_s": 1.0, "pairs/loss": 0.5}], stage="sft")
-    told = refusal(capsys, *two, other)
-    assert f"{other} shares no metric with the other runs: it has sft" in told
-    assert not (tmp_path / "comparison.html").exists()
-
-
 def test_damaged_metrics_are_one_line(two, capsys):
     (two[1] / "rl" / "metrics.jsonl").write_text('{"step": 1}\noops\n{"step": 2}\n')
     assert "metrics.jsonl:2: not a row" in refusal(capsys, *two)
-
-
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path, two, capsys):
-    assert "is a directory; name a file" in refusal(capsys, *two, "--out", tmp_path)
-    (tmp_path / "file").write_text("")
-    assert "cannot write" in refusal(capsys, *two, "--out", tmp_path / "file" / "page.html")

@@ -1,7 +1,6 @@
 """The lock of a run folder."""
 
 import os
-import pathlib
 import signal
 import sys
 
@@ -50,13 +49,6 @@ def test_an_old_lock_file_does_not_block(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff\x00")
     with run_lock(tmp_path):
         assert f"process {os.getpid()}" in (tmp_path / "lock").read_text()
-
-
-@pytest.mark.parametrize("make", [pathlib.Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
-def test_a_lock_that_is_not_a_file_is_refused(tmp_path, make):
-    make(tmp_path / "lock")
-    with pytest.raises(UserError, match=r"/lock is no file, .*; remove it"), run_lock(tmp_path):
-        pass
 
 
 def test_a_file_instead_of_the_folder_is_refused(tmp_path):

@@ -193,9 +193,8 @@ def test_every_name_has_a_logger():
     ("entries", "message"),
     [
         (("mlflow",), r"loggers\[0\] 'mlflow' is no logger; use tensorboard, wandb, trackio"),
-        (("wandb:",), r"names no project; write .wandb. or .wandb:PROJECT"),
-        (("tensorboard:x",), r"which TensorBoard does not have; write .tensorboard"),
-        (("wandb: x",), r"has blanks at its ends"),
+        (("wandb:",), r"is no logger; use .* wandb:PROJECT"),
+        (("tensorboard:x",), r"is no logger"),
         (("wandb", "wandb:x"), r"has a logger twice"),
         ("wandb", r"loggers = 'wandb': expected a tuple"),
     ],

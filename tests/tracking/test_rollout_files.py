@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.roles.batches import pack_completions
-from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.packing import RowLimits
 from jaxrl.tracking.browse.browse_app import tokens_of
 from jaxrl.tracking.kept_rollouts import RolloutFiles
 from jaxrl.tracking.run_folder import RunFolder
@@ -145,7 +145,7 @@ def test_conversations_show_what_was_not_sampled(tokenizer):
 def test_the_trainers_logprobs_find_their_tokens(make_scored):
     completions = make_scored([5, 6, 3], num_samples=2).completions
     longest = max(len(t) for t in completions.tokens) + 3
-    shape = PackedShape.for_sequences(6, longest=longest, minibatches=2, rows=2, tokens=2 * longest)
+    shape = RowLimits(2, 2 * longest, longest).shape(6, minibatches=2)
     packed = pack_completions(completions, shape)
     # A number for each token that says which it is: those of a response are its own tokens.
     found = logprobs_by_response(

@@ -69,9 +69,9 @@ def run(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl.trainer.program.fine_tuned", never)
     monkeypatch.setattr("jaxrl.trainer.preference_training.starting_params", never)
 
-    def start(kind=program.train, **changes) -> str:
+    def start(**changes) -> str:
         with pytest.raises(UserError) as error:
-            kind(make_config(tmp_path, **changes), devices=jax.devices()[:1])
+            program.train(make_config(tmp_path, **changes), devices=jax.devices()[:1])
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -194,16 +194,17 @@ def test_a_laptop_hears_everything_at_once(run):
 
 
 def test_a_fine_tuning_asks_for_what_its_evaluation_needs(run):
-    assert "is called 'absent'" in run(program.fine_tune, reward__grader="absent")
+    assert "is called 'absent'" in run(run__num_steps=0, reward__grader="absent")
     # And not for what only rewards need.
-    line = run(program.fine_tune, sft__path="gone.jsonl", reward__model="nowhere")
+    line = run(run__num_steps=0, sft__path="gone.jsonl", reward__model="nowhere")
     assert "sft.path: gone.jsonl" in line and "nowhere" not in line
 
 
-@pytest.mark.parametrize("kind", [program.train_reward_model, program.train_dpo])
-def test_pairs_are_looked_up_before_sft(run, kind):
+@pytest.mark.parametrize(("loss", "options"), [("bradley_terry", {}), ("dpo", {"beta": 0.1})])
+def test_pairs_are_looked_up_before_sft(run, loss, options):
     files = {"preference__path": "pairs.jsonl", "preference__evaluation_path": "gone.jsonl"}
-    assert "preference.evaluation_path: gone.jsonl does not exist" in run(kind, **files)
+    line = run(preference__loss=loss, preference__options=options, **files)
+    assert "preference.evaluation_path: gone.jsonl does not exist" in line
 
 
 def test_weights_of_the_policy_are_looked_through(run):

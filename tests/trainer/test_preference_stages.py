@@ -91,7 +91,7 @@ def test_pairs_to_evaluate_with_are_not_needed(files, tmp_path):
         data=DataConfig(train=train, max_prompt_tokens=16),
         train=TrainConfig(rows=4, row_tokens=512),
     )
-    assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [1, 2]
     assert not any("accuracy" in name for name in rows[-1] if name.startswith("val-"))
@@ -99,7 +99,7 @@ def test_pairs_to_evaluate_with_are_not_needed(files, tmp_path):
 
 def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
     config = make_config(files, tmp_path)
-    assert program.train_reward_model(config, devices=one_device(), report=write_report) == 0
+    assert program.train(config, devices=one_device(), report=write_report) == 0
     rows = rows_of(config)
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
@@ -114,14 +114,14 @@ def test_a_reward_model_is_trained_and_left_for_others(files, tmp_path):
 def test_a_stopped_one_goes_on_to_the_same_curve(files, tmp_path):
     cost = {"loss": "cost_preference"}
     whole = make_config(files, tmp_path / "whole", **cost)
-    program.train_reward_model(whole, devices=one_device(), report=write_report)
+    program.train(whole, devices=one_device(), report=write_report)
     assert rows_of(whole)[-1]["val-core/pairs/accuracy"] == 1.0
     assert rows_of(whole)[-1]["pairs/sign_accuracy"] == 1.0
     half = make_config(files, tmp_path / "half", **cost, **{"num_steps": 8})
-    program.train_reward_model(half, devices=one_device(), report=write_report)
+    program.train(half, devices=one_device(), report=write_report)
     shutil.rmtree(half.run_folder.trained_model)
     rest = make_config(files, tmp_path / "half", **cost)
-    program.train_reward_model(rest, devices=one_device(), report=write_report)
+    program.train(rest, devices=one_device(), report=write_report)
     for ours, theirs in zip(rows_of(rest)[-4:], rows_of(whole)[-4:], strict=True):
         assert ours["pairs/loss"] == theirs["pairs/loss"]
 
@@ -132,7 +132,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
     config = dataclasses.replace(
         config, mesh=dataclasses.replace(config.mesh, train="1-2-4", fsdp=2)
     )
-    assert program.train_dpo(config, report=write_report) == 0
+    assert program.train(config, report=write_report) == 0
     rows = rows_of(config)
     assert rows[0]["val-core/pairs/accuracy"] == 0.5
     assert rows[-1]["val-core/pairs/accuracy"] == 1.0
@@ -142,7 +142,6 @@ def test_dpo_on_eight_devices(files, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "dpo", "options": {"beta": 0.1}}, "preference loss 'dpo' takes chosen_logprob"),
         (
             {"path": "", "evaluation_path": ""},
             "preference.path '' has no function's name",
@@ -152,7 +151,7 @@ def test_dpo_on_eight_devices(files, tmp_path):
 )
 def test_refused(changes, message, files, tmp_path):
     with pytest.raises(UserError) as error:
-        program.train_reward_model(
+        program.train(
             make_config(files, tmp_path, **changes), devices=one_device(), report=write_report
         )
     assert message in str(error.value)

@@ -262,9 +262,10 @@ def test_a_run_from_weights_keeps_and_shows_their_shape(tmp_path, problems, whol
     config = dataclasses.replace(
         config,
         sft=dataclasses.replace(config.sft, num_steps=2),
+        run=dataclasses.replace(config.run, num_steps=0),
     )
     for _ in range(2):
-        assert program.fine_tune(config, devices=one_device(), report=write_report) == 0
+        assert program.train(config, devices=one_device(), report=write_report) == 0
         kept = config.run_folder.config.read_text().splitlines()
         assert {"model.num_layers = 2", "model.d_model = 32", "model.vocab_size = 288"} < set(kept)
         assert "model.d_model = 32" in (config.run_folder.path / "report.html").read_text()
@@ -385,7 +386,7 @@ def test_lost_rows_can_be_accepted(tmp_path, problems, whole, caplog):
     # A finished run has its report written again from what is left.
     config = dataclasses.replace(config, run=accepting)
     assert program.train(config, devices=one_device(), report=write_report) == 0
-    assert "sft/metrics.jsonl has a line 2 that is no row" in caplog.text
+    assert "sft/metrics.jsonl has other content than" in caplog.text
     assert "<svg" in config.run_folder.report.read_text()
 
 

@@ -41,7 +41,7 @@ ROWS = [
 SAID = ["It is 2.", "That makes 5.", "It is 4."]
 
 
-def make_config(folder, lines: list[str]) -> Config:
+def make_config(folder, lines: list[str], num_steps: int = 0) -> Config:
     path = folder / "conversations.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
     return Config(
@@ -55,13 +55,13 @@ def make_config(folder, lines: list[str]) -> Config:
             examples_per_step=2,
             optim=StageOptimConfig(lr=1e-2, lr_warmup_steps=0),
         ),
-        run=RunConfig(output=str(folder)),
+        run=RunConfig(output=str(folder), num_steps=num_steps),
     )
 
 
 def test_two_steps_from_a_file(tmp_path):
     config = make_config(tmp_path, [json.dumps(row) for row in ROWS])
-    assert program.fine_tune(config, devices=jax.devices()[:1], report=write_report) == 0
+    assert program.train(config, devices=jax.devices()[:1], report=write_report) == 0
     first, second = read_metrics(config.sft_folder.path / "metrics.jsonl")
     tokenizer = load_tokenizer(config.run_folder.path / "model")
     # Each answer, and that it ends.
@@ -102,12 +102,12 @@ def test_only_what_the_assistant_says_is_in_the_mask(tmp_path):
 def test_a_broken_row_is_named(line, message, tmp_path):
     config = make_config(tmp_path, [json.dumps(ROWS[0]), line])
     with pytest.raises(UserError) as error:
-        program.fine_tune(config, devices=jax.devices()[:1], report=write_report)
+        program.train(config, devices=jax.devices()[:1], report=write_report)
     assert message in str(error.value)
     assert not config.sft_folder.path.exists()
 
 
 def test_reinforcement_learning_needs_problems(tmp_path):
-    config = make_config(tmp_path, [json.dumps(ROWS[0])])
+    config = make_config(tmp_path, [json.dumps(ROWS[0])], num_steps=1)
     with pytest.raises(UserError, match=r"data\.train names no problems"):
         program.train(config, devices=jax.devices()[:1], report=write_report)

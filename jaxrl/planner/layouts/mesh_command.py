@@ -33,7 +33,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.mesh.devices import build_mesh, simulate
@@ -90,8 +89,6 @@ def main(argv: Sequence[str]) -> int:
         help="a TPU slice such as v5p:4x4x8, or hosts of GPUs such as h100:16x8",
     )
     args = parser.parse_args(arguments)
-    for name, path in (("--model", args.model), ("--topology", args.topology)):
-        check_path(name, path)
     config = LayoutConfig(train=args.train, generate=args.generate, fsdp=args.fsdp)
     layout, path = ParallelLayout.from_config(config), pathlib.Path(args.model)
     if path.suffix == ".json" or path.is_dir():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import importlib.resources
 import json
 import math
@@ -59,15 +58,6 @@ _LOGPROB_ENDS = (0.1, 0.4, 1.0, 2.0, 4.0)
 _GAP_ENDS = (0.01, 0.05, 0.2, 0.5, 1.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Token:
-    """A token on the page: its text, its CSS class and its tooltip."""
-
-    text: str
-    style: str
-    title: str
-
-
 _ORDERS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     # Samples without a value come last.
     "reward, highest": lambda row: math.inf if row["reward"] is None else -row["reward"],
@@ -83,18 +73,16 @@ _ANY_FAILURE, _NO_FAILURE = "any kind", "none"
 
 
 class SampleFile:
-    """The samples of a file, without their tokens. The file is untrusted: invalid lines are counted.
+    """The samples of a file, without their tokens.
 
     Attributes:
       rows: one dict per sample: its line, its place in the file, the columns of lists, and "folded", the text
         to search.
-      bad_lines: number of lines that are not samples.
     """
 
     def __init__(self, path: pathlib.Path):
         """Reads the whole file, except for an incomplete last line."""
         self.rows: list[dict[str, Any]] = []
-        self.bad_lines = 0
         self._path = path
         start = 0
         with path.open("rb") as file:
@@ -102,45 +90,27 @@ class SampleFile:
                 # A running job may be writing this line.
                 if not line.endswith(b"\n"):
                     break
-                try:
-                    self.rows.append(_columns(read_head(line)) | {"line": number, "start": start})
-                except ValueError:
-                    self.bad_lines += 1
+                self.rows.append(_columns(read_head(line)) | {"line": number, "start": start})
                 start += len(line)
 
     def whole(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The complete row of a sample, with its tokens; empty if the file has changed since."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(row["start"])
-                found = json.loads(file.readline())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        """The complete row of a sample, with its tokens."""
+        with self._path.open("rb") as file:
+            file.seek(row["start"])
+            return json.loads(file.readline())
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    # The columns of a sample; ValueError if the row is not a sample.
-    prompt, completion, failure = (row.get(name) for name in ("prompt", "completion", "failure"))
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise ValueError("no prompt or completion")
-    answer = _text(row.get("answer"))
-    texts = (text[:_SEARCHED_CHARS] for text in (prompt, completion, answer))
+    # The columns of a sample. Its texts are a model's, so none of them is shown as it is.
+    texts = {name: row.get(name) or "" for name in ("prompt", "completion", "answer", "prediction")}
+    searched = (texts[name][:_SEARCHED_CHARS] for name in ("prompt", "completion", "answer"))
+    plain = ("step", "prompt_id", "sample", "correct", "reward", "length", "truncated")
     return {
-        "step": _whole(row.get("step")),
-        "source": _text(row.get("source")),
-        "prompt_id": _whole(row.get("prompt_id")),
-        "sample": _whole(row.get("sample")),
-        "correct": row["correct"] if isinstance(row.get("correct"), bool) else None,
-        "reward": _real(row.get("reward")),
-        "length": _whole(row.get("length")),
-        "truncated": row["truncated"] if isinstance(row.get("truncated"), bool) else None,
-        "failure": _text(failure.get("kind"))[:_START_CHARS] if isinstance(failure, dict) else "",
-        "prompt": _excerpt(prompt),
-        "completion": _excerpt(completion),
-        "answer": _excerpt(answer),
-        "prediction": _excerpt(_text(row.get("prediction"))),
-        "folded": visible("\n".join(texts)).casefold(),
+        **{name: row.get(name) for name in plain},
+        "source": visible(row.get("source") or ""),
+        "failure": visible((row.get("failure") or {}).get("kind", "")),
+        **{name: _excerpt(text) for name, text in texts.items()},
+        "folded": visible("\n".join(searched)).casefold(),
     }
 
 
@@ -149,21 +119,6 @@ def _excerpt(text: str) -> str:
     if len(text) > _START_CHARS + _END_CHARS:
         text = f"{text[:_START_CHARS]} […] {text[-_END_CHARS:]}"
     return visible(text)
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else visible(str(value)[:_SEARCHED_CHARS])
-
-
-def _real(value: Any) -> float | None:
-    # The value as a float; None unless it is a finite number.
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and abs(value) < 1e300 and math.isfinite(value) else None
-
-
-def _whole(value: Any) -> int | None:
-    known = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    return value if known else None
 
 
 def passing(rows: Sequence[dict[str, Any]], given: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -207,7 +162,6 @@ def build_app(files: Callable[[], Sequence[pathlib.Path]], *, title: str) -> ASG
     pages = _Pages(files, title)
 
     def refused(request: Request, error: Exception) -> Response:
-        del request
         assert isinstance(error, HTTPException), "registered for this type"
         return PlainTextResponse(error.detail, error.status_code, error.headers)
 
@@ -283,7 +237,6 @@ class _Pages:
             sources=sorted({row["source"] for row in found.rows} - {""})[:200] if found else [],
             failures=[_ANY_FAILURE, _NO_FAILURE, *kinds] if kinds else [],
             orders=list(_ORDERS),
-            bad_lines=found.bad_lines if found else 0,
             searched=_SEARCHED_CHARS,
         )
 
@@ -293,20 +246,19 @@ class _Pages:
         path = next((path for path in self._files() if path.stem == name), None)
         found = self._file(path) if path else None
         place = next((row for row in found.rows if row["line"] == line), None) if found else None
-        row = found.whole(place) if found and place else {}
-        if not found or not place or not row:
+        if not found or not place:
             raise HTTPException(404, "there is no such sample; go back to the list")
+        row = found.whole(place)
         given = dict(request.query_params)
         color = given.get("color", "")
         color = color if color in ("logprob", "gap", "none") else "logprob"
         # The table above the text.
         facts = [(key, row[key]) for key in _FACTS if row.get(key) is not None]
-        if isinstance(failure := row.get("failure"), dict):
-            facts.append(("grader failed", f"{failure.get('kind')}: {failure.get('message')}"))
-        if isinstance(parts := row.get("reward_parts"), dict):
-            facts += [(f"reward, {part}", value) for part, value in parts.items()]
+        if failure := row.get("failure"):
+            facts.append(("grader failed", f"{failure['kind']}: {failure['message']}"))
+        facts += [(f"reward, {part}", x) for part, x in row.get("reward_parts", {}).items()]
         tokens = tokens_of(row)
-        text = str(row.get("completion", ""))
+        text = row["completion"]
         size = (len(tokens), _TOKENS_PER_PAGE) if tokens else (len(text), _CHARS_PER_PAGE)
         pages = max(1, math.ceil(size[0] / size[1]))
         number = _page_number(given, pages)
@@ -318,7 +270,7 @@ class _Pages:
             "sample.html",
             file=name,
             place=place,
-            prompt=str(row.get("prompt", "")),
+            prompt=row["prompt"],
             most_chars=_MOST_CHARS,
             facts=[(str(name)[:100], str(value)[:1000]) for name, value in facts],
             tokens=[_shown(token, color) for token in tokens[part]],
@@ -332,7 +284,6 @@ class _Pages:
         )
 
     def css(self, request: Request) -> Response:
-        del request
         return Response(self._style, media_type="text/css")
 
     def _rendered(self, template: str, **values: Any) -> HTMLResponse:
@@ -364,9 +315,10 @@ class _Guarded:
 
 def _number(text: str | None) -> float | None:
     try:
-        return _real(float(text or ""))
+        value = float(text or "")
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
 def _page_number(given: Mapping[str, str], pages: int) -> int:
@@ -385,50 +337,32 @@ def _page_links(given: Mapping[str, str], number: int, pages: int) -> list[tuple
 
 
 def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tokens of a row, each with its log-probabilities; empty if the row has no valid tokens.
+    """The tokens of a row, each with its log-probabilities; empty if the row has no tokens.
 
     Further conversations of the sample follow, each after a heading.
     """
     fields = row.get(TOKEN_STRINGS)
-    texts = fields.get("text") if isinstance(fields, dict) else None
-    if not isinstance(fields, dict) or not isinstance(texts, list):
+    if not fields:
         return []
-    given = fields.get("given")
-    places = {x for x in given if isinstance(x, int)} if isinstance(given, list) else set()
-    known = {}
-    for name in ("rollout_logprob", "old_logprob"):
-        values = fields.get(name)
-        values = (
-            values
-            if isinstance(values, list) and len(values) == len(texts)
-            else [None] * len(texts)
-        )
-        known[name] = [_real(value) for value in values]
+    names, given = ("rollout_logprob", "old_logprob"), {*fields.get("given", ())}
+    known = [fields.get(name) or [None] * len(fields["text"]) for name in names]
     tokens = [
-        {
-            "text": text if isinstance(text, str) else "",
-            "rollout_logprob": known["rollout_logprob"][i],
-            "old_logprob": known["old_logprob"][i],
-            "given": i in places,
-        }
-        for i, text in enumerate(texts)
+        {"text": text, **dict(zip(names, logprobs, strict=True)), "given": i in given}
+        for i, (text, *logprobs) in enumerate(zip(fields["text"], *known, strict=True))
     ]
-    branches = fields.get("branches")
-    for number, branch in enumerate(branches if isinstance(branches, list) else (), start=2):
+    for number, branch in enumerate(fields.get("branches", ()), start=2):
         heading = f"\n\n[conversation {number}]\n"
-        tokens.append(
-            {"text": heading, "rollout_logprob": None, "old_logprob": None, "given": True}
-        )
-        if isinstance(branch, dict):
-            tokens += tokens_of({TOKEN_STRINGS: {**branch, "branches": ()}})
+        tokens.append({"text": heading, **dict.fromkeys(names), "given": True})
+        tokens += tokens_of({TOKEN_STRINGS: branch})
     return tokens
 
 
-def _shown(token: Mapping[str, Any], color: str) -> _Token:
+def _shown(token: Mapping[str, Any], color: str) -> dict[str, str]:
+    # The text of a token on the page, its CSS class and its tooltip.
     text = token["text"][:_MOST_TOKEN_CHARS] or "\N{WHITE VERTICAL RECTANGLE}"
     sampler, trainer = token["rollout_logprob"], token["old_logprob"]
     if token["given"]:
-        return _Token(text, "given", "not sampled here")
+        return {"text": text, "style": "given", "title": "not sampled here"}
     title = [] if sampler is None else [f"sampler {sampler:.4f} ({math.exp(min(sampler, 0)):.1%})"]
     if trainer is not None:
         title.append(f"trainer {trainer:.4f} ({math.exp(min(trainer, 0)):.1%})")
@@ -440,4 +374,4 @@ def _shown(token: Mapping[str, Any], color: str) -> _Token:
         if color == "gap":
             side = "up" if trainer > sampler else "down"
             style = f"{side}{bisect.bisect_right(_GAP_ENDS, abs(trainer - sampler))}"
-    return _Token(text, style, ", ".join(title))
+    return {"text": text, "style": style, "title": ", ".join(title)}

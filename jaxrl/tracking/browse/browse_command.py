@@ -16,7 +16,6 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 
-from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
@@ -47,7 +46,6 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     Raises:
       UserError: if there are no samples, the extra is not installed, or the port is not available.
     """
-    check_path("the folder", path)
     files = sample_files(path)
     packages = ("httptools", "pydantic", "starlette", "uvicorn")
     absent = [name for name in packages if importlib.util.find_spec(name) is None]

@@ -13,7 +13,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import matplotlib.style
 import numpy as np
@@ -124,18 +124,10 @@ class _Series:
     # Float64 [N].
     steps: np.ndarray
     values: np.ndarray
+    # Standard error of an evaluation's accuracies, float64 [N], NaN where there is none.
+    stderr: np.ndarray | None = None
     # Index of the colour in `COLORS`.
-    color: int = dataclasses.field(default=0, kw_only=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Evaluations(_Series):
-    """The accuracy at the evaluated steps, with its standard error: float64 [N], NaN where there is none."""
-
-    stderr: np.ndarray
-
-
-_S = TypeVar("_S", bound=_Series)
+    color: int = 0
 
 
 def _percent(value: float) -> str:
@@ -213,7 +205,7 @@ def _named_series(curves: _Curves, rows: Rows) -> list[_Series]:
     return _colored(series for series in found if series.values.size)
 
 
-def _colored(found: Iterable[_S]) -> list[_S]:
+def _colored(found: Iterable[_Series]) -> list[_Series]:
     # The curves, each with the next colour.
     return [dataclasses.replace(series, color=i % NUM_COLORS) for i, series in enumerate(found)]
 
@@ -280,7 +272,7 @@ def _accuracy_plot(rows: Rows) -> Plot | None:
     return Plot("Accuracy", "share of answers correct", _percent(float(last)), legend, draw)
 
 
-def _evaluation_series(rows: Rows) -> list[_Evaluations]:
+def _evaluation_series(rows: Rows) -> list[_Series]:
     # The accuracy on each evaluation set, by name of the set.
     points = [(row["step"], evaluation_accuracy(row), evaluation_stderr(row)) for row in rows]
     names = sorted({name for _, accuracy, _ in points for name in accuracy})
@@ -292,11 +284,11 @@ def _evaluation_series(rows: Rows) -> list[_Evaluations]:
             if math.isfinite(accuracy.get(name, math.nan))
         ]
         if values:
-            found.append(_Evaluations(name, *np.array(values, np.float64).T))
+            found.append(_Series(name, *np.array(values, np.float64).T))
     return _colored(found)
 
 
-def _draw_evaluations(axes: Axes, found: Sequence[_Evaluations]) -> None:
+def _draw_evaluations(axes: Axes, found: Sequence[_Series]) -> None:
     # Draws accuracies with their standard errors.
     for series in found:
         stride = math.ceil(len(series.steps) / _MAX_MARKERS)
@@ -375,7 +367,7 @@ def _run_series(key: str, runs: Sequence[tuple[str, Rows]]) -> list[_Series]:
 
 def _compared_accuracy(runs: Sequence[tuple[str, Rows]]) -> tuple[list[Plot], list[str]]:
     # A plot for each evaluation set that two runs share, and the names of these sets.
-    by_name: dict[str, list[_Evaluations]] = {}
+    by_name: dict[str, list[_Series]] = {}
     for i, (label, rows) in enumerate(runs):
         for series in _evaluation_series(rows):
             of_run = dataclasses.replace(series, label=label, color=i)

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl.checks import check_path
 from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.flags import command_parser
@@ -70,10 +69,8 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
       out: the page; a file of this name is replaced.
 
     Raises:
-      UserError: there are too few or too many runs, a folder holds no run, a run is named twice or shares no
-        metric with the others, or the page cannot be written.
+      UserError: there are too few or too many runs, a folder holds no run, or the page cannot be written.
     """
-    check_path("--out", out)
     runs = read_runs(paths)
     if not 2 <= len(runs) <= NUM_COLORS:
         number = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -81,7 +78,6 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
             f"{number} named; name 2 to {NUM_COLORS} (the report of a single run is "
             f"{runs[0].folder.report})"
         )
-    check_shared_metrics(runs)
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name, _ABSENT) for run in runs] for name in names}
     settings = [(name, found) for name, found in values.items() if len(set(found)) > 1]
@@ -94,8 +90,6 @@ def compare(paths: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     evaluated = [evaluation_samples(run) for run in runs]
     step, trained = training_samples(runs)
     training = _side_by_side(runs, [(samples, "") for samples in trained])
-    if out.is_dir():
-        raise UserError(f"--out {out} is a directory; name a file")
     ensure_writable(out.parent)
     with disk_errors(out.parent):
         write_comparison(
@@ -152,26 +146,12 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
     """Reads the runs; the folders are not changed, and a run may be at work.
 
     Raises:
-      UserError: a folder holds no run, or one without metrics; a run is named twice.
+      UserError: a folder holds no run, or one without metrics.
     """
-    absolute: list[pathlib.Path] = []
-    for path in paths:
-        check_path("the folder", path)
-        resolved = path.resolve()
-        if resolved in absolute:
-            raise UserError(f"{path} is named twice; name each run once")
-        absolute.append(resolved)
     found = []
-    for path, label in zip(paths, labels_of(absolute), strict=True):
+    for path, label in zip(paths, labels_of([path.resolve() for path in paths]), strict=True):
         folder = RunFolder(path)
-        if not folder.config.exists():
-            runs = sorted(child.parent for child in path.glob("*/config.txt"))
-            hint = f"name one of its runs, such as {runs[0]}" if runs else _NO_RUN
-            raise UserError(f"{path} is no run: it has no config.txt; {hint}")
-        try:
-            settings = parse_config(read_text(folder.config, absent=_NO_RUN))
-        except ValueError as error:
-            raise UserError(f"{folder.config} holds no settings ({error}); {_NO_RUN}") from error
+        settings = parse_config(read_text(folder.config, absent=_NO_RUN))
         rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
         stages = {name: of_stage for name, of_stage in rows.items() if of_stage}
         if not stages:
@@ -192,27 +172,6 @@ def labels_of(paths: Sequence[pathlib.Path]) -> list[str]:
         columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
         parts = list(zip(*columns, strict=True)) or parts
     return [os.path.join(*names) for names in parts]
-
-
-def check_shared_metrics(runs: Sequence[ComparedRun]) -> None:
-    """Raises UserError if a run shares no metric of a stage with any other run."""
-    metrics = [
-        {
-            (stage, key)
-            for stage, rows in run.stages.items()
-            for row in rows
-            for key, value in row.items()
-            if math.isfinite(value) and key not in ("step", "time_s")
-        }
-        for run in runs
-    ]
-    for run, own in zip(runs, metrics, strict=True):
-        others = set().union(*(each for each in metrics if each is not own))
-        if not own & others:
-            raise UserError(
-                f"{run.folder} shares no metric with the other runs: it has {' and '.join(run.stages)}; "
-                "compare runs of the same kind of training"
-            )
 
 
 def headline(runs: Sequence[ComparedRun]) -> Table:
@@ -258,10 +217,7 @@ def evaluation_samples(run: ComparedRun) -> tuple[Samples, str]:
     """The stored answers to evaluation problems, and a note if they are not from after training."""
     for when, note in (("after", ""), ("before", "before training")):
         if found := stored_samples(run.folder, when):
-            return {
-                (str(s["prompt"]), str(s["answer"])): (str(s["text"]), s["correct"] is True)
-                for s in found
-            }, note
+            return {(s["prompt"], s["answer"]): (s["text"], s["correct"]) for s in found}, note
     return {}, ""
 
 
@@ -281,12 +237,7 @@ def training_samples(runs: Sequence[ComparedRun]) -> tuple[int | None, list[Samp
     for each in files:
         samples.append({})
         for line in each[step].read_bytes().splitlines() if step in each else ():
-            try:
-                row = read_head(line)
-            except ValueError:
-                continue  # files of samples are not trusted
-            if isinstance(prompt := row.get("prompt"), str):
-                key = (prompt, str(row.get("answer")))
-                answer = str(row.get("completion")), row.get("correct") is True
-                samples[-1].setdefault(key, answer)
+            row = read_head(line)
+            answer = row["completion"], row["correct"]
+            samples[-1].setdefault((row["prompt"], row["answer"]), answer)
     return step, samples

@@ -5,14 +5,14 @@ import heapq
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine
+from tokens import prompts_of
 
 from jaxrl.planner.simulation.decode_trace import trace_decoding
 from jaxrl.planner.simulation.workload import LengthDistribution
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.testing.fake_engine import FakeEngine
-from jaxrl.types import Prompts
 
 STOP, G = 1, 8
 
@@ -60,11 +60,8 @@ def test_the_trace_is_close_to_what_the_driver_does(case):
     engine = FakeEngine(config, lambda n, i: lengths_NG[n, i], shards=case.replicas, platform="cpu")
     backend = OfflineBackend(engine, lambda sequences: [""] * len(sequences))  # pyright: ignore[reportArgumentType]
     backend.load({})
-    ids_N, nothing = np.arange(case.prompts), ("",) * case.prompts
-    tokens = tuple(np.random.default_rng(n).integers(2, 32_000, 30).astype(np.int32) for n in ids_N)
-    done = backend.generate(
-        Prompts(ids_N, tokens, nothing, nothing, nothing), SamplingOptions(G, 0, 0, 1.0)
-    )
+    drawn = (np.random.default_rng(n).integers(2, 32_000, 30) for n in range(case.prompts))
+    done = backend.generate(prompts_of(*drawn), SamplingOptions(G, 0, 0, 1.0))
     assert done.lengths_B.sum() == lengths_NG.sum()
     samples, slots = case.prompts * G // case.replicas, case.slots // case.replicas
     fewest = engine.slot_sizes[0] // case.replicas

@@ -17,7 +17,7 @@ from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.filled_rows import filled_rows, pairs_of_a_row, pairs_of_one_text
 from jaxrl.planner.simulation.simulate_passes import BACKWARD_ATTENTION, PassSimulator
 from jaxrl.planner.simulation.workload import LengthDistribution
-from jaxrl.roles.packing import PackedShape, PrefixGroups, plan_packing
+from jaxrl.roles.packing import PrefixGroups, RowLimits, plan_packing
 
 MODEL = toy_model()
 
@@ -26,12 +26,8 @@ def packed(work, rows, shards=1):
     """The batch of a step as a run packs it, with `rows` rows of a microbatch."""
     prompts, responses = work.lengths_of(work.prompts, work.samples)
     prompts = prompts.repeat(work.samples)
-    shape = PackedShape.for_sequences(
-        work.sequences,
-        longest=work.longest_tokens,
-        minibatches=work.updates,
-        rows=rows,
-        tokens=work.row_tokens,
+    shape = RowLimits(rows, work.row_tokens, work.longest_tokens).shape(
+        work.sequences, minibatches=work.updates
     )
     groups = PrefixGroups(np.arange(work.sequences) // work.samples, prompts - 1)
     return plan_packing(
