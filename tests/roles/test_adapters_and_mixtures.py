@@ -266,16 +266,12 @@ def test_a_mixture_on_eight_devices_is_that_on_one(layout, mixture_alone):
 
 
 def replaying_actor(model, layout=(), sampler="float32") -> Actor:
-    mesh = mesh_of(**dict(layout))
-    engine = dataclasses.replace(ENGINE, dtype=sampler, keeps_routes=True)
-    actor = Actor(
-        model,
-        mesh,
+    actor = actor_on(
+        mesh_of(**dict(layout)),
+        model=model,
+        engine=dataclasses.replace(ENGINE, dtype=sampler, keeps_routes=True),
         train=TrainConfig(rows=R, row_tokens=T, replay_routes=True),
         optim=OptimConfig(lr=3e-2, lr_warmup_steps=0, weight_decay=0.0),
-        backend=build_backend("offline", model, mesh, engine, functools.partial(map, str)),
-        temperature=1.0,
-        seed=0,
     )
     actor.init()
     return actor

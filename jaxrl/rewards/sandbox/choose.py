@@ -9,20 +9,21 @@ from jaxrl.errors import UserError
 from jaxrl.rewards.sandbox.native import (
     Bubblewrap,
     Landlock,
-    NativeSandbox,
+    Sandbox,
     SandboxUnavailable,
     Unconfined,
 )
+from jaxrl.rewards.sandbox.webassembly import WebAssembly
 
 logger = logging.getLogger(__name__)
 
-SANDBOXES: dict[str, type[NativeSandbox]] = {
-    kind.name: kind for kind in (Bubblewrap, Landlock, Unconfined)
+SANDBOXES: dict[str, type[Sandbox]] = {
+    kind.name: kind for kind in (Bubblewrap, WebAssembly, Landlock, Unconfined)
 }
 """Sandboxes by name, in the order in which `auto` tries them; it never tries `none`."""
 
 
-def choose_sandbox(choice: str) -> NativeSandbox:
+def choose_sandbox(choice: str) -> Sandbox:
     """Returns a sandbox that works on this machine.
 
     Args:
@@ -61,6 +62,6 @@ def logged_choice(choice: str) -> str:
 
 
 @functools.cache
-def sandbox_called(name: str) -> NativeSandbox:
+def sandbox_called(name: str) -> Sandbox:
     """Returns this process's sandbox of a name in `SANDBOXES`, without checking it."""
     return SANDBOXES[name]()

@@ -13,6 +13,7 @@ shmget), namespaces, mounts, bpf, io_uring, keyrings.
 
 from __future__ import annotations
 
+import abc
 import base64
 import contextlib
 import dataclasses
@@ -78,6 +79,34 @@ class Outcome:
     seconds: float
 
 
+class Sandbox(abc.ABC):
+    """Runs Python programs that nobody trusts, one at a time.
+
+    No sandbox but `none` lets a program write a file, open a socket or start a process.
+
+    Attributes:
+      name: the value of `reward.code_sandbox` that selects it.
+      gaps: sentences about what it does not protect, for the log.
+    """
+
+    name: str
+    gaps: tuple[str, ...]
+
+    @abc.abstractmethod
+    def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
+        """Runs a program as `__main__` in a process or instance of its own and waits for its end.
+
+        Args:
+          program: Python source.
+          stdin: its whole standard input.
+          limits: when it is ended.
+        """
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises SandboxUnavailable if this machine lacks something that the sandbox needs."""
+
+
 READABLE = (
     sys.prefix,
     sys.base_prefix,
@@ -107,21 +136,15 @@ CHECK_LIMITS = SandboxLimits(seconds=10.0)
 _LOCKDOWN = inspect.getsource(lockdown) + "\n\nmain()\n"
 
 
-class NativeSandbox:
-    """Runs Python programs that nobody trusts, one at a time, each in a Python process of its own.
-
-    No sandbox but `none` lets a program write a file, open a socket or start a process.
+class NativeSandbox(Sandbox):
+    """Base class of the sandboxes that start a Python process.
 
     Attributes:
-      name: the value of `reward.code_sandbox` that selects it.
-      gaps: sentences about what it does not protect, for the log.
       landlock: whether Landlock limits files.
       seccomp: whether a filter limits system calls.
       direct: whether Python is a child of this process, and not of a program that ends Python with itself.
     """
 
-    name: str
-    gaps: tuple[str, ...]
     landlock = False
     seccomp = True
     direct = True
@@ -131,13 +154,6 @@ class NativeSandbox:
         return [sys.executable, *python]
 
     def run(self, program: str, stdin: bytes, limits: SandboxLimits) -> Outcome:
-        """Runs a program as `__main__` and waits for its end.
-
-        Args:
-          program: Python source.
-          stdin: its whole standard input.
-          limits: when it is ended.
-        """
         # Passed as JSON: the process has no module of ours.
         options = {
             "parent": os.getpid() if self.direct else 0,
