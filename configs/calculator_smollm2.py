@@ -31,7 +31,8 @@ def get_config():
     config.rollout.cache = "paged"
     config.rollout.cache_tokens = 10_240
     config.rollout.num_prompts = 4
-    config.evaluation.every = 12
+    config.evaluation.every = 4
+    config.run.num_steps = 12
     config.train.rows = 2
     config.train.row_tokens = 768
     return config
