@@ -11,6 +11,7 @@ to train a policy, ValueBatch those to train a critic.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, overload
 
@@ -185,6 +186,8 @@ class Completions:
       turns: B tuples of turns. By default each response is a single turn of the policy.
       started_B: int32, training step that started each response; its sampling keys use this step. All 0 by
         default.
+      version: B int32 arrays, version of the weights that sampled each token; 0 on tokens that were not
+        sampled. All 0 by default.
       of_agents: what agents add; None if the responses are the policy's alone.
     """
 
@@ -198,9 +201,13 @@ class Completions:
     mask: tuple[np.ndarray, ...] = ()
     turns: Sequence[tuple[TurnText, ...]] = ()
     started_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    version: tuple[np.ndarray, ...] = ()
     of_agents: AgentRows | None = None
 
     def __post_init__(self):
+        if not self.version:
+            zeros = tuple(np.zeros(len(tokens), np.int32) for tokens in self.tokens)
+            object.__setattr__(self, "version", zeros)
         if not len(self.started_B):
             object.__setattr__(self, "started_B", np.zeros(len(self.tokens), np.int32))
         if not self.mask:
@@ -226,6 +233,23 @@ class Completions:
             "\n".join(turn.text for turn in turns if turn.by_policy) for turns in self.turns
         )
 
+    def main(self, b: int) -> Branch:
+        """Row b by itself."""
+        return Branch(
+            self.tokens[b],
+            self.rollout_logprob[b],
+            self.entropy[b],
+            self.mask[b],
+            self.version[b],
+            bool(self.truncated_B[b]),
+        )
+
+    def num_stale(self, version: int) -> int:
+        """The number of sampled tokens of weights before `version`, further conversations included."""
+        further = () if self.of_agents is None else itertools.chain(*self.of_agents.branches)
+        everything = itertools.chain(map(self.main, range(len(self))), further)
+        return sum(int(((x.version < version) & (x.mask > 0)).sum()) for x in everything)
+
     @property
     def prompt_index_B(self) -> np.ndarray:
         """The prompt index of each row, int64."""
@@ -250,6 +274,7 @@ class Completions:
             mask=_pick(self.mask, rows),
             turns=_pick_rows(self.turns, rows),
             started_B=self.started_B[rows],
+            version=_pick(self.version, rows),
             of_agents=self.of_agents and self.of_agents.take(rows),
         )
 
@@ -268,6 +293,7 @@ class Completions:
             mask=_join([p.mask for p in parts]),
             turns=_join_rows([p.turns for p in parts]),
             started_B=np.concatenate([p.started_B for p in parts]),
+            version=_join([p.version for p in parts]),
             of_agents=AgentRows.concatenate(agents) if agents else None,
         )
 

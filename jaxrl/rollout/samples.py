@@ -291,13 +291,11 @@ class Rollout:
     Attributes:
       completions: all groups whose samples are all finished, in the order of their prompts.
       prompt_indices: index of each of these prompts among the resumed prompts followed by the new ones.
-      versions: int32 array per sample of the completions: the policy version of each token.
       unfinished: all other groups.
     """
 
     completions: Completions
     prompt_indices: tuple[int, ...]
-    versions: tuple[np.ndarray, ...]
     unfinished: UnfinishedGroups
 
 
@@ -320,6 +318,7 @@ def completions_of(
         texts=LazyRows([functools.partial(made.text, b) for b in rows]),
         turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
+        version=tuple(sample.version for sample in samples),
     )
 
 

@@ -144,7 +144,12 @@ def run(python: pathlib.Path, *arguments, cwd: pathlib.Path) -> str:
     done = subprocess.run(
         [str(python), "-W", "ignore", *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TINKER_API_KEY": "tml-local"},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(cwd),
+            "TINKER_API_KEY": "tml-local",
+        },
         capture_output=True,
         text=True,
         timeout=900,

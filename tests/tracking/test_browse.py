@@ -249,6 +249,18 @@ def test_tokens_are_coloured_by_the_gap(client):
     assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [""] * 3
 
 
+def test_tokens_are_coloured_by_the_age_of_their_weights(tmp_path):
+    pieces = {**row_of()["token_pieces"], "version": [3, 9, 10]}
+    write(tmp_path / "samples.jsonl", [row_of(token_pieces=pieces), row_of(1)])
+    page = get(opened(tmp_path / "samples.jsonl"), "/sample/samples/0?color=version")
+    spans = [a for tag, a in page.tags if tag == "span" and "title" in a]
+    assert [a["class"] for a in spans] == ["p5", "p1", "p0"]
+    assert spans[0]["title"].endswith("weights of step 3")
+    assert "newest weights" in str(
+        get(opened(tmp_path / "samples.jsonl"), "/sample/samples/1").tags
+    )
+
+
 def test_a_sample_links_to_the_others_of_its_prompt(client):
     assert get(client, "/sample/step_10/5").cells() == [
         f"/sample/step_10/{n}?color=logprob" for n in (4, 6, 7)
@@ -320,6 +332,7 @@ def test_a_megabyte_of_text_is_shown_in_pages(tmp_path):
         {"text": ["a", "b"], "rollout_logprob": [-1.0], "old_logprob": "no", "given": 7},
         {"text": ["a"], "rollout_logprob": [10**400], "given": [0, "x", None]},
         {"text": ["a"], "rollout_logprob": [5.0], "old_logprob": [-1e299]},
+        {"text": ["a", "b"], "rollout_logprob": [-1, -1], "version": [True, -(2**70)]},
     ],
 )
 def test_invalid_token_fields_are_ignored(tmp_path, pieces):
@@ -327,7 +340,12 @@ def test_invalid_token_fields_are_ignored(tmp_path, pieces):
     line = json.dumps(row_of(token_pieces=pieces, reward_parts=7, length="x", step=2**70)).encode()
     write(path, [line + b"\n"])
     client = opened(path)
-    for at in ("/", "/sample/samples/0", "/sample/samples/0?color=gap"):
+    for at in (
+        "/",
+        "/sample/samples/0",
+        "/sample/samples/0?color=gap",
+        "/sample/samples/0?color=version",
+    ):
         assert_harmless(get(client, at))
     assert isinstance(tokens_of({"token_pieces": pieces}), list)
 

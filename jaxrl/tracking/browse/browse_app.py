@@ -298,7 +298,7 @@ class _Pages:
             raise HTTPException(404, "there is no such sample; go back to the list")
         given = dict(request.query_params)
         color = given.get("color", "")
-        color = color if color in ("logprob", "gap", "none") else "logprob"
+        color = color if color in ("logprob", "gap", "version", "none") else "logprob"
         # The table above the text.
         facts = [(key, row[key]) for key in _FACTS if row.get(key) is not None]
         if isinstance(failure := row.get("failure"), dict):
@@ -314,6 +314,7 @@ class _Pages:
         part = slice((number - 1) * size[1], number * size[1])
         same = ("source", "prompt_id")
         group = [x for x in found.rows if all(x[key] == place[key] for key in same)]
+        newest = max((token["version"] or 0 for token in tokens), default=0)
         return self._rendered(
             "sample.html",
             file=name,
@@ -321,10 +322,14 @@ class _Pages:
             prompt=str(row.get("prompt", "")),
             most_chars=_MOST_CHARS,
             facts=[(str(name)[:100], str(value)[:1000]) for name, value in facts],
-            tokens=[_shown(token, color) for token in tokens[part]],
+            tokens=[_shown(token, color, newest) for token in tokens[part]],
             text="" if tokens else text[part],
             color=color,
-            has_gap=any(token["old_logprob"] is not None for token in tokens),
+            unknown={
+                color
+                for color, field in (("gap", "old_logprob"), ("version", "version"))
+                if all(token[field] is None for token in tokens)
+            },
             number=number,
             pages=pages,
             links=_page_links(given, number, pages),
@@ -404,27 +409,29 @@ def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             else [None] * len(texts)
         )
         known[name] = [_real(value) for value in values]
+    versions = fields.get("version")
+    versions = versions if isinstance(versions, list) and len(versions) == len(texts) else []
     tokens = [
         {
             "text": text if isinstance(text, str) else "",
             "rollout_logprob": known["rollout_logprob"][i],
             "old_logprob": known["old_logprob"][i],
             "given": i in places,
+            "version": versions[i] if versions and type(versions[i]) is int else None,
         }
         for i, text in enumerate(texts)
     ]
     branches = fields.get("branches")
     for number, branch in enumerate(branches if isinstance(branches, list) else (), start=2):
         heading = f"\n\n[conversation {number}]\n"
-        tokens.append(
-            {"text": heading, "rollout_logprob": None, "old_logprob": None, "given": True}
-        )
+        none = dict.fromkeys(("rollout_logprob", "old_logprob", "version"))
+        tokens.append({"text": heading, "given": True, **none})
         if isinstance(branch, dict):
             tokens += tokens_of({TOKEN_STRINGS: {**branch, "branches": ()}})
     return tokens
 
 
-def _shown(token: Mapping[str, Any], color: str) -> _Token:
+def _shown(token: Mapping[str, Any], color: str, newest: int) -> _Token:
     text = token["text"][:_MOST_TOKEN_CHARS] or "\N{WHITE VERTICAL RECTANGLE}"
     sampler, trainer = token["rollout_logprob"], token["old_logprob"]
     if token["given"]:
@@ -440,4 +447,8 @@ def _shown(token: Mapping[str, Any], color: str) -> _Token:
         if color == "gap":
             side = "up" if trainer > sampler else "down"
             style = f"{side}{bisect.bisect_right(_GAP_ENDS, abs(trainer - sampler))}"
+    if (version := token["version"]) is not None:
+        title.append(f"weights of step {version}")
+        if color == "version":
+            style = f"p{min(newest - version, 5)}"
     return _Token(text, style, ", ".join(title))
