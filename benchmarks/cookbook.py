@@ -96,7 +96,7 @@ def serving(folder: pathlib.Path) -> Iterator[str]:
         "train_tokens": 512,
         "train_microbatches": 8,
         "max_rank": 16,
-        "adapters": 1,
+        "adapters": 2,
     }
     for name, value in flags.items():
         command += [f"--{name}", value]
