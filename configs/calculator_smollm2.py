@@ -4,7 +4,8 @@
 
 The agent is configs/shared/calculator.py, written with the openai client. The model's own chat template has
 no tools, so configs/shared/chatml_tools.jinja takes its place. Hardware: any two cores, 6 GB of memory, no
-accelerator. It begins with 27% right answers; how far it gets is not measured yet.
+accelerator; 15 processor minutes. Score to expect: held-out accuracy (avg@2, temperature 1) from 23-31% to
+95% or more after four steps; docs/agents.md has three seeds.
 """
 
 import pathlib
@@ -31,7 +32,8 @@ def get_config():
     config.rollout.cache = "paged"
     config.rollout.cache_tokens = 10_240
     config.rollout.num_prompts = 4
-    config.evaluation.every = 12
+    config.evaluation.every = 4
+    config.run.num_steps = 12
     config.train.rows = 2
     config.train.row_tokens = 768
     return config

@@ -171,6 +171,8 @@ class Completions:
         default.
       routes: B int16 arrays [P + R - 1, L, A], the experts that each token of the prompt and the response but
         the last took in the sampler; () if they are not kept.
+      version: B int32 arrays, version of the weights that sampled each token; 0 on tokens that were not
+        sampled. All 0 by default.
       of_agents: what agents add; None if the responses are the policy's alone.
     """
 
@@ -185,9 +187,13 @@ class Completions:
     turns: Sequence[tuple[TurnText, ...]] = ()
     started_B: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     routes: tuple[np.ndarray, ...] = ()
+    version: tuple[np.ndarray, ...] = ()
     of_agents: AgentRows | None = None
 
     def __post_init__(self):
+        if not self.version:
+            zeros = tuple(np.zeros(len(tokens), np.int32) for tokens in self.tokens)
+            object.__setattr__(self, "version", zeros)
         if not len(self.started_B):
             object.__setattr__(self, "started_B", np.zeros(len(self.tokens), np.int32))
         if not self.mask:
@@ -212,6 +218,23 @@ class Completions:
         return tuple(
             "\n".join(turn.text for turn in turns if turn.by_policy) for turns in self.turns
         )
+
+    def main(self, b: int) -> Branch:
+        """Row b by itself."""
+        return Branch(
+            self.tokens[b],
+            self.rollout_logprob[b],
+            self.entropy[b],
+            self.mask[b],
+            self.version[b],
+            bool(self.truncated_B[b]),
+        )
+
+    def num_stale(self, version: int) -> int:
+        """The number of sampled tokens of weights before `version`, further conversations included."""
+        further = () if self.of_agents is None else itertools.chain(*self.of_agents.branches)
+        everything = itertools.chain(map(self.main, range(len(self))), further)
+        return sum(int(((x.version < version) & (x.mask > 0)).sum()) for x in everything)
 
     @property
     def prompt_index_B(self) -> np.ndarray:

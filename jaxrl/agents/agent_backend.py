@@ -171,7 +171,6 @@ class AgentBackend:
         return Rollout(
             Completions.concatenate([group.whole for group in taken]),
             tuple(range(len(taken))),
-            tuple(sample.version for group in taken for sample in group.saved().samples),
             self.unfinished(options),
         )
 

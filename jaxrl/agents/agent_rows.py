@@ -131,6 +131,7 @@ def group_of(
         mask=tuple(row.mask[common:] for row in rows),
         turns=tuple(turns),
         started_B=np.full(len(talks), step, np.int32),
+        version=tuple(row.version[common:] for row in rows),
         of_agents=AgentRows(
             np.array([np.nan if t.score is None else t.score for t in talks], np.float32),
             np.array([talk.failed for talk in talks], bool),

@@ -138,7 +138,8 @@ class ActorPhase:
                 self.meanwhile(has_signal)
                 if not has_signal:
                     self.actor.skip_update()
-                    return {"actor/skipped_updates": 1.0} | self._metrics(experience)
+                    nothing = {"actor/skipped_updates": 1.0, "perf/update_tflop": 0.0}
+                    return nothing | self._metrics(experience)
             coef = None if self.entropy is None else self.entropy.applied
             metrics, experience = self._updated(experience, coef)
             metrics = self.timer.when_done(prefixed("actor", metrics))

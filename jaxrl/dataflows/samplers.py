@@ -247,7 +247,7 @@ class PartialSampling:
         counts = {
             "rollout/unfinished_groups": carried,
             "rollout/dropped_stale_groups": dropped,
-            "rollout/stale_tokens": sum(int((v < step).sum()) for v in rollout.versions),
+            "rollout/stale_tokens": rollout.completions.num_stale(step),
         }
         sampled = dataclasses.replace(self.rewards(rollout.completions, beside), counts=counts)
         return with_metrics(sampled, generation.actor.backend.metrics)

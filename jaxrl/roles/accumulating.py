@@ -2,7 +2,8 @@
 
     accumulate(batch, loss)  -> log-probabilities, loss    gradients += d loss / d weights
     forward(batch, loss)     -> the same                   nothing
-    score(weights, batch)    -> log-probabilities, top-k   nothing
+    score(weights, batch)    -> log-probabilities,         nothing
+                                top-k and drawn tokens
     apply(numbers)           -> norm of the gradient       weights, moments; the gradients are gone
 
 A loss is a sum over tokens with explicit targets (`algos.summed_losses`); nothing is divided. Every batch has
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,9 @@ from jaxrl.roles.packing import (
 )
 from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
+
+# Float32 holds every fraction of it.
+DRAW_NUMBERS = 1 << 24
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +140,7 @@ class AccumulatingActor(Actor):
             out_shardings=(where, None, None),
         )
         self.forward_program = jax.jit(self._forward, static_argnames="loss")
-        self.score_program = jax.jit(self._score, static_argnames="top_k")
+        self.score_program = jax.jit(self._score, static_argnames=("top_k", "draws"))
         self.apply_program = jax.jit(
             self._apply, donate_argnums=0, out_shardings=(self.state_shardings(), None)
         )
@@ -191,14 +195,31 @@ class AccumulatingActor(Actor):
         """What is trained, what is frozen, and the scale."""
         return self.for_training().params, self.frozen, np.float32(self._scale)
 
-    def score(self, params: Params, batch: TargetBatch, *, top_k: int = 0) -> tuple[jax.Array, ...]:
+    def score(
+        self,
+        params: Params,
+        batch: TargetBatch,
+        *,
+        top_k: int = 0,
+        draws: int = 0,
+        temperature: float = 1.0,
+    ) -> tuple[jax.Array, ...]:
         """Log-probabilities under any weights on this mesh, in any layout.
 
+        Args:
+          params, batch: weights, sequences and targets. The last `draws` targets of a place are no
+            tokens but random numbers below `DRAW_NUMBERS`.
+          top_k: number of most probable tokens to return at every place.
+          draws: number of tokens to draw at every place, at `temperature`.
+
         Returns:
-          (log-probabilities [1, M, K, R, T] of the targets), and with `top_k` the most probable tokens of
-          every place, int32 [1, M, top_k, R, T], and their log-probabilities.
+          (log-probabilities [1, M, K, R, T] of the targets), with `top_k` the most probable tokens of
+          every place, int32 [1, M, top_k, R, T], and their log-probabilities, and with `draws` the same of
+          the drawn ones. Log-probabilities are at temperature 1 all of them.
         """
-        return self.score_program(params, self.place(batch), top_k=top_k)
+        return self.score_program(
+            params, self.place(batch), np.float32(temperature), top_k=top_k, draws=draws
+        )
 
     def apply(self, numbers: AdamNumbers) -> dict[str, float]:
         """Takes a step of AdamW with the accumulated gradients, which are gone afterwards.
@@ -254,15 +275,31 @@ class AccumulatingActor(Actor):
         params = lora.join(lora.scaled(trained, scale), frozen)
         return _over_microbatches(lambda micro: self._loss(params, micro, loss)[::-1], batch)
 
-    def _score(self, params: Params, batch: TargetBatch, *, top_k: int) -> tuple[jax.Array, ...]:
+    def _score(
+        self,
+        params: Params,
+        batch: TargetBatch,
+        temperature: jax.Array,
+        *,
+        top_k: int,
+        draws: int,
+    ) -> tuple[jax.Array, ...]:
+        def further(logprobs_GCV: jax.Array, numbers_GCN: jax.Array) -> tuple[jax.Array, ...]:
+            found = jax.lax.top_k(logprobs_GCV, top_k)[::-1] if top_k else ()
+            if draws:
+                ids_GCN = _drawn(logprobs_GCV / temperature, numbers_GCN)
+                found += (ids_GCN, jnp.take_along_axis(logprobs_GCV, ids_GCN, axis=-1))
+            return found
+
+        K = batch.targets.shape[2] - draws
         found, _ = _over_microbatches(
-            lambda micro: (self._target_logprobs(params, micro, top_k), jnp.float32(0)), batch
+            lambda micro: (self._target_logprobs(params, micro, K, further), jnp.float32(0)), batch
         )
         return found
 
     def _loss(self, params: Params, micro: TargetBatch, loss: str) -> tuple[jax.Array, jax.Array]:
         """(sum of the loss, log-probabilities [K, R, T]) of a microbatch."""
-        (logprob_KRT,) = self._target_logprobs(params, micro, 0)
+        (logprob_KRT,) = self._target_logprobs(params, micro)
         function, given = SUMMED_LOSSES[loss].function, micro.inputs
         if loss == "cross_entropy":
             loss_KRT = function(logprob_KRT, micro.segment_ids, **given)
@@ -273,19 +310,23 @@ class AccumulatingActor(Actor):
         return loss_KRT.sum(), jax.lax.stop_gradient(logprob_KRT)
 
     def _target_logprobs(
-        self, params: Params, micro: TargetBatch, top_k: int
+        self,
+        params: Params,
+        micro: TargetBatch,
+        K: int | None = None,
+        further: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]] = lambda *_: (),
     ) -> tuple[jax.Array, ...]:
-        """Log-probabilities [K, R, T] of the targets; with `top_k` also those tokens, and theirs."""
+        """Log-probabilities [K, R, T] of the targets, and `further` values [N, R, T] of all tokens'.
+
+        `further` gets the log-probabilities [G, C, V] of a chunk, and what follows its first K targets.
+        """
         model: Decoder = nnx.merge(self.graph, params)
 
         def chunk(hidden_GCD: jax.Array, targets_GCK: jax.Array, needed: jax.Array):
             logits_GCV = model.logits(hidden_GCD, needed, compute=self._compute)
             logprobs_GCV, _ = log_softmax_entropy(logits_GCV)
-            of_targets = jnp.take_along_axis(logprobs_GCV, targets_GCK, axis=-1)
-            if not top_k:
-                return (of_targets,)
-            top_GCK, ids_GCK = jax.lax.top_k(logprobs_GCV, top_k)
-            return of_targets, ids_GCK, top_GCK
+            of_targets = jnp.take_along_axis(logprobs_GCV, targets_GCK[..., :K], axis=-1)
+            return of_targets, *further(logprobs_GCV, targets_GCK[..., K:])
 
         found = at_places(
             chunk,
@@ -313,6 +354,14 @@ class AccumulatingActor(Actor):
             (trained, state.opt_state),
         )
         return TrainState(trained, opt_state, state.step + 1), grad_norm
+
+
+def _drawn(logits_GCV: jax.Array, numbers_GCN: jax.Array) -> jax.Array:
+    """Tokens of softmax(logits), int32 [G, C, N]: one by each random number below `DRAW_NUMBERS`."""
+    sums_GCV = jnp.cumsum(jax.nn.softmax(logits_GCV), axis=-1)
+    # The whole sum, because it is not 1 exactly: no number may fall behind the last token.
+    heights_GCN = sums_GCV[..., -1:] * (numbers_GCN.astype(jnp.float32) / DRAW_NUMBERS)
+    return (sums_GCV[..., None, :] <= heights_GCN[..., None]).sum(axis=-1, dtype=jnp.int32)
 
 
 def _adamw(numbers: AdamNumbers) -> optax.GradientTransformation:

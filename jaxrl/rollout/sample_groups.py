@@ -118,7 +118,6 @@ class SampleGroups:
         return Rollout(
             completions=self.completions(done),
             prompt_indices=tuple(done),
-            versions=tuple(sample.version for n in done for sample in self.samples[n]),
             unfinished=self.unfinished(),
         )
 

@@ -304,13 +304,11 @@ class Rollout:
     Attributes:
       completions: all groups whose samples are all finished, in the order of their prompts.
       prompt_indices: index of each of these prompts among the resumed prompts followed by the new ones.
-      versions: int32 array per sample of the completions: the policy version of each token.
       unfinished: all other groups.
     """
 
     completions: Completions
     prompt_indices: tuple[int, ...]
-    versions: tuple[np.ndarray, ...]
     unfinished: UnfinishedGroups
 
 
@@ -335,6 +333,7 @@ def completions_of(
         turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
         routes=tuple(routes) if len(routes) == len(samples) else (),
+        version=tuple(sample.version for sample in samples),
     )
 
 

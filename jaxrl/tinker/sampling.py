@@ -9,10 +9,10 @@ arrival: those that follow each other with the same weights decode together, and
 the samples before it have ended. A sampling session never changes its weights.
 
 Log-probabilities are those at temperature 1, as the trainer computes them. The engine's are of the tempered
-distribution, so for other temperatures, and for those of prompts, targets and top-k, the sequences are run
+distribution, so for other temperatures, and for what is asked about prompts and top-k, the sequences are run
 through the trainer's forward pass once more, with the sampler's weights.
 
-Not covered: `prompt_alt_tokens_k`, images; the latter are refused elsewhere.
+Not covered: images, which are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
-from jaxrl.roles.accumulating import AccumulatingActor, Targets, pack_targets
+from jaxrl.roles.accumulating import DRAW_NUMBERS, AccumulatingActor, Targets, pack_targets
 from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
@@ -66,6 +66,7 @@ class SampleCall:
       topk_prompt, topk_sample: number of most probable tokens to return at each place.
       targets: int64 [N - 1, K], tokens whose log-probability is wanted, -1 for none; None without any.
       is_sparse: whether the answer about targets is sparse, as the question was.
+      draws: number of tokens to draw at each place of the prompt, at the call's temperature.
     """
 
     prompt: np.ndarray
@@ -82,6 +83,7 @@ class SampleCall:
     topk_sample: int = 0
     targets: np.ndarray | None = None
     is_sparse: bool = False
+    draws: int = 0
 
 
 @dataclasses.dataclass
@@ -355,7 +357,9 @@ class Sampler:
         N = len(call.prompt)
         top_k = max(call.topk_prompt, call.topk_sample)
         tempered = call.temperature not in (0.0, 1.0)
-        prompts_too = call.prompt_logprobs or call.topk_prompt or call.targets is not None
+        prompts_too = (
+            call.prompt_logprobs or call.topk_prompt or call.targets is not None or call.draws
+        )
         scored: list[Scores] = []
         if tempered or call.topk_sample:
             sequences = [np.array([*call.prompt, *s.tokens], np.int32) for s in samples]
@@ -374,7 +378,7 @@ class Sampler:
             )
             if call.topk_sample:
                 k = slice(call.topk_sample)
-                top = topk_of(scored[i].top_ids[N - 1 :, k], scored[i].top_logprobs[N - 1 :, k])
+                top = topk_of(*(values[N - 1 :, k] for values in scored[i].top))
                 sequence.topk_sampled_logprobs.CopyFrom(top)
         if prompts_too:
             self._add_prompt(response, call, scored[0] if scored else None)
@@ -394,9 +398,13 @@ class Sampler:
         if k:
             ids, top = np.full((N, k), -1, np.int32), np.zeros((N, k), np.float32)
             if scores is not None:
-                ids[first:] = scores.top_ids[first - 1 : N - 1, :k]
-                top[first:] = scores.top_logprobs[first - 1 : N - 1, :k]
+                ids[first:], top[first:] = (x[first - 1 : N - 1, :k] for x in scores.top)
             response.topk_prompt_logprobs.CopyFrom(topk_of(ids, top))
+        if call.draws:
+            none = np.zeros((0, call.draws))
+            ids, logprobs = (none, none) if scores is None else (x[: N - 1] for x in scores.drawn)
+            response.prompt_alt_tokens.tokens.CopyFrom(tensor_of(ids.astype(np.int64)))
+            response.prompt_alt_tokens.logprobs.CopyFrom(tensor_of(logprobs.astype(np.float32)))
         if call.targets is not None:
             found = np.zeros(call.targets.shape, np.float32)
             if scores is not None:
@@ -422,25 +430,33 @@ class Sampler:
                 f"log-probabilities of a sequence of {longest} tokens were asked for, and this server "
                 f"computes them for {most} at most; start it with more --train_tokens"
             )
-        K = 0 if targets is None else targets.shape[1]
+        K, draws = 0 if targets is None else targets.shape[1], job.call.draws
+        random = np.random.default_rng(list(hashlib.sha256(job.call.seed + b"/draws").digest()))
         given = []
         for tokens in sequences:
-            of_place = np.zeros((len(tokens) - 1, 1 + K), np.int32)
+            of_place = np.zeros((len(tokens) - 1, 1 + K + draws), np.int32)
             of_place[:, 0] = tokens[1:]
             if targets is not None:
-                of_place[: len(targets), 1:] = np.maximum(targets, 0)
+                of_place[: len(targets), 1 : 1 + K] = np.maximum(targets, 0)
+            of_place[:, 1 + K :] = random.integers(DRAW_NUMBERS, size=(len(tokens) - 1, draws))
             given.append(Targets(tokens[:-1], of_place, {}))
         scores: dict[int, Scores] = {}
         params = self._params
         if self._places is not None:
             params = self._places.params_of(job.adapter)
         assert params is not None, "weights are loaded first"
+        further = {
+            "top_k": top_k,
+            "draws": draws,
+            "temperature": max(job.call.temperature, _LOWEST_TEMPERATURE),
+        }
         for part in pack_targets(given, self._shape, shards=self._shards):
-            found = jax.device_get(self._actor.score(params, part.batch, top_k=top_k))
+            found = jax.device_get(self._actor.score(params, part.batch, **further))
             for fields in zip(*map(part.unpack, found), strict=True):
                 index, logprobs = fields[0]
-                top = [values for _, values in fields[1:]] or [np.zeros((len(logprobs), 0))] * 2
-                scores[index] = Scores(logprobs[:, 0], logprobs[:, 1:], top[0], top[1])
+                values = [each for _, each in fields[1:]]
+                top, drawn = (values[:2], values[2:]) if top_k else ((), values)
+                scores[index] = Scores(logprobs[:, 0], logprobs[:, 1:], top, drawn)
         return [scores[i] for i in range(len(sequences))]
 
 
@@ -451,13 +467,14 @@ class Scores:
     Attributes:
       logprobs: float32 [N - 1], of the next token.
       targets: float32 [N - 1, K], of further tokens.
-      top_ids, top_logprobs: [N - 1, k], the most probable tokens and theirs.
+      top: [N - 1, k] both, the most probable tokens and theirs; empty if nobody asked.
+      drawn: the same of tokens that were drawn.
     """
 
     logprobs: np.ndarray
     targets: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
+    top: Sequence[np.ndarray]
+    drawn: Sequence[np.ndarray]
 
 
 # Reading of requests
@@ -486,8 +503,6 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
     Raises:
       UserError: something does not fit, or is not served.
     """
-    if body.get("prompt_alt_tokens_k"):
-        raise UserError("prompt_alt_tokens_k is not served; set it to 0")
     if body.get("record_stability_info"):
         raise UserError(
             "record_stability_info belongs to stable_reinforce, which is not served; train with "
@@ -538,6 +553,7 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
         _int(body, "topk_sample_logprobs", 0, low=0, high=min(_MAX_TOP_K, limits.vocabulary)),
         None if targets is None else _targets(targets, N, limits.vocabulary),
         isinstance(targets, dict) and targets.get("sparse_crow_indices") is not None,
+        _int(body, "prompt_alt_tokens_k", 0, low=0, high=_MAX_TOP_K),
     )
 
 

@@ -80,7 +80,9 @@ message SampleResponse {
   optional TopkLogprobs topk_prompt_logprobs = 3;
   int32 prompt_cache_hit_tokens = 4;
   optional Tensor target_prompt_logprobs = 5;
+  optional PromptAltTokens prompt_alt_tokens = 6;
 }
+message PromptAltTokens { Tensor tokens = 1; Tensor logprobs = 2; }
 """
 
 _FLOAT32, _INT64 = 1, 2

@@ -10,7 +10,8 @@
 If grading failed, `failure` has the reason, {"kind": "timeout", "message": "..."}, and the response counts as
 wrong. `token_pieces` is the last key, so that lists of samples can skip parsing it: `text` has the string of
 each token, `rollout_logprob` its log-probability under the sampler, `old_logprob` that under the trainer (if
-known), and `given` the indices of tokens that were not sampled, or are trained elsewhere. Further
+known), and `given` the indices of tokens that were not sampled, or are trained elsewhere. A response with
+tokens of older weights than the step's newest has `version`, that of each token's weights. Further
 conversations of an agent's sample are in `branches`, a list of such objects. Prompts and completions are
 untrusted.
 """
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.tokenizer import TextStream, Tokenizer
-from jaxrl.types import PackedBatch, Scored
+from jaxrl.types import Branch, PackedBatch, Scored
 
 # The last key of a row.
 TOKEN_STRINGS = "token_pieces"
@@ -56,6 +57,19 @@ def sample_rows(
     """
     completions = scored.completions
     prompts, G = completions.prompts, completions.num_samples
+    newest = max((int(v.max(initial=0)) for v in completions.version), default=0)
+
+    def of_tokens(text: Sequence[str], row: Branch) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "text": text,
+            "rollout_logprob": list(map(_number, row.rollout_logprob)),
+        }
+        if given := np.flatnonzero(row.mask == 0).tolist():
+            fields["given"] = given
+        if (row.version[row.mask > 0] < newest).any():
+            fields["version"] = row.version.tolist()
+        return fields
+
     for b in range(len(completions)):
         n = b // G
         tokens, failure = completions.tokens[b], scored.failures[b]
@@ -86,20 +100,12 @@ def sample_rows(
             "entropy": _number(completions.entropy[b].mean()) if len(tokens) else None,
         }
         if token_strings is not None:
-            fields: dict[str, Any] = {"text": token_strings(tokens, completions.texts[b])}
-            fields["rollout_logprob"] = list(map(_number, completions.rollout_logprob[b]))
+            fields = of_tokens(token_strings(tokens, completions.texts[b]), completions.main(b))
             if (of_trainer := (old_logprob or {}).get(b)) is not None:
                 fields["old_logprob"] = list(map(_number, of_trainer))
-            if given := np.flatnonzero(completions.mask[b] == 0).tolist():
-                fields["given"] = given
             if (agents := completions.of_agents) is not None and agents.branches[b]:
                 fields["branches"] = [
-                    {
-                        "text": token_strings(x.tokens),
-                        "rollout_logprob": list(map(_number, x.rollout_logprob)),
-                        "given": np.flatnonzero(x.mask == 0).tolist(),
-                    }
-                    for x in agents.branches[b]
+                    of_tokens(token_strings(x.tokens), x) for x in agents.branches[b]
                 ]
             row[TOKEN_STRINGS] = fields
         yield row

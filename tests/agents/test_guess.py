@@ -1,12 +1,14 @@
-"""The game of the recipe, and that a small model learns it."""
+"""The two agents among the recipes: the game of one of them, and that models learn both."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.user_code import load_function
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -35,10 +37,37 @@ def test_a_game_ends_after_six_turns():
     assert ends == [(0.0, False)] * 5 + [(0.0, True)]
 
 
+def trained(recipe: str, metric: str, folder: pathlib.Path) -> tuple[pathlib.Path, list[float]]:
+    """The folder of a whole run, and the values of a metric."""
+    # A process of its own: the tests' is set up to compile quickly, which makes a real model slow.
+    environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "launch/train.py", "--config", f"configs/{recipe}.py"]
+    command.append(f"--config.run.output={folder}")
+    subprocess.run(command, cwd=ROOT, env=environment | {"JAX_PLATFORMS": "cpu"}, check=True)
+    run = folder / recipe / "seed0"
+    lines = (run / "rl/metrics.jsonl").read_text().splitlines()
+    return run, [x for line in lines if (x := json.loads(line).get(metric)) is not None]
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_small_model_learns_to_listen(tmp_path):
-    command = [sys.executable, "launch/train.py", "--config", "configs/guess_tiny.py"]
-    subprocess.run([*command, f"--config.run.output={tmp_path}"], cwd=ROOT, check=True)
-    lines = (tmp_path / "guess_tiny/seed0/rl/metrics.jsonl").read_text().splitlines()
-    won = [x for line in lines if (x := json.loads(line).get("val-core/number_game/acc/mean@8"))]
+    _, won = trained("guess_tiny", "val-core/number_game/acc/mean@8", tmp_path)
     assert won[0] < 0.45 and won[-1] > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_smollm2_learns_to_use_a_calculator(tmp_path):
+    if not SMOLLM2.folder.exists():
+        pytest.skip("needs SmolLM2-135M-Instruct; jaxrl fetch makes it")
+    run, right = trained("calculator_smollm2", "val-core/calculator/acc/mean@2", tmp_path)
+    assert right[0] < 0.45 and right[-1] > 0.65
+    first, last = (
+        [json.loads(line) for line in (run / f"rollouts/step_{n}.jsonl").read_text().splitlines()]
+        for n in (1, 10)
+    )
+    without = [
+        sum("<tool_response>" not in row["completion"] for row in rows) for rows in (first, last)
+    ]
+    assert without[1] < without[0] / 2

@@ -47,6 +47,13 @@ whole = [*prompt, *sequence.tokens]
 trainer = logprobs_of(client, whole)
 sampled = np.array(sequence.logprobs)
 scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+one = types.SamplingParams(max_tokens=1)
+drawn = sampler.sample(types.ModelInput.from_ints(whole), 1, one, prompt_alt_tokens_k=2).result()
+ids, of_ids = (
+    np.array(x.data).reshape(x.shape)
+    for x in (drawn.prompt_alt_tokens.tokens, drawn.prompt_alt_tokens.logprobs)
+)
+of_drawn = logprobs_of(client, [*whole[:-1], int(ids[-1, 0])])
 
 # More than the SDK sends at once: the second chunk arrives before the first.
 many = client.forward_backward([datum(int(n)) for n in rng.integers(1, 20, 1025)], "cross_entropy")
@@ -72,6 +79,7 @@ print(
             "outputs": len(many.result().loss_fn_outputs),
             "refused": refused,
             "differences": {
+                "drawn": float(abs(of_ids[-1, 0] - of_drawn[-1])),
                 "sampler": float(np.abs(sampled - trainer[2:]).max()),
                 "prompt": float(np.abs(np.array(scored[1:]) - trainer).max()),
                 "resumed": float(np.abs(again - trainer).max()),

@@ -18,6 +18,7 @@ import tokenizers
 from environments import python_of
 from processes import free_port, started
 
+from jaxrl.hub.smollm2 import SMOLLM2
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
@@ -144,10 +145,15 @@ def run(python: pathlib.Path, *arguments, cwd: pathlib.Path) -> str:
     done = subprocess.run(
         [str(python), "-W", "ignore", *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TINKER_API_KEY": "tml-local"},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(cwd),
+            "TINKER_API_KEY": "tml-local",
+        },
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -220,3 +226,15 @@ def test_rl_loop_and_math_rl_run_to_their_end(folder, url):
         row["optim/kl_sample_train_v1"] for row in rows if "optim/kl_sample_train_v1" in row
     ]
     assert compared and max(map(abs, compared)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.folder.exists(), reason="needs SmolLM2; jaxrl fetch makes it")
+def test_the_cookbooks_loops_teach_smollm2_sums(tmp_path):
+    script = [ROOT / "benchmarks" / "cookbook.py", "--folder", tmp_path]
+    printed = run(
+        pathlib.Path(sys.executable), *script, "--python", python_of("cookbook"), cwd=ROOT
+    )
+    nll, reward = ([*map(float, line.split()[2:])] for line in printed.splitlines()[-2:])
+    assert nll[-1] < 0.5 * nll[0]
+    assert np.mean(reward[-3:]) > reward[0] + 0.3

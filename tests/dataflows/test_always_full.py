@@ -69,7 +69,7 @@ class FullRun:
         self.policy.update()
         self.timer.step += 1
         ids = sampled.completions.prompts.ids_N.tolist()
-        versions = [v.tolist() for v in self.policy.rollouts[-1].versions]
+        versions = [v.tolist() for v in self.policy.rollouts[-1].completions.version]
         return ids, versions, dict(sampled.counts)
 
     def occupancy(self, begin=0) -> float:

@@ -22,6 +22,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import (
+    DRAW_NUMBERS,
     AccumulatingActor,
     AdamNumbers,
     Targets,
@@ -349,6 +350,27 @@ def test_forward_changes_nothing_and_scores_any_weights():
     assert_close(
         of_best[0], np.asarray(plain_logprobs(weights(), most.tokens, jnp.array(best[0]))), scale=1
     )
+
+
+def test_tokens_are_drawn_in_proportion_to_their_probabilities_at_a_temperature():
+    """Evenly spaced numbers draw each token as often as its probability says, up to rounding."""
+    actor, rng, draws, temperature = actor_of(), np.random.default_rng(6), 1000, 0.5
+    tokens = sequence_of(rng, 5, "cross_entropy").tokens
+    numbers = np.tile(np.arange(draws) * (DRAW_NUMBERS // draws), (5, 1)).astype(np.int32)
+    given = Targets(tokens, np.concatenate([tokens[:, None], numbers], axis=1), {})
+    (part,) = pack_targets([given], SHAPE)
+    found = actor.score(weights(), part.batch, draws=draws, temperature=temperature)
+    (_, of_target), (_, drawn), (_, logprobs) = (next(part.unpack(x)) for x in found)
+    assert of_target.shape == (5, 1)
+    V = MODEL.vocab_size
+    everything = jnp.tile(jnp.arange(V), (5, 1))
+    plain = np.asarray(plain_logprobs(weights(), tokens, everything), np.float64)
+    tempered = np.exp(plain / temperature)
+    tempered /= tempered.sum(axis=1, keepdims=True)
+    for t in range(5):
+        count = np.bincount(drawn[t], minlength=V)
+        assert np.abs(count - draws * tempered[t]).max() < 1.01
+        assert_close(logprobs[t], plain[t][drawn[t]], scale=1)
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight():

@@ -124,7 +124,7 @@ def test_what_is_left_goes_on_to_the_same_samples(backend, how):
     again = backend.generate(PROMPTS.take([3]), OPTIONS.replace(step=6))
     found |= by_prompt(last.completions)
     assert found == whole | by_prompt(again)
-    versions = {int(v) for version in last.versions for v in version}
+    versions = {int(v) for version in last.completions.version for v in version}
     assert versions == {5, 6} if how == "budget" else 6 in versions
 
 

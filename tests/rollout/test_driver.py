@@ -173,9 +173,9 @@ def test_an_unfinished_sample_goes_on_as_if_it_had_not_been_left(whole):
     for n, part in parts.items():
         at = part.completions.prompts.ids_N.tolist().index(n)
         assert_same_samples(part.completions.take([at]), whole.take([n]))
-    versions = np.concatenate(part.versions)
+    versions = np.concatenate(part.completions.version)
     # Tokens 0 to 6 are of the first step, 7 to 17 of the next, and so on.
-    longest = max(part.versions, key=len)
+    longest = max(part.completions.version, key=len)
     assert longest.tolist() == [3] * 7 + [4] * 11 + [5] * 11 + [6] * 11
     assert set(versions.tolist()) == {3, 4, 5, 6}
 

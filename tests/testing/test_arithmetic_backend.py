@@ -42,7 +42,7 @@ def test_a_budget_is_kept_and_added_to():
     assert [s.tokens.tolist() for s in part.unfinished.samples] == [[8, 1], [8, 9], [8, 9]]
     rest = backend.resume(PROMPT.take([]), OPTIONS.replace(step=4), unfinished=part.unfinished)
     assert rest.completions.texts == ("8 1", "8 9 1", "8 9 10")
-    assert rest.versions[1].tolist() == [2, 2, 4]
+    assert rest.completions.version[1].tolist() == [2, 2, 4]
 
 
 def test_responses_of_ones_own():

@@ -137,6 +137,7 @@ def test_log_probabilities_are_at_temperature_one_and_cover_the_prompt(trainer):
         topk_prompt_logprobs=2,
         topk_sample_logprobs=3,
         target_prompt_logprobs=target,
+        prompt_alt_tokens_k=3,
     )
     tokens, logprobs = sampled(response.sequences[0])
     (found,), _ = trainer.train([supervised([*prompt, *tokens])], forward_only=True)
@@ -158,6 +159,12 @@ def test_log_probabilities_are_at_temperature_one_and_cover_the_prompt(trainer):
     (of_k,), _ = trainer.train([(np.array(prompt[:-1]), inputs)], forward_only=True)
     of_k = of_k.reshape(4, 2)
     assert_close(targets[tuple(rows.T)], of_k[tuple(rows.T)], scale=1)
+    drawn = array_of(response.prompt_alt_tokens.tokens, "drawn")
+    of_drawn = array_of(response.prompt_alt_tokens.logprobs, "drawn")
+    assert drawn.shape == (4, 3) and len(np.unique(drawn)) > 3
+    inputs = {"target_tokens": drawn, "weights": np.ones((4, 3), np.float32)}
+    (of_k,), _ = trainer.train([(np.array(prompt[:-1]), inputs)], forward_only=True)
+    assert_close(of_drawn, of_k.reshape(4, 3), scale=1)
     # Only the last two, as the SDK insists.
     last = trainer.sample(
         sampler,
@@ -302,7 +309,7 @@ def test_samples_that_cannot_be_drawn_say_why(trainer):
         ({"params": {"temperature": -1}}, "temperature"),
         ({"params": {"top_p": 0}}, "top_p"),
         ({"params": {"stop": [""]}}, "stop"),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"prompt_alt_tokens_k": 101}, "prompt_alt_tokens_k"),
         ({"record_stability_info": True}, "importance_sampling"),
         ({"target_prompt_logprobs": {"data": [1], "shape": [1, 1]}}, "one row per token"),
         ({"prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),

@@ -241,6 +241,18 @@ def test_tokens_are_coloured_by_the_gap(client):
     assert [a["class"] for tag, a in page.tags if tag == "span" and "title" in a] == [""] * 3
 
 
+def test_tokens_are_coloured_by_the_age_of_their_weights(tmp_path):
+    pieces = {**row_of()["token_pieces"], "version": [3, 9, 10]}
+    write(tmp_path / "samples.jsonl", [row_of(token_pieces=pieces), row_of(1)])
+    page = get(opened(tmp_path / "samples.jsonl"), "/sample/samples/0?color=version")
+    spans = [a for tag, a in page.tags if tag == "span" and "title" in a]
+    assert [a["class"] for a in spans] == ["p5", "p1", "p0"]
+    assert spans[0]["title"].endswith("weights of step 3")
+    assert "newest weights" in str(
+        get(opened(tmp_path / "samples.jsonl"), "/sample/samples/1").tags
+    )
+
+
 def test_a_sample_links_to_the_others_of_its_prompt(client):
     assert get(client, "/sample/step_10/5").cells() == [
         f"/sample/step_10/{n}?color=logprob" for n in (4, 6, 7)

@@ -43,6 +43,7 @@ def scored_of(tokenizer, texts, **changes) -> Scored:
         truncated_B=np.arange(len(texts)) == len(texts) - 1,
         texts=tuple(map(tokenizer.decode, tokens)),
         mask=changes.pop("mask", ()),
+        version=changes.pop("version", ()),
         turns=changes.pop("turns", ()),
         of_agents=changes.pop("of_agents", None),
     )
@@ -128,18 +129,30 @@ def test_conversations_show_what_was_not_sampled(tokenizer):
     mask[1] = 0
     turns = ((TurnText(True, "t"), TurnText(False, "w"), TurnText(True, "o 🦜")),)
     thread = tokenizer.encode("two")
-    branch = Branch(thread, 0.5 * np.ones(len(thread)), mask[: len(thread)], 0 * thread, 0 * thread)
+    nothing = np.zeros(len(thread))
+    branch = Branch(thread, nothing, nothing, 0 * mask[: len(thread)], 0 * thread)
     agents = AgentRows(np.array([np.nan]), np.array([False]), ((branch,),))
     scored = scored_of(tokenizer, [text], mask=(mask,), turns=turns, of_agents=agents)
     (row,) = rows_of(tokenizer, scored)
     assert row[TOKEN_STRINGS]["given"] == [1]
     (further,) = row[TOKEN_STRINGS]["branches"]
     assert "".join(further["text"]) == "two" and further["given"] == list(range(len(thread)))
+    assert "version" not in row[TOKEN_STRINGS]
     shown = tokens_of(row)
     assert "".join(token["text"] for token in shown) == f"{text}\n\n[conversation 2]\ntwo"
     assert [i for i, token in enumerate(shown) if not token["given"]] == np.flatnonzero(
         mask
     ).tolist()
+
+
+def test_a_row_has_versions_where_its_weights_are_not_the_newest(tokenizer):
+    old, new, last = np.int32([3, 4, 4, 4]), np.int32([4, 4, 4, 4]), np.int32([4])
+    versions = tuple(x[: len(tokenizer.encode("two")) + 1] for x in (old, new))
+    scored = scored_of(tokenizer, ["two", "two", "one"], version=(*versions, last))
+    pieces = [row[TOKEN_STRINGS] for row in rows_of(tokenizer, scored)]
+    assert pieces[0]["version"] == versions[0].tolist()
+    assert all("version" not in each for each in pieces[1:])
+    assert tokens_of({TOKEN_STRINGS: pieces[0]})[0]["version"] == 3
 
 
 def test_the_trainers_logprobs_find_their_tokens(make_scored):

@@ -251,7 +251,7 @@ class _Pages:
         row = found.whole(place)
         given = dict(request.query_params)
         color = given.get("color", "")
-        color = color if color in ("logprob", "gap", "none") else "logprob"
+        color = color if color in ("logprob", "gap", "version", "none") else "logprob"
         # The table above the text.
         facts = [(key, row[key]) for key in _FACTS if row.get(key) is not None]
         if failure := row.get("failure"):
@@ -266,6 +266,7 @@ class _Pages:
         part = slice((number - 1) * size[1], number * size[1])
         same = ("source", "prompt_id")
         group = [x for x in found.rows if all(x[key] == place[key] for key in same)]
+        newest = max((token["version"] or 0 for token in tokens), default=0)
         return self._rendered(
             "sample.html",
             file=name,
@@ -273,10 +274,14 @@ class _Pages:
             prompt=row["prompt"],
             most_chars=_MOST_CHARS,
             facts=[(str(name)[:100], str(value)[:1000]) for name, value in facts],
-            tokens=[_shown(token, color) for token in tokens[part]],
+            tokens=[_shown(token, color, newest) for token in tokens[part]],
             text="" if tokens else text[part],
             color=color,
-            has_gap=any(token["old_logprob"] is not None for token in tokens),
+            unknown={
+                color
+                for color, field in (("gap", "old_logprob"), ("version", "version"))
+                if all(token[field] is None for token in tokens)
+            },
             number=number,
             pages=pages,
             links=_page_links(given, number, pages),
@@ -344,7 +349,7 @@ def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     fields = row.get(TOKEN_STRINGS)
     if not fields:
         return []
-    names, given = ("rollout_logprob", "old_logprob"), {*fields.get("given", ())}
+    names, given = ("rollout_logprob", "old_logprob", "version"), {*fields.get("given", ())}
     known = [fields.get(name) or [None] * len(fields["text"]) for name in names]
     tokens = [
         {"text": text, **dict(zip(names, logprobs, strict=True)), "given": i in given}
@@ -357,7 +362,7 @@ def tokens_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return tokens
 
 
-def _shown(token: Mapping[str, Any], color: str) -> dict[str, str]:
+def _shown(token: Mapping[str, Any], color: str, newest: int) -> dict[str, str]:
     # The text of a token on the page, its CSS class and its tooltip.
     text = token["text"][:_MOST_TOKEN_CHARS] or "\N{WHITE VERTICAL RECTANGLE}"
     sampler, trainer = token["rollout_logprob"], token["old_logprob"]
@@ -374,4 +379,8 @@ def _shown(token: Mapping[str, Any], color: str) -> dict[str, str]:
         if color == "gap":
             side = "up" if trainer > sampler else "down"
             style = f"{side}{bisect.bisect_right(_GAP_ENDS, abs(trainer - sampler))}"
+    if (version := token["version"]) is not None:
+        title.append(f"weights of step {version}")
+        if color == "version":
+            style = f"p{min(newest - version, 5)}"
     return {"text": text, "style": style, "title": ", ".join(title)}
