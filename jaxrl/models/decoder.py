@@ -61,8 +61,8 @@ class LayerFlags(NamedTuple):
     @classmethod
     def of_layers(cls, config: ModelConfig) -> list[LayerFlags]:
         """The flags of each layer of the stack, which begins after the first dense layers."""
-        flags = [*map(cls, config.sliding_layers, config.rotated_layers)]
-        return flags[config.first_dense_layers :]
+        flags = zip(config.sliding_layers, config.rotated_layers, strict=True)
+        return [LayerFlags(*of_one) for of_one in flags][config.first_dense_layers :]
 
     @classmethod
     def of_periods(cls, config: ModelConfig) -> list[LayerFlags | None]:

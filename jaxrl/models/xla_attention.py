@@ -153,7 +153,7 @@ def xla_attention(
     )
     assert prefix is None or positions is not None or not kind.window, "windows count positions"
     first = (chunk_first[:, None] + C * jnp.arange(N // chunks, dtype=jnp.int32)[None]).reshape(N)
-    positions = blocks(positions) if prefix is not None and kind.window else None
+    positions = None if positions is None or not kind.window else blocks(positions)
     prefix = None if prefix is None else blocks(prefix)
     queries = _Queries(q_NBKGCH, blocks(own), prefix, first, positions)
     keys = _Keys(k_NBKSH, v_NBKSH, queries.own, first, positions)
@@ -394,7 +394,7 @@ def _scores(
     if queries.prefix is not None:
         before_BC1 = queries.prefix[:, :, None]
         theirs_BCS |= (before_BC1 == keys.own[:, None, :]) & (before_BC1 > 0)
-    if queries.positions is not None and keys.positions is not None:
+    if queries.positions is not None and keys.positions is not None and reach is not None:
         # Other answers may lie between an answer and its prompt.
         theirs_BCS &= queries.positions[:, :, None] - keys.positions[:, None, :] < reach
     elif reach is not None:
