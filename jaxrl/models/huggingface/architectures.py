@@ -161,7 +161,8 @@ class Architecture:
         sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
         others = _OWN_KEYS.keys() - {"query_pre_attn_scalar"}
-        fixed = {field: getattr(_DEFAULT, field) for field in others} | PLAIN | {**self.traits}
+        fixed = {field: getattr(_DEFAULT, field) for field in others}
+        fixed = {**fixed, **PLAIN, **self.traits}
         return (
             bool(self.score_model or not config.num_scores)
             and all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
