@@ -60,7 +60,7 @@ class LayerFlags(NamedTuple):
     @classmethod
     def of_layers(cls, config: ModelConfig) -> list[LayerFlags]:
         """The flags of each layer of the stack, which begins after the first dense layers."""
-        flags = [*map(cls, config.sliding_layers, config.rotated_layers)]
+        flags: list[LayerFlags] = [*map(cls, config.sliding_layers, config.rotated_layers)]
         return flags[config.first_dense_layers :]
 
     @classmethod

@@ -148,7 +148,7 @@ class Architecture:
         sliding, rope = config.sliding_layers, config.rope_scaling
         own_scalar = config.query_pre_attn_scalar not in (0, config.head_dim)
         others = _OWN_KEYS.keys() - {"query_pre_attn_scalar"}
-        fixed = {field: getattr(_DEFAULT, field) for field in others} | PLAIN | self.traits
+        fixed = {field: getattr(_DEFAULT, field) for field in others} | {**PLAIN, **self.traits}
         return (
             all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
             and ("num_experts" in self.own) == bool(config.num_experts)
