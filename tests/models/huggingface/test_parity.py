@@ -246,9 +246,9 @@ DELTA = dict(
     layer_types=["linear_attention", "full_attention"] * 2,
     linear_num_key_heads=2,
     linear_num_value_heads=6,
-    # Of few dimensions some keys would be nearly 0, and their length of 1 would enlarge what is rounded.
+    # Of few dimensions some heads would be nearly 0, and their norms would enlarge what is rounded.
     linear_key_head_dim=22,
-    linear_value_head_dim=10,
+    linear_value_head_dim=26,
 )
 DELTA_MOE = dict(
     **DELTA,
