@@ -575,7 +575,8 @@ def test_adapters_and_shared_prompts(pair_of, family):
     whole = (tokens_BT, counting(), np.ones_like(tokens_BT))
     found = jitted_logits(decoder_graph(config)[0], params, *whole)
     merged = jitted_logits(pair.graph, lora.merge(params, config), *whole)
-    assert_close(found, merged)
+    # Merged weights are rounded once more, which routers and norms of delta nets enlarge.
+    assert_close(found, merged, rtol=5e-5)
     assert not np.allclose(found, our_logits(pair, *whole), atol=0.01)
 
     if pair.config.has_state:
