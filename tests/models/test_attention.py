@@ -376,7 +376,7 @@ def test_cudnn_is_asked_for_the_same_thing(packed, name):
 @pytest.mark.parametrize("window", [0, 3])
 def test_the_first_key_of_a_token_is_that_of_its_segment_or_window(window):
     ids = np.array([[4, 4, 4, 4, 2, 2, 7, 0], [1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    place, first = np.arange(8), first_keys(ids, AttentionKind(window))
+    place, first = np.arange(8), np.asarray(first_keys(jnp.asarray(ids), AttentionKind(window)))
     distance = place[:, None] - place
     seen = (ids[:, :, None] == ids[:, None]) & (distance >= 0) & (distance < (window or 8))
     np.testing.assert_array_equal((place >= first[..., None]) & (distance >= 0), seen)
