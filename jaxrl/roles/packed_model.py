@@ -119,8 +119,8 @@ class PackedModel:
             rest = jax.tree.map(lambda leaf: leaf.update(dtype=self.frozen_dtype), rest)
             self.shapes = lora.join(adapters, rest)
         self.state_rules = state_rules
-        if train.remat == "offload":
-            check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
+        if train.remat.startswith("offload"):
+            check_host_memory(mesh, f"train.remat {train.remat!r}", "'projections' or 'full'")
         if train.shares_prompts and model.sliding_window:
             raise UserError(
                 f"train.share_prompts puts the answers to a prompt side by side, and a sliding window of "
