@@ -26,8 +26,9 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import LiveText
-from jaxrl.serving.openai.calls import ApiError, RequestLimits
+from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
+from jaxrl.serving.openai.protocol import ApiError
 
 _LOOK_EVERY_S = 0.05
 _MAX_BODY_BYTES = 10_000_000
@@ -132,6 +133,5 @@ class Endpoint:
         try:
             return self._runner.heard(worker)
         except KeyError as error:
-            raise ApiError(
-                401, "only workers of this run ask this", code="invalid_api_key"
-            ) from error
+            fault = "only workers of this run ask this"
+            raise ApiError(fault, status=401, code="invalid_api_key") from error

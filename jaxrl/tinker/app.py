@@ -28,8 +28,8 @@ from starlette.routing import Route
 
 from jaxrl.errors import UserError
 from jaxrl.roles.accumulating import AdamNumbers
-from jaxrl.serving.openai.calls import ApiError
-from jaxrl.serving.openai.endpoint import read_body
+from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
+from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Future, Futures, Gone
 from jaxrl.tinker.log import Log
@@ -91,18 +91,10 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def json_of(request: Request) -> tuple[Json, bytes]:
         content = await read_body(request, max_body_bytes)
-        if not content:
-            return {}, content
-        try:
-            # A long body must not delay other answers.
-            is_long = len(content) > _LONG_BODY
-            body = await asyncio.to_thread(json.loads, content) if is_long else json.loads(content)
-        # A deeply nested body raises RecursionError in the parser.
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON ({error})") from error
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        return body, content
+        # A long body must not delay other answers.
+        if len(content) > _LONG_BODY:
+            return await asyncio.to_thread(object_of, content), content
+        return object_of(content) if content else {}, content
 
     async def logged(answer: Json) -> Response:
         """An answer that is given once what it promises is on disk."""
@@ -134,7 +126,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         model = models.model_of(str(model_id))
         clients.heard(model.session_id)
         if type(seq_id) is not int or seq_id < 1:
-            raise ApiError(400, f"seq_id is {seq_id!r}; count from 1 for each model")
+            raise ApiError(f"seq_id is {seq_id!r}; count from 1 for each model")
 
         def start(future: Future) -> None:
             work = functools.partial(work_of, model, future.request_id)
@@ -172,7 +164,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         session_id = clients.heard(body.get("session_id"))
         number = body.get("model_seq_id")
         if type(number) is not int or number < 0:
-            raise ApiError(400, f"model_seq_id is {number!r}; count from 0")
+            raise ApiError(f"model_seq_id is {number!r}; count from 0")
         model = TrainedModel(f"{session_id}:train:{number}", session_id)
 
         def may_replace(before: TrainedModel) -> bool:
@@ -226,9 +218,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     async def receive_batch(request: Request) -> Response:
         content = await read_body(request, max_body_bytes)
         if coding := request.headers.get("content-encoding"):
-            raise ApiError(
-                415, f"content-encoding {coding!r} is not served; send the body as it is"
-            )
+            fault = f"content-encoding {coding!r} is not served; send the body as it is"
+            raise ApiError(fault, status=415)
         message = await asyncio.to_thread(parse, "ForwardBackwardRequest", content)
         return await logged(forward_backward(message, content))
 
@@ -293,7 +284,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         session_id = clients.heard(body.get("session_id"))
         number, path = body.get("sampling_session_seq_id"), body.get("model_path")
         if type(number) is not int or number < 0:
-            raise ApiError(400, f"sampling_session_seq_id is {number!r}; count from 0")
+            raise ApiError(f"sampling_session_seq_id is {number!r}; count from 0")
         if path is None:
             check_base(body.get("base_model"))
             weights = service.base
@@ -318,12 +309,10 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     def asample(body: Json, content: bytes) -> Json:
         sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
         if sampler_id is None or type(seq_id) is not int:
-            raise ApiError(
-                400, "send sampling_session_id and seq_id; create a sampling session first"
-            )
+            raise ApiError("send sampling_session_id and seq_id; create a sampling session first")
         session_id, weights = clients.sampler(sampler_id)
         if service.sampler.is_full:
-            raise ApiError(429, "too many samples wait already; come again later")
+            raise ApiError("too many samples wait already; come again later", status=429)
 
         def start(future: Future) -> None:
             seed = f"{sampler_id}/{seq_id}".encode()
@@ -362,7 +351,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         body, _ = await json_of(request)
         target, cursor = body.get("target"), body.get("prev_cursor", 0)
         if not isinstance(target, dict) or type(cursor) is not int or cursor < 0:
-            raise ApiError(400, "send target and prev_cursor")
+            raise ApiError("send target and prev_cursor")
         sampler_id = target.get("sampling_session_id")
         clients.sampler(sampler_id)
         wait = body.get("timeout")
@@ -471,16 +460,11 @@ def _adam(body: Mapping[str, Any]) -> AdamNumbers:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        status, category = error.status, "user" if error.status < 500 else "server"
-    elif isinstance(error, UserError):
-        status, category = 400, "user"
-    elif isinstance(error, Gone):
-        status, category = 410, "user"
+    if isinstance(error, Gone):
+        error = ApiError(str(error), status=410)
     elif isinstance(error, HTTPException):
-        status, category = error.status_code, "user"
-        error = ApiError(status, f"{error.detail}: this route of the Tinker API is not served")
-    else:
-        status, category = 500, "server"
-        error = ApiError(status, "the server has made a mistake; its log says which")
-    return JSONResponse({"error": str(error), "category": category}, status)
+        fault = f"{error.detail}: this route of the Tinker API is not served"
+        error = ApiError(fault, status=error.status_code)
+    refusal = as_api_error(error)
+    category = "user" if refusal.status < 500 else "server"
+    return JSONResponse({"error": str(refusal), "category": category}, refusal.status)

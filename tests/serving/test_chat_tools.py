@@ -18,7 +18,7 @@ from scripted_driver import ScriptedDriver, serving  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
-from jaxrl.serving.openai.calls import RequestLimits, read_chat  # noqa: E402
+from jaxrl.serving.openai.calls import RequestLimits, RequestReader  # noqa: E402
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.logit_edits import LogitEdits  # noqa: E402
 
@@ -174,13 +174,8 @@ def test_a_response_format_holds_after_the_reasoning_that_a_prompt_opens():
         chat = ChatTemplate(template, origin="this test", special_tokens={})
         model = dataclasses.replace(tokenizer, chat_template=chat)
         parser = AnswerParser(model)
-        call = read_chat(
-            {**ASK, "response_format": {"type": "json_object"}},
-            model,
-            limits,
-            prompts=RenderedPrompts(model, parser),
-            parser=parser,
-        )
+        reader = RequestReader(model, limits, RenderedPrompts(model, parser), parser)
+        call = reader.chat({**ASK, "response_format": {"type": "json_object"}})
         edits = call.requests[0].options.edits
         assert isinstance(edits, LogitEdits) and edits.grammar_after == after
 

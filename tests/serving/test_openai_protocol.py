@@ -15,12 +15,18 @@ from jaxrl.rollout.decode_state import TopTokens  # noqa: E402
 from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 from jaxrl.serving.online_driver import Delta  # noqa: E402
-from jaxrl.serving.openai.calls import CHAT, COMPLETION, GENERATE, Answer, Call  # noqa: E402
+from jaxrl.serving.openai.calls import (  # noqa: E402
+    Answer,
+    Call,
+    ChatChoice,
+    CompletionChoice,
+    GenerateChoice,
+)
 from jaxrl.serving.openai.chat_prompts import ChatQuery, RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.protocol import (  # noqa: E402
+    ApiError,
     ChatRequest,
     CompletionRequest,
-    InvalidRequest,
     read_request,
 )
 
@@ -137,10 +143,10 @@ def _nested(depth):
     ],
 )
 def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message):
-    with pytest.raises(InvalidRequest) as raised:
+    with pytest.raises(ApiError) as raised:
         completion(**fields)
     assert message in str(raised.value)
-    assert raised.value.param == param
+    assert raised.value.body["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -199,17 +205,17 @@ def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message)
     ],
 )
 def test_so_is_a_chat(fields, param, message):
-    with pytest.raises(InvalidRequest) as raised:
+    with pytest.raises(ApiError) as raised:
         chat(**fields)
     assert message in str(raised.value)
-    assert raised.value.param == param
+    assert raised.value.body["error"]["param"] == param
 
 
 def test_variables_of_a_chat_template_are_taken_as_they_are():
     deep = {"enable_thinking": False, "x": [[[[[[[[None, 1.5, "é"]]]]]]]]}
     assert chat(chat_template_kwargs=deep).chat_template_kwargs == deep
     assert chat(chat_template_kwargs=None).chat_template_kwargs == {}
-    with pytest.raises(InvalidRequest, match="chat_template_kwargs is no field of this request"):
+    with pytest.raises(ApiError, match="chat_template_kwargs is no field of this request"):
         completion(chat_template_kwargs={})
 
 
@@ -229,7 +235,7 @@ def test_variables_of_a_chat_template_are_taken_as_they_are():
     ids=lambda fields: ascii(next(iter(fields)))[:10],
 )
 def test_however_much_is_wrong_the_answer_is_short(fields):
-    with pytest.raises(InvalidRequest) as raised:
+    with pytest.raises(ApiError) as raised:
         completion(**fields)
     assert len(str(raised.value)) < 200
     # As many as there are types that the field could have had; each would be kept in memory.
@@ -265,7 +271,7 @@ def answer_of(
     options = SamplingOptions(num_samples=2, top_logprobs=num_top)
     request = Request(np.zeros(3, np.int32), 9, 0, options)
     turn = None
-    if form is CHAT:
+    if form is ChatChoice:
         turn = RenderedPrompts(Tokenizer(), PARSER).open(ChatQuery(()), "")
     call = Call((request,), True, include_usage, logprobs, token_ids, turn)
     return Answer(call, form, "tiny", PARSER)
@@ -276,20 +282,20 @@ def delta(index: int, finish: str = "") -> Delta:
     return Delta(index, np.array([5, 6], np.int32), logprob, -logprob, 0, ("a", "é"), "aé", finish)
 
 
-def read_by_openai(kind: str, answer: str) -> dict:
+def read_by_openai(kind: str, answer: dict) -> dict:
     """What OpenAI's types read, strictly and without fields that they do not know."""
     theirs = openai_types
     for name in kind.split("."):
         theirs = getattr(theirs, name)
-    read = theirs.model_validate_json(answer, strict=True)
+    read = theirs.model_validate_json(json.dumps(answer), strict=True)
     assert not read.model_extra
-    assert read.model_dump(exclude_unset=True) == json.loads(answer)
-    return json.loads(answer)
+    assert read.model_dump(exclude_unset=True) == answer
+    return answer
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
 @pytest.mark.parametrize(
-    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+    ("form", "kind"), [(CompletionChoice, "Completion"), (ChatChoice, "chat.ChatCompletion")]
 )
 def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
     answer = answer_of(form, logprobs=logprobs)
@@ -301,12 +307,12 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
     read = read_by_openai(kind, answer.whole())
     first, second = read["choices"]
     assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
-    text = first["text"] if form is COMPLETION else first["message"]["content"]
+    text = first["text"] if form is CompletionChoice else first["message"]["content"]
     assert text == "aéaé"
     assert read["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     if not logprobs:
         assert first["logprobs"] is None
-    elif form is COMPLETION:
+    elif form is CompletionChoice:
         assert first["logprobs"]["text_offset"] == [0, 1, 2, 3]
         assert first["logprobs"]["token_logprobs"] == [-0.5, -1.0] * 2
     else:
@@ -314,7 +320,7 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+    ("form", "kind"), [(CompletionChoice, "Completion"), (ChatChoice, "chat.ChatCompletion")]
 )
 def test_the_most_probable_tokens_stand_beside_each(form, kind):
     """The drawn tokens, "a" and "é", are not among the most probable two."""
@@ -329,7 +335,7 @@ def test_the_most_probable_tokens_stand_beside_each(form, kind):
         {"F": -0.5, "G": -1.5},
         {"H": -0.25, "F": -0.75},
     ]
-    if form is COMPLETION:
+    if form is CompletionChoice:
         # With the tokens that were drawn.
         drawn = [{"a": -0.5}, {"é": -1.0}]
         assert first["logprobs"]["top_logprobs"] == [
@@ -342,7 +348,7 @@ def test_the_most_probable_tokens_stand_beside_each(form, kind):
 
 
 def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():
-    answer = answer_of(CHAT, include_usage=True)
+    answer = answer_of(ChatChoice, include_usage=True)
     deltas = []
     for finish in ("", "stop"):
         answer.add(1, delta(1, finish))
@@ -352,45 +358,45 @@ def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():
     assert deltas == [{"role": "assistant", "content": "aé"}, {"content": "aé"}]
     last = read_by_openai("chat.ChatCompletionChunk", answer.usage_event())
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
-    plain = answer_of(CHAT)
+    plain = answer_of(ChatChoice)
     plain.add(0, delta(0))
-    assert "usage" not in json.loads(plain.event(0))
+    assert "usage" not in plain.event(0)
 
 
 def test_offsets_of_a_streamed_completion_go_on():
-    answer = answer_of(COMPLETION)
+    answer = answer_of(CompletionChoice)
     offsets = []
     for _ in range(2):
         answer.add(0, delta(0))
-        event = json.loads(answer.event(0))
+        event = answer.event(0)
         offsets += event["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 1, 2, 3]
 
 
 def test_ids_are_given_where_they_are_asked_for_as_in_vllm():
-    chat, completion = (answer_of(form, token_ids=True) for form in (CHAT, COMPLETION))
+    chat, completion = (answer_of(form, token_ids=True) for form in (ChatChoice, CompletionChoice))
     for answer in (chat, completion):
         answer.add(0, delta(0, "stop"))
         answer.add(1, delta(1, "stop"))
-    whole = json.loads(chat.whole())
+    whole = chat.whole()
     assert whole["prompt_token_ids"] == [0, 0, 0]
     assert [choice["token_ids"] for choice in whole["choices"]] == [[5, 6]] * 2
-    choices = json.loads(completion.whole())["choices"]
+    choices = completion.whole()["choices"]
     assert [(c["prompt_token_ids"], c["token_ids"]) for c in choices] == [([0, 0, 0], [5, 6])] * 2
-    streamed = answer_of(CHAT, token_ids=True)
+    streamed = answer_of(ChatChoice, token_ids=True)
     events = []
     for finish in ("", "stop"):
         streamed.add(1, delta(1, finish))
-        events.append(json.loads(streamed.event(1)))
+        events.append(streamed.event(1))
     assert events[0]["prompt_token_ids"] == [0, 0, 0] and "prompt_token_ids" not in events[1]
     assert [event["choices"][0]["token_ids"] for event in events] == [[5, 6]] * 2
 
 
 def test_an_answer_of_ids_names_its_tokens_by_their_ids():
-    answer = answer_of(GENERATE)
+    answer = answer_of(GenerateChoice)
     for index in range(2):
         answer.add(index, delta(index, "stop"))
-    read = json.loads(answer.whole())
+    read = answer.whole()
     assert read["request_id"].startswith("gen-") and "id" not in read
     assert read["choices"][1] == {
         "index": 1,
