@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import Params
 from jaxrl.roles.accumulating import AdamNumbers
+from jaxrl.rollout.engine import Engine
 from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
 from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
@@ -35,7 +38,7 @@ from jaxrl.tinker.futures import Future, Futures, Gone
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
 from jaxrl.tinker.replay import replay
-from jaxrl.tinker.sampler_weights import SamplerWeights
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.sampling import Sampler, SamplingLimits, read_call
 from jaxrl.tinker.wire import parse
 
@@ -50,16 +53,34 @@ Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class ServedWeights:
+    """What clients train and sample from.
+
+    Attributes:
+      engine: engine of the samples.
+      fresh: see `Models`.
+      base: weights of the base model, to sample from.
+      snapshot: function that copies a model's weights, to sample from; it takes the id of the request, too.
+      exported: function from the folder of sampler weights and their path to these weights.
+      places: places of adapters; None for whole weights.
+    """
+
+    engine: Engine
+    fresh: Callable[[NewAdapter | None], Params]
+    base: SamplerWeights
+    snapshot: Callable[[TrainedModel, str], SamplerWeights]
+    exported: Callable[[pathlib.Path, str], SamplerWeights]
+    places: AdapterPlaces | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Service:
     """What the routes need.
 
     Attributes:
       name: name of the base model.
       tokenizer: name of the tokenizer that clients should load; "" for the model's.
-      log, clients, futures, models, sampler: the parts.
-      base: weights of the base model, to sample from.
-      snapshot: function that copies a model's weights, to sample from; it takes the id of the request, too.
-      exported: function from the folder of sampler weights and their path to these weights.
+      log, clients, futures, models, sampler, weights: the parts.
       limits: limits of samples.
       targets: projections that adapters have; () without adapters.
       max_rank: highest rank of an adapter; 0 without adapters.
@@ -72,9 +93,7 @@ class Service:
     futures: Futures
     models: Models
     sampler: Sampler
-    base: SamplerWeights
-    snapshot: Callable[[TrainedModel, str], SamplerWeights]
-    exported: Callable[[Any, str], SamplerWeights]
+    weights: ServedWeights
     limits: SamplingLimits
     targets: tuple[str, ...] = ()
     max_rank: int = 0
@@ -116,14 +135,10 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             )
 
     def training(
-        kind: str,
-        model_id: Any,
-        seq_id: Any,
-        content: bytes,
-        work_of: Callable[[TrainedModel, str], Any],
+        kind: str, body: Json, content: bytes, work_of: Callable[[TrainedModel, str], Any]
     ) -> Json:
         """Submits a training call; its work is that of `work_of` for the model and the request's id."""
-        model = models.model_of(str(model_id))
+        model, seq_id = models.model_of(str(body.get("model_id"))), body.get("seq_id")
         clients.heard(model.session_id)
         if type(seq_id) is not int or seq_id < 1:
             raise ApiError(f"seq_id is {seq_id!r}; count from 1 for each model")
@@ -209,8 +224,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     def forward_backward(message: Any, content: bytes) -> Json:
         return training(
             "forward" if message.forward_only else "forward_backward",
-            message.model_id,
-            message.seq_id,
+            {"model_id": message.model_id, "seq_id": message.seq_id},
             content,
             lambda model, _: models.forward_backward(model, message),
         )
@@ -225,14 +239,14 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def optim_step(body: Json, content: bytes) -> Json:
         work = lambda model, _: models.optim_step(model, _adam(body))  # noqa: E731
-        return training("optim_step", body.get("model_id"), body.get("seq_id"), content, work)
+        return training("optim_step", body, content, work)
 
     def save_weights(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, request_id: str) -> Json:
             name = str(body.get("path") or f"{body['seq_id']:06d}")
             return models.save_weights(model, request_id, name, body.get("overwrite") is True)
 
-        return training("save_weights", body.get("model_id"), body.get("seq_id"), content, work)
+        return training("save_weights", body, content, work)
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
         kind, number = body.get("kind", "snapshot"), body.get("sampling_session_seq_id")
@@ -249,7 +263,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
             sampler_id = f"{model.session_id}:sample:{number}"
-            saved = service.snapshot(model, request_id)
+            saved = service.weights.snapshot(model, request_id)
             if follows:
                 model.newest.saved = saved
                 service.sampler.refresh()
@@ -266,9 +280,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             model = models.model_of(str(body.get("model_id")))
             weights = SamplerWeights(model.newest.load, newest=model.newest)
             clients.add_sampler(f"{model.session_id}:sample:{number}", model.session_id, weights)
-        return training(
-            "save_weights_for_sampler", body.get("model_id"), body.get("seq_id"), content, work
-        )
+        return training("save_weights_for_sampler", body, content, work)
 
     def load_weights(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, _: str) -> Json:
@@ -276,7 +288,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
         if body.get("session_id") is not None:
             return new_model(body, content, "load_weights", work)
-        return training("load_weights", body.get("model_id"), body.get("seq_id"), content, work)
+        return training("load_weights", body, content, work)
 
     # Sampling
 
@@ -287,9 +299,10 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(f"sampling_session_seq_id is {number!r}; count from 0")
         if path is None:
             check_base(body.get("base_model"))
-            weights = service.base
+            weights = service.weights.base
         else:
-            weights = service.exported(models.folder_of(str(path), "sampler_weights"), str(path))
+            folder = models.folder_of(str(path), "sampler_weights")
+            weights = service.weights.exported(folder, str(path))
         sampler_id = f"{session_id}:sample:{number}"
         clients.add_sampler(sampler_id, session_id, weights)
         return sampler_id

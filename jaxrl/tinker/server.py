@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,6 @@ from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import AccumulatingActor
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.rollout.engine import Engine
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.model_loading import (
     ModelDirectory,
@@ -47,7 +46,7 @@ from jaxrl.serving.model_loading import (
     read_model,
 )
 from jaxrl.serving.serve_config import end_of_service, read_flags
-from jaxrl.tinker.app import Service, build_app
+from jaxrl.tinker.app import ServedWeights, Service, build_app
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
@@ -119,8 +118,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     actor = AccumulatingActor(model, mesh, train=train, seed=0, state_rules=rules)
     weights_of = _whole_weights if config.full else _adapters
     weights = weights_of(config, found, directory, actor)
-    engine = weights.engine
-    sizes = engine.config
+    sizes = weights.engine.config
     limits = SamplingLimits(
         model.live_tokens,
         sizes.max_prompt_tokens,
@@ -151,7 +149,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         )
         stack.callback(models.close)
         sampler = Sampler(
-            engine,
+            weights.engine,
             actor,
             shape,
             tokenizer.decode,
@@ -170,9 +168,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             futures,
             models,
             sampler,
-            weights.base,
-            weights.snapshot,
-            weights.exported,
+            weights,
             limits,
             model.lora.targets if not config.full else (),
             model.lora.rank,
@@ -188,25 +184,6 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         yield RunningTinker(server.port, actor, shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weights:
-    """What clients train and sample from.
-
-    Attributes:
-      engine: engine of the samples.
-      fresh: see `Models`.
-      base, snapshot, exported: see `Service`.
-      places: places of adapters; None for whole weights.
-    """
-
-    engine: Engine
-    fresh: Callable[[NewAdapter | None], Params]
-    base: SamplerWeights
-    snapshot: Callable[[TrainedModel, str], SamplerWeights]
-    exported: Callable[[pathlib.Path, str], SamplerWeights]
-    places: AdapterPlaces | None = None
-
-
 def _bytes(tree: Any) -> int:
     """Memory of each device for a tree of shapes with shardings."""
     leaves = jax.tree.leaves(tree)
@@ -215,7 +192,7 @@ def _bytes(tree: Any) -> int:
 
 def _whole_weights(
     config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
-) -> _Weights:
+) -> ServedWeights:
     model, mesh = found.model, actor.mesh
     state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
     engine = build_engine(config, found, mesh, stop_ids=(), other_bytes=state_bytes)
@@ -243,7 +220,7 @@ def _whole_weights(
     def fresh(_: NewAdapter | None) -> Params:
         return load_params(directory, model, actor.train_shardings, dtype=jnp.float32)
 
-    return _Weights(engine, fresh, exported(directory, None), snapshot, exported)
+    return ServedWeights(engine, fresh, exported(directory, None), snapshot, exported)
 
 
 def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirectory:
@@ -266,7 +243,7 @@ def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirector
 
 def _adapters(
     config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
-) -> _Weights:
+) -> ServedWeights:
     model, mesh = found.model, actor.mesh
     like = actor.trained(actor.shapes)
     where, frozen_where = lora.split(actor.train_shardings)
@@ -314,4 +291,4 @@ def _adapters(
         return SamplerWeights(load, path)
 
     places = AdapterPlaces(actor.frozen, stack, base)
-    return _Weights(engine, fresh, base, snapshot, exported, places)
+    return ServedWeights(engine, fresh, base, snapshot, exported, places)
