@@ -29,8 +29,10 @@ from starlette.routing import Route
 
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.accumulating import AdamNumbers
 from jaxrl.rollout.engine import Engine
+from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
 from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
@@ -39,7 +41,7 @@ from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
 from jaxrl.tinker.replay import replay
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
-from jaxrl.tinker.sampling import Sampler, SamplingLimits, read_call
+from jaxrl.tinker.sampling import Sampler, read_call
 from jaxrl.tinker.wire import parse
 
 # Clients hold a request for 45 s and ask again at once after 408.
@@ -78,15 +80,13 @@ class Service:
     """What the routes need.
 
     Attributes:
-      name: name of the base model.
+      limits: name of the base model, and limits of samples.
       tokenizer: name of the tokenizer that clients should load; "" for the model's.
       log, clients, futures, models, sampler, weights: the parts.
-      limits: limits of samples.
-      targets: projections that adapters have; () without adapters.
-      max_rank: highest rank of an adapter; 0 without adapters.
+      lora: highest rank of an adapter, and the projections that adapters have; rank 0 without adapters.
     """
 
-    name: str
+    limits: RequestLimits
     tokenizer: str
     log: Log
     clients: Clients
@@ -94,9 +94,7 @@ class Service:
     models: Models
     sampler: Sampler
     weights: ServedWeights
-    limits: SamplingLimits
-    targets: tuple[str, ...] = ()
-    max_rank: int = 0
+    lora: LoraConfig
 
 
 def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
@@ -129,9 +127,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return answer
 
     def check_base(name: Any) -> None:
-        if name != service.name:
+        if name != service.limits.model:
             raise UserError(
-                f"base_model {str(name)[:200]!r} is not here; this server has {service.name!r}"
+                f"base_model {str(name)[:200]!r} is not here; this server has {service.limits.model!r}"
             )
 
     def training(
@@ -166,7 +164,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def capabilities(_: Request) -> Response:
         model = {
-            "model_name": service.name,
+            "model_name": service.limits.model,
             "max_context_length": service.limits.max_context_tokens,
             "trainable": True,
             "sampleable": True,
@@ -191,7 +189,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             optimizer = body.get("optimizer_config")
             if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
                 raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
-            if kind == "create_model" and service.max_rank:
+            if kind == "create_model" and service.lora.rank:
                 # Before it takes a place.
                 _adapter(body, service)
             work = functools.partial(work_of, model, future.request_id)
@@ -202,20 +200,20 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def create_model(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, _: str) -> Json:
-            return models.start(model, _adapter(body, service) if service.max_rank else None)
+            return models.start(model, _adapter(body, service) if service.lora.rank else None)
 
         return new_model(body, content, "create_model", work)
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
-        data = {"model_name": service.name, "arch": "jaxrl"}
+        data = {"model_name": service.limits.model, "arch": "jaxrl"}
         if service.tokenizer:
             data["tokenizer_id"] = service.tokenizer
-        rank = {"lora_rank": model.adapter.rank} if service.max_rank else {}
+        rank = {"lora_rank": model.adapter.rank} if service.lora.rank else {}
         return {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_name": service.name,
+            "model_name": service.limits.model,
             "model_data": data,
             "is_lora": bool(rank),
             **rank,
@@ -250,7 +248,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
         kind, number = body.get("kind", "snapshot"), body.get("sampling_session_seq_id")
-        kinds = ("snapshot", "inflight") if service.max_rank else ("snapshot",)
+        kinds = ("snapshot", "inflight") if service.lora.rank else ("snapshot",)
         follows = kind == "inflight" and kind in kinds and not body.get("path")
 
         def work(model: TrainedModel, request_id: str) -> Json:
@@ -316,7 +314,11 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         sampler_id = request.path_params["sampler_id"]
         _, weights = clients.sampler(sampler_id)
         return JSONResponse(
-            {"sampler_id": sampler_id, "base_model": service.name, "model_path": weights.path}
+            {
+                "sampler_id": sampler_id,
+                "base_model": service.limits.model,
+                "model_path": weights.path,
+            }
         )
 
     def asample(body: Json, content: bytes) -> Json:
@@ -329,7 +331,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
         def start(future: Future) -> None:
             seed = f"{sampler_id}/{seq_id}".encode()
-            service.sampler.submit(read_call(body, service.limits, seed), weights, future)
+            vocabulary = models.actor.model.live_tokens
+            call = read_call(body, service.limits, vocabulary, seed)
+            service.sampler.submit(call, weights, future)
 
         # The name by which a session's finished samples are found: clones count from multiples of 1e9.
         channel = f"{sampler_id}/{seq_id // 1_000_000_000}"
@@ -434,14 +438,14 @@ def _adapter(body: Mapping[str, Any], service: Service) -> NewAdapter:
     config = {} if body.get("lora_config") is None else body["lora_config"]
     if not isinstance(config, dict):
         raise UserError(f"lora_config is {str(config)[:200]!r}; send an object, with rank and seed")
-    rank = config.get("rank", min(_RANK, service.max_rank))
-    check_rank(rank, service.max_rank)
+    rank = config.get("rank", min(_RANK, service.lora.rank))
+    check_rank(rank, service.lora.rank)
     seed = 0 if config.get("seed") is None else config["seed"]
     if type(seed) is not int:
         raise UserError(f"lora_config: seed is {seed!r}; send a whole number, or none")
     trained = [config.get(f"train_{part}", True) is not False for part in ("attn", "mlp")]
     of_attention = ("q", "k", "v", "o")
-    targets = tuple(name for name in service.targets if trained[name not in of_attention])
+    targets = tuple(name for name in service.lora.targets if trained[name not in of_attention])
     if not targets:
         raise UserError(
             "lora_config: train_attn and train_mlp leave nothing to train; set one of them to true"

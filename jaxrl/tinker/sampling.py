@@ -39,6 +39,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.serving.online_driver import STOP, Delta, OnlineDriver
+from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.tinker.futures import Future, Futures, Result
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.turns import Turns
@@ -458,25 +459,10 @@ class Scores:
 # Reading of requests
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingLimits:
-    """What a call may ask.
-
-    Attributes:
-      vocabulary: number of tokens of the model.
-      max_prompt_tokens, max_tokens, max_context_tokens: of a prompt, a sample, and both together.
-      stop_ids: what ends a sample by default.
-    """
-
-    vocabulary: int
-    max_prompt_tokens: int
-    max_tokens: int
-    max_context_tokens: int
-    stop_ids: tuple[int, ...]
-
-
-def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: bytes) -> SampleCall:
-    """A SampleCall from the JSON of `asample`.
+def read_call(
+    body: Mapping[str, Any], limits: RequestLimits, vocabulary: int, default_seed: bytes
+) -> SampleCall:
+    """A SampleCall from the JSON of `asample`, for a model with so many tokens.
 
     Raises:
       UserError: something does not fit, or is not served.
@@ -487,7 +473,7 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
             "loss_fn=importance_sampling"
         )
     params = _object(body, "sampling_params")
-    prompt = _tokens(_object(body, "prompt"), limits)
+    prompt = _tokens(_object(body, "prompt"), vocabulary)
     room = min(limits.max_tokens, limits.max_context_tokens - len(prompt))
     if len(prompt) > limits.max_prompt_tokens or room < 1:
         raise UserError(
@@ -502,17 +488,17 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
         )
     temperature = _number(params, "temperature", 1.0, 0, 100)
     truncation = truncation_of(
-        top_k=max(_number(params, "top_k", -1, -1, limits.vocabulary), 0),
+        top_k=max(_number(params, "top_k", -1, -1, vocabulary), 0),
         top_p=_number(params, "top_p", 1.0, 1e-6, 1),
     )
-    stop_ids, stop_strings = _stops(params.get("stop"), limits)
+    stop_ids, stop_strings = _stops(params.get("stop"), limits.stop_ids)
     options = SamplingOptions(
         temperature=0.0 if temperature < _LOWEST_TEMPERATURE else temperature,
         truncation=truncation,
         stop_strings=stop_strings,
     )
     seed = params.get("seed")
-    N, most = len(prompt), min(_MAX_TOP_K, limits.vocabulary)
+    N, most = len(prompt), min(_MAX_TOP_K, vocabulary)
     wanted = 0
     if body.get("prompt_logprobs"):
         wanted = _number(body, "prompt_logprobs_last_n", N, 1, max(1, N - 1))
@@ -529,7 +515,7 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
         prompt_logprobs=wanted,
         topk_prompt=_number(body, "topk_prompt_logprobs", 0, 0, most),
         topk_sample=_number(body, "topk_sample_logprobs", 0, 0, most),
-        targets=None if targets is None else _targets(targets, N, limits.vocabulary),
+        targets=None if targets is None else _targets(targets, N, vocabulary),
         is_sparse=isinstance(targets, dict) and targets.get("sparse_crow_indices") is not None,
         draws=_number(body, "prompt_alt_tokens_k", 0, 0, _MAX_TOP_K),
     )
@@ -558,7 +544,7 @@ def _number(
     return kind(value)
 
 
-def _tokens(prompt: Mapping[str, Any], limits: SamplingLimits) -> np.ndarray:
+def _tokens(prompt: Mapping[str, Any], vocabulary: int) -> np.ndarray:
     chunks = prompt.get("chunks")
     if not isinstance(chunks, list):
         raise UserError("the prompt has no chunks; send {chunks: [{type: encoded_text, tokens}]}")
@@ -572,18 +558,18 @@ def _tokens(prompt: Mapping[str, Any], limits: SamplingLimits) -> np.ndarray:
         tokens += chunk["tokens"]
     if not tokens:
         raise UserError("the prompt is empty; write one")
-    if not all(type(token) is int and 0 <= token < limits.vocabulary for token in tokens):
+    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise UserError(
             f"the prompt has tokens that are no ids of this model, which go from 0 to "
-            f"{limits.vocabulary - 1}; use its own tokenizer"
+            f"{vocabulary - 1}; use its own tokenizer"
         )
     return np.array(tokens, np.int32)
 
 
-def _stops(stop: Any, limits: SamplingLimits) -> tuple[frozenset[int], tuple[str, ...]]:
+def _stops(stop: Any, default: Sequence[int]) -> tuple[frozenset[int], tuple[str, ...]]:
     """Stop ids and strings; None for the model's own, an empty list for none at all."""
     if stop is None:
-        return frozenset(limits.stop_ids), ()
+        return frozenset(default), ()
     stops = [stop] if isinstance(stop, str) else stop
     if isinstance(stops, list) and len(stops) <= 64:
         ids = [each for each in stops if type(each) is int]

@@ -45,6 +45,7 @@ from jaxrl.serving.model_loading import (
     model_directory,
     read_model,
 )
+from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.serve_config import end_of_service, read_flags
 from jaxrl.tinker.app import ServedWeights, Service, build_app
 from jaxrl.tinker.clients import Clients
@@ -52,7 +53,7 @@ from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
-from jaxrl.tinker.sampling import Sampler, SamplingLimits
+from jaxrl.tinker.sampling import Sampler
 from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tinker.turns import Turns
 from jaxrl.tracking.durable import run_lock
@@ -118,14 +119,8 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     actor = AccumulatingActor(model, mesh, train=train, seed=0, state_rules=rules)
     weights_of = _whole_weights if config.full else _adapters
     weights = weights_of(config, found, directory, actor)
-    sizes = weights.engine.config
-    limits = SamplingLimits(
-        model.live_tokens,
-        sizes.max_prompt_tokens,
-        sizes.max_response_tokens,
-        sizes.max_context_tokens,
-        tuple(tokenizer.stop_ids),
-    )
+    limits = RequestLimits.of_engine(config.model_name, weights.engine.config)
+    limits = dataclasses.replace(limits, stop_ids=tuple(tokenizer.stop_ids))
     turns, folder = Turns(exclusive=mesh.size > 1), pathlib.Path(config.folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, "--folder"))
@@ -161,7 +156,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         )
         stack.callback(sampler.close)
         service = Service(
-            config.model_name,
+            limits,
             config.tokenizer,
             log,
             clients,
@@ -169,9 +164,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
             models,
             sampler,
             weights,
-            limits,
-            model.lora.targets if not config.full else (),
-            model.lora.rank,
+            model.lora,
         )
         server = HttpServer(
             build_app(service, max_body_bytes=config.max_body_bytes),
