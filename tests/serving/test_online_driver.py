@@ -29,16 +29,8 @@ from jaxrl.serving.online_driver import OnlineDriver
 from jaxrl.serving.server import _warm_up
 from jaxrl.types import Prompts
 
-MODEL = ModelConfig(
-    vocab_size=16,
-    num_tokens=14,
-    num_layers=2,
-    d_model=16,
-    d_ff=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
+WIDTHS = {"d_model": 16, "d_ff": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MODEL = ModelConfig(vocab_size=16, num_tokens=14, num_layers=2, **WIDTHS)
 CONFIG = EngineConfig(
     slots=8,
     smallest_bucket=8,
@@ -178,13 +170,12 @@ def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
 FEW_PAGES = {"cache": "paged", "cache_tokens": 64}
 
 
+EIGHT = pytest.param("1-2-4", {}, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("train", "changes"),
-    [
-        ("1-1-1", {}),
-        pytest.param("1-2-4", {}, marks=pytest.mark.long),
-        ("1-1-1", FEW_PAGES),
-    ],
+    [("1-1-1", {}), EIGHT, ("1-1-1", FEW_PAGES)],
     ids=["one device", "eight", "few pages"],
 )
 def test_requests_of_many_threads_are_answered_as_if_alone(train, changes, engine, alone):
@@ -323,23 +314,18 @@ def test_a_stop_string_ends_a_sample_and_its_slot_is_free(driver):
 
 @pytest.mark.parametrize("changes", [{}, FEW_PAGES], ids=["contiguous", "few pages"])
 def test_cancelled_requests_leave_their_slots_to_others(changes, engine):
-    engine = build_engine(**changes) if changes else engine
-    with OnlineDriver(engine, weights(), spell) as driver:
-        _cancel_all(driver)
-
-
-def _cancel_all(driver):
     endless = [request_of(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
     # More than there are slots: some run, some wait, and all go.
     listeners = [Answer(request) for request in endless]
-    tickets = [driver.submit(request, a) for request, a in zip(endless, listeners, strict=True)]
-    assert listeners[0].begun.wait(60)
-    for ticket in tickets:
-        driver.cancel(ticket)
-    wait_until(lambda: driver.load == (0, 0))
-    assert not any(listener.ended.is_set() and listener.error for listener in listeners)
-    driver.cancel(tickets[0])
-    assert answer(driver, REQUESTS[3]).finish() == "length"
+    with OnlineDriver(build_engine(**changes) if changes else engine, weights(), spell) as driver:
+        tickets = driver.submit_all(list(zip(endless, listeners, strict=True)))
+        assert listeners[0].begun.wait(60)
+        for ticket in tickets:
+            driver.cancel(ticket)
+        wait_until(lambda: driver.load == (0, 0))
+        assert not any(listener.ended.is_set() and listener.error for listener in listeners)
+        driver.cancel(tickets[0])
+        assert answer(driver, REQUESTS[3]).finish() == "length"
 
 
 def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
@@ -410,23 +396,24 @@ def test_a_mistake_of_our_own_ends_the_driver_and_leaves_nobody_waiting(engine, 
     driver.close()
 
 
-def test_closing_answers_who_is_waiting(engine):
+def closed_with(engine, count, **grace) -> tuple[OnlineDriver, list[Answer]]:
+    """A driver that was closed while so many requests were open, and their listeners."""
     driver = OnlineDriver(engine, weights(), spell)
-    listeners = [Answer(REQUESTS[0]) for _ in range(40)]
-    for listener in listeners:
-        driver.submit(REQUESTS[0], listener)
-    driver.close()
+    listeners = [Answer(REQUESTS[0]) for _ in range(count)]
+    driver.submit_all([(REQUESTS[0], listener) for listener in listeners])
+    driver.close(**grace)
+    return driver, listeners
+
+
+def test_closing_answers_who_is_waiting(engine):
+    driver, listeners = closed_with(engine, 40)
     assert all(listener.ended.is_set() for listener in listeners)
     assert isinstance(listeners[-1].error, Stopped)
     assert not driver.alive
 
 
 def test_closing_can_wait_for_what_is_open(engine, alone):
-    driver = OnlineDriver(engine, weights(), spell)
-    listeners = [Answer(REQUESTS[0]) for _ in range(10)]
-    for listener in listeners:
-        driver.submit(REQUESTS[0], listener)
-    driver.close(grace_s=60)
+    driver, listeners = closed_with(engine, 10, grace_s=60)
     assert all(listener.wait().tokens(1) == alone[0].tokens(1) for listener in listeners)
     with pytest.raises(Stopped, match="takes no requests"):
         driver.submit(REQUESTS[0], print)
