@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxrl.agents.conversation import ChatModel, Conversation
+from jaxrl.agents.session_prompts import SessionPrompts
+from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tokenizer import TextStream, Tokenizer
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import Delta
@@ -64,3 +67,22 @@ def serving(
         yield f"http://127.0.0.1:{server.port}"
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def serving_sessions(
+    tokenizer: Tokenizer,
+    say: Callable[[np.ndarray], np.ndarray],
+    count: int = 1,
+    *,
+    most_turns: int,
+    model: str = "m",
+) -> Iterator[tuple[str, list[Session], Sessions]]:
+    """Runs the endpoint of agents; gives its address, some open sessions, and the object that has them."""
+    chat, sessions = ChatModel(tokenizer), Sessions(600.0)
+    opened = [Session(0, n, 7, {}, Conversation(chat)) for n in range(count)]
+    sessions.open(opened)
+    prompts = SessionPrompts(chat, sessions, most_turns=most_turns)
+    driver = ScriptedDriver(tokenizer, say)
+    with serving(driver, tokenizer, model=model, prompts=prompts) as url:
+        yield url, opened, sessions

@@ -387,14 +387,6 @@ class Conversation:
             "", _fixed(ids, np.int32), context=parent, text=text, first=len(before), **common
         )
 
-    def _messages_before(self, turn: Turn) -> list[dict[str, Any]]:
-        """All messages up to the answer of `turn`, as templates read them."""
-        return [
-            message
-            for each in turn.path()
-            for message in (*each.messages, template_message(_answer_of(each).view.to_message()))
-        ]
-
     def _text_before(self, turn: Turn) -> str:
         """The text of all tokens up to the answer of `turn`, without a terminator at its end."""
         text = ""
@@ -405,9 +397,12 @@ class Conversation:
 
     def _count_rewritten(self, turn: Turn) -> str:
         """What the template shows up to `turn`; counts each answer that it shows in another way, once."""
-        before = [] if turn.parent is None else self._messages_before(turn.parent)
-        shown = self._model.renderer.whole([*before, *turn.messages], turn.variables) + turn.start
-        for each in turn.path()[:-1]:
+        *before, _ = turn.path()
+        messages: list[Mapping[str, Any]] = []
+        for each in before:
+            messages += [*each.messages, template_message(_answer_of(each).view.to_message())]
+        shown = self._model.renderer.whole([*messages, *turn.messages], turn.variables) + turn.start
+        for each in before:
             answer = _answer_of(each)
             if not each.rewritten and self._model.parser.decode(answer.tokens) not in shown:
                 each.rewritten = True

@@ -375,16 +375,11 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         hold = min(_HOLD_S, wait) if isinstance(wait, int | float) and wait >= 0 else _HOLD_S
         channel = f"{sampler_id}/{target.get('cloned_sampler_id', 0)}"
         events, cursor = await futures.finished_of(channel, cursor, hold)
-        completions = [
-            {"state": "failed", "request_id": request_id}
-            if failed
-            else {
-                "state": "finished",
-                "request_id": request_id,
-                "response_payload_uncompressed_size": size,
-            }
-            for request_id, failed, size in events
-        ]
+        completions: list[Json] = []
+        for request_id, failed, size in events:
+            further = {} if failed else {"response_payload_uncompressed_size": size}
+            state = "failed" if failed else "finished"
+            completions.append({"state": state, "request_id": request_id, **further})
         return JSONResponse({"completions": completions, "cursor": cursor})
 
     submissions: dict[str, Callable[[Json, bytes], Json]] = {

@@ -65,13 +65,15 @@ _SAVED_BY = "saved_by"
 _URI = re.compile(r"tinker://([\w:.-]+)/(weights|sampler_weights)/([^/]+)")
 
 
-@dataclasses.dataclass
-class _Waiting:
-    """A call that waits for its turn, and when it arrived."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that waits for its turn, and when it arrived. That of a new model takes the place of another."""
 
+    model: TrainedModel
     future: Future
     work: Callable[[], Any]
-    arrived: float
+    may_replace: Callable[[TrainedModel], bool] = lambda _: False
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass
@@ -95,17 +97,7 @@ class TrainedModel:
     newest: Newest = dataclasses.field(default_factory=Newest)
     unsaved_steps: float = 0.0
     next_seq: int = 1
-    waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _NewModel:
-    """A model that waits to be the one that is trained; `Models.create` explains the fields."""
-
-    model: TrainedModel
-    future: Future
-    work: Callable[[], Any]
-    may_replace: Callable[[TrainedModel], bool]
+    waiting: dict[int, _Call] = dataclasses.field(default_factory=dict)
 
 
 class CannotRedo(Exception):
@@ -227,7 +219,7 @@ class Models:
         # Models that had to give their places away.
         self._replaced: set[str] = set()
         self._changed = threading.Condition()
-        self._new: list[_NewModel] = []
+        self._new: list[_Call] = []
         # In the order of their creation.
         self._models: dict[str, TrainedModel] = {}
         self._closing = False
@@ -274,7 +266,7 @@ class Models:
                 self._models.pop(model.model_id)
             return
         with self._changed:
-            new = _NewModel(model, future, work, may_replace)
+            new = _Call(model, future, work, may_replace)
             self._new.append(new)
             if self._place_for(new) is None:
                 future.waits_for = (
@@ -283,7 +275,7 @@ class Models:
                 )
             self._changed.notify_all()
 
-    def _place_for(self, new: _NewModel) -> list[TrainedModel] | None:
+    def _place_for(self, new: _Call) -> list[TrainedModel] | None:
         """The models that have to go for a new one, at most one; None if it has to wait."""
         if len(self._models) < self.places:
             return []
@@ -292,7 +284,7 @@ class Models:
         others.sort(key=lambda model: model.session_id == new.model.session_id)
         return others[:1] or None
 
-    def _begin(self, new: _NewModel, before: Sequence[TrainedModel]) -> Any:
+    def _begin(self, new: _Call, before: Sequence[TrainedModel]) -> Any:
         model = new.model
         for each in before:
             self._replaced.add(each.model_id)
@@ -329,7 +321,7 @@ class Models:
                 raise UserError(
                     f"seq_id {seq_id} was used: the next one of {model.model_id} is {model.next_seq}"
                 )
-            model.waiting[seq_id] = _Waiting(future, work, time.monotonic())
+            model.waiting[seq_id] = _Call(model, future, work)
             self._changed.notify_all()
 
     # Checkpoints
@@ -453,9 +445,9 @@ class Models:
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
-            model, future, work = call
+            model, future = call.model, call.future
             with self.turns.training():
-                self.futures.run(future, work)
+                self.futures.run(future, call.work)
                 result = future.result
                 assert result is not None, "it has just been run"
                 done = Done(future.request_id, future.route, result.failed, model.model_id)
@@ -465,7 +457,7 @@ class Models:
                 except Exception as error:  # a restart takes longer without it
                     _LOG.error("no checkpoint after %s: %s", future.request_id, error)
 
-    def _next(self) -> tuple[TrainedModel, Future, Callable[[], Any]] | None:
+    def _next(self) -> _Call | None:
         with self._changed:
             while not self._closing:
                 for new in self._new:
@@ -475,14 +467,14 @@ class Models:
                             del self._models[model.model_id]
                         self._models[new.model.model_id] = new.model
                         new.future.waits_for = ""
-                        return new.model, new.future, functools.partial(self._begin, new, before)
+                        work = functools.partial(self._begin, new, before)
+                        return dataclasses.replace(new, work=work)
                 ready = [m for m in self._models.values() if m.next_seq in m.waiting]
                 if ready:
                     # The call that waits longest.
                     model = min(ready, key=lambda model: model.waiting[model.next_seq].arrived)
-                    call = model.waiting.pop(model.next_seq)
                     model.next_seq += 1
-                    return model, call.future, call.work
+                    return model.waiting.pop(model.next_seq - 1)
                 for model in self._models.values():
                     if model.waiting:
                         self._give_up_gap(model)

@@ -269,8 +269,7 @@ class Sampler:
         for i, sample in enumerate(job.samples):
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1
             request = Request(call.prompt, call.max_tokens, seed, call.options, job.adapter)
-            listener = functools.partial(self._listen, job, sample)
-            requests.append((request, listener))
+            requests.append((request, functools.partial(self._listen, job, sample)))
         assert self._driver is not None, "weights are loaded first"
         tickets = self._driver.submit_all(requests)
         self._open[job.future.request_id] = job
@@ -285,7 +284,7 @@ class Sampler:
         if job.future.request_id not in self._open or sample.finish:
             return
         if isinstance(event, LiveError):
-            self._drop(job, Result.error(event))
+            self._end(job, Result.error(event))
             return
         tokens = event.tokens.tolist()
         # The engine knows no stop ids, which differ from call to call.
@@ -297,10 +296,11 @@ class Sampler:
         if stop is not None and not event.finish:
             self._cancel_ticket(sample)
         if all(each.finish for each in job.samples):
-            result = self._answer(job)
-            del self._open[job.future.request_id]
-            self._leave(job)
-            self.futures.finish(job.future, result)
+            try:
+                result = Result.of(self._response(job).SerializeToString())
+            except Exception as error:  # one call's failure is not the sampler's
+                result = Result.error(error)
+            self._end(job, result)
 
     def _cancel_ticket(self, sample: _OpenSample) -> None:
         if self._driver is not None:
@@ -309,13 +309,14 @@ class Sampler:
     def _cancel(self, request_id: str) -> None:
         cancelled = Result.error(UserError("the client has cancelled the request"))
         if request_id in self._open:
-            self._drop(self._open[request_id], cancelled)
+            self._end(self._open[request_id], cancelled)
         for job in [job for job in self._waiting if job.future.request_id == request_id]:
             self._waiting.remove(job)
             self._count(-job.call.num_samples)
             self.futures.finish(job.future, cancelled)
 
-    def _drop(self, job: _Job, result: Result) -> None:
+    def _end(self, job: _Job, result: Result) -> None:
+        """Ends a call that has begun, with what is not sampled yet."""
         del self._open[job.future.request_id]
         self._leave(job)
         for sample in job.samples:
@@ -324,12 +325,6 @@ class Sampler:
         self.futures.finish(job.future, result)
 
     # Answers
-
-    def _answer(self, job: _Job) -> Result:
-        try:
-            return Result.of(self._response(job).SerializeToString())
-        except Exception as error:  # one call's failure is not the sampler's
-            return Result.error(error)
 
     def _response(self, job: _Job) -> Any:
         call, samples = job.call, job.samples

@@ -1,6 +1,5 @@
 """The online driver: requests from many threads, each answered as if it were alone."""
 
-import dataclasses
 import functools
 import queue
 import threading
@@ -9,12 +8,10 @@ import time
 import jax
 import numpy as np
 import pytest
+from byte_engine import engine_of, random_weights
 from closeness import assert_close
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.backend import SamplingOptions
@@ -44,16 +41,11 @@ CONFIG = EngineConfig(
 
 @functools.cache
 def weights():
-    _, shapes, _ = decoder_graph(MODEL)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
+    return random_weights(MODEL)
 
 
 def build_engine(train="1-1-1", **changes) -> Engine:
-    layout = ParallelLayout.from_config(LayoutConfig(train=train))
-    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    config = dataclasses.replace(CONFIG, **changes)
-    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, config)
+    return engine_of((train,), base=CONFIG, model=MODEL, **changes)
 
 
 def spell(tokens) -> str:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_engine import random_weights
 from closeness import assert_close
 from extras import import_extra
 from processes import started
@@ -28,7 +29,6 @@ from jaxrl import cli  # noqa: E402
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
@@ -64,13 +64,9 @@ def directory(tmp_path_factory) -> pathlib.Path:
     model = ModelConfig(
         vocab_size=320, num_layers=2, d_model=32, d_ff=48, num_heads=2, num_kv_heads=1, head_dim=16
     )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
-        decoder_graph(model)[1],
-    )
-    out = root / "tiny-model"
-    save_checkpoint(params, model, out, dtype="float32", source=root / "tokenizer")
+    out, source = root / "tiny-model", root / "tokenizer"
+    params = jax.device_put(random_weights(model))
+    save_checkpoint(params, model, out, dtype="float32", source=source)
     return out
 
 

@@ -7,15 +7,14 @@ import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from byte_engine import random_weights
 from extras import import_extra
 
 for package in ("google.protobuf", "starlette", "uvicorn"):
     import_extra("dev", package)
 
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
-from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.roles.packing import PackedShape  # noqa: E402
@@ -55,12 +54,9 @@ def write_model(root: pathlib.Path) -> pathlib.Path:
     model = ModelConfig(
         vocab_size=288, num_layers=2, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
     )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
-        decoder_graph(model)[1],
-    )
-    save_checkpoint(params, model, root / "tiny", dtype="float32", source=root / "tokenizer")
+    source = root / "tokenizer"
+    params = jax.device_put(random_weights(model))
+    save_checkpoint(params, model, root / "tiny", dtype="float32", source=source)
     return root
 
 

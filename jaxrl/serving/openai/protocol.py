@@ -21,7 +21,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -212,6 +212,8 @@ class _RequestPart(BaseModel):
     """An object of a request. Numbers are not converted to text, and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    # Fields that are accepted and not read.
+    IGNORED: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -222,7 +224,7 @@ class _RequestPart(BaseModel):
         # Looked up once: it takes longer than the rest.
         fields = cls.model_fields
         for name, value in body.items():
-            if name not in fields and not cls._means_nothing(value):
+            if name not in fields and name not in cls.IGNORED and not cls._means_nothing(value):
                 raise _refused("is no field of this request", _short(name))
         return {name: value for name, value in body.items() if name in fields and value is not None}
 
@@ -381,13 +383,8 @@ class _Request(Sampling):
         default={"type": "text"}, description="an object with a type"
     )
 
-    # Accepted and ignored: they do not affect an answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    # They do not affect an answer.
+    IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
     # Not supported; accepted only at their defaults.
     best_of: Literal[1] = 1
@@ -510,12 +507,11 @@ class SamplingParams(Sampling):
         default=None, description="0 or 1: there are only those of the sampled tokens"
     )
 
-    # Accepted and ignored: answers are ids, and no routing of experts is recorded.
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    detokenize: Any = None
-    output_kind: Any = None
-    routed_experts_prompt_start: Any = None
+    # Answers are ids, and no routing of experts is recorded.
+    IGNORED = (
+        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
+        "routed_experts_prompt_start",
+    )
 
     # Not supported; accepted only at their defaults.
     prompt_logprobs: None = None
@@ -534,10 +530,8 @@ class GenerateRequest(_RequestPart):
     )
     sampling_params: SamplingParams = Field(default=SamplingParams(), description="an object")
 
-    # Accepted and ignored: known prefixes are reused anyway, and all requests wait alike.
-    request_id: Any = None
-    cache_salt: Any = None
-    priority: Any = None
+    # Known prefixes are reused anyway, and all requests wait alike.
+    IGNORED = ("request_id", "cache_salt", "priority")
 
     # Not supported; accepted only at their defaults.
     stream: Literal[False] = False
