@@ -39,7 +39,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
 from jaxrl.serving.online_driver import STOP, Delta, OnlineDriver
-from jaxrl.serving.openai.calls import RequestLimits
+from jaxrl.serving.openai.calls import LOWEST_TEMPERATURE, RequestLimits
 from jaxrl.tinker.futures import Future, Futures, Result
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.turns import Turns
@@ -47,8 +47,6 @@ from jaxrl.tinker.wire import MESSAGES, tensor_of, topk_of
 
 _LOG = logging.getLogger(__name__)
 
-# Temperatures below count as greedy: division by them would overflow float32.
-_LOWEST_TEMPERATURE = 1e-5
 _MAX_SAMPLES = 1024
 _MAX_TOP_K = 100
 
@@ -422,7 +420,7 @@ class Sampler:
         further = {
             "top_k": top_k,
             "draws": draws,
-            "temperature": max(job.call.options.temperature, _LOWEST_TEMPERATURE),
+            "temperature": max(job.call.options.temperature, LOWEST_TEMPERATURE),
         }
         for part in pack_targets(given, self.shape, shards=self.shards):
             found = jax.device_get(self.actor.score(params, part.batch, **further))
@@ -488,7 +486,7 @@ def read_call(
     )
     stop_ids, stop_strings = _stops(params.get("stop"), limits.stop_ids)
     options = SamplingOptions(
-        temperature=0.0 if temperature < _LOWEST_TEMPERATURE else temperature,
+        temperature=0.0 if temperature < LOWEST_TEMPERATURE else temperature,
         truncation=truncation,
         stop_strings=stop_strings,
     )

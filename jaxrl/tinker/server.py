@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,6 +40,7 @@ from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.model_loading import (
     ModelDirectory,
     build_engine,
+    device_bytes,
     generation_shardings,
     model_directory,
     read_model,
@@ -177,17 +177,11 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         yield RunningTinker(server.port, actor, shape)
 
 
-def _bytes(tree: Any) -> int:
-    """Memory of each device for a tree of shapes with shardings."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
 def _whole_weights(
     config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
 ) -> ServedWeights:
     model, mesh = found.model, actor.mesh
-    state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
+    state_bytes = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
     engine = build_engine(config, found, mesh, stop_ids=(), other_bytes=state_bytes)
     generate = generation_shardings(model, mesh)
     types = weight_types(model, config.dtype, config.weights_dtype)
@@ -244,8 +238,8 @@ def _adapters(
     count = 1 + max(config.adapters, 2)
     make_stack = functools.partial(lora.empty_stack, like, count, jnp.dtype(config.dtype))
     stack_where = lora.stack_shardings(where)
-    stack_bytes = _bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
-    state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
+    stack_bytes = device_bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
+    state_bytes = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
     engine = build_engine(
         config,
         found,

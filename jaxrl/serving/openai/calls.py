@@ -116,7 +116,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 # Characters per token; twice the value of English prose.
 _CHARS_PER_TOKEN = 8
 # Temperatures below count as greedy: division by them would overflow float32.
-_LOWEST_TEMPERATURE = 1e-5
+LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +272,7 @@ class RequestReader:
             min_tokens=sampling.min_tokens,
             repetition_penalty=sampling.repetition_penalty,
         )
-        temperature = sampling.temperature if sampling.temperature >= _LOWEST_TEMPERATURE else 0.0
+        temperature = sampling.temperature if sampling.temperature >= LOWEST_TEMPERATURE else 0.0
         seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
         options = SamplingOptions(
             sampling.n,
