@@ -26,7 +26,6 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import LiveText
-from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
 from jaxrl.serving.openai.protocol import ApiError
 
@@ -61,11 +60,11 @@ class Endpoint:
         self.sessions = Sessions(settings.agent_seconds)
         self._prompts = SessionPrompts(model, self.sessions, most_turns=settings.agent_turns)
         self._runner = Runner(settings.agent, self.sessions, seconds=settings.agent_seconds)
-        limits = RequestLimits.of_engine(_MODEL, sizes)
         app = build_app(
             LiveText(live, model.tokenizer.decode),
             model.tokenizer,
-            limits,
+            _MODEL,
+            sizes,
             max_body_bytes=_MAX_BODY_BYTES,
             prompts=self._prompts,
         )

@@ -32,7 +32,7 @@ from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.accumulating import AdamNumbers
 from jaxrl.rollout.engine import Engine
-from jaxrl.serving.openai.calls import RequestLimits
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
 from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
@@ -80,13 +80,15 @@ class Service:
     """What the routes need.
 
     Attributes:
-      limits: name of the base model, and limits of samples.
+      model: name of the base model.
+      sizes: sizes of the engine, with the token ids that end samples by default.
       tokenizer: name of the tokenizer that clients should load; "" for the model's.
       log, clients, futures, models, sampler, weights: the parts.
       lora: highest rank of an adapter, and the projections that adapters have; rank 0 without adapters.
     """
 
-    limits: RequestLimits
+    model: str
+    sizes: EngineConfig
     tokenizer: str
     log: Log
     clients: Clients
@@ -127,9 +129,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return answer
 
     def check_base(name: Any) -> None:
-        if name != service.limits.model:
+        if name != service.model:
             raise UserError(
-                f"base_model {str(name)[:200]!r} is not here; this server has {service.limits.model!r}"
+                f"base_model {str(name)[:200]!r} is not here; this server has {service.model!r}"
             )
 
     def training(
@@ -164,8 +166,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def capabilities(_: Request) -> Response:
         model = {
-            "model_name": service.limits.model,
-            "max_context_length": service.limits.max_context_tokens,
+            "model_name": service.model,
+            "max_context_length": service.sizes.max_context_tokens,
             "trainable": True,
             "sampleable": True,
         }
@@ -206,14 +208,14 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
-        data = {"model_name": service.limits.model, "arch": "jaxrl"}
+        data = {"model_name": service.model, "arch": "jaxrl"}
         if service.tokenizer:
             data["tokenizer_id"] = service.tokenizer
         rank = {"lora_rank": model.adapter.rank} if service.lora.rank else {}
         return {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_name": service.limits.model,
+            "model_name": service.model,
             "model_data": data,
             "is_lora": bool(rank),
             **rank,
@@ -316,7 +318,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return JSONResponse(
             {
                 "sampler_id": sampler_id,
-                "base_model": service.limits.model,
+                "base_model": service.model,
                 "model_path": weights.path,
             }
         )
@@ -332,7 +334,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         def start(future: Future) -> None:
             seed = f"{sampler_id}/{seq_id}".encode()
             vocabulary = models.actor.model.live_tokens
-            call = read_call(body, service.limits, vocabulary, seed)
+            call = read_call(body, service.sizes, vocabulary, seed)
             service.sampler.submit(call, weights, future)
 
         # The name by which a session's finished samples are found: clones count from multiples of 1e9.

@@ -38,8 +38,9 @@ from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import STOP, Delta, OnlineDriver
-from jaxrl.serving.openai.calls import LOWEST_TEMPERATURE, RequestLimits
+from jaxrl.serving.openai.calls import LOWEST_TEMPERATURE
 from jaxrl.tinker.futures import Future, Futures, Result
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.turns import Turns
@@ -453,7 +454,7 @@ class Scores:
 
 
 def read_call(
-    body: Mapping[str, Any], limits: RequestLimits, vocabulary: int, default_seed: bytes
+    body: Mapping[str, Any], sizes: EngineConfig, vocabulary: int, default_seed: bytes
 ) -> SampleCall:
     """A SampleCall from the JSON of `asample`, for a model with so many tokens.
 
@@ -467,11 +468,11 @@ def read_call(
         )
     params = _object(body, "sampling_params")
     prompt = _tokens(_object(body, "prompt"), vocabulary)
-    room = min(limits.max_tokens, limits.max_context_tokens - len(prompt))
-    if len(prompt) > limits.max_prompt_tokens or room < 1:
+    room = min(sizes.max_response_tokens, sizes.max_context_tokens - len(prompt))
+    if len(prompt) > sizes.max_prompt_tokens or room < 1:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens; this server takes {limits.max_prompt_tokens} at most, and "
-            f"{limits.max_context_tokens} together with a sample: shorten it"
+            f"the prompt has {len(prompt)} tokens; this server takes {sizes.max_prompt_tokens} at most, and "
+            f"{sizes.max_context_tokens} together with a sample: shorten it"
         )
     max_tokens = _number(params, "max_tokens", room, 1)
     if max_tokens > room:
@@ -484,7 +485,7 @@ def read_call(
         top_k=max(_number(params, "top_k", -1, -1, vocabulary), 0),
         top_p=_number(params, "top_p", 1.0, 1e-6, 1),
     )
-    stop_ids, stop_strings = _stops(params.get("stop"), limits.stop_ids)
+    stop_ids, stop_strings = _stops(params.get("stop"), sizes.stop_ids)
     options = SamplingOptions(
         temperature=0.0 if temperature < LOWEST_TEMPERATURE else temperature,
         truncation=truncation,

@@ -45,7 +45,6 @@ from jaxrl.serving.model_loading import (
     model_directory,
     read_model,
 )
-from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.serve_config import end_of_service, read_flags
 from jaxrl.tinker.app import ServedWeights, Service, build_app
 from jaxrl.tinker.clients import Clients
@@ -119,8 +118,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     actor = AccumulatingActor(model, mesh, train=train, seed=0, state_rules=rules)
     weights_of = _whole_weights if config.full else _adapters
     weights = weights_of(config, found, directory, actor)
-    limits = RequestLimits.of_engine(config.model_name, weights.engine.config)
-    limits = dataclasses.replace(limits, stop_ids=tuple(tokenizer.stop_ids))
+    sizes = dataclasses.replace(weights.engine.config, stop_ids=tuple(tokenizer.stop_ids))
     turns, folder = Turns(exclusive=mesh.size > 1), pathlib.Path(config.folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, "--folder"))
@@ -156,7 +154,8 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         )
         stack.callback(sampler.close)
         service = Service(
-            limits,
+            config.model_name,
+            sizes,
             config.tokenizer,
             log,
             clients,

@@ -14,11 +14,11 @@ for package in ("pydantic", "starlette", "uvicorn"):
 openai = import_extra("dev", "openai")
 httpx = import_extra("dev", "httpx2")
 
-from scripted_driver import ScriptedDriver, serving  # noqa: E402
+from scripted_driver import ScriptedDriver, serving, sizes_of  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
-from jaxrl.serving.openai.calls import RequestLimits, RequestReader  # noqa: E402
+from jaxrl.serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.logit_edits import LogitEdits  # noqa: E402
 
@@ -157,12 +157,12 @@ def test_a_response_format_holds_after_the_reasoning_that_a_prompt_opens():
     tokenizer, opened = chat_tokenizer(THINKING), THINKING + "<think>\n"
     tokenizer.backend.add_tokens(["</think>"])
     end = tokenizer.encode("</think>").tolist()
-    limits = RequestLimits("m", 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
+    sizes = sizes_of(1900, 1000, 2000, tokenizer.stop_ids)
     for template, after in ((THINKING, None), (opened, end[0])):
         chat = ChatTemplate(template, origin="this test", special_tokens={})
         model = dataclasses.replace(tokenizer, chat_template=chat)
         parser = AnswerParser(model)
-        reader = RequestReader(model, limits, RenderedPrompts(model, parser), parser)
+        reader = RequestReader(model, "m", sizes, RenderedPrompts(model, parser), parser)
         call = reader.chat({**ASK, "response_format": {"type": "json_object"}})
         edits = call.requests[0].options.edits
         assert isinstance(edits, LogitEdits) and edits.grammar_after == after

@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 from extras import import_extra
 
-import_extra("dev", "pydantic")
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
+
+from scripted_driver import sizes_of  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.serving.openai.calls import RequestLimits, RequestReader  # noqa: E402
+from jaxrl.serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.protocol import ApiError  # noqa: E402
 
-LIMITS = RequestLimits("m", max_prompt_tokens=60, max_tokens=40, max_context_tokens=64)
+SIZES = sizes_of(60, 40, 64)
 VALUES = [
     *(None, True, False, 0, -1, 1, 2**31, -(2**31) - 1, 2**63, 10**400, 0.5, -0.0),
     *(1e-300, 1e300, float("nan"), float("inf"), float("-inf"), "", "text", "\ud800"),
@@ -51,14 +54,14 @@ class Tokenizer:
 
 
 # Room for tools.
-WIDE = RequestLimits("m", max_prompt_tokens=9000, max_tokens=40, max_context_tokens=9064)
+WIDE = sizes_of(9000, 40, 9064)
 
 
-def outcome(name, body, limits=LIMITS, tokenizer=None):
+def outcome(name, body, sizes=SIZES, tokenizer=None):
     """The request, or the error that is answered; anything else is a fault of ours."""
     tokenizer = tokenizer or Tokenizer()
     parser = AnswerParser(tokenizer)
-    reader = RequestReader(tokenizer, limits, RenderedPrompts(tokenizer, parser), parser)
+    reader = RequestReader(tokenizer, "m", sizes, RenderedPrompts(tokenizer, parser), parser)
     # As it comes over the wire: Python writes and reads NaN and Infinity, which JSON does not have.
     body = json.loads(json.dumps({"model": "m", **body}))
     try:
@@ -229,9 +232,9 @@ def test_a_model_whose_template_has_no_tools_refuses_them_by_name():
 
 def test_ids_that_end_answers_are_those_of_the_model():
     def read(ids):
-        limits = RequestLimits("m", 60, 40, 64, stop_ids=(3, 4))
+        sizes = sizes_of(60, 40, 64, (3, 4))
         body = {"token_ids": [1, 2], "sampling_params": {"stop_token_ids": ids}}
-        return outcome("generate", body, limits)
+        return outcome("generate", body, sizes)
 
     # Without a number: the rest of the context, here all that a sample may have.
     assert read([3]).requests[0].max_tokens == 40 and read([]).requests[0].prompt.tolist() == [1, 2]

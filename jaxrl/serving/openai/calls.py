@@ -79,38 +79,8 @@ class Call:
         return self.stream or self.logprobs or self.turn is None
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestLimits:
-    """Limits of a request, and the name of the model.
-
-    Attributes:
-      model: model name that requests must give.
-      max_prompt_tokens: maximum number of tokens per prompt.
-      max_tokens: maximum number of tokens per sample.
-      max_context_tokens: maximum number of tokens of a prompt and its sample together.
-      max_choices: maximum number of samples per request.
-      stop_ids: token ids that end every sample.
-    """
-
-    model: str
-    max_prompt_tokens: int
-    max_tokens: int
-    max_context_tokens: int
-    max_choices: int = 128
-    stop_ids: tuple[int, ...] = ()
-
-    @staticmethod
-    def of_engine(model: str, sizes: EngineConfig) -> RequestLimits:
-        """What an engine of these sizes takes, under a name."""
-        return RequestLimits(
-            model,
-            sizes.max_prompt_tokens,
-            sizes.max_response_tokens,
-            sizes.max_context_tokens,
-            stop_ids=sizes.stop_ids,
-        )
-
-
+# Samples of a request.
+_MAX_CHOICES = 128
 # OpenAI's default number of tokens for completions. Chats default to the server's limit.
 _DEFAULT_COMPLETION_TOKENS = 16
 # Characters per token; twice the value of English prose.
@@ -129,13 +99,14 @@ class RequestReader:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
 
     Attributes:
-      tokenizer, limits: what the model takes.
+      tokenizer, model, sizes: the model's tokenizer, its name in requests, and the sizes of its engine.
       prompts: where the prompts of chats come from.
       parser: parser of the model's answers.
     """
 
     tokenizer: RequestTokenizer
-    limits: RequestLimits
+    model: str
+    sizes: EngineConfig
     prompts: ChatPrompts
     parser: AnswerParser
 
@@ -151,7 +122,7 @@ class RequestReader:
         ]
         max_tokens = request.max_tokens
         if max_tokens is None:
-            max_tokens = min(_DEFAULT_COMPLETION_TOKENS, self.limits.max_tokens)
+            max_tokens = min(_DEFAULT_COMPLETION_TOKENS, self.sizes.max_response_tokens)
         return Call(
             self._requests(request, prompts, max_tokens),
             request.stream,
@@ -205,10 +176,10 @@ class RequestReader:
         """Parses the body of POST /inference/v1/generate."""
         request = self._checked(GenerateRequest, body)
         params = request.sampling_params
-        if unknown := set(params.stop_token_ids) - set(self.limits.stop_ids):
+        if unknown := set(params.stop_token_ids) - set(self.sizes.stop_ids):
             raise ApiError(
                 f"sampling_params.stop_token_ids has {reprlib.repr(sorted(unknown))}; answers of this server "
-                f"end with {list(self.limits.stop_ids)}: name others as eos_token_id in the model's "
+                f"end with {list(self.sizes.stop_ids)}: name others as eos_token_id in the model's "
                 "generation_config.json",
                 param="sampling_params.stop_token_ids",
             )
@@ -220,9 +191,9 @@ class RequestReader:
 
     def check_model(self, name: str) -> None:
         """Raises ApiError with status 404 if `name` is not the server's model."""
-        if name != self.limits.model:
+        if name != self.model:
             raise ApiError(
-                f"model {reprlib.repr(name)} is not here; this server has {self.limits.model!r}",
+                f"model {reprlib.repr(name)} is not here; this server has {self.model!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -235,7 +206,7 @@ class RequestReader:
 
     def _check_length(self, text: str) -> None:
         """Refuses a text whose beginning alone is too long, before the whole text is tokenised."""
-        most = self.limits.max_context_tokens
+        most = self.sizes.max_context_tokens
         reach = _CHARS_PER_TOKEN * most
         if len(text) > reach and len(self.tokenizer.encode(text[:reach])) > most:
             raise ApiError(
@@ -256,8 +227,8 @@ class RequestReader:
         Without `max_tokens` a sample may fill the context.
         """
         # A prompt that leaves no room is refused below, with a better message.
-        room = self.limits.max_context_tokens - max(map(len, prompts), default=0)
-        rest = max(1, min(self.limits.max_tokens, room))
+        room = self.sizes.max_context_tokens - max(map(len, prompts), default=0)
+        rest = max(1, min(self.sizes.max_response_tokens, room))
         drawn = None if turn is None else turn.drawn
         if max_tokens is None:
             max_tokens = rest
@@ -299,7 +270,7 @@ class RequestReader:
                     )
                 after = int(ids[0])
             try:
-                grammar = json_grammar(self.tokenizer, self.limits.stop_ids, sampling.answer_schema)
+                grammar = json_grammar(self.tokenizer, self.sizes.stop_ids, sampling.answer_schema)
             except UserError as error:
                 raise ApiError(str(error), param="response_format") from error
         bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
@@ -311,10 +282,10 @@ class RequestReader:
     def _check_sizes(
         self, sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int
     ) -> None:
-        limits = self.limits
-        if not 1 <= sampling.n * len(prompts) <= limits.max_choices:
+        sizes = self.sizes
+        if not 1 <= sampling.n * len(prompts) <= _MAX_CHOICES:
             raise ApiError(
-                f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {limits.max_choices} "
+                f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {_MAX_CHOICES} "
                 "choices",
                 param="n",
             )
@@ -323,11 +294,11 @@ class RequestReader:
                 f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}; lower it",
                 param="min_tokens",
             )
-        longest, most = max(map(len, prompts)), limits.max_context_tokens
-        if longest > min(limits.max_prompt_tokens, most - 1):
+        longest, most = max(map(len, prompts)), sizes.max_context_tokens
+        if longest > min(sizes.max_prompt_tokens, most - 1):
             raise ApiError(
                 f"This model's maximum context length is {most} tokens, of which prompts have "
-                f"{limits.max_prompt_tokens} at most; this one has {longest}: shorten it",
+                f"{sizes.max_prompt_tokens} at most; this one has {longest}: shorten it",
                 code="context_length_exceeded",
             )
         if longest + max_tokens > most:

@@ -30,6 +30,7 @@ from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import Delta, LiveText
 from jaxrl.serving.openai.calls import (
     Answer,
@@ -39,7 +40,6 @@ from jaxrl.serving.openai.calls import (
     CompletionChoice,
     GenerateChoice,
     Json,
-    RequestLimits,
     RequestReader,
 )
 from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
@@ -129,7 +129,8 @@ class _Events(StreamingResponse):
 def build_app(
     driver: LiveText,
     tokenizer: RequestTokenizer,
-    limits: RequestLimits,
+    model: str,
+    sizes: EngineConfig,
     *,
     max_body_bytes: int,
     prompts: ChatPrompts | None = None,
@@ -139,14 +140,15 @@ def build_app(
     Args:
       driver: driver that answers the requests.
       tokenizer: tokenizer of the model.
-      limits: limits of requests.
+      model: name of the model, which requests must give.
+      sizes: sizes of its engine.
       max_body_bytes: maximum size of a body; larger ones are refused.
       prompts: where chats get their prompts from; by default each request is rendered by itself. With a
         source that keeps conversations there are no completions, since it would not know of them.
     """
     parser = AnswerParser(tokenizer)
     source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
-    reader = RequestReader(tokenizer, limits, source, parser)
+    reader = RequestReader(tokenizer, model, sizes, source, parser)
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
@@ -156,21 +158,21 @@ def build_app(
     async def metrics(request: Request) -> Response:
         return Response(exposition(driver.counts), media_type=MEDIA_TYPE)
 
-    model = {
-        "id": limits.model,
+    described = {
+        "id": model,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "jaxrl",
         # As in vLLM, for clients that query the limit.
-        "max_model_len": limits.max_context_tokens,
+        "max_model_len": sizes.max_context_tokens,
     }
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [described]})
 
     async def one_model(request: Request) -> Response:
         reader.check_model(request.path_params["name"])
-        return JSONResponse(model)
+        return JSONResponse(described)
 
     def endpoint(read: Callable[[Json, Sequence[str]], Call], form: type[Choice]):
         async def answer(request: Request) -> Response:
@@ -183,7 +185,7 @@ def build_app(
             # On another thread: a long text or a slow template must not delay other answers.
             call = await asyncio.to_thread(read, body, keys_of(request))
             inbox = _Inbox(driver, call, parser.decode)
-            result = Answer(call, form, limits.model, parser)
+            result = Answer(call, form, model, parser)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
             return await _whole(request, inbox, result)
