@@ -40,11 +40,16 @@ CONFIG = EngineConfig(
 )
 
 
+def random_weights(model: ModelConfig, scale: float = 0.3):
+    """The same float32 weights each time."""
+    _, shapes, _ = decoder_graph(model)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: (scale * rng.normal(size=s.shape)).astype(np.float32), shapes)
+
+
 @functools.cache
 def weights():
-    _, shapes, _ = decoder_graph(MODEL)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
+    return random_weights(MODEL)
 
 
 @functools.cache

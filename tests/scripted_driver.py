@@ -5,11 +5,20 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxrl.agents.conversation import ChatModel, Conversation
+from jaxrl.agents.session_prompts import SessionPrompts
+from jaxrl.agents.sessions import Session, Sessions
 from jaxrl.data.tokenizer import TextStream, Tokenizer
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import Delta
-from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.openai.endpoint import build_app
+
+
+def sizes_of(prompt: int, response: int, context: int, stop_ids=()) -> EngineConfig:
+    """An engine's sizes as far as requests know them: maximum numbers of tokens, and stop ids."""
+    lengths = {"max_prompt_tokens": prompt, "max_response_tokens": response}
+    return EngineConfig(**lengths, context_tokens=context, stop_ids=stop_ids)
 
 
 class ScriptedDriver:
@@ -57,10 +66,29 @@ def serving(
     driver: ScriptedDriver, tokenizer: Tokenizer, *, model: str = "m", **settings
 ) -> Iterator[str]:
     """Runs the endpoint of a model with a context of 2000 tokens; gives its address."""
-    limits = RequestLimits(model, 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
-    app = build_app(driver, tokenizer, limits, max_body_bytes=100_000, **settings)  # pyright: ignore
+    sizes = sizes_of(1900, 1000, 2000, tokenizer.stop_ids)
+    app = build_app(driver, tokenizer, model, sizes, max_body_bytes=100_000, **settings)  # pyright: ignore
     server = HttpServer(app, host="127.0.0.1", port=0)
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def serving_sessions(
+    tokenizer: Tokenizer,
+    say: Callable[[np.ndarray], np.ndarray],
+    count: int = 1,
+    *,
+    most_turns: int,
+    model: str = "m",
+) -> Iterator[tuple[str, list[Session], Sessions]]:
+    """Runs the endpoint of agents; gives its address, some open sessions, and the object that has them."""
+    chat, sessions = ChatModel(tokenizer), Sessions(600.0)
+    opened = [Session(0, n, 7, {}, Conversation(chat)) for n in range(count)]
+    sessions.open(opened)
+    prompts = SessionPrompts(chat, sessions, most_turns=most_turns)
+    driver = ScriptedDriver(tokenizer, say)
+    with serving(driver, tokenizer, model=model, prompts=prompts) as url:
+        yield url, opened, sessions

@@ -229,7 +229,8 @@ class AgentBackend:
         if n in self.finished:
             self.finished.remove(n)
         if self._endpoint is not None:
-            self._endpoint.drop(group.sessions.values())
+            for session in group.sessions.values():
+                self._endpoint.sessions.stop(session, "was dropped")
 
     def unfinished(self, options: SamplingOptions) -> UnfinishedGroups:
         """A copy of the groups that nobody has taken."""
@@ -255,7 +256,7 @@ class AgentBackend:
     def _metrics_of_first(self) -> dict[str, float]:
         assert self._endpoint is not None, "the first process has it"
         tally, self._tally = self._tally, Tally()
-        self._endpoint.hold()
+        self._endpoint.sessions.hold()
         for error, _ in tally.errors.most_common(1):
             if error not in self._told:
                 self._told.add(error)

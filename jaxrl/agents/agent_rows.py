@@ -110,15 +110,17 @@ def group_of(
       step: training step whose sampling keys they have.
       decode_texts: function from token ids to texts.
     """
-    heads = [_head(talk.branches[0]) for talk in talks if talk.branches]
+    # The tokens before the first sampled one, which no other branch trains.
+    mains = [talk.branches[0] for talk in talks if talk.branches]
+    heads = [main.tokens[: int(np.argmax(main.mask))] for main in mains]
     common = _common_prefix(heads)
     if common:
         prompts = dataclasses.replace(prompts, tokens=(heads[0][:common],))
     # Without a common beginning there is no prompt, and every conversation stands alone.
-    mains = [talk.branches[:1] if common else () for talk in talks]
     further = tuple(talk.branches[1:] if common else talk.branches for talk in talks)
     none, no_ids = np.zeros(0, np.float32), np.zeros(0, np.int32)
-    rows = [main[0] if main else Branch(no_ids, none, none, none, no_ids) for main in mains]
+    empty = Branch(no_ids, none, none, none, no_ids)
+    rows = [talk.branches[0] if common and talk.branches else empty for talk in talks]
     turns = [_turns(row.tokens[common:], row.mask[common:], decode_texts) for row in rows]
     return Completions(
         prompts=prompts,
@@ -138,11 +140,6 @@ def group_of(
             further,
         ),
     )
-
-
-def _head(main: Branch) -> np.ndarray:
-    """The tokens before the first sampled one, which no other branch trains."""
-    return main.tokens[: int(np.argmax(main.mask))]
 
 
 def _common_prefix(sequences: Sequence[np.ndarray]) -> int:

@@ -101,6 +101,7 @@ class _Message(NamedTuple):
         return self._replace(reasoning=self.reasoning or answer.reasoning) == answer
 
 
+_NO_IDS = np.zeros(0, np.int32)
 # Turns by their given messages and the beginning of their answer.
 _Children: TypeAlias = "dict[tuple[tuple[_Message, ...], str], Turn]"
 
@@ -211,17 +212,16 @@ class Conversation:
         place = (tuple(keys[known:]), start)
         if place in siblings:
             return siblings[place]
-        turn = self._make(parent, given, known, start, variables)
         before = root if parent is None else f"{parent.key} {_digest(_answer_of(parent).tokens)}"
-        turn.key = _digest(json.dumps([before, *place]).encode())
-        num_new = len(turn.prompt_ids) - turn.first
+        key = _digest(json.dumps([before, *place]).encode())
+        new = tuple(given[known:])
+        turn = Turn(key, _NO_IDS, start, parent=parent, messages=new, variables=variables)
+        self._encode(turn, given)
         # Only now, so that a request that is refused leaves nothing.
         siblings[place] = turn
         self._roots.setdefault(root, roots)
-        self._turns.append(turn)
-        starts_branch = len(siblings) > 1 or (turn.context is None and len(self._turns) > 1)
-        self._count(encoded=num_new, forked=num_new if starts_branch else 0)
-        return turn
+        again = len(siblings) > 1 or (turn.context is None and bool(self._turns))
+        return self._added(turn, starts_branch=again)
 
     def extend_ids(self, prompt_ids: np.ndarray) -> Turn:
         """Finds or makes the turn of a prompt that a client has rendered itself, int32 [T].
@@ -237,18 +237,15 @@ class Conversation:
                 if len(whole) > length and np.array_equal(whole, prompt_ids[: len(whole)]):
                     before, length = turn, len(whole)
         again = any(turn.context is before for turn in self._turns)
-        new = Turn(
-            _digest(prompt_ids.tobytes()),
-            _fixed(prompt_ids, np.int32),
-            start="",
-            parent=before,
-            context=before,
-            first=length,
-        )
-        self._turns.append(new)
-        num_new = len(prompt_ids) - length
-        self._count(encoded=num_new, forked=num_new if again else 0)
-        return new
+        key, ids = _digest(prompt_ids.tobytes()), _fixed(prompt_ids, np.int32)
+        turn = Turn(key, ids, "", parent=before, context=before, first=length)
+        return self._added(turn, starts_branch=again)
+
+    def _added(self, turn: Turn, *, starts_branch: bool) -> Turn:
+        num_new = len(turn.prompt_ids) - turn.first
+        self._turns.append(turn)
+        self._count(encoded=num_new, forked=num_new if starts_branch else 0)
+        return turn
 
     def answer(
         self,
@@ -354,46 +351,24 @@ class Conversation:
                     left.append((child, child.children, end + 1))
         return best
 
-    def _make(
-        self,
-        parent: Turn | None,
-        given: list[dict[str, Any]],
-        known: int,
-        start: str,
-        variables: dict[str, Any],
-    ) -> Turn:
-        """A new turn after `parent`, to whose answer the first `known` messages lead."""
-        renderer, encode = self._model.renderer, self._model.tokenizer.encode
-        new = given[known:]
-        common: dict[str, Any] = {
-            "start": start,
-            "parent": parent,
-            "messages": tuple(new),
-            "variables": variables,
-        }
+    def _encode(self, turn: Turn, given: Sequence[dict[str, Any]]) -> None:
+        """Sets text and tokens of a new turn; `given` are all messages up to it."""
+        renderer, parent = self._model.renderer, turn.parent
         if parent is None:
-            text = renderer.whole(given, variables) + start
-            return Turn("", _fixed(encode(text), np.int32), text=text, **common)
-        answer = _answer_of(parent)
-        system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
-        text = renderer.after(new, variables, system=system) + start
-        if self._history == "as_template":
-            shown = self._count_rewritten(Turn("", answer.tokens, **common))
-            if shown != self._text_before(parent) + text:
-                return Turn("", _fixed(encode(shown), np.int32), text=shown, **common)
-        before = np.concatenate([parent.prompt_ids, answer.tokens])
-        ids = np.concatenate([before, renderer.encode_after(text, answer.tokens)])
-        return Turn(
-            "", _fixed(ids, np.int32), context=parent, text=text, first=len(before), **common
-        )
-
-    def _messages_before(self, turn: Turn) -> list[dict[str, Any]]:
-        """All messages up to the answer of `turn`, as templates read them."""
-        return [
-            message
-            for each in turn.path()
-            for message in (*each.messages, template_message(_answer_of(each).view.to_message()))
-        ]
+            turn.text = renderer.whole(given, turn.variables) + turn.start
+        else:
+            system = [message for message in given[:1] if message["role"] in SYSTEM_ROLES]
+            turn.text = renderer.after(turn.messages, turn.variables, system=system) + turn.start
+            shown = self._count_rewritten(turn) if self._history == "as_template" else ""
+            if not shown or shown == self._text_before(parent) + turn.text:
+                answer = _answer_of(parent)
+                before = np.concatenate([parent.prompt_ids, answer.tokens])
+                turn.context, turn.first = parent, len(before)
+                ids = np.concatenate([before, renderer.encode_after(turn.text, answer.tokens)])
+                turn.prompt_ids = _fixed(ids, np.int32)
+                return
+            turn.text = shown
+        turn.prompt_ids = _fixed(self._model.tokenizer.encode(turn.text), np.int32)
 
     def _text_before(self, turn: Turn) -> str:
         """The text of all tokens up to the answer of `turn`, without a terminator at its end."""
@@ -405,9 +380,12 @@ class Conversation:
 
     def _count_rewritten(self, turn: Turn) -> str:
         """What the template shows up to `turn`; counts each answer that it shows in another way, once."""
-        before = [] if turn.parent is None else self._messages_before(turn.parent)
-        shown = self._model.renderer.whole([*before, *turn.messages], turn.variables) + turn.start
-        for each in turn.path()[:-1]:
+        *before, _ = turn.path()
+        messages: list[Mapping[str, Any]] = []
+        for each in before:
+            messages += [*each.messages, template_message(_answer_of(each).view.to_message())]
+        shown = self._model.renderer.whole([*messages, *turn.messages], turn.variables) + turn.start
+        for each in before:
             answer = _answer_of(each)
             if not each.rewritten and self._model.parser.decode(answer.tokens) not in shown:
                 each.rewritten = True

@@ -26,8 +26,8 @@ from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import LiveText
-from jaxrl.serving.openai.calls import ApiError, RequestLimits
 from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
+from jaxrl.serving.openai.protocol import ApiError
 
 _LOOK_EVERY_S = 0.05
 _MAX_BODY_BYTES = 10_000_000
@@ -37,7 +37,11 @@ _MODEL = "policy"
 
 
 class Endpoint:
-    """The sessions of a run, answered over HTTP."""
+    """The sessions of a run, answered over HTTP.
+
+    Attributes:
+      sessions: the sessions.
+    """
 
     def __init__(
         self, live: LiveLoop, settings: RolloutConfig, model: ChatModel, sizes: EngineConfig
@@ -53,14 +57,14 @@ class Endpoint:
         Raises:
           UserError: the agent cannot be loaded.
         """
-        self._sessions = Sessions(settings.agent_seconds)
-        self._prompts = SessionPrompts(model, self._sessions, most_turns=settings.agent_turns)
-        self._runner = Runner(settings.agent, self._sessions, seconds=settings.agent_seconds)
-        limits = RequestLimits.of_engine(_MODEL, sizes)
+        self.sessions = Sessions(settings.agent_seconds)
+        self._prompts = SessionPrompts(model, self.sessions, most_turns=settings.agent_turns)
+        self._runner = Runner(settings.agent, self.sessions, seconds=settings.agent_seconds)
         app = build_app(
             LiveText(live, model.tokenizer.decode),
             model.tokenizer,
-            limits,
+            _MODEL,
+            sizes,
             max_body_bytes=_MAX_BODY_BYTES,
             prompts=self._prompts,
         )
@@ -81,17 +85,8 @@ class Endpoint:
     def go_on(self, new: Iterable[Session], version: int) -> None:
         """Answers requests with weights of this version, those of new sessions too."""
         self._prompts.version = version
-        self._sessions.go_on()
-        self._sessions.open(new)
-
-    def hold(self) -> None:
-        """Stops the clock of the open sessions until `go_on`."""
-        self._sessions.hold()
-
-    def drop(self, sessions: Iterable[Session]) -> None:
-        """Ends sessions that nobody wants any more."""
-        for session in sessions:
-            self._sessions.stop(session, "was dropped")
+        self.sessions.go_on()
+        self.sessions.open(new)
 
     def take_done(self) -> list[Session]:
         """The sessions that have ended since the last call, in that order.
@@ -100,8 +95,8 @@ class Endpoint:
           UserError: a worker was to start again, and the agent cannot be loaded any more.
         """
         self._runner.check()
-        self._sessions.end_late()
-        return self._sessions.take_done()
+        self.sessions.end_late()
+        return self.sessions.take_done()
 
     # Requests of workers
 
@@ -110,12 +105,12 @@ class Endpoint:
         most = self._heard(worker)
         until = time.monotonic() + self._runner.silent_s / 4
         while True:
-            taken = self._sessions.take(worker, most)
-            stopped = self._sessions.take_stopped(worker)
+            taken = self.sessions.take(worker, most)
+            stopped = self.sessions.take_stopped(worker)
             if taken or stopped or time.monotonic() >= until:
                 sessions = [{"key": each.key, "problem": each.problem} for each in taken]
                 return JSONResponse({"sessions": sessions, "stopped": stopped})
-            if self._sessions.closed:
+            if self.sessions.closed:
                 return JSONResponse({"closed": True})
             most = self._heard(worker)
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -124,7 +119,7 @@ class Endpoint:
         _, worker = keys_of(request)
         self._heard(worker)
         body = await body_of(request, _MAX_BODY_BYTES)
-        self._sessions.end(body["key"], body.get("score"), body.get("error", ""))
+        self.sessions.end(body["key"], body.get("score"), body.get("error", ""))
         return JSONResponse({})
 
     def _heard(self, worker: str) -> int:
@@ -132,6 +127,5 @@ class Endpoint:
         try:
             return self._runner.heard(worker)
         except KeyError as error:
-            raise ApiError(
-                401, "only workers of this run ask this", code="invalid_api_key"
-            ) from error
+            fault = "only workers of this run ask this"
+            raise ApiError(fault, status=401, code="invalid_api_key") from error

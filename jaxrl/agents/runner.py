@@ -89,17 +89,14 @@ class Runner:
         """Keeps one worker process running until the sessions are closed."""
         while not self.sessions.closed:
             # A key for each process: what a dead one has asked for last is answered to nobody.
-            self._run_process(secrets.token_urlsafe(18), url)
+            worker = secrets.token_urlsafe(18)
+            # Importing what the agent needs may take longer than a silence.
+            self._heard[worker] = math.inf
 
-    def _run_process(self, worker: str, url: str) -> None:
-        """Runs a worker process until it ends."""
-        # Importing what the agent needs may take longer than a silence.
-        self._heard[worker] = math.inf
-        with contextlib.suppress(WorkerFault, Interrupted):
-            self._pool.call(
-                self._path,
-                (url, worker),
-                interrupted=lambda: time.monotonic() - self._heard[worker] > self.silent_s,
-            )
-        del self._heard[worker]
-        self.sessions.lost(worker)
+            def is_silent(worker: str = worker) -> bool:
+                return time.monotonic() - self._heard[worker] > self.silent_s
+
+            with contextlib.suppress(WorkerFault, Interrupted):
+                self._pool.call(self._path, (url, worker), interrupted=is_silent)
+            del self._heard[worker]
+            self.sessions.lost(worker)

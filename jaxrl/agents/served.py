@@ -13,7 +13,6 @@ from jaxrl.roles.policy import Actor
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.online_driver import OnlineDriver
-from jaxrl.serving.openai.calls import RequestLimits
 from jaxrl.serving.openai.endpoint import build_app
 
 _MODEL = "policy"
@@ -43,9 +42,8 @@ def served(actor: Actor, tokenizer: Tokenizer) -> Iterator[Served]:
     engine = backend.inner if isinstance(backend, AgentBackend) else backend
     assert isinstance(engine, OfflineBackend), "a run with another backend has no engine of ours"
     sizes, key = engine.engine.config, secrets.token_urlsafe(18)
-    limits = RequestLimits.of_engine(_MODEL, sizes)
     with OnlineDriver(engine.engine, engine.params, tokenizer.decode) as driver:
-        app = build_app(driver, tokenizer, limits, max_body_bytes=_MAX_BODY_BYTES)
+        app = build_app(driver, tokenizer, _MODEL, sizes, max_body_bytes=_MAX_BODY_BYTES)
         server = HttpServer(app, host="127.0.0.1", port=0, api_key=key)
         try:
             yield Served(f"http://127.0.0.1:{server.port}/v1", key)

@@ -19,9 +19,9 @@ from jaxrl.data.tool_calls import AssistantMessage
 from jaxrl.rollout.live_loop import Request
 from jaxrl.rollout.sampling import turn_seed
 from jaxrl.serving.online_driver import Delta
-from jaxrl.serving.openai.calls import ApiError
 from jaxrl.serving.openai.chat_prompts import ChatQuery, ChatTurn
 from jaxrl.serving.openai.logit_edits import LogitEdits
+from jaxrl.serving.openai.protocol import ApiError
 
 
 class SessionPrompts:
@@ -66,14 +66,13 @@ class SessionPrompts:
         session = next((found for key in keys if (found := self._sessions.find(key))), None)
         if session is None:
             raise ApiError(
-                401,
                 "this server has no open session with that key; send the one that was given to the "
                 "program, as bearer token or X-Session-ID",
+                status=401,
                 code="invalid_api_key",
             )
         if query.num_choices != 1:
             raise ApiError(
-                400,
                 f"n {query.num_choices}: a session has one answer for each request; leave n out",
                 param="n",
             )
@@ -81,7 +80,6 @@ class SessionPrompts:
             turn = extend(session.conversation)
             if turn.key not in session.turns and len(session.turns) >= self._most_turns:
                 raise ApiError(
-                    400,
                     f"this session has had {self._most_turns} turns, which is rollout.agent_turns; end it",
                     code="turn_limit",
                 )
@@ -110,7 +108,6 @@ class SessionPrompts:
             }
             asked = [name for name, value in fields.items() if value]
             raise ApiError(
-                400,
                 f"{' and '.join(asked)}: answers of an agent are trained as the policy alone would draw "
                 "them; leave it out",
                 param=asked[0],

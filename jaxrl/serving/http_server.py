@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxrl.errors import UserError
-from jaxrl.serving.openai.calls import ApiError
+from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.serving.serve_config import needs_key
 
 # A connection is closed if no complete request headers arrive within this time, or if its client does not
@@ -79,9 +79,8 @@ class _Connection(HttpToolsProtocol):
             # Refused before its request is read, because connections are the scarce resource. So there is no
             # uvicorn to write the answer.
             most = self._max_connections
-            error = ApiError(
-                503, f"all {most} connections of this server are in use; come again later"
-            )
+            fault = f"all {most} connections of this server are in use; come again later"
+            error = ApiError(fault, status=503)
             content = json.dumps(error.body).encode()
             head = (
                 f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\n"
@@ -170,21 +169,16 @@ def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
             # starlette decodes headers as Latin-1.
             known = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
             if scope["path"] != "/health" and not known:
-                refusal = ApiError(
-                    401,
-                    "send the key of this server: Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                )
+                fault = "send the key of this server: Authorization: Bearer KEY"
+                refusal = ApiError(fault, status=401, code="invalid_api_key")
         else:
             try:
                 name = urllib.parse.urlsplit(f"//{headers.get('host', '')}").hostname
             except ValueError:
                 name = None
             if name not in hosts:
-                refusal = ApiError(
-                    421,
-                    f"this server answers to {', '.join(hosts)}, unless it is started with --api_key",
-                )
+                fault = f"this server answers to {', '.join(hosts)}, unless it is started with --api_key"
+                refusal = ApiError(fault, status=421)
         await (JSONResponse(refusal.body, refusal.status) if refusal else app)(scope, receive, send)
 
     return answer

@@ -20,7 +20,7 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.hub.local_paths import local_model
 from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
-from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings
+from jaxrl.mesh.rules import GENERATE_RULES, check_divides, shardings, with_shardings
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.config_json import read_config, read_config_json
 from jaxrl.models.huggingface.weight_loading import load_params
@@ -98,8 +98,6 @@ def build_engine(
     """
     check_divides("--slots", config.slots, "batch", GENERATE_RULES, mesh)
     check_divides("--prefill_prompts", config.prefill_prompts, "batch", GENERATE_RULES, mesh)
-    _, shapes, _ = decoder_graph(found.model)
-    where = generation_shardings(found.model, mesh)
 
     def engine_of(lengths: TokenLimits) -> Engine:
         chunk = min(config.prefill_chunk_tokens, lengths.context)
@@ -116,14 +114,17 @@ def build_engine(
         model = found.model.for_texts_of(lengths.context)
         return Engine(model, decoder_graph(model)[0], mesh, sizes)
 
-    limits = lengths_of(
-        config,
-        found.context_tokens,
-        lambda: _fitting_tokens(
-            config, engine_of(TokenLimits(1, 1, 2)), shapes, where, other_bytes
-        ),
-    )
-    return engine_of(limits)
+    def fitting_tokens() -> int:
+        """Tokens per slot that fit beside the weights; not positive if the weights do not fit."""
+        _, shapes, _ = decoder_graph(found.model)
+        weights = with_shardings(shapes, generation_shardings(found.model, mesh))
+        state = engine_of(TokenLimits(1, 1, 2)).abstract_decode_state()
+        free = int(_MEMORY_SHARE * memory_bytes(mesh.devices.flat[0])) - other_bytes
+        free -= device_bytes(weights, config.dtype)
+        # A cache, and its predecessor while it grows.
+        return free * state.capacity // (2 * device_bytes(state.context.cache))
+
+    return engine_of(lengths_of(config, found.context_tokens, fitting_tokens))
 
 
 class TokenLimits(NamedTuple):
@@ -162,29 +163,12 @@ def lengths_of(config: ServeConfig, context: int, fitting: Callable[[], int]) ->
     return TokenLimits(prompt, response, prompt + response)
 
 
-def _fitting_tokens(
-    config: ServeConfig, engine: Engine, shapes: Any, where: Any, other_bytes: int
-) -> int:
-    """Number of tokens per slot that fit beside the weights; not positive if the weights do not fit.
-
-    Args:
-      config: settings of the server.
-      engine: engine of the model, with any sequence limits.
-      shapes, where: shapes and shardings of the weights.
-      other_bytes: as in `build_engine`.
-    """
-    weights = sum(
-        math.prod(place.shard_shape(leaf.shape)) * jnp.dtype(config.dtype).itemsize
-        for leaf, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True)
+def device_bytes(tree: Any, dtype: Any = None) -> int:
+    """Memory of each device for a tree of shapes with shardings, in the type of the shapes or another one."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(dtype or x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
     )
-    state = engine.abstract_decode_state()
-    cache = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state.context.cache)
-    )
-    free = int(_MEMORY_SHARE * memory_bytes(engine.mesh.devices.flat[0])) - weights - other_bytes
-    # A cache, and its predecessor while it grows.
-    return free * state.capacity // (2 * cache)
 
 
 # The context of a model whose config.json names none, and the shortest context to offer if memory is short.

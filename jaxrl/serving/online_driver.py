@@ -71,31 +71,29 @@ class Delta:
 Listener: TypeAlias = Callable[[Delta | LiveError], None]
 
 
-class _Answer:
-    """Adds the text to the tokens of a request."""
+def _with_text(
+    request: Request, listener: Listener, decode_text: Callable[[np.ndarray], str] | None
+) -> Callable[[Tokens | LiveError], None]:
+    """A listener of the live loop that adds the text to the tokens of a request."""
+    streams: dict[int, TextStream] | None = None
+    if decode_text is not None:
+        new = functools.partial(TextStream, decode_text, request.options.stop_strings)
+        streams = collections.defaultdict(new)
 
-    def __init__(
-        self, request: Request, listener: Listener, decode_text: Callable[[np.ndarray], str] | None
-    ):
-        self._listener = listener
-        self._streams: dict[int, TextStream] | None = None
-        if decode_text is not None:
-            new = functools.partial(TextStream, decode_text, request.options.stop_strings)
-            self._streams = collections.defaultdict(new)
-
-    def __call__(self, event: Tokens | LiveError) -> None:
+    def answer(event: Tokens | LiveError) -> None:
         if isinstance(event, LiveError):
-            self._listener(event)
+            listener(event)
             return
         pieces, text = ("",) * len(event.tokens), ""
-        if self._streams is not None:
-            stream = self._streams[event.index]
+        if streams is not None:
+            stream = streams[event.index]
             pieces, text = stream.add(event.tokens.tolist())
             if event.end is not None:
                 text += stream.end(at_stop_string=event.end is End.STOP_STRING)
-        finish = _FINISH[event.end]
         values = (event.tokens, event.logprob, event.entropy, event.version)
-        self._listener(Delta(event.index, *values, pieces, text, finish, event.top))
+        listener(Delta(event.index, *values, pieces, text, _FINISH[event.end], event.top))
+
+    return answer
 
 
 class LiveText:
@@ -140,7 +138,7 @@ class LiveText:
           texts: whether the deltas have texts. They take 20 us a token, between two dispatches.
         """
         decode_text = self._decode_text if texts else None
-        answers = [(each, _Answer(each, heard, decode_text)) for each, heard in requests]
+        answers = [(each, _with_text(each, heard, decode_text)) for each, heard in requests]
         return self._live.submit_all(answers)
 
     def cancel(self, ticket: int) -> None:

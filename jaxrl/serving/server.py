@@ -94,19 +94,18 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
       UserError: a port is not available, or memory does not suffice.
     """
     from jaxrl.serving.http_server import HttpServer
-    from jaxrl.serving.openai.calls import RequestLimits
     from jaxrl.serving.openai.endpoint import build_app
 
     tokenizer, sizes = loaded.tokenizer, loaded.engine.config
-    limits = RequestLimits.of_engine(config.model_name, sizes)
     with contextlib.ExitStack() as stack:
         driver = OnlineDriver(
             loaded.engine, loaded.params, tokenizer.decode, max_waiting=config.max_waiting
         )
         stack.enter_context(driver)
         _warm_up(driver, loaded.engine)
+        name, most = config.model_name, config.max_body_bytes
         server = HttpServer(
-            build_app(driver, tokenizer, limits, max_body_bytes=config.max_body_bytes),
+            build_app(driver, tokenizer, name, sizes, max_body_bytes=most),
             host=config.host,
             port=config.http_port,
             api_key=config.key,

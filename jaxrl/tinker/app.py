@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,16 +28,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import Params
+from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.accumulating import AdamNumbers
-from jaxrl.serving.openai.calls import ApiError
-from jaxrl.serving.openai.endpoint import read_body
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.settings import EngineConfig
+from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
+from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Future, Futures, Gone
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
 from jaxrl.tinker.replay import replay
-from jaxrl.tinker.sampler_weights import SamplerWeights
-from jaxrl.tinker.sampling import Sampler, SamplingLimits, read_call
+from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
+from jaxrl.tinker.sampling import Sampler, read_call
 from jaxrl.tinker.wire import parse
 
 # Clients hold a request for 45 s and ask again at once after 408.
@@ -50,34 +55,48 @@ Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class ServedWeights:
+    """What clients train and sample from.
+
+    Attributes:
+      engine: engine of the samples.
+      fresh: see `Models`.
+      base: weights of the base model, to sample from.
+      snapshot: function that copies a model's weights, to sample from; it takes the id of the request, too.
+      exported: function from the folder of sampler weights and their path to these weights.
+      places: places of adapters; None for whole weights.
+    """
+
+    engine: Engine
+    fresh: Callable[[NewAdapter | None], Params]
+    base: SamplerWeights
+    snapshot: Callable[[TrainedModel, str], SamplerWeights]
+    exported: Callable[[pathlib.Path, str], SamplerWeights]
+    places: AdapterPlaces | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Service:
     """What the routes need.
 
     Attributes:
-      name: name of the base model.
+      model: name of the base model.
+      sizes: sizes of the engine, with the token ids that end samples by default.
       tokenizer: name of the tokenizer that clients should load; "" for the model's.
-      log, clients, futures, models, sampler: the parts.
-      base: weights of the base model, to sample from.
-      snapshot: function that copies a model's weights, to sample from; it takes the id of the request, too.
-      exported: function from the folder of sampler weights and their path to these weights.
-      limits: limits of samples.
-      targets: projections that adapters have; () without adapters.
-      max_rank: highest rank of an adapter; 0 without adapters.
+      log, clients, futures, models, sampler, weights: the parts.
+      lora: highest rank of an adapter, and the projections that adapters have; rank 0 without adapters.
     """
 
-    name: str
+    model: str
+    sizes: EngineConfig
     tokenizer: str
     log: Log
     clients: Clients
     futures: Futures
     models: Models
     sampler: Sampler
-    base: SamplerWeights
-    snapshot: Callable[[TrainedModel, str], SamplerWeights]
-    exported: Callable[[Any, str], SamplerWeights]
-    limits: SamplingLimits
-    targets: tuple[str, ...] = ()
-    max_rank: int = 0
+    weights: ServedWeights
+    lora: LoraConfig
 
 
 def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
@@ -91,18 +110,10 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def json_of(request: Request) -> tuple[Json, bytes]:
         content = await read_body(request, max_body_bytes)
-        if not content:
-            return {}, content
-        try:
-            # A long body must not delay other answers.
-            is_long = len(content) > _LONG_BODY
-            body = await asyncio.to_thread(json.loads, content) if is_long else json.loads(content)
-        # A deeply nested body raises RecursionError in the parser.
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON ({error})") from error
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        return body, content
+        # A long body must not delay other answers.
+        if len(content) > _LONG_BODY:
+            return await asyncio.to_thread(object_of, content), content
+        return object_of(content) if content else {}, content
 
     async def logged(answer: Json) -> Response:
         """An answer that is given once what it promises is on disk."""
@@ -118,23 +129,19 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return answer
 
     def check_base(name: Any) -> None:
-        if name != service.name:
+        if name != service.model:
             raise UserError(
-                f"base_model {str(name)[:200]!r} is not here; this server has {service.name!r}"
+                f"base_model {str(name)[:200]!r} is not here; this server has {service.model!r}"
             )
 
     def training(
-        kind: str,
-        model_id: Any,
-        seq_id: Any,
-        content: bytes,
-        work_of: Callable[[TrainedModel, str], Any],
+        kind: str, body: Json, content: bytes, work_of: Callable[[TrainedModel, str], Any]
     ) -> Json:
         """Submits a training call; its work is that of `work_of` for the model and the request's id."""
-        model = models.model_of(str(model_id))
+        model, seq_id = models.model_of(str(body.get("model_id"))), body.get("seq_id")
         clients.heard(model.session_id)
         if type(seq_id) is not int or seq_id < 1:
-            raise ApiError(400, f"seq_id is {seq_id!r}; count from 1 for each model")
+            raise ApiError(f"seq_id is {seq_id!r}; count from 1 for each model")
 
         def start(future: Future) -> None:
             work = functools.partial(work_of, model, future.request_id)
@@ -159,8 +166,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def capabilities(_: Request) -> Response:
         model = {
-            "model_name": service.name,
-            "max_context_length": service.limits.max_context_tokens,
+            "model_name": service.model,
+            "max_context_length": service.sizes.max_context_tokens,
             "trainable": True,
             "sampleable": True,
         }
@@ -172,7 +179,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         session_id = clients.heard(body.get("session_id"))
         number = body.get("model_seq_id")
         if type(number) is not int or number < 0:
-            raise ApiError(400, f"model_seq_id is {number!r}; count from 0")
+            raise ApiError(f"model_seq_id is {number!r}; count from 0")
         model = TrainedModel(f"{session_id}:train:{number}", session_id)
 
         def may_replace(before: TrainedModel) -> bool:
@@ -184,7 +191,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             optimizer = body.get("optimizer_config")
             if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
                 raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
-            if kind == "create_model" and service.max_rank:
+            if kind == "create_model" and service.lora.rank:
                 # Before it takes a place.
                 _adapter(body, service)
             work = functools.partial(work_of, model, future.request_id)
@@ -195,20 +202,20 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def create_model(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, _: str) -> Json:
-            return models.start(model, _adapter(body, service) if service.max_rank else None)
+            return models.start(model, _adapter(body, service) if service.lora.rank else None)
 
         return new_model(body, content, "create_model", work)
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
-        data = {"model_name": service.name, "arch": "jaxrl"}
+        data = {"model_name": service.model, "arch": "jaxrl"}
         if service.tokenizer:
             data["tokenizer_id"] = service.tokenizer
-        rank = {"lora_rank": model.adapter.rank} if service.max_rank else {}
+        rank = {"lora_rank": model.adapter.rank} if service.lora.rank else {}
         return {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_name": service.name,
+            "model_name": service.model,
             "model_data": data,
             "is_lora": bool(rank),
             **rank,
@@ -217,8 +224,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     def forward_backward(message: Any, content: bytes) -> Json:
         return training(
             "forward" if message.forward_only else "forward_backward",
-            message.model_id,
-            message.seq_id,
+            {"model_id": message.model_id, "seq_id": message.seq_id},
             content,
             lambda model, _: models.forward_backward(model, message),
         )
@@ -226,26 +232,25 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     async def receive_batch(request: Request) -> Response:
         content = await read_body(request, max_body_bytes)
         if coding := request.headers.get("content-encoding"):
-            raise ApiError(
-                415, f"content-encoding {coding!r} is not served; send the body as it is"
-            )
+            fault = f"content-encoding {coding!r} is not served; send the body as it is"
+            raise ApiError(fault, status=415)
         message = await asyncio.to_thread(parse, "ForwardBackwardRequest", content)
         return await logged(forward_backward(message, content))
 
     def optim_step(body: Json, content: bytes) -> Json:
         work = lambda model, _: models.optim_step(model, _adam(body))  # noqa: E731
-        return training("optim_step", body.get("model_id"), body.get("seq_id"), content, work)
+        return training("optim_step", body, content, work)
 
     def save_weights(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, request_id: str) -> Json:
             name = str(body.get("path") or f"{body['seq_id']:06d}")
             return models.save_weights(model, request_id, name, body.get("overwrite") is True)
 
-        return training("save_weights", body.get("model_id"), body.get("seq_id"), content, work)
+        return training("save_weights", body, content, work)
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
         kind, number = body.get("kind", "snapshot"), body.get("sampling_session_seq_id")
-        kinds = ("snapshot", "inflight") if service.max_rank else ("snapshot",)
+        kinds = ("snapshot", "inflight") if service.lora.rank else ("snapshot",)
         follows = kind == "inflight" and kind in kinds and not body.get("path")
 
         def work(model: TrainedModel, request_id: str) -> Json:
@@ -258,7 +263,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
             sampler_id = f"{model.session_id}:sample:{number}"
-            saved = service.snapshot(model, request_id)
+            saved = service.weights.snapshot(model, request_id)
             if follows:
                 model.newest.saved = saved
                 service.sampler.refresh()
@@ -275,9 +280,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             model = models.model_of(str(body.get("model_id")))
             weights = SamplerWeights(model.newest.load, newest=model.newest)
             clients.add_sampler(f"{model.session_id}:sample:{number}", model.session_id, weights)
-        return training(
-            "save_weights_for_sampler", body.get("model_id"), body.get("seq_id"), content, work
-        )
+        return training("save_weights_for_sampler", body, content, work)
 
     def load_weights(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, _: str) -> Json:
@@ -285,7 +288,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
         if body.get("session_id") is not None:
             return new_model(body, content, "load_weights", work)
-        return training("load_weights", body.get("model_id"), body.get("seq_id"), content, work)
+        return training("load_weights", body, content, work)
 
     # Sampling
 
@@ -293,12 +296,13 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         session_id = clients.heard(body.get("session_id"))
         number, path = body.get("sampling_session_seq_id"), body.get("model_path")
         if type(number) is not int or number < 0:
-            raise ApiError(400, f"sampling_session_seq_id is {number!r}; count from 0")
+            raise ApiError(f"sampling_session_seq_id is {number!r}; count from 0")
         if path is None:
             check_base(body.get("base_model"))
-            weights = service.base
+            weights = service.weights.base
         else:
-            weights = service.exported(models.folder_of(str(path), "sampler_weights"), str(path))
+            folder = models.folder_of(str(path), "sampler_weights")
+            weights = service.weights.exported(folder, str(path))
         sampler_id = f"{session_id}:sample:{number}"
         clients.add_sampler(sampler_id, session_id, weights)
         return sampler_id
@@ -312,22 +316,26 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         sampler_id = request.path_params["sampler_id"]
         _, weights = clients.sampler(sampler_id)
         return JSONResponse(
-            {"sampler_id": sampler_id, "base_model": service.name, "model_path": weights.path}
+            {
+                "sampler_id": sampler_id,
+                "base_model": service.model,
+                "model_path": weights.path,
+            }
         )
 
     def asample(body: Json, content: bytes) -> Json:
         sampler_id, seq_id = body.get("sampling_session_id"), body.get("seq_id")
         if sampler_id is None or type(seq_id) is not int:
-            raise ApiError(
-                400, "send sampling_session_id and seq_id; create a sampling session first"
-            )
+            raise ApiError("send sampling_session_id and seq_id; create a sampling session first")
         session_id, weights = clients.sampler(sampler_id)
         if service.sampler.is_full:
-            raise ApiError(429, "too many samples wait already; come again later")
+            raise ApiError("too many samples wait already; come again later", status=429)
 
         def start(future: Future) -> None:
             seed = f"{sampler_id}/{seq_id}".encode()
-            service.sampler.submit(read_call(body, service.limits, seed), weights, future)
+            vocabulary = models.actor.model.live_tokens
+            call = read_call(body, service.sizes, vocabulary, seed)
+            service.sampler.submit(call, weights, future)
 
         # The name by which a session's finished samples are found: clones count from multiples of 1e9.
         channel = f"{sampler_id}/{seq_id // 1_000_000_000}"
@@ -362,23 +370,18 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         body, _ = await json_of(request)
         target, cursor = body.get("target"), body.get("prev_cursor", 0)
         if not isinstance(target, dict) or type(cursor) is not int or cursor < 0:
-            raise ApiError(400, "send target and prev_cursor")
+            raise ApiError("send target and prev_cursor")
         sampler_id = target.get("sampling_session_id")
         clients.sampler(sampler_id)
         wait = body.get("timeout")
         hold = min(_HOLD_S, wait) if isinstance(wait, int | float) and wait >= 0 else _HOLD_S
         channel = f"{sampler_id}/{target.get('cloned_sampler_id', 0)}"
         events, cursor = await futures.finished_of(channel, cursor, hold)
-        completions = [
-            {"state": "failed", "request_id": request_id}
-            if failed
-            else {
-                "state": "finished",
-                "request_id": request_id,
-                "response_payload_uncompressed_size": size,
-            }
-            for request_id, failed, size in events
-        ]
+        completions: list[Json] = []
+        for request_id, failed, size in events:
+            further = {} if failed else {"response_payload_uncompressed_size": size}
+            state = "failed" if failed else "finished"
+            completions.append({"state": state, "request_id": request_id, **further})
         return JSONResponse({"completions": completions, "cursor": cursor})
 
     submissions: dict[str, Callable[[Json, bytes], Json]] = {
@@ -432,14 +435,14 @@ def _adapter(body: Mapping[str, Any], service: Service) -> NewAdapter:
     config = {} if body.get("lora_config") is None else body["lora_config"]
     if not isinstance(config, dict):
         raise UserError(f"lora_config is {str(config)[:200]!r}; send an object, with rank and seed")
-    rank = config.get("rank", min(_RANK, service.max_rank))
-    check_rank(rank, service.max_rank)
+    rank = config.get("rank", min(_RANK, service.lora.rank))
+    check_rank(rank, service.lora.rank)
     seed = 0 if config.get("seed") is None else config["seed"]
     if type(seed) is not int:
         raise UserError(f"lora_config: seed is {seed!r}; send a whole number, or none")
     trained = [config.get(f"train_{part}", True) is not False for part in ("attn", "mlp")]
     of_attention = ("q", "k", "v", "o")
-    targets = tuple(name for name in service.targets if trained[name not in of_attention])
+    targets = tuple(name for name in service.lora.targets if trained[name not in of_attention])
     if not targets:
         raise UserError(
             "lora_config: train_attn and train_mlp leave nothing to train; set one of them to true"
@@ -471,16 +474,11 @@ def _adam(body: Mapping[str, Any]) -> AdamNumbers:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        status, category = error.status, "user" if error.status < 500 else "server"
-    elif isinstance(error, UserError):
-        status, category = 400, "user"
-    elif isinstance(error, Gone):
-        status, category = 410, "user"
+    if isinstance(error, Gone):
+        error = ApiError(str(error), status=410)
     elif isinstance(error, HTTPException):
-        status, category = error.status_code, "user"
-        error = ApiError(status, f"{error.detail}: this route of the Tinker API is not served")
-    else:
-        status, category = 500, "server"
-        error = ApiError(status, "the server has made a mistake; its log says which")
-    return JSONResponse({"error": str(error), "category": category}, status)
+        fault = f"{error.detail}: this route of the Tinker API is not served"
+        error = ApiError(fault, status=error.status_code)
+    refusal = as_api_error(error)
+    category = "user" if refusal.status < 500 else "server"
+    return JSONResponse({"error": str(refusal), "category": category}, refusal.status)

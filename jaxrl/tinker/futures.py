@@ -200,7 +200,10 @@ class Futures:
         if future.channel:
             event = (future.request_id, result.failed, len(result.body))
             self._finished[future.channel].append(event)
-        self._make_room()
+        # Room for it, from results that were fetched.
+        for other in list(self._futures.values()) if self._bytes > self._max_bytes else ():
+            if other.fetched and self._bytes > self._max_bytes:
+                self._forget(other)
 
     def run(self, future: Future, work: Callable[[], Any]) -> None:
         """Does the work of a future on this thread, and finishes it with its value or error."""
@@ -262,13 +265,6 @@ class Futures:
                 if not self._waiters[name]:
                     del self._waiters[name]
         return condition()
-
-    def _make_room(self) -> None:
-        if self._bytes <= self._max_bytes:
-            return
-        for future in list(self._futures.values()):
-            if future.fetched and self._bytes > self._max_bytes:
-                self._forget(future)
 
     def _forget(self, future: Future) -> None:
         del self._futures[future.request_id]

@@ -65,13 +65,15 @@ _SAVED_BY = "saved_by"
 _URI = re.compile(r"tinker://([\w:.-]+)/(weights|sampler_weights)/([^/]+)")
 
 
-@dataclasses.dataclass
-class _Waiting:
-    """A call that waits for its turn, and when it arrived."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that waits for its turn, and when it arrived. That of a new model takes the place of another."""
 
+    model: TrainedModel
     future: Future
     work: Callable[[], Any]
-    arrived: float
+    may_replace: Callable[[TrainedModel], bool] = lambda _: False
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass
@@ -95,17 +97,7 @@ class TrainedModel:
     newest: Newest = dataclasses.field(default_factory=Newest)
     unsaved_steps: float = 0.0
     next_seq: int = 1
-    waiting: dict[int, _Waiting] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _NewModel:
-    """A model that waits to be the one that is trained; `Models.create` explains the fields."""
-
-    model: TrainedModel
-    future: Future
-    work: Callable[[], Any]
-    may_replace: Callable[[TrainedModel], bool]
+    waiting: dict[int, _Call] = dataclasses.field(default_factory=dict)
 
 
 class CannotRedo(Exception):
@@ -185,63 +177,49 @@ def check_rank(rank: Any, most: int) -> None:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class Models:
-    """Training calls, done one after the other on a thread of their own."""
+    """Training calls, done one after the other on a thread of their own, which starts at once.
 
-    def __init__(
-        self,
-        actor: AccumulatingActor,
-        shape: PackedShape,
-        fresh: Callable[[NewAdapter | None], Params],
-        futures: Futures,
-        folder: pathlib.Path,
-        *,
-        shards: int,
-        source: pathlib.Path,
-        turns: Turns,
-        write: Callable[..., None],
-        held: Callable[[], Collection[str]],
-        places: int = 1,
-        checkpoint_steps: int = 10,
-        gap_timeout_s: float = 300.0,
-    ):
-        """Starts the thread.
+    Attributes:
+      actor: policy without weights.
+      shape, shards: shape of its batches, and the devices that split their rows.
+      fresh: function that makes what is trained, in the training layout: an adapter, or for None the base
+        model's weights.
+      futures: futures, which the thread finishes.
+      folder: folder of named weights.
+      source: directory of the base model.
+      turns: turns on the devices.
+      write: `Log.write`.
+      held: function that returns the ids of the requests that took the snapshots which are kept.
+      places: number of models that are trained at the same time.
+      checkpoint_steps: number of optimiser steps between checkpoints.
+      gap_timeout_s: how long calls wait for a missing one.
+    """
 
-        Args:
-          actor: policy without weights.
-          shape, shards: shape of its batches, and the devices that split their rows.
-          fresh: function that makes what is trained, in the training layout: an adapter, or for None the
-            base model's weights.
-          futures: futures, which the thread finishes.
-          folder: folder of named weights.
-          source: directory of the base model.
-          turns: turns on the devices.
-          write: `Log.write`.
-          held: function that returns the ids of the requests that took the snapshots which are kept.
-          places: number of models that are trained at the same time.
-          checkpoint_steps: number of optimiser steps between checkpoints.
-          gap_timeout_s: how long calls wait for a missing one.
-        """
-        self._actor = actor
-        self._shape = shape
-        self._shards = shards
-        self._fresh = fresh
-        self._futures = futures
-        self._folder = folder
-        self._source = source
-        self._turns = turns
-        self._write = write
-        self._held = held
-        self._places = places
-        self._checkpoint_steps = checkpoint_steps
-        self._gap_timeout_s = gap_timeout_s
+    actor: AccumulatingActor
+    shape: PackedShape
+    fresh: Callable[[NewAdapter | None], Params]
+    futures: Futures
+    folder: pathlib.Path
+    _: dataclasses.KW_ONLY
+    shards: int
+    source: pathlib.Path
+    turns: Turns
+    write: Callable[..., None]
+    held: Callable[[], Collection[str]]
+    places: int = 1
+    checkpoint_steps: int = 10
+    gap_timeout_s: float = 300.0
+
+    def __post_init__(self):
         self._done: list[Done] = []
         self._plan: Mapping[str, str] = {}
         self._checkpoints: set[str] = set()
         # Models that had to give their places away.
         self._replaced: set[str] = set()
         self._changed = threading.Condition()
-        self._new: list[_NewModel] = []
+        self._new: list[_Call] = []
         # In the order of their creation.
         self._models: dict[str, TrainedModel] = {}
         self._closing = False
@@ -280,7 +258,7 @@ class Models:
           may_replace: whether it may take the place of a model.
         """
         if future.result is not None:
-            if len(self._models) >= self._places:
+            if len(self._models) >= self.places:
                 self._models.pop(next(each for each in self._models if each in self._replaced))
             self._models[model.model_id] = model
             self._redo(model, future, work)
@@ -288,33 +266,33 @@ class Models:
                 self._models.pop(model.model_id)
             return
         with self._changed:
-            new = _NewModel(model, future, work, may_replace)
+            new = _Call(model, future, work, may_replace)
             self._new.append(new)
             if self._place_for(new) is None:
                 future.waits_for = (
-                    f"{self._places} of {self._places} places for models are taken; a session that ends, or "
+                    f"{self.places} of {self.places} places for models are taken; a session that ends, or "
                     "is not heard of, frees its own"
                 )
             self._changed.notify_all()
 
-    def _place_for(self, new: _NewModel) -> list[TrainedModel] | None:
+    def _place_for(self, new: _Call) -> list[TrainedModel] | None:
         """The models that have to go for a new one, at most one; None if it has to wait."""
-        if len(self._models) < self._places:
+        if len(self._models) < self.places:
             return []
         others = [model for model in self._models.values() if new.may_replace(model)]
         # Silent sessions first.
         others.sort(key=lambda model: model.session_id == new.model.session_id)
         return others[:1] or None
 
-    def _begin(self, new: _NewModel, before: Sequence[TrainedModel]) -> Any:
+    def _begin(self, new: _Call, before: Sequence[TrainedModel]) -> Any:
         model = new.model
         for each in before:
             self._replaced.add(each.model_id)
-            self._write("replaced", each.session_id, id=each.model_id)
+            self.write("replaced", each.session_id, id=each.model_id)
             each.trainee = Trainee()
             error = Result.error(UserError(f"{each.model_id} was replaced by {model.model_id}"))
             for call in each.waiting.values():
-                self._futures.finish(call.future, error)
+                self.futures.finish(call.future, error)
         try:
             return new.work()
         except Exception:
@@ -343,7 +321,7 @@ class Models:
                 raise UserError(
                     f"seq_id {seq_id} was used: the next one of {model.model_id} is {model.next_seq}"
                 )
-            model.waiting[seq_id] = _Waiting(future, work, time.monotonic())
+            model.waiting[seq_id] = _Call(model, future, work)
             self._changed.notify_all()
 
     # Checkpoints
@@ -383,20 +361,20 @@ class Models:
                 raise CannotRedo(f"{future.request_id}: {error}") from error
 
     def _checkpoint_of(self, request_id: str) -> pathlib.Path:
-        return self._folder / "checkpoints" / re.sub("[:/]", "-", request_id)
+        return self.folder / "checkpoints" / re.sub("[:/]", "-", request_id)
 
     def _save_checkpoint(self, model: TrainedModel, future: Future) -> None:
         """Saves the state after a call if it is time, and removes checkpoints that no restart needs."""
         changes = future.route in ("optim_step", "load_weights")
-        if not changes or model.unsaved_steps < self._checkpoint_steps:
+        if not changes or model.unsaved_steps < self.checkpoint_steps:
             return
         model.unsaved_steps = 0
         folder = self._checkpoint_of(future.request_id)
         shutil.rmtree(folder, ignore_errors=True)
         self._write_state(model, folder)
-        self._write("checkpoint", future.session_id, id=future.request_id)
+        self.write("checkpoint", future.session_id, id=future.request_id)
         self._checkpoints.add(future.request_id)
-        plan = plan_redo(self._done, self._checkpoints, self._held(), self._replaced)
+        plan = plan_redo(self._done, self._checkpoints, self.held(), self._replaced)
         self._checkpoints &= {
             request_id for request_id, action in plan.items() if action == "restore"
         }
@@ -429,51 +407,47 @@ class Models:
     def _write_adapter(self, model: TrainedModel, folder: pathlib.Path) -> None:
         """Writes the weights as a PEFT directory."""
         assert model.trainee.state is not None, "a model has weights"
-        config = lora.with_adapters(self._actor.model, model.adapter)
+        config = lora.with_adapters(self.actor.model, model.adapter)
         params = lora.with_rank(model.trainee.state.params, model.adapter.rank)
-        save_adapter(params, config, folder, dtype="float32", base=str(self._source))
+        save_adapter(params, config, folder, dtype="float32", base=str(self.source))
 
     def _read(self, model: TrainedModel, folder: pathlib.Path, *, optimizer: bool) -> None:
-        most = self._actor.model.lora.rank
+        most = self.actor.model.lora.rank
         adapter = LoraConfig()
         if most:
             adapter = read_adapter_config(folder)
             check_rank(adapter.rank, most)
+
+        def with_rank(tree: Any, rank: int) -> Any:
+            return lora.with_rank(tree, rank) if most else tree
+
         checkpoints = Checkpoints(folder / "checkpoints", keep=None)
         with self._training(model) as actor:
-            like = padded = actor.abstract_state()
-            if most:
-                shapes = jax.eval_shape(lambda: lora.with_rank(padded, adapter.rank))
-                like = with_shardings(shapes, actor.state_shardings())
+            where = actor.state_shardings()
+            cut = functools.partial(with_rank, rank=adapter.rank)
+            like = with_shardings(jax.eval_shape(cut, actor.abstract_state()), where)
             try:
                 step = checkpoints.stored.newest_intact()
                 if step is None:
                     raise UserError(f"{folder} is not here, or damaged; save weights first")
                 if optimizer:
                     state = checkpoints.restore(step, {"actor": like})["actor"]
-                    if most:
-                        where = actor.state_shardings()
-                        state = jax.device_put(lora.with_rank(state, most), where)
-                    actor.state = state
+                    actor.state = jax.device_put(with_rank(state, most), where)
                 else:
                     params = checkpoints.stored.restore_params(step, "actor", like.params)
-                    if most:
-                        where = actor.state_shardings().params
-                        params = jax.device_put(lora.with_rank(params, most), where)
-                    actor.start_from(params)
+                    actor.start_from(jax.device_put(with_rank(params, most), where.params))
             finally:
                 checkpoints.close()
             model.adapter = adapter
-            scale = adapter.scale if most else 1.0
-            actor.trainee = Trainee(actor.state, scale=scale)
+            actor.trainee = Trainee(actor.state, scale=adapter.scale if most else 1.0)
 
     # The thread
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
-            model, future, work = call
-            with self._turns.training():
-                self._futures.run(future, work)
+            model, future = call.model, call.future
+            with self.turns.training():
+                self.futures.run(future, call.work)
                 result = future.result
                 assert result is not None, "it has just been run"
                 done = Done(future.request_id, future.route, result.failed, model.model_id)
@@ -483,7 +457,7 @@ class Models:
                 except Exception as error:  # a restart takes longer without it
                     _LOG.error("no checkpoint after %s: %s", future.request_id, error)
 
-    def _next(self) -> tuple[TrainedModel, Future, Callable[[], Any]] | None:
+    def _next(self) -> _Call | None:
         with self._changed:
             while not self._closing:
                 for new in self._new:
@@ -493,14 +467,14 @@ class Models:
                             del self._models[model.model_id]
                         self._models[new.model.model_id] = new.model
                         new.future.waits_for = ""
-                        return new.model, new.future, functools.partial(self._begin, new, before)
+                        work = functools.partial(self._begin, new, before)
+                        return dataclasses.replace(new, work=work)
                 ready = [m for m in self._models.values() if m.next_seq in m.waiting]
                 if ready:
                     # The call that waits longest.
                     model = min(ready, key=lambda model: model.waiting[model.next_seq].arrived)
-                    call = model.waiting.pop(model.next_seq)
                     model.next_seq += 1
-                    return model, call.future, call.work
+                    return model.waiting.pop(model.next_seq - 1)
                 for model in self._models.values():
                     if model.waiting:
                         self._give_up_gap(model)
@@ -510,44 +484,44 @@ class Models:
     @contextlib.contextmanager
     def _training(self, model: TrainedModel) -> Iterator[AccumulatingActor]:
         """The actor with the state of a model, which the model gets back."""
-        self._actor.trainee = model.trainee
+        self.actor.trainee = model.trainee
         # What a program consumes must not be held twice, and of a failed one nothing is left.
         model.trainee = Trainee()
         try:
-            yield self._actor
+            yield self.actor
         finally:
-            model.trainee, self._actor.trainee = self._actor.trainee, Trainee()
+            model.trainee, self.actor.trainee = self.actor.trainee, Trainee()
 
     def _give_up_gap(self, model: TrainedModel) -> None:
         """Fails the calls after a gap that has lasted too long, and goes on after them."""
         oldest = min(call.arrived for call in model.waiting.values())
-        if time.monotonic() - oldest < self._gap_timeout_s:
+        if time.monotonic() - oldest < self.gap_timeout_s:
             return
         missing, last = model.next_seq, max(model.waiting)
         waiting, model.waiting = model.waiting, {}
         model.next_seq = last + 1
         for seq_id, call in waiting.items():
             error = UserError(
-                f"seq_id {seq_id} waited {self._gap_timeout_s:g} s for {missing}, which never came; send "
+                f"seq_id {seq_id} waited {self.gap_timeout_s:g} s for {missing}, which never came; send "
                 "every seq_id"
             )
-            self._futures.finish(call.future, Result.error(error))
+            self.futures.finish(call.future, Result.error(error))
 
     # Work, on the thread
 
     def start(self, model: TrainedModel, new: NewAdapter | None = None) -> Any:
         """Begins with a new adapter, or with the base model's weights."""
         with self._training(model) as actor:
-            actor.start_from(self._fresh(new))
+            actor.start_from(self.fresh(new))
             if new is not None:
-                model.adapter = LoraConfig(rank=new.rank, targets=self._actor.model.lora.targets)
+                model.adapter = LoraConfig(rank=new.rank, targets=self.actor.model.lora.targets)
                 actor.trainee = dataclasses.replace(actor.trainee, scale=model.adapter.scale)
         return {"type": "create_model", "model_id": model.model_id}
 
     def forward_backward(self, model: TrainedModel, request: Any) -> bytes:
         """Adds the gradient of a request's loss, or only computes the loss."""
         loss = request.loss_fn
-        data = read_data(request, self._shape.tokens, self._actor.model.live_tokens)
+        data = read_data(request, self.shape.tokens, self.actor.model.live_tokens)
         # Each number of targets has programs of its own.
         by_k: dict[int, list[int]] = collections.defaultdict(list)
         for i, datum in enumerate(data):
@@ -558,7 +532,7 @@ class Models:
             run = actor.forward if request.forward_only else actor.accumulate
             for indices in by_k.values():
                 chosen = [data[i] for i in indices]
-                for part in pack_targets(chosen, self._shape, shards=self._shards):
+                for part in pack_targets(chosen, self.shape, shards=self.shards):
                     found, loss_sum = run(part.batch, loss)
                     logprobs |= {indices[i]: x for i, x in part.unpack(jax.device_get(found))}
                     total += float(loss_sum)
@@ -610,8 +584,8 @@ class Models:
                 self._write_adapter(model, folder)
             else:
                 assert model.trainee.state is not None, "a model has weights"
-                params, config = model.trainee.state.params, self._actor.model
-                save_checkpoint(params, config, folder, dtype="float32", source=self._source)
+                params, config = model.trainee.state.params, self.actor.model
+                save_checkpoint(params, config, folder, dtype="float32", source=self.source)
         return {
             "type": "save_weights_for_sampler",
             "path": f"tinker://{model.model_id}/sampler_weights/{name}",
@@ -647,7 +621,7 @@ class Models:
             raise UserError(
                 f"{name[:140]!r} is no name for weights; use letters, digits and . _ - +, 128 at most"
             )
-        return self._folder / model_id.replace(":", "-") / kind / name
+        return self.folder / model_id.replace(":", "-") / kind / name
 
     def folder_of(self, path: str, kind: str) -> pathlib.Path:
         """The folder of weights, from `tinker://RUN/KIND/NAME`.
@@ -660,5 +634,5 @@ class Models:
             raise UserError(f"{path[:200]!r} is no path of weights; use tinker://RUN/{kind}/NAME")
         folder = self._path(found[1], kind, found[3])
         if not folder.is_dir():
-            raise UserError(f"{path} is not here; this server has what it saved in {self._folder}")
+            raise UserError(f"{path} is not here; this server has what it saved in {self.folder}")
         return folder

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from jaxrl.errors import UserError
-from jaxrl.serving.openai.calls import ApiError
+from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import MAX_SNAPSHOTS, Clients
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
 from jaxrl.tinker.log import Record

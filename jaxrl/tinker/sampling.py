@@ -26,7 +26,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -38,7 +38,9 @@ from jaxrl.roles.packing import PackedShape
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import STOP, Delta, OnlineDriver
+from jaxrl.serving.openai.calls import LOWEST_TEMPERATURE
 from jaxrl.tinker.futures import Future, Futures, Result
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
 from jaxrl.tinker.turns import Turns
@@ -46,8 +48,6 @@ from jaxrl.tinker.wire import MESSAGES, tensor_of, topk_of
 
 _LOG = logging.getLogger(__name__)
 
-# Temperatures below count as greedy: division by them would overflow float32.
-_LOWEST_TEMPERATURE = 1e-5
 _MAX_SAMPLES = 1024
 _MAX_TOP_K = 100
 
@@ -60,8 +60,8 @@ class SampleCall:
       prompt: int32 [N].
       num_samples, max_tokens: number of samples, and of tokens of each.
       seed: what its noise depends on, besides the index of the sample.
-      temperature, top_k, top_p: how tokens are drawn; 0 is greedy, and 0 keeps all tokens.
-      stop_ids, stop_strings: what ends a sample.
+      options: how tokens are drawn, of one sample.
+      stop_ids: token ids that end a sample.
       prompt_logprobs: number of last prompt tokens whose log-probability is wanted; 0 for none.
       topk_prompt, topk_sample: number of most probable tokens to return at each place.
       targets: int64 [N - 1, K], tokens whose log-probability is wanted, -1 for none; None without any.
@@ -73,11 +73,8 @@ class SampleCall:
     num_samples: int
     max_tokens: int
     seed: bytes
-    temperature: float
-    top_k: int
-    top_p: float
+    options: SamplingOptions
     stop_ids: frozenset[int]
-    stop_strings: tuple[str, ...]
     prompt_logprobs: int = 0
     topk_prompt: int = 0
     topk_sample: int = 0
@@ -107,43 +104,33 @@ class _Job:
     adapter: int = 0
 
 
+@dataclasses.dataclass(eq=False)
 class Sampler:
-    """Answers calls on a thread of its own."""
+    """Answers calls on a thread of its own, which starts at once.
 
-    def __init__(
-        self,
-        engine: Engine,
-        actor: AccumulatingActor,
-        shape: PackedShape,
-        decode_text: Callable[[np.ndarray], str],
-        futures: Futures,
-        *,
-        shards: int,
-        turns: Turns,
-        max_waiting: int,
-        places: AdapterPlaces | None = None,
-    ):
-        """Starts the thread.
+    Attributes:
+      engine: engine of the model, without stop ids of its own.
+      actor: policy whose forward pass computes log-probabilities.
+      shape, shards: shape of its batches, and the devices that split their rows.
+      decode_text: function from token ids to text.
+      futures: futures, which the thread finishes.
+      turns: turns on the devices.
+      max_waiting: most samples that may wait.
+      places: places of adapters; None if samplers have whole weights.
+    """
 
-        Args:
-          engine: engine of the model, without stop ids of its own.
-          actor: policy whose forward pass computes log-probabilities.
-          shape, shards: shape of its batches, and the devices that split their rows.
-          decode_text: function from token ids to text.
-          futures: futures, which the thread finishes.
-          turns: turns on the devices.
-          max_waiting: most samples that may wait.
-          places: places of adapters; None if samplers have whole weights.
-        """
-        self._engine = engine
-        self._actor = actor
-        self._shape = shape
-        self._decode_text = decode_text
-        self._futures = futures
-        self._shards = shards
-        self._turns = turns
-        self._max_waiting = max_waiting
-        self._places = places
+    engine: Engine
+    actor: AccumulatingActor
+    shape: PackedShape
+    decode_text: Callable[[np.ndarray], str]
+    futures: Futures
+    _: dataclasses.KW_ONLY
+    shards: int
+    turns: Turns
+    max_waiting: int
+    places: AdapterPlaces | None = None
+
+    def __post_init__(self):
         # What happens, as functions that the thread calls; None ends it.
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -154,14 +141,14 @@ class Sampler:
         self._weights: SamplerWeights | None = None
         self._params: Params | None = None
         self._driver: OnlineDriver | None = None
-        turns.on_free = lambda: self._events.put(lambda: None)
+        self.turns.on_free = lambda: self._events.put(lambda: None)
         self._thread = threading.Thread(target=self._serve, name="tinker-sampler", daemon=True)
         self._thread.start()
 
     @property
     def is_full(self) -> bool:
         """Whether more calls should come later."""
-        return self._num_waiting >= self._max_waiting
+        return self._num_waiting >= self.max_waiting
 
     def submit(self, call: SampleCall, weights: SamplerWeights, future: Future) -> None:
         """Queues a call."""
@@ -199,7 +186,7 @@ class Sampler:
             self._unload()
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._turns.may_sample():
+        while self._waiting and self.turns.may_sample():
             job = self._waiting[0]
             try:
                 if not self._has_weights(job):
@@ -212,9 +199,11 @@ class Sampler:
             except Overloaded:
                 if self._open:
                     return
-                self._end(job, Result.error(UserError("too many samples for this server at once")))
+                self.futures.finish(
+                    job.future, Result.error(UserError("too many samples for this server at once"))
+                )
             except Exception as error:  # one call's failure is not the sampler's
-                self._end(job, Result.error(error))
+                self.futures.finish(job.future, Result.error(error))
             self._waiting.popleft()
             self._count(-job.call.num_samples)
 
@@ -222,7 +211,7 @@ class Sampler:
         """Ends the turn once the driver has dropped what was cancelled."""
         while self._driver is not None and self._driver.alive and self._driver.load != (0, 0):
             time.sleep(0.001)
-        self._turns.end_sampling()
+        self.turns.end_sampling()
 
     @property
     def _is_alive(self) -> bool:
@@ -230,7 +219,7 @@ class Sampler:
 
     def _has_weights(self, job: _Job) -> bool:
         """Brings the weights of a call to the driver; False if samples of others have to end first."""
-        if self._places is None:
+        if self.places is None:
             if job.weights is self._weights and self._is_alive:
                 return True
             if not self._open:
@@ -239,34 +228,31 @@ class Sampler:
                 self._weights = job.weights
                 return True
             return False
-        number = self._places.take(job.weights)
+        number = self.places.take(job.weights)
         if number is None:
             return False
         job.adapter = number
         if not self._is_alive:
-            self._drive(self._places.params)
-        self._pass_stack_on(self._places)
+            self._drive(self.places.params)
+        self._refresh()
         return True
 
     def _refresh(self) -> None:
-        if self._places is not None:
-            self._places.refresh()
-            self._pass_stack_on(self._places)
-
-    def _pass_stack_on(self, places: AdapterPlaces) -> None:
-        if self._driver is not None:
-            self._driver.load_adapters(places.stack)
+        if self.places is not None:
+            self.places.refresh()
+            if self._driver is not None:
+                self._driver.load_adapters(self.places.stack)
 
     def _drive(self, params: Params) -> None:
         self._params = params
         self._driver = OnlineDriver(
-            self._engine, params, self._decode_text, max_waiting=self._max_waiting
+            self.engine, params, self.decode_text, max_waiting=self.max_waiting
         )
 
     def _leave(self, job: _Job) -> None:
         """Gives the place of a call's adapter back."""
-        if self._places is not None:
-            self._places.leave(job.adapter)
+        if self.places is not None:
+            self.places.leave(job.adapter)
 
     def _unload(self) -> None:
         self._weights = None
@@ -277,18 +263,12 @@ class Sampler:
 
     def _begin(self, job: _Job) -> None:
         call = job.call
-        options = SamplingOptions(
-            temperature=call.temperature,
-            truncation=truncation_of(top_k=call.top_k, top_p=call.top_p),
-            stop_strings=call.stop_strings,
-        )
         # A request for each sample, so that one that ends early frees its slot. They share a prefill.
         requests = []
         for i, sample in enumerate(job.samples):
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1
-            request = Request(call.prompt, call.max_tokens, seed, options, job.adapter)
-            listener = functools.partial(self._listen, job, sample)
-            requests.append((request, listener))
+            request = Request(call.prompt, call.max_tokens, seed, call.options, job.adapter)
+            requests.append((request, functools.partial(self._listen, job, sample)))
         assert self._driver is not None, "weights are loaded first"
         tickets = self._driver.submit_all(requests)
         self._open[job.future.request_id] = job
@@ -303,7 +283,7 @@ class Sampler:
         if job.future.request_id not in self._open or sample.finish:
             return
         if isinstance(event, LiveError):
-            self._drop(job, Result.error(event))
+            self._end(job, Result.error(event))
             return
         tokens = event.tokens.tolist()
         # The engine knows no stop ids, which differ from call to call.
@@ -315,9 +295,10 @@ class Sampler:
         if stop is not None and not event.finish:
             self._cancel_ticket(sample)
         if all(each.finish for each in job.samples):
-            result = self._answer(job)
-            del self._open[job.future.request_id]
-            self._leave(job)
+            try:
+                result = Result.of(self._response(job).SerializeToString())
+            except Exception as error:  # one call's failure is not the sampler's
+                result = Result.error(error)
             self._end(job, result)
 
     def _cancel_ticket(self, sample: _OpenSample) -> None:
@@ -327,36 +308,28 @@ class Sampler:
     def _cancel(self, request_id: str) -> None:
         cancelled = Result.error(UserError("the client has cancelled the request"))
         if request_id in self._open:
-            self._drop(self._open[request_id], cancelled)
+            self._end(self._open[request_id], cancelled)
         for job in [job for job in self._waiting if job.future.request_id == request_id]:
             self._waiting.remove(job)
             self._count(-job.call.num_samples)
-            self._end(job, cancelled)
+            self.futures.finish(job.future, cancelled)
 
-    def _drop(self, job: _Job, result: Result) -> None:
+    def _end(self, job: _Job, result: Result) -> None:
+        """Ends a call that has begun, with what is not sampled yet."""
         del self._open[job.future.request_id]
         self._leave(job)
         for sample in job.samples:
             if not sample.finish:
                 self._cancel_ticket(sample)
-        self._end(job, result)
-
-    def _end(self, job: _Job, result: Result) -> None:
-        self._futures.finish(job.future, result)
+        self.futures.finish(job.future, result)
 
     # Answers
-
-    def _answer(self, job: _Job) -> Result:
-        try:
-            return Result.of(self._response(job).SerializeToString())
-        except Exception as error:  # one call's failure is not the sampler's
-            return Result.error(error)
 
     def _response(self, job: _Job) -> Any:
         call, samples = job.call, job.samples
         N = len(call.prompt)
         top_k = max(call.topk_prompt, call.topk_sample)
-        tempered = call.temperature not in (0.0, 1.0)
+        tempered = call.options.temperature not in (0.0, 1.0)
         prompts_too = (
             call.prompt_logprobs or call.topk_prompt or call.targets is not None or call.draws
         )
@@ -424,7 +397,7 @@ class Sampler:
 
     def _score(self, job: _Job, sequences: Sequence[np.ndarray], top_k: int) -> list[Scores]:
         """Log-probabilities of sequences at temperature 1, with the weights of the sampler."""
-        targets, most = job.call.targets, self._shape.tokens + 1
+        targets, most = job.call.targets, self.shape.tokens + 1
         if (longest := max(map(len, sequences))) > most:
             raise UserError(
                 f"log-probabilities of a sequence of {longest} tokens were asked for, and this server "
@@ -442,16 +415,16 @@ class Sampler:
             given.append(Targets(tokens[:-1], of_place, {}))
         scores: dict[int, Scores] = {}
         params = self._params
-        if self._places is not None:
-            params = self._places.params_of(job.adapter)
+        if self.places is not None:
+            params = self.places.params_of(job.adapter)
         assert params is not None, "weights are loaded first"
         further = {
             "top_k": top_k,
             "draws": draws,
-            "temperature": max(job.call.temperature, _LOWEST_TEMPERATURE),
+            "temperature": max(job.call.options.temperature, LOWEST_TEMPERATURE),
         }
-        for part in pack_targets(given, self._shape, shards=self._shards):
-            found = jax.device_get(self._actor.score(params, part.batch, **further))
+        for part in pack_targets(given, self.shape, shards=self.shards):
+            found = jax.device_get(self.actor.score(params, part.batch, **further))
             for fields in zip(*map(part.unpack, found), strict=True):
                 index, logprobs = fields[0]
                 values = [each for _, each in fields[1:]]
@@ -480,25 +453,10 @@ class Scores:
 # Reading of requests
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingLimits:
-    """What a call may ask.
-
-    Attributes:
-      vocabulary: number of tokens of the model.
-      max_prompt_tokens, max_tokens, max_context_tokens: of a prompt, a sample, and both together.
-      stop_ids: what ends a sample by default.
-    """
-
-    vocabulary: int
-    max_prompt_tokens: int
-    max_tokens: int
-    max_context_tokens: int
-    stop_ids: tuple[int, ...]
-
-
-def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: bytes) -> SampleCall:
-    """A SampleCall from the JSON of `asample`.
+def read_call(
+    body: Mapping[str, Any], sizes: EngineConfig, vocabulary: int, default_seed: bytes
+) -> SampleCall:
+    """A SampleCall from the JSON of `asample`, for a model with so many tokens.
 
     Raises:
       UserError: something does not fit, or is not served.
@@ -509,51 +467,51 @@ def read_call(body: Mapping[str, Any], limits: SamplingLimits, default_seed: byt
             "loss_fn=importance_sampling"
         )
     params = _object(body, "sampling_params")
-    prompt = _tokens(_object(body, "prompt"), limits)
-    room = min(limits.max_tokens, limits.max_context_tokens - len(prompt))
-    if len(prompt) > limits.max_prompt_tokens or room < 1:
+    prompt = _tokens(_object(body, "prompt"), vocabulary)
+    room = min(sizes.max_response_tokens, sizes.max_context_tokens - len(prompt))
+    if len(prompt) > sizes.max_prompt_tokens or room < 1:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens; this server takes {limits.max_prompt_tokens} at most, and "
-            f"{limits.max_context_tokens} together with a sample: shorten it"
+            f"the prompt has {len(prompt)} tokens; this server takes {sizes.max_prompt_tokens} at most, and "
+            f"{sizes.max_context_tokens} together with a sample: shorten it"
         )
-    max_tokens = _int(params, "max_tokens", room, low=1)
+    max_tokens = _number(params, "max_tokens", room, 1)
     if max_tokens > room:
         raise UserError(
             f"max_tokens {max_tokens} after a prompt of {len(prompt)}: this server has room for {room}; ask "
             "for as many"
         )
-    temperature = _number(params, "temperature", 1.0, 0.0, 100.0)
-    top_k = _int(params, "top_k", -1, low=-1, high=limits.vocabulary)
-    stop_ids, stop_strings = _stops(params.get("stop"), limits)
+    temperature = _number(params, "temperature", 1.0, 0, 100)
+    truncation = truncation_of(
+        top_k=max(_number(params, "top_k", -1, -1, vocabulary), 0),
+        top_p=_number(params, "top_p", 1.0, 1e-6, 1),
+    )
+    stop_ids, stop_strings = _stops(params.get("stop"), sizes.stop_ids)
+    options = SamplingOptions(
+        temperature=0.0 if temperature < LOWEST_TEMPERATURE else temperature,
+        truncation=truncation,
+        stop_strings=stop_strings,
+    )
     seed = params.get("seed")
-    N = len(prompt)
-    last = body.get("prompt_logprobs_last_n")
+    N, most = len(prompt), min(_MAX_TOP_K, vocabulary)
     wanted = 0
     if body.get("prompt_logprobs"):
-        wanted = (
-            N
-            if last is None
-            else _int(body, "prompt_logprobs_last_n", N, low=1, high=max(1, N - 1))
-        )
-    elif last is not None:
+        wanted = _number(body, "prompt_logprobs_last_n", N, 1, max(1, N - 1))
+    elif body.get("prompt_logprobs_last_n") is not None:
         raise UserError("prompt_logprobs_last_n needs prompt_logprobs; set it to true")
     targets = body.get("target_prompt_logprobs")
     return SampleCall(
         prompt,
-        _int(body, "num_samples", 1, low=1, high=_MAX_SAMPLES),
+        _number(body, "num_samples", 1, 1, _MAX_SAMPLES),
         max_tokens,
-        default_seed if seed is None else b"seed %d" % _int(params, "seed", 0),
-        0.0 if temperature < _LOWEST_TEMPERATURE else temperature,
-        max(top_k, 0),
-        _number(params, "top_p", 1.0, 1e-6, 1.0),
+        default_seed if seed is None else b"seed %d" % _number(params, "seed", 0),
+        options,
         stop_ids,
-        stop_strings,
-        wanted,
-        _int(body, "topk_prompt_logprobs", 0, low=0, high=min(_MAX_TOP_K, limits.vocabulary)),
-        _int(body, "topk_sample_logprobs", 0, low=0, high=min(_MAX_TOP_K, limits.vocabulary)),
-        None if targets is None else _targets(targets, N, limits.vocabulary),
-        isinstance(targets, dict) and targets.get("sparse_crow_indices") is not None,
-        _int(body, "prompt_alt_tokens_k", 0, low=0, high=_MAX_TOP_K),
+        prompt_logprobs=wanted,
+        topk_prompt=_number(body, "topk_prompt_logprobs", 0, 0, most),
+        topk_sample=_number(body, "topk_sample_logprobs", 0, 0, most),
+        targets=None if targets is None else _targets(targets, N, vocabulary),
+        is_sparse=isinstance(targets, dict) and targets.get("sparse_crow_indices") is not None,
+        draws=_number(body, "prompt_alt_tokens_k", 0, 0, _MAX_TOP_K),
     )
 
 
@@ -564,25 +522,23 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def _int(
-    body: Mapping[str, Any], name: str, default: int, low: int = -(2**63), high: int = 2**63
-) -> int:
-    value = body.get(name)
-    value = default if value is None else value
-    if type(value) is not int or not low <= value <= high:
-        raise UserError(f"{name} is {value!r}; send a whole number from {low} to {high}")
-    return value
+Number = TypeVar("Number", int, float)
 
 
-def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = body.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise UserError(f"{name} is {value!r}; send a number from {low:g} to {high:g}")
-    return float(value)
+def _number(
+    body: Mapping[str, Any], name: str, default: Number, low: float = -(2**63), high: float = 2**63
+) -> Number:
+    """A field of the default's type, or the default."""
+    value, kind = body.get(name), type(default)
+    if value is None:
+        return default
+    if type(value) not in (int, kind) or not low <= value <= high:
+        what = "a whole number" if kind is int else "a number"
+        raise UserError(f"{name} is {value!r}; send {what} from {low} to {high}")
+    return kind(value)
 
 
-def _tokens(prompt: Mapping[str, Any], limits: SamplingLimits) -> np.ndarray:
+def _tokens(prompt: Mapping[str, Any], vocabulary: int) -> np.ndarray:
     chunks = prompt.get("chunks")
     if not isinstance(chunks, list):
         raise UserError("the prompt has no chunks; send {chunks: [{type: encoded_text, tokens}]}")
@@ -596,18 +552,18 @@ def _tokens(prompt: Mapping[str, Any], limits: SamplingLimits) -> np.ndarray:
         tokens += chunk["tokens"]
     if not tokens:
         raise UserError("the prompt is empty; write one")
-    if not all(type(token) is int and 0 <= token < limits.vocabulary for token in tokens):
+    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise UserError(
             f"the prompt has tokens that are no ids of this model, which go from 0 to "
-            f"{limits.vocabulary - 1}; use its own tokenizer"
+            f"{vocabulary - 1}; use its own tokenizer"
         )
     return np.array(tokens, np.int32)
 
 
-def _stops(stop: Any, limits: SamplingLimits) -> tuple[frozenset[int], tuple[str, ...]]:
+def _stops(stop: Any, default: Sequence[int]) -> tuple[frozenset[int], tuple[str, ...]]:
     """Stop ids and strings; None for the model's own, an empty list for none at all."""
     if stop is None:
-        return frozenset(limits.stop_ids), ()
+        return frozenset(default), ()
     stops = [stop] if isinstance(stop, str) else stop
     if isinstance(stops, list) and len(stops) <= 64:
         ids = [each for each in stops if type(each) is int]

@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,23 +36,23 @@ from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import AccumulatingActor
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
-from jaxrl.rollout.engine import Engine
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.model_loading import (
     ModelDirectory,
     build_engine,
+    device_bytes,
     generation_shardings,
     model_directory,
     read_model,
 )
 from jaxrl.serving.serve_config import end_of_service, read_flags
-from jaxrl.tinker.app import Service, build_app
+from jaxrl.tinker.app import ServedWeights, Service, build_app
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
 from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
-from jaxrl.tinker.sampling import Sampler, SamplingLimits
+from jaxrl.tinker.sampling import Sampler
 from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tinker.turns import Turns
 from jaxrl.tracking.durable import run_lock
@@ -119,15 +118,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     actor = AccumulatingActor(model, mesh, train=train, seed=0, state_rules=rules)
     weights_of = _whole_weights if config.full else _adapters
     weights = weights_of(config, found, directory, actor)
-    engine = weights.engine
-    sizes = engine.config
-    limits = SamplingLimits(
-        model.live_tokens,
-        sizes.max_prompt_tokens,
-        sizes.max_response_tokens,
-        sizes.max_context_tokens,
-        tuple(tokenizer.stop_ids),
-    )
+    sizes = dataclasses.replace(weights.engine.config, stop_ids=tuple(tokenizer.stop_ids))
     turns, folder = Turns(exclusive=mesh.size > 1), pathlib.Path(config.folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_lock(folder, "--folder"))
@@ -151,7 +142,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         )
         stack.callback(models.close)
         sampler = Sampler(
-            engine,
+            weights.engine,
             actor,
             shape,
             tokenizer.decode,
@@ -164,18 +155,15 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         stack.callback(sampler.close)
         service = Service(
             config.model_name,
+            sizes,
             config.tokenizer,
             log,
             clients,
             futures,
             models,
             sampler,
-            weights.base,
-            weights.snapshot,
-            weights.exported,
-            limits,
-            model.lora.targets if not config.full else (),
-            model.lora.rank,
+            weights,
+            model.lora,
         )
         server = HttpServer(
             build_app(service, max_body_bytes=config.max_body_bytes),
@@ -188,36 +176,11 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         yield RunningTinker(server.port, actor, shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weights:
-    """What clients train and sample from.
-
-    Attributes:
-      engine: engine of the samples.
-      fresh: see `Models`.
-      base, snapshot, exported: see `Service`.
-      places: places of adapters; None for whole weights.
-    """
-
-    engine: Engine
-    fresh: Callable[[NewAdapter | None], Params]
-    base: SamplerWeights
-    snapshot: Callable[[TrainedModel, str], SamplerWeights]
-    exported: Callable[[pathlib.Path, str], SamplerWeights]
-    places: AdapterPlaces | None = None
-
-
-def _bytes(tree: Any) -> int:
-    """Memory of each device for a tree of shapes with shardings."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
 def _whole_weights(
     config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
-) -> _Weights:
+) -> ServedWeights:
     model, mesh = found.model, actor.mesh
-    state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
+    state_bytes = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
     engine = build_engine(config, found, mesh, stop_ids=(), other_bytes=state_bytes)
     generate = generation_shardings(model, mesh)
     types = weight_types(model, config.dtype, config.weights_dtype)
@@ -243,7 +206,7 @@ def _whole_weights(
     def fresh(_: NewAdapter | None) -> Params:
         return load_params(directory, model, actor.train_shardings, dtype=jnp.float32)
 
-    return _Weights(engine, fresh, exported(directory, None), snapshot, exported)
+    return ServedWeights(engine, fresh, exported(directory, None), snapshot, exported)
 
 
 def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirectory:
@@ -266,7 +229,7 @@ def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirector
 
 def _adapters(
     config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
-) -> _Weights:
+) -> ServedWeights:
     model, mesh = found.model, actor.mesh
     like = actor.trained(actor.shapes)
     where, frozen_where = lora.split(actor.train_shardings)
@@ -274,8 +237,8 @@ def _adapters(
     count = 1 + max(config.adapters, 2)
     make_stack = functools.partial(lora.empty_stack, like, count, jnp.dtype(config.dtype))
     stack_where = lora.stack_shardings(where)
-    stack_bytes = _bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
-    state_bytes = _bytes((actor.abstract_state(), actor.abstract_gradients()))
+    stack_bytes = device_bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
+    state_bytes = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
     engine = build_engine(
         config,
         found,
@@ -314,4 +277,4 @@ def _adapters(
         return SamplerWeights(load, path)
 
     places = AdapterPlaces(actor.frozen, stack, base)
-    return _Weights(engine, fresh, base, snapshot, exported, places)
+    return ServedWeights(engine, fresh, base, snapshot, exported, places)

@@ -1,8 +1,8 @@
 """The messages of the Tinker API in protobuf, the arrays in them, and the sequences that a request trains on.
 
 The text below is ours, after the wire as it was recorded with tinker 0.38; field numbers are what matters. It
-is read here rather than by protoc, so that no generated file lies beside it. It knows what it needs of the
-language: scalars, messages, enums, `repeated`, `optional`, `map` and `oneof`.
+is read here rather than by protoc, so that no generated file lies beside it. It has scalars, messages,
+`repeated`, `map` and `oneof`; on the wire an enum is an int32, and an optional field is a oneof of its own.
 
 Arrays are little-endian bytes. N tokens of a sequence   K values of a token
 """
@@ -23,9 +23,6 @@ from jaxrl.errors import UserError
 from jaxrl.roles.accumulating import Targets
 
 PROTO = """
-enum DType { UNSPECIFIED = 0; FLOAT32 = 1; INT64 = 2; INT32 = 3; BFLOAT16 = 4; }
-enum StopReason { STOP = 0; LENGTH = 1; }
-
 message EncodedTextChunk { bytes tokens = 1; }
 message OtherChunk { }
 message Chunk {
@@ -34,7 +31,7 @@ message Chunk {
 message SparseCsr { bytes values = 1; bytes crow_indices = 2; bytes col_indices = 3; }
 message Tensor {
   oneof encoding { bytes dense = 1; SparseCsr sparse_csr = 2; }
-  DType dtype = 3;
+  int32 dtype = 3;
   repeated int64 shape = 4;
 }
 message Datum {
@@ -54,7 +51,7 @@ message ForwardBackwardRequest {
 message BatchedTensor {
   bytes data = 1;
   bytes offsets = 2;
-  DType dtype = 3;
+  int32 dtype = 3;
   repeated int64 trailing_shape = 4;
 }
 message ArrayRecord {
@@ -69,96 +66,71 @@ message ForwardBackwardOutput {
 }
 message TopkLogprobs { bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4; }
 message SampledSequence {
-  StopReason stop_reason = 1;
+  int32 stop_reason = 1;
   bytes tokens = 2;
-  optional bytes logprobs = 3;
-  optional TopkLogprobs topk_sampled_logprobs = 4;
+  oneof _logprobs { bytes logprobs = 3; }
+  TopkLogprobs topk_sampled_logprobs = 4;
 }
 message SampleResponse {
   repeated SampledSequence sequences = 1;
-  optional bytes prompt_logprobs = 2;
-  optional TopkLogprobs topk_prompt_logprobs = 3;
+  oneof _prompt_logprobs { bytes prompt_logprobs = 2; }
+  TopkLogprobs topk_prompt_logprobs = 3;
   int32 prompt_cache_hit_tokens = 4;
-  optional Tensor target_prompt_logprobs = 5;
-  optional PromptAltTokens prompt_alt_tokens = 6;
+  Tensor target_prompt_logprobs = 5;
+  PromptAltTokens prompt_alt_tokens = 6;
 }
 message PromptAltTokens { Tensor tokens = 1; Tensor logprobs = 2; }
 """
 
+# Values of `dtype`. Those of `stop_reason` are 0 for a stop id or string, and 1 for the limit.
 _FLOAT32, _INT64 = 1, 2
 # bfloat16 is the upper half of a float32.
 _TYPES = {_FLOAT32: "<f4", _INT64: "<i8", 3: "<i4", 4: "<u2"}
 
-_TOKEN = re.compile(r"[\w.]+|[{}<>=;,]")
+_ITEM = re.compile(
+    r"(?P<block>message|oneof) (?P<name>\w+) \{|(?P<end>\})"
+    r"|(?P<repeated>repeated )?(?P<map>map<string, )?(?P<kind>\w+)>? (?P<field>\w+) = (?P<number>\d+);"
+)
 _Field = descriptor_pb2.FieldDescriptorProto
 
 
 def _messages(text: str) -> dict[str, Any]:
     """The classes of the messages of a .proto text, by name."""
-    tokens = iter(_TOKEN.findall(text))
     file = descriptor_pb2.FileDescriptorProto(
         name="jaxrl_tinker.proto", package="tinker_public", syntax="proto3"
     )
-    enums: set[str] = set()
 
-    def add_field(message: Any, words: list[str], oneof: int | None) -> None:
-        *label, kind, name, _, number = words
-        if kind == ">":  # map < string , KIND > name = number
-            kind, label = label[-1], ["repeated"]
-            # protobuf finds the entry of a map by this name.
-            entry = message.nested_type.add(name=name.title().replace("_", "") + "Entry")
-            entry.options.map_entry = True
-            add_field(entry, ["string", "key", "=", "1"], None)
-            add_field(entry, [kind, "value", "=", "2"], None)
-            kind = f"{message.name}.{entry.name}"
-        field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
-        if label == ["repeated"]:
-            field.label = _Field.LABEL_REPEATED
-        if oneof is not None:
-            field.oneof_index = oneof
+    def add_field(message: Any, name: str, number: int, kind: str) -> Any:
+        field = message.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
         if kind[0].islower():
             field.type = _Field.Type.Value(f"TYPE_{kind.upper()}")
         else:
-            field.type = _Field.TYPE_ENUM if kind in enums else _Field.TYPE_MESSAGE
-            field.type_name = f".tinker_public.{kind}"
-        if label == ["optional"]:
-            field.proto3_optional = True
-            optional.append((message, field))
+            field.type, field.type_name = _Field.TYPE_MESSAGE, f".tinker_public.{kind}"
+        return field
 
-    optional: list[tuple[Any, Any]] = []
     message: Any = None
-    enum: Any = None
-    for keyword in tokens:
-        name, _ = next(tokens), next(tokens)
-        if keyword == "enum":
-            enums.add(name)
-            enum = file.enum_type.add(name=name)
+    in_oneof = False
+    for item in _ITEM.finditer(text):
+        if item["block"] == "message":
+            message = file.message_type.add(name=item["name"])
+        elif item["block"] == "oneof" or item["end"]:
+            in_oneof = not item["end"]
+            if in_oneof:
+                message.oneof_decl.add(name=item["name"])
         else:
-            message = file.message_type.add(name=name)
-        words: list[str] = []
-        oneof: int | None = None
-        for word in tokens:
-            if word == "{":  # oneof NAME {
-                oneof = len(message.oneof_decl)
-                message.oneof_decl.add(name=words[1])
-                words = []
-            elif word == ";" and keyword == "enum":
-                # Values of all enums share their names in one scope.
-                enum.value.add(name=f"{name}_{words[0]}", number=int(words[2]))
-                words = []
-            elif word == ";":
-                add_field(message, words, oneof)
-                words = []
-            elif word == "}":
-                if oneof is None:
-                    break
-                oneof = None
-            else:
-                words.append(word)
-    # An optional scalar is a oneof of its own, behind all others.
-    for message, field in optional:
-        field.oneof_index = len(message.oneof_decl)
-        message.oneof_decl.add(name=f"_{field.name}")
+            name, kind = item["field"], item["kind"]
+            if item["map"]:
+                # protobuf finds the entry of a map by this name.
+                entry = message.nested_type.add(name=name.title().replace("_", "") + "Entry")
+                entry.options.map_entry = True
+                add_field(entry, "key", 1, "string")
+                add_field(entry, "value", 2, kind)
+                kind = f"{message.name}.{entry.name}"
+            field = add_field(message, name, int(item["number"]), kind)
+            if item["repeated"] or item["map"]:
+                field.label = _Field.LABEL_REPEATED
+            if in_oneof:
+                field.oneof_index = len(message.oneof_decl) - 1
     pool = descriptor_pool.DescriptorPool()
     found = pool.Add(file) or pool.FindFileByName(file.name)
     return {

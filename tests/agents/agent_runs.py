@@ -6,16 +6,12 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from byte_engine import MODEL, engine_of, random_weights
 from chats import chat_tokenizer
 
 from jaxrl.agents.agent_backend import AgentBackend
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.decoder import decoder_graph
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
-from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.types import Prompts
@@ -38,25 +34,11 @@ OPTIONS = SamplingOptions(num_samples=2, seed=7, step=3)
 def agent_backend(seconds: float = 60.0, agent: str = AGENT) -> AgentBackend:
     """Weights are the same for all."""
     tokenizer = chat_tokenizer()
-    model = ModelConfig(
-        vocab_size=288,
-        num_tokens=tokenizer.vocab_size,
-        num_layers=2,
-        d_model=16,
-        d_ff=32,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-    )
-    graph, shapes, _ = decoder_graph(model)
-    layout = ParallelLayout.from_config(LayoutConfig(train="1-1-1"))
-    mesh = build_mesh(layout, jax.devices()[:1])
+    model = dataclasses.replace(MODEL, num_tokens=tokenizer.vocab_size)
     settings = RolloutConfig(agent=agent, agent_turns=8, agent_seconds=seconds)
-    engine = Engine(model, graph, mesh, dataclasses.replace(SIZES, stop_ids=tokenizer.stop_ids))
+    engine = engine_of(base=SIZES, model=model, stop_ids=tokenizer.stop_ids)
     backend = AgentBackend(OfflineBackend(engine, tokenizer.decode_batch), settings, tokenizer)
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
-    backend.load(jax.device_put(weights, jax.devices()[0]))
+    backend.load(jax.device_put(random_weights(model), jax.devices()[0]))
     return backend
 
 

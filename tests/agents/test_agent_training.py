@@ -8,7 +8,7 @@ from agent_runs import AGENT
 from chats import chat_tokenizer
 from closeness import assert_close
 from recipe_files import write_recipe_file
-from test_agent_backend import conversations
+from test_agent_backend import conversations, said
 from test_multiprocess import rows_of
 from test_multiprocess import run as run_processes
 from tiny_runs import SETTINGS, problems_in
@@ -67,11 +67,6 @@ def step_of(folder: pathlib.Path, **changes):
         backend.generate = watched
         metrics = run.step()
     return metrics, done[0]
-
-
-def said(done):
-    """The tokens of each sample's conversations, in an order that does not depend on time."""
-    return [sorted(x.tokens.tolist() for x in conversations(done, b)) for b in range(len(done))]
 
 
 @pytest.fixture(scope="module")

@@ -63,10 +63,8 @@ def test_only_the_new_messages_are_encoded():
     second = conversation.extend([user("2 + 2?"), assistant("4"), user("Why?")])
     # The separator is ours, the terminator was sampled.
     suffix = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert np.array_equal(
-        second.prompt_ids,
-        np.concatenate([first.prompt_ids, encode("4<|im_end|>"), encode(suffix)]),
-    )
+    expected = np.concatenate([first.prompt_ids, encode("4<|im_end|>"), encode(suffix)])
+    assert np.array_equal(second.prompt_ids, expected)
     say(conversation, second, "So", version=4, finish="length")
     (branch,) = conversation.branches()
     one, two, three, four = map(len, map(encode, (beginning, "4<|im_end|>", suffix, "So")))
@@ -77,9 +75,8 @@ def test_only_the_new_messages_are_encoded():
     assert branch.truncated
     assert conversation.counts == Counts(one + three, two + four)
     # A turn that was cut lacks the terminator, which is ours then.
-    third = conversation.extend(
-        [user("2 + 2?"), assistant("4"), user("Why?"), assistant("So"), user("?")]
-    )
+    history = [user("2 + 2?"), assistant("4"), user("Why?"), assistant("So"), user("?")]
+    third = conversation.extend(history)
     added = third.prompt_ids[len(branch.tokens) :]
     expected = "<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
     assert np.array_equal(added, encode(expected))
@@ -96,9 +93,8 @@ def test_two_tool_messages_are_rendered_together():
     second = conversation.extend(history, TOOLS)
     added = second.prompt_ids[len(first.prompt_ids) + len(first.answer.tokens) :]
     results = "\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response>"
-    assert np.array_equal(
-        added, encode(f"\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n")
-    )
+    expected = f"\n<|im_start|>user{results}<|im_end|>\n<|im_start|>assistant\n"
+    assert np.array_equal(added, encode(expected))
 
 
 def test_without_tools_calls_are_content():
@@ -228,10 +224,8 @@ def test_the_order_of_branches_does_not_depend_on_that_of_the_answers():
         found.append([(b.tokens.tolist(), b.mask.tolist()) for b in conversation.branches()])
     assert found[0] == found[1] == found[2] and len(found[0]) == 3
     # The deepest first, and the other question last.
-    assert (
-        found[0][2][0][: len(encode("<|im_start|>user\ny"))]
-        == encode("<|im_start|>user\ny").tolist()
-    )
+    y = encode("<|im_start|>user\ny").tolist()
+    assert found[0][2][0][: len(y)] == y
 
 
 # In any order
@@ -295,9 +289,8 @@ class Client:
                 message.pop("reasoning_content", None)
             for call in message.get("tool_calls", []):
                 arguments = json.loads(call["function"]["arguments"])
-                call["function"]["arguments"] = json.dumps(
-                    dict(sorted(arguments.items())), indent=1
-                )
+                in_order = dict(sorted(arguments.items()))
+                call["function"]["arguments"] = json.dumps(in_order, indent=1)
         elif self.draw(st.booleans()):
             message["content"] = [{"type": "text", "text": message["content"]}]
         return message

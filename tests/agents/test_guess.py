@@ -63,11 +63,9 @@ def test_smollm2_learns_to_use_a_calculator(tmp_path):
         pytest.skip("needs SmolLM2-135M-Instruct; jaxrl fetch makes it")
     run, right = trained("calculator_smollm2", "val-core/calculator/acc/mean@2", tmp_path)
     assert right[0] < 0.45 and right[-1] > 0.65
-    first, last = (
-        [json.loads(line) for line in (run / f"rollouts/step_{n}.jsonl").read_text().splitlines()]
-        for n in (1, 10)
-    )
-    without = [
-        sum("<tool_response>" not in row["completion"] for row in rows) for rows in (first, last)
-    ]
+    without = []
+    for n in (1, 10):
+        lines = (run / f"rollouts/step_{n}.jsonl").read_text().splitlines()
+        said = [json.loads(line)["completion"] for line in lines]
+        without.append(sum("<tool_response>" not in text for text in said))
     assert without[1] < without[0] / 2

@@ -1,7 +1,7 @@
 """Agents over HTTP: whatever a client sends back, the tokens of its branches are what the model saw."""
 
+import concurrent.futures
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -12,11 +12,10 @@ for package in ("pydantic", "starlette", "uvicorn"):
     import_extra("dev", package)
 openai = import_extra("dev", "openai")
 
-from scripted_driver import ScriptedDriver, serving  # noqa: E402
+from scripted_driver import serving_sessions  # noqa: E402
 
 from jaxrl.agents.conversation import ChatModel, Conversation  # noqa: E402
-from jaxrl.agents.session_prompts import SessionPrompts  # noqa: E402
-from jaxrl.agents.sessions import Session, Sessions  # noqa: E402
+from jaxrl.agents.sessions import Session  # noqa: E402
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 # Spaces and keys that no template writes, and a token for each byte.
@@ -53,23 +52,11 @@ def test_agents_at_once_leave_exact_branches():
         sampled.append((prompt, tokens))
         return tokens
 
-    model, sessions = ChatModel(tokenizer), Sessions(100.0)
-    opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(4)]
-    sessions.open(opened)
-    keys = [session.key for session in opened]
-    prompts = SessionPrompts(model, sessions, most_turns=3)
-    driver = ScriptedDriver(tokenizer, say)
-    with serving(driver, tokenizer, prompts=prompts) as url:
-        threads = [
-            threading.Thread(
-                target=agent, args=(url, key), kwargs={"session_header": key == keys[0]}
-            )
-            for key in keys
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with serving_sessions(tokenizer, say, 4, most_turns=3) as (url, opened, sessions):
+        keys = [session.key for session in opened]
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            ask = lambda key: agent(url, key, session_header=key == keys[0])  # noqa: E731
+            list(threads.map(ask, keys))
         # Three requests each; the repeated one was not sampled again.
         assert len(sampled) == 12
         seen = {np.concatenate(pair).tobytes() for pair in sampled}
@@ -88,16 +75,16 @@ def test_agents_at_once_leave_exact_branches():
             ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
             with pytest.raises(openai.AuthenticationError, match="no open session with that key"):
                 client.chat.completions.create(**ask)
-            sessions.open([Session(0, 0, 7, {}, Conversation(model), key=keys[0])])
+            again = Conversation(ChatModel(tokenizer))
+            sessions.open([Session(0, 0, 7, {}, again, key=keys[0])])
             with pytest.raises(openai.BadRequestError, match="n 2: a session has one answer"):
                 client.chat.completions.create(**ask, n=2)
             # A name of its own for the session, beside the key.
             client.chat.completions.create(**ask, extra_headers={"X-Session-ID": "trace 1"})
             # They would change the policy that samples; what is only reported would not.
             edits = {"presence_penalty": 1, "logit_bias": {"7": 5}}
-            with pytest.raises(
-                openai.BadRequestError, match="logit_bias and presence_penalty: ans"
-            ):
+            refused = "logit_bias and presence_penalty: ans"
+            with pytest.raises(openai.BadRequestError, match=refused):
                 client.chat.completions.create(**ask, **edits)
             (choice,) = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices
             assert choice.logprobs.content
@@ -107,18 +94,15 @@ def test_agents_at_once_leave_exact_branches():
 
 def test_prompts_of_ids_are_turns_of_the_same_tree():
     tokenizer = chat_tokenizer(CHATML)
-    model, sessions, sampled = ChatModel(tokenizer), Sessions(100.0), []
+    sampled = []
 
     def say(prompt):
         sampled.append(prompt)
         return tokenizer.encode("4<|im_end|>")
 
-    session = Session(0, 0, 7, {}, Conversation(model), key="k")
-    sessions.open([session])
-    prompts = SessionPrompts(model, sessions, most_turns=4)
     with (
-        serving(ScriptedDriver(tokenizer, say), tokenizer, prompts=prompts) as url,
-        openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client,
+        serving_sessions(tokenizer, say, most_turns=4) as (url, (session,), _),
+        openai.OpenAI(base_url=url, api_key=session.key, max_retries=0) as client,
     ):
 
         def ask(ids, **params):

@@ -19,25 +19,18 @@ QUESTION = {"role": "user", "content": "x"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
+OF_QWEN = (
+    "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n1\n"
+    "</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
 @pytest.mark.parametrize(
     ("template", "terminator", "rewrites", "of_results", "of_a_question"),
     [
-        (
-            CHATML,
-            "<|im_end|>",
-            (),
-            "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n1\n"
-            "</tool_response><|im_end|>\n<|im_start|>assistant\n",
-            "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            THINKING,
-            "<|im_end|>",
-            ("drops earlier reasoning",),
-            "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n1\n"
-            "</tool_response><|im_end|>\n<|im_start|>assistant\n",
-            "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n",
-        ),
+        (CHATML, "<|im_end|>", (), *OF_QWEN),
+        (THINKING, "<|im_end|>", ("drops earlier reasoning",), *OF_QWEN),
         (
             LLAMA,
             "<|eot|>",

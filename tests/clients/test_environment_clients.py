@@ -18,12 +18,7 @@ import pytest
 from chats import chat_tokenizer
 from environments import python_of
 from processes import free_port, started
-from scripted_driver import ScriptedDriver, serving
-
-from jaxrl.agents.conversation import ChatModel, Conversation
-from jaxrl.agents.session_prompts import SessionPrompts
-from jaxrl.agents.sessions import Session, Sessions
-from jaxrl.rollout.sampling import SamplingOptions
+from scripted_driver import serving_sessions
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
@@ -73,13 +68,8 @@ def endpoint(policy, num_sessions, most_turns=12):
         text = tokenizer.decode(prompt)
         return tokenizer.encode(policy(text.partition("assistant\n")[2]) + "<|im_end|>")
 
-    model, sessions = ChatModel(tokenizer), Sessions(600.0)
-    opened = [Session(0, n, 7, {}, Conversation(model)) for n in range(num_sessions)]
-    sessions.open(opened)
-    prompts = SessionPrompts(model, sessions, most_turns=most_turns)
-    prompts.options = SamplingOptions()
-    driver = ScriptedDriver(tokenizer, say)
-    with serving(driver, tokenizer, model="policy", prompts=prompts) as url:
+    served = serving_sessions(tokenizer, say, num_sessions, most_turns=most_turns, model="policy")
+    with served as (url, opened, _):
         yield url, opened
 
 
@@ -106,7 +96,12 @@ def messages_of(session, *, whole=True):
     (branch,), counts = session.conversation.branches(), session.conversation.counts
     assert branch.mask.sum() == counts.sampled
     assert not whole or counts.encoded + counts.sampled == len(branch.tokens)
-    return [message["content"] for message in branch.messages]
+    answered = [turn.path() for turn in session.conversation._turns if turn.answer]
+    return [
+        text
+        for turn in max(answered, key=len)
+        for text in (*(m["content"] for m in turn.messages), turn.answer.view.content)
+    ]
 
 
 def test_gymnasium_frozen_lake():

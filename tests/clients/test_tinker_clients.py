@@ -11,31 +11,24 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from byte_engine import random_weights
 from environments import python_of
 from processes import free_port, started
 
 from jaxrl.hub.smollm2 import SMOLLM2
-from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
 
 ROOT = pathlib.Path(__file__).parents[2]
+KEY = {"TINKER_API_KEY": "tml-local"}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Tokens that the cookbook's renderer for Qwen3 looks up.
-OTHERS = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-]
+OTHERS = [f"<{end}{name}>" for name in ("think", "tool_call", "tool_response") for end in ("", "/")]
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is.\n#### {2 * i}"} for i in range(64)]
 
 
@@ -54,11 +47,8 @@ def write_tokenizer(folder: pathlib.Path) -> None:
     tokenizer.add_tokens(OTHERS)
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-    }
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -70,11 +60,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     model = ModelConfig(
         vocab_size=512, num_layers=2, d_model=32, d_ff=64, num_heads=4, num_kv_heads=2, head_dim=8
     )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(0.1 * rng.normal(size=leaf.shape), jnp.float32),
-        decoder_graph(model)[1],
-    )
+    params = jax.device_put(random_weights(model, 0.1))
     source = root / "Qwen" / "Qwen3-8B"
     save_checkpoint(params, model, root / "model", dtype="float32", source=source)
     # Adapters leave everything as it is: this has features, and an embedding that can say something.
@@ -145,12 +131,7 @@ def run(python: pathlib.Path, *arguments, cwd: pathlib.Path) -> str:
     done = subprocess.run(
         [str(python), "-W", "ignore", *map(str, arguments)],
         cwd=cwd,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(cwd),
-            "TINKER_API_KEY": "tml-local",
-        },
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd), **KEY},
         capture_output=True,
         text=True,
         timeout=1700,
@@ -222,9 +203,8 @@ def test_rl_loop_and_math_rl_run_to_their_end(folder, url):
     assert len(loop("rl_loop", folder, url, *settings, "batch_size=2", "group_size=4")) == 2
     groups = ("env=arithmetic", "renderer_name=qwen3", "groups_per_batch=2", "save_every=1")
     rows = loop("math_rl.train", folder, url, *settings, *groups)
-    compared = [
-        row["optim/kl_sample_train_v1"] for row in rows if "optim/kl_sample_train_v1" in row
-    ]
+    name = "optim/kl_sample_train_v1"
+    compared = [row[name] for row in rows if name in row]
     assert compared and max(map(abs, compared)) < 1e-4
 
 
@@ -232,9 +212,8 @@ def test_rl_loop_and_math_rl_run_to_their_end(folder, url):
 @pytest.mark.skipif(not SMOLLM2.folder.exists(), reason="needs SmolLM2; jaxrl fetch makes it")
 def test_the_cookbooks_loops_teach_smollm2_sums(tmp_path):
     script = [ROOT / "benchmarks" / "cookbook.py", "--folder", tmp_path]
-    printed = run(
-        pathlib.Path(sys.executable), *script, "--python", python_of("cookbook"), cwd=ROOT
-    )
+    python = pathlib.Path(sys.executable)
+    printed = run(python, *script, "--python", python_of("cookbook"), cwd=ROOT)
     nll, reward = ([*map(float, line.split()[2:])] for line in printed.splitlines()[-2:])
     assert nll[-1] < 0.5 * nll[0]
     assert np.mean(reward[-3:]) > reward[0] + 0.3

@@ -14,25 +14,17 @@ for package in ("pydantic", "starlette", "uvicorn"):
 openai = import_extra("dev", "openai")
 httpx = import_extra("dev", "httpx2")
 
-from scripted_driver import ScriptedDriver, serving  # noqa: E402
+from scripted_driver import ScriptedDriver, serving, sizes_of  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
-from jaxrl.serving.openai.calls import RequestLimits, read_chat  # noqa: E402
+from jaxrl.serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.logit_edits import LogitEdits  # noqa: E402
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "strict": True,
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
+ADD = {"name": "add", "description": "Adds.", "strict": True, "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": ADD}]
 ASK = {"model": "m", "messages": [{"role": "user", "content": "1 + 2?"}]}
 CALL = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
 
@@ -69,11 +61,8 @@ def client_of(template, say):
 def test_calls_come_back_whole_and_streamed_and_their_results_go_on(
     template, said, content, reasoning
 ):
-    with client_of(template, lambda prompt: "done" if "RESULT" in prompt else said) as (
-        client,
-        driver,
-        tokenizer,
-    ):
+    say = lambda prompt: "done" if "RESULT" in prompt else said  # noqa: E731
+    with client_of(template, say) as (client, driver, tokenizer):
         answer = client.chat.completions.create(**ASK, tools=TOOLS)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
@@ -95,9 +84,8 @@ def test_calls_come_back_whole_and_streamed_and_their_results_go_on(
         assert [call.index for call in streamed] == [*range(len(calls))]
         # The same prompt and the same tokens: the same ids.
         assert [call.id for call in streamed] == [call.id for call in calls]
-        assert [call.function.arguments for call in streamed] == [
-            call.function.arguments for call in calls
-        ]
+        arguments, whole = ([c.function.arguments for c in some] for some in (streamed, calls))
+        assert arguments == whole
 
         results = [
             {"role": "tool", "tool_call_id": call.id, "content": f"RESULT {i}"}
@@ -136,14 +124,14 @@ def test_malformed_calls_are_text_whole_and_streamed():
         assert "".join(part.choices[0].delta.content for part in stream) == said
 
 
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
 @pytest.mark.parametrize(
     ("choice", "start"),
     [
         ("required", '<tool_call>\n{"name": "'),
-        (
-            {"type": "function", "function": {"name": "add"}},
-            '<tool_call>\n{"name": "add", "arguments":',
-        ),
+        (NAMED, '<tool_call>\n{"name": "add", "arguments":'),
     ],
 )
 def test_a_call_can_be_forced_by_its_beginning(choice, start):
@@ -169,18 +157,13 @@ def test_a_response_format_holds_after_the_reasoning_that_a_prompt_opens():
     tokenizer, opened = chat_tokenizer(THINKING), THINKING + "<think>\n"
     tokenizer.backend.add_tokens(["</think>"])
     end = tokenizer.encode("</think>").tolist()
-    limits = RequestLimits("m", 1900, 1000, 2000, stop_ids=tokenizer.stop_ids)
+    sizes = sizes_of(1900, 1000, 2000, tokenizer.stop_ids)
     for template, after in ((THINKING, None), (opened, end[0])):
         chat = ChatTemplate(template, origin="this test", special_tokens={})
         model = dataclasses.replace(tokenizer, chat_template=chat)
         parser = AnswerParser(model)
-        call = read_chat(
-            {**ASK, "response_format": {"type": "json_object"}},
-            model,
-            limits,
-            prompts=RenderedPrompts(model, parser),
-            parser=parser,
-        )
+        reader = RequestReader(model, "m", sizes, RenderedPrompts(model, parser), parser)
+        call = reader.chat({**ASK, "response_format": {"type": "json_object"}})
         edits = call.requests[0].options.edits
         assert isinstance(edits, LogitEdits) and edits.grammar_after == after
 
@@ -211,15 +194,9 @@ def test_bodies_that_verifiers_sent():
         with httpx.Client(base_url=url, headers=headers) as client:
             (model,) = client.get("/v1/models").json()["data"]
             assert model["max_model_len"] == 2000
-            body = {
-                "model": "m",
-                "token_ids": list(range(3, 161)),
-                "sampling_params": {
-                    "stop_token_ids": list(tokenizer.stop_ids),
-                    "logprobs": 1,
-                    "skip_special_tokens": False,
-                },
-            }
+            params = {"stop_token_ids": list(tokenizer.stop_ids), "logprobs": 1}
+            params["skip_special_tokens"] = False
+            body = {"model": "m", "token_ids": list(range(3, 161)), "sampling_params": params}
             answer = client.post("/inference/v1/generate", json=body).json()
             (choice,) = answer["choices"]
             assert choice["token_ids"] == tokens.tolist() and choice["finish_reason"] == "stop"

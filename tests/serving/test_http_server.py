@@ -166,16 +166,9 @@ def status_of(port: int, path: str = "/v1/models", at: str = "127.0.0.1", **head
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("evil.example", 421),
-        ("127.0.0.1.evil.example", 421),
-        ("evil.example@127.0.0.2", 421),
-        ("10.0.0.1:80", 421),
-        ("[::1", 421),
-        ("", 421),
-        ("localhost:8010", 200),
-        ("LOCALHOST", 200),
-        ("127.0.0.1:80", 200),
-        ("[::1]:8010", 200),
+        *((host, 421) for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1:80", "")),
+        *((host, 421) for host in ("evil.example@127.0.0.2", "[::1")),
+        *((host, 200) for host in ("localhost:8010", "LOCALHOST", "127.0.0.1:80", "[::1]:8010")),
     ],
 )
 def test_a_page_whose_name_was_pointed_to_this_machine_reads_nothing(start, host, status):

@@ -1,6 +1,5 @@
 """The online driver: requests from many threads, each answered as if it were alone."""
 
-import dataclasses
 import functools
 import queue
 import threading
@@ -9,12 +8,10 @@ import time
 import jax
 import numpy as np
 import pytest
+from byte_engine import engine_of, random_weights
 from closeness import assert_close
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import build_mesh
-from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
-from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout import decode_loop, slots
 from jaxrl.rollout.backend import SamplingOptions
@@ -29,16 +26,8 @@ from jaxrl.serving.online_driver import OnlineDriver
 from jaxrl.serving.server import _warm_up
 from jaxrl.types import Prompts
 
-MODEL = ModelConfig(
-    vocab_size=16,
-    num_tokens=14,
-    num_layers=2,
-    d_model=16,
-    d_ff=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-)
+WIDTHS = {"d_model": 16, "d_ff": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MODEL = ModelConfig(vocab_size=16, num_tokens=14, num_layers=2, **WIDTHS)
 CONFIG = EngineConfig(
     slots=8,
     smallest_bucket=8,
@@ -52,16 +41,11 @@ CONFIG = EngineConfig(
 
 @functools.cache
 def weights():
-    _, shapes, _ = decoder_graph(MODEL)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes)
+    return random_weights(MODEL)
 
 
 def build_engine(train="1-1-1", **changes) -> Engine:
-    layout = ParallelLayout.from_config(LayoutConfig(train=train))
-    mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
-    config = dataclasses.replace(CONFIG, **changes)
-    return Engine(MODEL, decoder_graph(MODEL)[0], mesh, config)
+    return engine_of((train,), base=CONFIG, model=MODEL, **changes)
 
 
 def spell(tokens) -> str:
@@ -178,13 +162,12 @@ def test_a_request_gets_what_the_offline_driver_samples(engine, alone):
 FEW_PAGES = {"cache": "paged", "cache_tokens": 64}
 
 
+EIGHT = pytest.param("1-2-4", {}, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("train", "changes"),
-    [
-        ("1-1-1", {}),
-        pytest.param("1-2-4", {}, marks=pytest.mark.long),
-        ("1-1-1", FEW_PAGES),
-    ],
+    [("1-1-1", {}), EIGHT, ("1-1-1", FEW_PAGES)],
     ids=["one device", "eight", "few pages"],
 )
 def test_requests_of_many_threads_are_answered_as_if_alone(train, changes, engine, alone):
@@ -323,23 +306,18 @@ def test_a_stop_string_ends_a_sample_and_its_slot_is_free(driver):
 
 @pytest.mark.parametrize("changes", [{}, FEW_PAGES], ids=["contiguous", "few pages"])
 def test_cancelled_requests_leave_their_slots_to_others(changes, engine):
-    engine = build_engine(**changes) if changes else engine
-    with OnlineDriver(engine, weights(), spell) as driver:
-        _cancel_all(driver)
-
-
-def _cancel_all(driver):
     endless = [request_of(seed=s, num_samples=4, truncation=never_stopping()) for s in range(6)]
     # More than there are slots: some run, some wait, and all go.
     listeners = [Answer(request) for request in endless]
-    tickets = [driver.submit(request, a) for request, a in zip(endless, listeners, strict=True)]
-    assert listeners[0].begun.wait(60)
-    for ticket in tickets:
-        driver.cancel(ticket)
-    wait_until(lambda: driver.load == (0, 0))
-    assert not any(listener.ended.is_set() and listener.error for listener in listeners)
-    driver.cancel(tickets[0])
-    assert answer(driver, REQUESTS[3]).finish() == "length"
+    with OnlineDriver(build_engine(**changes) if changes else engine, weights(), spell) as driver:
+        tickets = driver.submit_all(list(zip(endless, listeners, strict=True)))
+        assert listeners[0].begun.wait(60)
+        for ticket in tickets:
+            driver.cancel(ticket)
+        wait_until(lambda: driver.load == (0, 0))
+        assert not any(listener.ended.is_set() and listener.error for listener in listeners)
+        driver.cancel(tickets[0])
+        assert answer(driver, REQUESTS[3]).finish() == "length"
 
 
 def test_ten_thousand_requests_may_wait_and_no_more(engine, alone):
@@ -410,23 +388,24 @@ def test_a_mistake_of_our_own_ends_the_driver_and_leaves_nobody_waiting(engine, 
     driver.close()
 
 
-def test_closing_answers_who_is_waiting(engine):
+def closed_with(engine, count, **grace) -> tuple[OnlineDriver, list[Answer]]:
+    """A driver that was closed while so many requests were open, and their listeners."""
     driver = OnlineDriver(engine, weights(), spell)
-    listeners = [Answer(REQUESTS[0]) for _ in range(40)]
-    for listener in listeners:
-        driver.submit(REQUESTS[0], listener)
-    driver.close()
+    listeners = [Answer(REQUESTS[0]) for _ in range(count)]
+    driver.submit_all([(REQUESTS[0], listener) for listener in listeners])
+    driver.close(**grace)
+    return driver, listeners
+
+
+def test_closing_answers_who_is_waiting(engine):
+    driver, listeners = closed_with(engine, 40)
     assert all(listener.ended.is_set() for listener in listeners)
     assert isinstance(listeners[-1].error, Stopped)
     assert not driver.alive
 
 
 def test_closing_can_wait_for_what_is_open(engine, alone):
-    driver = OnlineDriver(engine, weights(), spell)
-    listeners = [Answer(REQUESTS[0]) for _ in range(10)]
-    for listener in listeners:
-        driver.submit(REQUESTS[0], listener)
-    driver.close(grace_s=60)
+    driver, listeners = closed_with(engine, 10, grace_s=60)
     assert all(listener.wait().tokens(1) == alone[0].tokens(1) for listener in listeners)
     with pytest.raises(Stopped, match="takes no requests"):
         driver.submit(REQUESTS[0], print)

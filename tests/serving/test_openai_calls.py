@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 from extras import import_extra
 
-import_extra("dev", "pydantic")
+for package in ("pydantic", "starlette", "uvicorn"):
+    import_extra("dev", package)
+
+from scripted_driver import sizes_of  # noqa: E402
 
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.serving.openai import calls  # noqa: E402
-from jaxrl.serving.openai.calls import (  # noqa: E402
-    ApiError,
-    RequestLimits,
-    read_completion,
-)
+from jaxrl.serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
+from jaxrl.serving.openai.protocol import ApiError  # noqa: E402
 
-LIMITS = RequestLimits("m", max_prompt_tokens=60, max_tokens=40, max_context_tokens=64)
+SIZES = sizes_of(60, 40, 64)
 VALUES = [
     *(None, True, False, 0, -1, 1, 2**31, -(2**31) - 1, 2**63, 10**400, 0.5, -0.0),
     *(1e-300, 1e300, float("nan"), float("inf"), float("-inf"), "", "text", "\ud800"),
@@ -54,31 +53,23 @@ class Tokenizer:
         return self.encode("".join(m["role"] + m["content"] for m in messages) + said)
 
 
-def read_chat(body, tokenizer, limits):
-    parser = AnswerParser(tokenizer)
-    prompts = RenderedPrompts(tokenizer, parser)
-    return calls.read_chat(body, tokenizer, limits, prompts=prompts, parser=parser)
-
-
-def read_generate(body, tokenizer, limits):
-    prompts = RenderedPrompts(tokenizer, AnswerParser(tokenizer))
-    return calls.read_generate(body, tokenizer, limits, prompts=prompts)
-
-
 # Room for tools.
-WIDE = RequestLimits("m", max_prompt_tokens=9000, max_tokens=40, max_context_tokens=9064)
+WIDE = sizes_of(9000, 40, 9064)
 
 
-def outcome(read, body, limits=LIMITS):
+def outcome(name, body, sizes=SIZES, tokenizer=None):
     """The request, or the error that is answered; anything else is a fault of ours."""
+    tokenizer = tokenizer or Tokenizer()
+    parser = AnswerParser(tokenizer)
+    reader = RequestReader(tokenizer, "m", sizes, RenderedPrompts(tokenizer, parser), parser)
     # As it comes over the wire: Python writes and reads NaN and Infinity, which JSON does not have.
-    body = json.loads(json.dumps(body))
+    body = json.loads(json.dumps({"model": "m", **body}))
     try:
-        return read(body, Tokenizer(), limits)
+        return getattr(reader, name)(body)
     except ApiError as error:
         return error
     except UserError as error:
-        return ApiError(400, str(error))
+        return ApiError(str(error))
 
 
 def check(result):
@@ -96,18 +87,18 @@ def check(result):
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_no_value_of_a_field_is_a_fault_of_the_server(field):
-    completion = {"model": "m", "prompt": "x"}
-    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    completion = {"prompt": "x"}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
     for value in VALUES:
-        check(outcome(read_completion, completion | {field: value}))
-        check(outcome(read_chat, chat | {field: value}))
+        check(outcome("completion", completion | {field: value}))
+        check(outcome("chat", chat | {field: value}))
 
 
 def test_nor_is_one_of_a_variable_of_the_chat_template():
-    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
     for name in ("enable_thinking", "messages", "self", "", "x" * 10_000):
         for value in VALUES:
-            check(outcome(read_chat, chat | {"chat_template_kwargs": {name: value}}))
+            check(outcome("chat", chat | {"chat_template_kwargs": {name: value}}))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +108,9 @@ def test_nor_is_one_of_a_message(key):
     for value in VALUES:
         for role in ("user", "assistant", "tool"):
             message = {"role": role, "content": "x"} | {key: value}
-            check(outcome(read_chat, {"model": "m", "messages": [message]}))
+            check(outcome("chat", {"messages": [message]}))
         part = {"role": "user", "content": [{"type": "text", "text": value}]}
-        check(outcome(read_chat, {"model": "m", "messages": [part, value]}))
+        check(outcome("chat", {"messages": [part, value]}))
 
 
 def _put(tree, path, value):
@@ -131,26 +122,18 @@ def _put(tree, path, value):
     return copy
 
 
+PARAMETERS = {"type": "object", "properties": {}}
 TOOL = {
     "type": "function",
-    "function": {
-        "name": "f",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {}},
-    },
+    "function": {"name": "f", "description": "d", "parameters": PARAMETERS},
 }
+CALL_OF_F = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLED = [
     {"role": "user", "content": "x"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [CALL_OF_F]},
     {"role": "tool", "content": "y", "tool_call_id": "c", "name": "f"},
 ]
-WITH_TOOLS = {"model": "m", "messages": CALLED, "tools": [TOOL], "tool_choice": "auto"}
+WITH_TOOLS = {"messages": CALLED, "tools": [TOOL], "tool_choice": "auto"}
 CALL = ("messages", 1, "tool_calls")
 FUNCTION = ("tools", 0, "function")
 
@@ -163,114 +146,99 @@ FUNCTION = ("tools", 0, "function")
         *((*FUNCTION, "parameters", "properties"), (*FUNCTION, "parameters", "type")),
         *(CALL, (*CALL, 0), (*CALL, 0, "id"), (*CALL, 0, "type"), (*CALL, 0, "function")),
         *((*CALL, 0, "function", "name"), (*CALL, 0, "function", "arguments")),
-        *(
-            ("messages", 1, "content"),
-            ("messages", 2, "tool_call_id"),
-            ("messages", 2, "name"),
-            ("tool_choice",),
-        ),
+        *(("messages", 1, "content"), ("messages", 2, "tool_call_id"), ("messages", 2, "name")),
+        ("tool_choice",),
     ],
     ids=lambda path: ".".join(map(str, path)),
 )
 def test_nor_is_one_of_a_tool_or_a_call(path):
-    assert not isinstance(outcome(read_chat, WITH_TOOLS, WIDE), ApiError)
+    assert not isinstance(outcome("chat", WITH_TOOLS, WIDE), ApiError)
     deep = json.loads('{"a":' * 400 + "1" + "}" * 400)
     texts = ['{"a": ' * n + "1" + "}" * n for n in (40, 5000)]
     for value in [*VALUES, deep, *texts, '{"a": "\\ud800"}', "[]", {"type": "function"}]:
-        check(outcome(read_chat, _put(WITH_TOOLS, path, value), WIDE))
+        check(outcome("chat", _put(WITH_TOOLS, path, value), WIDE))
 
 
 @pytest.mark.parametrize("field", ["token_ids", "sampling_params", "stream", "features"])
 def test_nor_is_one_of_a_request_of_ids(field):
     for value in VALUES:
-        check(outcome(read_generate, {"model": "m", "token_ids": [1], field: value}))
+        check(outcome("generate", {"token_ids": [1], field: value}))
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "stop_token_ids", "prompt_logprobs", "ignore_eos"])
 def test_nor_is_one_of_its_parameters(field):
     for value in VALUES:
-        body = {"model": "m", "token_ids": [1], "sampling_params": {field: value}}
-        check(outcome(read_generate, body))
+        body = {"token_ids": [1], "sampling_params": {field: value}}
+        check(outcome("generate", body))
+
+
+def named(name):
+    return {"tool_choice": {"type": "function", "function": {"name": name}}}
+
+
+def tool_with(field, value):
+    return {"tools": [_put(TOOL, ("function", field), value)]}
+
+
+BAD_ARGUMENTS = _put(CALLED, (1, "tool_calls", 0, "function", "arguments"), "{a")
+CALL_OF_A_USER = {**CALLED[0], "tool_calls": [CALL_OF_F]}
+
+
+@pytest.mark.parametrize("changes", [{"tools": []}, {"tool_choice": "none"}, named("f")])
+def test_tools_may_be_chosen(changes):
+    assert not isinstance(outcome("chat", WITH_TOOLS | changes, WIDE), ApiError)
 
 
 @pytest.mark.parametrize(
-    ("changes", "param", "message"),
+    ("changes", "message"),
     [
-        ({"tools": []}, None, None),
-        ({"tool_choice": "none"}, None, None),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, None, None),
+        (named("g"), "tool_choice names no function of tools"),
+        ({"tool_choice": "any"}, "tool_choice must be 'none', 'auto', 'required' or the name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools, and this request ha"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is false, but the model may call"),
+        ({"tools": [TOOL, {**TOOL, "type": "web"}]}, "tools[1].type must be 'function'"),
+        (tool_with("name", "a b"), "tools[0].function.name must be 1 to 64 letters, digits"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice",
-            "tool_choice names no function of tools",
+            tool_with("parameters", {"type": "string"}),
+            "tools[0].function.parameters must be the JSON schema of an object",
         ),
-        ({"tool_choice": "any"}, "tool_choice", "must be 'none', 'auto', 'required' or"),
-        (
-            {"tools": [], "tool_choice": "required"},
-            "tool_choice",
-            "needs tools, and this request has none",
-        ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "leave it out"),
-        ({"tools": [TOOL, {**TOOL, "type": "web"}]}, "tools[1].type", "must be 'function'"),
-        (
-            {"tools": [_put(TOOL, ("function", "name"), "a b")]},
-            "tools[0].function.name",
-            "must be 1 to 64 letters, digits",
-        ),
-        (
-            {"tools": [_put(TOOL, ("function", "parameters"), {"type": "string"})]},
-            "tools[0].function.parameters",
-            "must be the JSON schema of an object",
-        ),
-        ({"tools": [TOOL] * 129}, "tools", "a list of up to 128 tools"),
+        ({"tools": [TOOL] * 129}, "tools must be a list of up to 128 tools"),
         (
             {"messages": CALLED[:1] + CALLED[2:]},
-            "messages[1].tool_call_id",
-            "is the id of no call in the messages before",
+            "messages[1].tool_call_id is the id of no call in the messages before",
         ),
         (
-            {"messages": _put(CALLED, (1, "tool_calls", 0, "function", "arguments"), "{a")},
-            "messages[1].tool_calls[0].function.arguments",
-            "must be the JSON text of an object",
+            {"messages": BAD_ARGUMENTS},
+            "messages[1].tool_calls[0].function.arguments must be the JSON text of an object",
         ),
-        (
-            {"messages": [{**CALLED[0], "tool_calls": CALLED[1]["tool_calls"]}]},
-            "messages[0].tool_calls",
-            "only the assistant calls tools",
-        ),
-        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content", "a text, or"),
+        ({"messages": [CALL_OF_A_USER]}, "messages[0].tool_calls only the assistant calls tools"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content must be a text,"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(changes, param, message):
-    found = outcome(read_chat, WITH_TOOLS | changes, WIDE)
-    if param is None:
-        assert not isinstance(found, ApiError)
-        return
-    assert (found.status, found.body["error"]["param"]) == (400, param)
-    assert message in found.body["error"]["message"]
+def test_what_is_wrong_with_tools_is_named(changes, message):
+    found = outcome("chat", WITH_TOOLS | changes, WIDE)
+    error = found.body["error"]
+    assert (found.status, error["param"]) == (400, message.split()[0].rstrip(":"))
+    assert error["message"].startswith(message)
 
 
 def test_a_model_whose_template_has_no_tools_refuses_them_by_name():
     class Plain(Tokenizer):
         chat_template = None
 
-    def read(body, _, limits):
-        return read_chat(body, Plain(), limits)
-
-    error = outcome(read, WITH_TOOLS).body["error"]
+    error = outcome("chat", WITH_TOOLS, tokenizer=Plain()).body["error"]
     assert error["param"] == "tools" and "Qwen's and Hermes', Llama 3's" in error["message"]
 
 
 def test_ids_that_end_answers_are_those_of_the_model():
     def read(ids):
-        limits = RequestLimits("m", 60, 40, 64, stop_ids=(3, 4))
-        body = {"model": "m", "token_ids": [1, 2], "sampling_params": {"stop_token_ids": ids}}
-        return read_generate(body, Tokenizer(), limits)
+        sizes = sizes_of(60, 40, 64, (3, 4))
+        body = {"token_ids": [1, 2], "sampling_params": {"stop_token_ids": ids}}
+        return outcome("generate", body, sizes)
 
     # Without a number: the rest of the context, here all that a sample may have.
     assert read([3]).requests[0].max_tokens == 40 and read([]).requests[0].prompt.tolist() == [1, 2]
-    with pytest.raises(ApiError, match=r"stop_token_ids has \[5\]; answers of this server end"):
-        read([3, 5])
+    assert "stop_token_ids has [5]; answers of this server end" in str(read([3, 5]))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +256,7 @@ def test_ids_that_end_answers_are_those_of_the_model():
     ],
 )
 def test_what_is_wrong_is_named(field, value, message):
-    error = outcome(read_completion, {"model": "m", "prompt": "x", field: value})
+    error = outcome("completion", {"prompt": "x", field: value})
     assert error.status == 400 and error.body["error"]["param"] == field
     assert message in error.body["error"]["message"]
 
@@ -296,42 +264,40 @@ def test_what_is_wrong_is_named(field, value, message):
 def test_a_chat_that_names_no_number_gets_what_there_is_room_for():
     def max_tokens(content):
         messages = [{"role": "", "content": content}]
-        (request,) = outcome(read_chat, {"model": "m", "messages": messages}).requests
+        (request,) = outcome("chat", {"messages": messages}).requests
         return request.max_tokens
 
     assert max_tokens("x") == 40
     assert max_tokens("x" * 50) == 14
     # A prompt without room says so itself.
-    error = outcome(read_chat, {"model": "m", "messages": [{"role": "", "content": "x" * 64}]})
+    error = outcome("chat", {"messages": [{"role": "", "content": "x" * 64}]})
     assert error.body["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("length", [61, 64, 100, 600])
 def test_a_prompt_that_is_too_long_has_the_code_of_openai(length):
     for read, body in (
-        (read_completion, {"prompt": "x" * length, "max_tokens": 1}),
-        (read_completion, {"prompt": [1] * length, "max_tokens": 1}),
-        (read_chat, {"messages": [{"role": "user", "content": "x" * length}], "max_tokens": 1}),
+        ("completion", {"prompt": "x" * length, "max_tokens": 1}),
+        ("completion", {"prompt": [1] * length, "max_tokens": 1}),
+        ("chat", {"messages": [{"role": "user", "content": "x" * length}], "max_tokens": 1}),
     ):
-        error = outcome(read, {"model": "m", **body}).body["error"]
+        error = outcome(read, body).body["error"]
         assert error["code"] == "context_length_exceeded" and "shorten" in error["message"]
-    assert not isinstance(
-        outcome(read_completion, {"model": "m", "prompt": "x" * 60, "max_tokens": 1}), ApiError
-    )
+    assert not isinstance(outcome("completion", {"prompt": "x" * 60, "max_tokens": 1}), ApiError)
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
-    body = {"model": "m", "prompt": "x", "temperature": 1e-300}
-    assert outcome(read_completion, body).requests[0].options.temperature == 0
+    body = {"prompt": "x", "temperature": 1e-300}
+    assert outcome("completion", body).requests[0].options.temperature == 0
 
 
 @pytest.mark.parametrize(
     ("read", "prompt"),
     [
-        (read_completion, {"prompt": "x" * 900_000}),
-        (read_completion, {"prompt": ["x", "x" * 900_000]}),
-        (read_chat, {"messages": [{"role": "user", "content": "x" * 900_000}]}),
-        (read_chat, {"messages": [{"role": "user", "content": "x" * 1000}] * 900}),
+        ("completion", {"prompt": "x" * 900_000}),
+        ("completion", {"prompt": ["x", "x" * 900_000]}),
+        ("chat", {"messages": [{"role": "user", "content": "x" * 900_000}]}),
+        ("chat", {"messages": [{"role": "user", "content": "x" * 1000}] * 900}),
     ],
 )
 def test_a_prompt_far_too_long_is_refused_by_its_beginning(read, prompt, monkeypatch):
@@ -340,7 +306,7 @@ def test_a_prompt_far_too_long_is_refused_by_its_beginning(read, prompt, monkeyp
     monkeypatch.setattr(
         Tokenizer, "encode", lambda self, x: (seen.append(len(x)), encode(self, x))[1]
     )
-    error = outcome(read, {"model": "m", **prompt})
+    error = outcome(read, prompt)
     check(error)
     assert error.body["error"]["code"] == "context_length_exceeded"
     assert sum(seen) < 1000

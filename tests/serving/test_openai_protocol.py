@@ -15,12 +15,18 @@ from jaxrl.rollout.decode_state import TopTokens  # noqa: E402
 from jaxrl.rollout.live_loop import Request  # noqa: E402
 from jaxrl.rollout.sampling import SamplingOptions  # noqa: E402
 from jaxrl.serving.online_driver import Delta  # noqa: E402
-from jaxrl.serving.openai.calls import CHAT, COMPLETION, GENERATE, Answer, Call  # noqa: E402
+from jaxrl.serving.openai.calls import (  # noqa: E402
+    Answer,
+    Call,
+    ChatChoice,
+    CompletionChoice,
+    GenerateChoice,
+)
 from jaxrl.serving.openai.chat_prompts import ChatQuery, RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.protocol import (  # noqa: E402
+    ApiError,
     ChatRequest,
     CompletionRequest,
-    InvalidRequest,
     read_request,
 )
 
@@ -80,136 +86,112 @@ def _nested(depth):
     return value
 
 
+def check_refused(read, fields, message):
+    """The message begins with the place in the body, and `message` with both."""
+    with pytest.raises(ApiError) as raised:
+        read(**fields)
+    error = raised.value.body["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split()[0].rstrip(":")
+
+
+def format_of(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+A_PROMPT = "prompt must be a text, a list of token ids, or"
+A_STOP = "stop must be a text or up to 16 of them"
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "message"),
+    ("fields", "message"),
     [
-        ({"prompt": None}, "prompt", "prompt must be a text, a list of token ids, or"),
-        ({"prompt": []}, "prompt", "prompt must be a text, a list of token ids, or"),
-        ({"prompt": [1, "a"]}, "prompt", "prompt must be a text, a list of token ids, or"),
-        ({"prompt": [2**31]}, "prompt", "prompt must be a text, a list of token ids, or"),
-        ({"prompt": "\ud800"}, "prompt", "prompt is no text: 'utf-8' codec can't encode"),
-        ({"max_tokens": "9"}, "max_tokens", "max_tokens is '9'; it must be an integer of 32 bits"),
-        ({"max_tokens": 9.0}, "max_tokens", "max_tokens is 9.0; it must be an integer of 32 bits"),
-        ({"top_k": 2**31}, "top_k", "top_k is 2147483648; it must be an integer of 32 bits"),
-        ({"n": True}, "n", "n is True; it must be an integer"),
-        ({"temperature": 3}, "temperature", "temperature is 3; it must be a number from 0 to 2"),
-        ({"temperature": float("nan")}, "temperature", "temperature is nan; it must be a number"),
-        ({"temperature": 10**400}, "temperature", "it must be a number from 0 to 2"),
-        ({"top_p": float("inf")}, "top_p", "top_p is inf; it must be a number below 1e9"),
-        ({"stream": 1}, "stream", "stream is 1; it must be true or false"),
-        ({"stop": [""]}, "stop", "stop must be a text or up to 16 of them"),
-        ({"stop": ["x"] * 17}, "stop", "stop must be a text or up to 16 of them"),
-        ({"stop": "x" * 257}, "stop", "stop must be a text or up to 16 of them"),
-        ({"logprobs": 21}, "logprobs", "logprobs is 21; it must be an integer from 0 to 20"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias names 'x', which is no token id"),
-        ({"logit_bias": {"7": 101}}, "logit_bias", "gives token 7 101; give a number from -100 to"),
-        ({"logit_bias": {"7": True}}, "logit_bias", "gives token 7 True; give a number from"),
-        ({"logit_bias": {"7": float("nan")}}, "logit_bias", "gives token 7 nan; give a number"),
-        (
-            {"frequency_penalty": -2.5},
-            "frequency_penalty",
-            "is -2.5; it must be a number from -2 to",
-        ),
-        *(
-            ({"response_format": value}, "response_format" + path, message)
-            for value, path, message in (
-                ("json", "", "response_format is 'json'; it must be an object with a type"),
-                ({"type": "xml"}, ".type", "must be 'text', 'json_object' or 'json_schema'"),
-                ({"type": "json_schema"}, ".json_schema.schema", "must be a JSON schema"),
-                (
-                    {"type": "json_schema", "json_schema": {"schema": {"a": _nested(900)}}},
-                    ".json_schema.schema",
-                    "is nested too deeply; 32 levels are read",
-                ),
-            )
-        ),
-        ({"stream_options": 3}, "stream_options", "stream_options is 3; it must be an object"),
-        (
-            {"stream_options": {"include_usage": "yes"}},
-            "stream_options.include_usage",
-            "stream_options.include_usage is 'yes'; it must be true or false",
-        ),
-        ({"echo": True}, "echo", "echo True: this server does not have it; leave it out"),
-        ({"best_of": 2}, "best_of", "best_of 2: this server does not have it"),
-        ({"presence_penalty": 3}, "presence_penalty", "is 3; it must be a number from -2 to 2"),
-        ({"tempreature": 1}, "tempreature", "tempreature is no field of this request"),
-        ({"\ud800": 1}, r"\ud800", r"\ud800 is no field of this request"),
+        *(({"prompt": value}, A_PROMPT) for value in (None, [], [1, "a"], [2**31])),
+        ({"prompt": "\ud800"}, "prompt is no text: 'utf-8' codec can't encode"),
+        ({"max_tokens": "9"}, "max_tokens is '9'; it must be an integer of 32 bits"),
+        ({"max_tokens": 9.0}, "max_tokens is 9.0; it must be an integer of 32 bits"),
+        ({"top_k": 2**31}, "top_k is 2147483648; it must be an integer of 32 bits"),
+        ({"n": True}, "n is True; it must be an integer"),
+        ({"temperature": 3}, "temperature is 3; it must be a number from 0 to 2"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a number"),
+        ({"temperature": 10**400}, "temperature is 100000000000000000...0000000000000000000; it m"),
+        ({"top_p": float("inf")}, "top_p is inf; it must be a number below 1e9"),
+        ({"stream": 1}, "stream is 1; it must be true or false"),
+        *(({"stop": value}, A_STOP) for value in ([""], ["x"] * 17, "x" * 257)),
+        ({"logprobs": 21}, "logprobs is 21; it must be an integer from 0 to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias names 'x', which is no token id"),
+        ({"logit_bias": {"7": 101}}, "logit_bias gives token 7 101; give a number from -100 to"),
+        ({"logit_bias": {"7": True}}, "logit_bias gives token 7 True; give a number from"),
+        ({"logit_bias": {"7": float("nan")}}, "logit_bias gives token 7 nan; give a number"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty is -2.5; it must be a number from -2 to"),
+        ({"response_format": "json"}, "response_format is 'json'; it must be an object with a ty"),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_objec"),
+        (format_of(None), "response_format.json_schema.schema must be a JSON schema"),
+        (format_of({"a": _nested(900)}), "response_format.json_schema.schema is nested too deeply"),
+        ({"stream_options": 3}, "stream_options is 3; it must be an object"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage is 'yes'; it"),
+        ({"echo": True}, "echo True: this server does not have it; leave it out"),
+        ({"best_of": 2}, "best_of 2: this server does not have it"),
+        ({"presence_penalty": 3}, "presence_penalty is 3; it must be a number from -2 to 2"),
+        ({"tempreature": 1}, "tempreature is no field of this request"),
+        ({"\ud800": 1}, r"\ud800 is no field of this request"),
     ],
 )
-def test_a_body_that_is_no_request_is_told_where_and_why(fields, param, message):
-    with pytest.raises(InvalidRequest) as raised:
-        completion(**fields)
-    assert message in str(raised.value)
-    assert raised.value.param == param
+def test_a_body_that_is_no_request_is_told_where_and_why(fields, message):
+    check_refused(completion, fields, message)
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+HALF = {**MESSAGE, "content": "\ud800"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+AN_OBJECT = {"response_format": {"type": "json_object"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "message"),
+    ("fields", "message"),
     [
-        ({"messages": []}, "messages", "messages must be a list of messages"),
-        ({"messages": ["hi"]}, "messages", "messages must be a list of messages, each an object"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text, or a list of"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-            "messages[0].content must be a text, or a list of text parts",
-        ),
-        (
-            {"messages": [MESSAGE, {**MESSAGE, "content": "\ud800"}]},
-            "messages[1].content",
-            "messages[1].content is no text",
-        ),
-        (
-            {"messages": [{**MESSAGE, "audio": [1]}]},
-            "messages[0].audio",
-            "messages[0].audio is no field of this request",
-        ),
-        ({"logprobs": 1}, "logprobs", "logprobs is 1; it must be true or false"),
-        ({"top_logprobs": 2}, "top_logprobs", "is only given with logprobs true"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "must be an integer from 0 to 20"),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "tools": [{"type": "function", "function": {"name": "f"}}],
-            },
-            "response_format",
-            "allows no call of a tool, and there are tools; leave one out",
-        ),
-        ({"prompt": "x"}, "prompt", "prompt is no field of this request"),
+        ({"messages": []}, "messages must be a list of messages"),
+        ({"messages": ["hi"]}, "messages must be a list of messages, each an object"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be a text, or a list of"),
+        ({"messages": [IMAGE]}, "messages[0].content must be a text, or a list of text parts"),
+        ({"messages": [MESSAGE, HALF]}, "messages[1].content is no text"),
+        ({"messages": [{**MESSAGE, "audio": [1]}]}, "messages[0].audio is no field of this reques"),
+        ({"logprobs": 1}, "logprobs is 1; it must be true or false"),
+        ({"top_logprobs": 2}, "top_logprobs is only given with logprobs true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21; it must be an integer from"),
+        ({**AN_OBJECT, "tools": [TOOL]}, "response_format allows no call of a tool, and there are"),
+        ({"prompt": "x"}, "prompt is no field of this request"),
         *(
-            ({"chat_template_kwargs": value}, "chat_template_kwargs", message)
+            ({"chat_template_kwargs": value}, f"chat_template_kwargs{message}")
             for value, message in (
-                ([], "chat_template_kwargs must be an object of up to 64 variables"),
-                ("x", "chat_template_kwargs is 'x'; it must be an object of up to 64 variables"),
-                ({"messages": []}, "messages is set by the server; name other variables"),
-                ({"add_generation_prompt": False}, "add_generation_prompt is set by the server"),
-                ({"tools": [{}]}, "tools is set by the server"),
-                ({"self": 1}, "self is set by the server"),
-                ({"raise_exception": 1}, "raise_exception is set by the server"),
-                ({"eos_token": ""}, "eos_token is set by the server"),
-                ({"a b": 1}, "'a b' is no name of a variable"),
-                ({"\ud800": 1}, r"'\ud800' is no name of a variable"),
-                ({"x" * 65: 1}, "is no name of a variable: letters"),
-                ({f"v{i}": 1 for i in range(65)}, "there are 65; give at most 64"),
-                ({"x": "\ud800"}, "x holds half of a surrogate pair"),
-                ({"x": [{"\ud800": 1}]}, "x holds half of a surrogate pair"),
-                ({"x": _nested(900)}, "x is nested too deeply; 8 levels are read"),
+                ([], " must be an object of up to 64 variables"),
+                ("x", " is 'x'; it must be an object of up to 64 variables"),
+                ({"messages": []}, ": messages is set by the server; name other variables"),
+                ({"add_generation_prompt": False}, ": add_generation_prompt is set by the server"),
+                ({"tools": [{}]}, ": tools is set by the server"),
+                ({"self": 1}, ": self is set by the server"),
+                ({"raise_exception": 1}, ": raise_exception is set by the server"),
+                ({"eos_token": ""}, ": eos_token is set by the server"),
+                ({"a b": 1}, ": 'a b' is no name of a variable: letters"),
+                ({"\ud800": 1}, r": '\ud800' is no name of a variable"),
+                ({"x" * 65: 1}, f": '{'x' * 59} is no name of a variable: letters"),
+                ({f"v{i}": 1 for i in range(65)}, ": there are 65; give at most 64"),
+                ({"x": "\ud800"}, ": x holds half of a surrogate pair"),
+                ({"x": [{"\ud800": 1}]}, ": x holds half of a surrogate pair"),
+                ({"x": _nested(900)}, ": x is nested too deeply; 8 levels are read"),
             )
         ),
     ],
 )
-def test_so_is_a_chat(fields, param, message):
-    with pytest.raises(InvalidRequest) as raised:
-        chat(**fields)
-    assert message in str(raised.value)
-    assert raised.value.param == param
+def test_so_is_a_chat(fields, message):
+    check_refused(chat, fields, message)
 
 
 def test_variables_of_a_chat_template_are_taken_as_they_are():
     deep = {"enable_thinking": False, "x": [[[[[[[[None, 1.5, "é"]]]]]]]]}
     assert chat(chat_template_kwargs=deep).chat_template_kwargs == deep
     assert chat(chat_template_kwargs=None).chat_template_kwargs == {}
-    with pytest.raises(InvalidRequest, match="chat_template_kwargs is no field of this request"):
+    with pytest.raises(ApiError, match="chat_template_kwargs is no field of this request"):
         completion(chat_template_kwargs={})
 
 
@@ -229,7 +211,7 @@ def test_variables_of_a_chat_template_are_taken_as_they_are():
     ids=lambda fields: ascii(next(iter(fields)))[:10],
 )
 def test_however_much_is_wrong_the_answer_is_short(fields):
-    with pytest.raises(InvalidRequest) as raised:
+    with pytest.raises(ApiError) as raised:
         completion(**fields)
     assert len(str(raised.value)) < 200
     # As many as there are types that the field could have had; each would be kept in memory.
@@ -265,7 +247,7 @@ def answer_of(
     options = SamplingOptions(num_samples=2, top_logprobs=num_top)
     request = Request(np.zeros(3, np.int32), 9, 0, options)
     turn = None
-    if form is CHAT:
+    if form is ChatChoice:
         turn = RenderedPrompts(Tokenizer(), PARSER).open(ChatQuery(()), "")
     call = Call((request,), True, include_usage, logprobs, token_ids, turn)
     return Answer(call, form, "tiny", PARSER)
@@ -276,20 +258,20 @@ def delta(index: int, finish: str = "") -> Delta:
     return Delta(index, np.array([5, 6], np.int32), logprob, -logprob, 0, ("a", "é"), "aé", finish)
 
 
-def read_by_openai(kind: str, answer: str) -> dict:
+def read_by_openai(kind: str, answer: dict) -> dict:
     """What OpenAI's types read, strictly and without fields that they do not know."""
     theirs = openai_types
     for name in kind.split("."):
         theirs = getattr(theirs, name)
-    read = theirs.model_validate_json(answer, strict=True)
+    read = theirs.model_validate_json(json.dumps(answer), strict=True)
     assert not read.model_extra
-    assert read.model_dump(exclude_unset=True) == json.loads(answer)
-    return json.loads(answer)
+    assert read.model_dump(exclude_unset=True) == answer
+    return answer
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
 @pytest.mark.parametrize(
-    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+    ("form", "kind"), [(CompletionChoice, "Completion"), (ChatChoice, "chat.ChatCompletion")]
 )
 def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
     answer = answer_of(form, logprobs=logprobs)
@@ -301,12 +283,12 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
     read = read_by_openai(kind, answer.whole())
     first, second = read["choices"]
     assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
-    text = first["text"] if form is COMPLETION else first["message"]["content"]
+    text = first["text"] if form is CompletionChoice else first["message"]["content"]
     assert text == "aéaé"
     assert read["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
     if not logprobs:
         assert first["logprobs"] is None
-    elif form is COMPLETION:
+    elif form is CompletionChoice:
         assert first["logprobs"]["text_offset"] == [0, 1, 2, 3]
         assert first["logprobs"]["token_logprobs"] == [-0.5, -1.0] * 2
     else:
@@ -314,7 +296,7 @@ def test_openais_client_reads_an_answer_whole(form, kind, logprobs):
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [(COMPLETION, "Completion"), (CHAT, "chat.ChatCompletion")]
+    ("form", "kind"), [(CompletionChoice, "Completion"), (ChatChoice, "chat.ChatCompletion")]
 )
 def test_the_most_probable_tokens_stand_beside_each(form, kind):
     """The drawn tokens, "a" and "é", are not among the most probable two."""
@@ -329,7 +311,7 @@ def test_the_most_probable_tokens_stand_beside_each(form, kind):
         {"F": -0.5, "G": -1.5},
         {"H": -0.25, "F": -0.75},
     ]
-    if form is COMPLETION:
+    if form is CompletionChoice:
         # With the tokens that were drawn.
         drawn = [{"a": -0.5}, {"é": -1.0}]
         assert first["logprobs"]["top_logprobs"] == [
@@ -342,7 +324,7 @@ def test_the_most_probable_tokens_stand_beside_each(form, kind):
 
 
 def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():
-    answer = answer_of(CHAT, include_usage=True)
+    answer = answer_of(ChatChoice, include_usage=True)
     deltas = []
     for finish in ("", "stop"):
         answer.add(1, delta(1, finish))
@@ -352,45 +334,45 @@ def test_events_of_a_chat_tell_the_role_once_and_the_counts_at_the_end():
     assert deltas == [{"role": "assistant", "content": "aé"}, {"content": "aé"}]
     last = read_by_openai("chat.ChatCompletionChunk", answer.usage_event())
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
-    plain = answer_of(CHAT)
+    plain = answer_of(ChatChoice)
     plain.add(0, delta(0))
-    assert "usage" not in json.loads(plain.event(0))
+    assert "usage" not in plain.event(0)
 
 
 def test_offsets_of_a_streamed_completion_go_on():
-    answer = answer_of(COMPLETION)
+    answer = answer_of(CompletionChoice)
     offsets = []
     for _ in range(2):
         answer.add(0, delta(0))
-        event = json.loads(answer.event(0))
+        event = answer.event(0)
         offsets += event["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 1, 2, 3]
 
 
 def test_ids_are_given_where_they_are_asked_for_as_in_vllm():
-    chat, completion = (answer_of(form, token_ids=True) for form in (CHAT, COMPLETION))
+    chat, completion = (answer_of(form, token_ids=True) for form in (ChatChoice, CompletionChoice))
     for answer in (chat, completion):
         answer.add(0, delta(0, "stop"))
         answer.add(1, delta(1, "stop"))
-    whole = json.loads(chat.whole())
+    whole = chat.whole()
     assert whole["prompt_token_ids"] == [0, 0, 0]
     assert [choice["token_ids"] for choice in whole["choices"]] == [[5, 6]] * 2
-    choices = json.loads(completion.whole())["choices"]
+    choices = completion.whole()["choices"]
     assert [(c["prompt_token_ids"], c["token_ids"]) for c in choices] == [([0, 0, 0], [5, 6])] * 2
-    streamed = answer_of(CHAT, token_ids=True)
+    streamed = answer_of(ChatChoice, token_ids=True)
     events = []
     for finish in ("", "stop"):
         streamed.add(1, delta(1, finish))
-        events.append(json.loads(streamed.event(1)))
+        events.append(streamed.event(1))
     assert events[0]["prompt_token_ids"] == [0, 0, 0] and "prompt_token_ids" not in events[1]
     assert [event["choices"][0]["token_ids"] for event in events] == [[5, 6]] * 2
 
 
 def test_an_answer_of_ids_names_its_tokens_by_their_ids():
-    answer = answer_of(GENERATE)
+    answer = answer_of(GenerateChoice)
     for index in range(2):
         answer.add(index, delta(index, "stop"))
-    read = json.loads(answer.whole())
+    read = answer.whole()
     assert read["request_id"].startswith("gen-") and "id" not in read
     assert read["choices"][1] == {
         "index": 1,

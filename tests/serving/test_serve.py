@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_engine import random_weights
 from closeness import assert_close
 from extras import import_extra
 from processes import started
@@ -28,7 +29,6 @@ from jaxrl import cli  # noqa: E402
 from jaxrl.data.chat import ChatTemplate  # noqa: E402
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.errors import UserError  # noqa: E402
-from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
 from jaxrl.rollout.backend import SamplingOptions  # noqa: E402
@@ -64,13 +64,9 @@ def directory(tmp_path_factory) -> pathlib.Path:
     model = ModelConfig(
         vocab_size=320, num_layers=2, d_model=32, d_ff=48, num_heads=2, num_kv_heads=1, head_dim=16
     )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
-        decoder_graph(model)[1],
-    )
-    out = root / "tiny-model"
-    save_checkpoint(params, model, out, dtype="float32", source=root / "tokenizer")
+    out, source = root / "tiny-model", root / "tokenizer"
+    params = jax.device_put(random_weights(model))
+    save_checkpoint(params, model, out, dtype="float32", source=source)
     return out
 
 
@@ -171,9 +167,8 @@ def test_a_completion_is_what_training_would_sample(client, loaded):
 def test_a_streamed_completion_is_the_same_piece_by_piece(client):
     options = {**MODEL, "prompt": ["one", "two three"], "seed": 4, "max_tokens": 30, "logprobs": 1}
     whole = client.completions.create(**options, n=2)
-    texts, tokens, finish, usage = [""] * 4, [[] for _ in range(4)], [None] * 4, None
-    offsets = [[] for _ in range(4)]
-    events = 0
+    texts, tokens, offsets = [""] * 4, [[] for _ in range(4)], [[] for _ in range(4)]
+    finish, usage, events = [None] * 4, None, 0
     stream = client.completions.create(
         **options, n=2, stream=True, stream_options={"include_usage": True}
     )
@@ -194,13 +189,8 @@ def test_a_streamed_completion_is_the_same_piece_by_piece(client):
 
 
 def test_a_chat_goes_through_the_template_whole_and_streamed(client, loaded):
-    messages = [
-        {"role": "system", "content": "count"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
-        },
-    ]
+    parts = [{"type": "text", "text": text} for text in ("one ", "two")]
+    messages = [{"role": "system", "content": "count"}, {"role": "user", "content": parts}]
     options = {**MODEL, "messages": messages, "seed": 5, "max_completion_tokens": 24}
     answer = client.chat.completions.create(**options, logprobs=True, n=2)
     rendered = "[system] count\n[user] one two\n[assistant]"
@@ -375,15 +365,27 @@ def test_a_bias_and_penalties_of_ids(server, loaded):
 # What is wrong with a request
 
 
+JSON = {"content-type": "application/json"}
+
+
+@contextlib.contextmanager
+def sent(port, method, path, body=None, headers=JSON):
+    """A connection over which a request was sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        yield connection
+
+
 def post(server, body, path="/v1/completions", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-    try:
-        content = body if isinstance(body, bytes) else json.dumps({**MODEL, **body}).encode()
-        connection.request("POST", path, content, {"content-type": "application/json"} | headers)
+    content = body if isinstance(body, bytes) else json.dumps({**MODEL, **body}).encode()
+    with sent(server.http_port, "POST", path, content, JSON | headers) as connection:
         response = connection.getresponse()
         return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+
+
+NO_ARRAY = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
+NO_FORMAT = {"type": "json_schema", "json_schema": NO_ARRAY}
 
 
 @pytest.mark.parametrize(
@@ -399,34 +401,12 @@ def post(server, body, path="/v1/completions", **headers):
         ({"prompt": "x" * 60}, 400, "of which prompts have 48 at most; this one has 60: shorten"),
         ({"prompt": "x" * 300}, 400, "of which prompts have 48 at most; this one has 300"),
         ({"prompt": "x", "max_tokens": 45}, 400, "max_tokens 45: this server gives 1 to 44"),
-        (
-            {"prompt": "x", "max_tokens": 92},
-            400,
-            "This model's maximum context length is 92 tokens",
-        ),
-        (
-            {"prompt": "x", "max_tokens": 4, "min_tokens": 5},
-            400,
-            "min_tokens 5 is above max_tokens 4",
-        ),
+        ({"prompt": "x", "max_tokens": 92}, 400, "maximum context length is 92 tokens"),
+        ({"prompt": "x", "max_tokens": 4, "min_tokens": 5}, 400, "5 is above max_tokens 4"),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature is nan"),
         ({"prompt": "x", "top_p": 0}, 400, "top_p 0.0 is not positive"),
-        (
-            {"prompt": "x", "logit_bias": {"319": 1}},
-            400,
-            "logit_bias has token id 319; this model's",
-        ),
-        (
-            {
-                "prompt": "x",
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
-                },
-            },
-            400,
-            "response_format has a schema that cannot be enforced (Unimplemented keys",
-        ),
+        ({"prompt": "x", "logit_bias": {"319": 1}}, 400, "logit_bias has token id 319; this"),
+        ({"prompt": "x", "response_format": NO_FORMAT}, 400, "be enforced (Unimplemented keys"),
         ({"prompt": "x", "n": 129}, 400, "this server gives 1 to 128 choices"),
         ({"prompt": ["x"] * 100, "n": 2}, 400, "100 prompts with n 2"),
         ({"prompt": "x", "model": "gpt-4"}, 404, "model 'gpt-4' is not here; this server has"),
@@ -441,18 +421,16 @@ def test_a_request_that_cannot_be_served_says_why(body, status, message, server)
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+QUESTION = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
 @pytest.mark.parametrize(
     "body, message",
     [
         ({"messages": []}, "messages must be a list of messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the id of no call in the messages"),
-        (
-            {
-                "messages": [{"role": "user", "content": "x"}],
-                "tools": [{"type": "function", "function": {"name": "f"}}],
-            },
-            "the chat template of this model has no tools",
-        ),
+        ({"messages": [QUESTION], "tools": [TOOL]}, "the chat template of this model has no tools"),
     ],
 )
 def test_so_does_a_chat(body, message, server):
@@ -470,13 +448,11 @@ def test_a_body_that_a_page_of_another_site_may_send_is_refused(kind, server):
     body = {"prompt": "one", "max_tokens": 1}
     status, answer = post(server, body, **{"content-type": kind}, **foreign)
     assert status == 415 and "send content-type: application/json" in answer["error"]["message"]
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     asks = {"access-control-request-method": "POST", **foreign}
-    connection.request("OPTIONS", "/v1/completions", headers=asks)
-    response = connection.getresponse()
-    assert response.status == 405
-    assert not [name for name, _ in response.getheaders() if name.startswith("access-control")]
-    connection.close()
+    with sent(server.http_port, "OPTIONS", "/v1/completions", headers=asks) as connection:
+        response = connection.getresponse()
+        assert response.status == 405
+        assert not [name for name, _ in response.getheaders() if name.startswith("access-control")]
     assert post(server, body, **{"content-type": "Application/JSON; charset=utf-8"})[0] == 200
 
 
@@ -536,12 +512,10 @@ def dispatches(loaded, monkeypatch):
 
 def test_metrics_for_prometheus(server, client):
     def read():
-        connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-        connection.request("GET", "/metrics")
-        response = connection.getresponse()
-        assert response.getheader("content-type").startswith("text/plain; version=0.0.4")
-        lines = response.read().decode().splitlines()
-        connection.close()
+        with sent(server.http_port, "GET", "/metrics") as connection:
+            response = connection.getresponse()
+            assert response.getheader("content-type").startswith("text/plain; version=0.0.4")
+            lines = response.read().decode().splitlines()
         types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
         values = dict(line.split() for line in lines if not line.startswith("#"))
         assert types.keys() == values.keys()
@@ -564,16 +538,11 @@ def test_metrics_for_prometheus(server, client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slots(stream, server, dispatches):
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-    body, kind = (
-        json.dumps({**MODEL, **LONG, "stream": stream}),
-        {"content-type": "application/json"},
-    )
-    connection.request("POST", "/v1/completions", body, kind)
-    if stream:
-        assert connection.getresponse().read(10) == b'data: {"id'
-    wait_until(lambda: server.driver.load == (0, 8))
-    connection.close()
+    body = json.dumps({**MODEL, **LONG, "stream": stream})
+    with sent(server.http_port, "POST", "/v1/completions", body) as connection:
+        if stream:
+            assert connection.getresponse().read(10) == b'data: {"id'
+        wait_until(lambda: server.driver.load == (0, 8))
     wait_until(lambda: server.driver.load == (0, 0))
     assert 0 < len(dispatches) < 11
 
@@ -723,27 +692,14 @@ def test_who_waits_when_a_server_ends_is_told(directory, loaded, dispatches):
 
 def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
     sizes = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
-    command = [
-        sys.executable,
-        SCRIPT,
-        "--model",
-        directory,
-        *sizes,
-        "--port=0",
-    ]
+    command = [sys.executable, SCRIPT, "--model", directory, *sizes, "--port=0"]
     with started([command], env={**os.environ, "JAX_PLATFORMS": "cpu"}) as (process,):
         # On a slow machine the sizes that are being compiled come first.
         line = next(line for line in process.stdout if not line.startswith("compil"))
-        form = (
-            r"tiny-model: http://127.0.0.1:(\d+)/v1, "
-            r"up to 92 tokens of prompt and response, in float32"
-        )
+        form = r"tiny-model: http://127.0.0.1:(\d+)/v1, up to 92 tokens of prompt and response, in float32"
         port = re.fullmatch(form, line.strip())[1]
-        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
-        with contextlib.closing(connection):
-            body = json.dumps({**MODEL, **LONG, "n": 1, "stream": True})
-            kind = {"content-type": "application/json"}
-            connection.request("POST", "/v1/completions", body, kind)
+        body = json.dumps({**MODEL, **LONG, "n": 1, "stream": True})
+        with sent(int(port), "POST", "/v1/completions", body) as connection:
             response = connection.getresponse()
             events = [response.readline()]
             process.send_signal(signal.SIGTERM)
@@ -751,10 +707,8 @@ def test_the_command_serves_until_sigterm_and_lets_requests_end(directory):
         out, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, "")
     last, done = [event for event in events if event.strip()][-2:]
-    assert (json.loads(last[6:])["choices"][0]["finish_reason"], done) == (
-        "length",
-        b"data: [DONE]",
-    )
+    assert json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
+    assert done == b"data: [DONE]"
     assert out.startswith("stopping")
 
 
@@ -772,24 +726,21 @@ def test_an_address_that_others_reach_needs_a_key_before_a_model_is_read(host, m
 def test_a_client_with_the_key_is_served(directory, loaded):
     with running(config_of(directory, host="", api_key="s3cret"), loaded) as other:
         ask = {**MODEL, "prompt": "one", "max_tokens": 1}
-        with (
-            openai.OpenAI(**address(other)) as client,
-            pytest.raises(openai.AuthenticationError) as e,
-        ):
-            client.completions.create(**ask)
-        assert e.value.code == "invalid_api_key"
-        with openai.OpenAI(**address(other) | {"api_key": "s3cret"}) as client:
-            assert client.completions.create(**ask).choices
+        with openai.OpenAI(**address(other)) as client:
+            with pytest.raises(openai.AuthenticationError) as e:
+                client.completions.create(**ask)
+            assert e.value.code == "invalid_api_key"
+            assert client.with_options(api_key="s3cret").completions.create(**ask).choices
 
 
 def test_what_the_command_cannot_do_is_one_line(directory, capsys):
-    assert cli.main(["jaxrl", "serve", "--model", str(directory / "nowhere")]) == 2
-    error = capsys.readouterr().err
-    assert "config.json does not exist" in error and error.count("\n") == 1
-    assert cli.main(["jaxrl", "serve", "--model", str(directory / "config.json")]) == 2
-    error = capsys.readouterr().err
-    assert "config.json is a file; name the Hugging Face directory" in error
-    assert error.count("\n") == 1
+    for name, message in (
+        ("nowhere", "config.json does not exist"),
+        ("config.json", "config.json is a file; name the Hugging Face directory"),
+    ):
+        assert cli.main(["jaxrl", "serve", "--model", str(directory / name)]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
     with pytest.raises(SystemExit) as caught:
         cli.main(["jaxrl", "serve", "--model", str(directory), "--slots=0"])
     assert caught.value.code == 2

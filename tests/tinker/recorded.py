@@ -1,27 +1,50 @@
 """A client that sends bodies as recorded with tinker 0.38 and its cookbook, and a server for it."""
 
+import asyncio
 import http.client
 import itertools
 import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from byte_engine import random_weights
 from extras import import_extra
 
 for package in ("google.protobuf", "starlette", "uvicorn"):
     import_extra("dev", package)
 
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
-from jaxrl.models.decoder import decoder_graph  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
+from jaxrl.roles.packing import PackedShape  # noqa: E402
+from jaxrl.tinker.futures import Futures  # noqa: E402
+from jaxrl.tinker.models import Models  # noqa: E402
 from jaxrl.tinker.settings import TinkerConfig  # noqa: E402
+from jaxrl.tinker.turns import Turns  # noqa: E402
 from jaxrl.tinker.wire import MESSAGES, parse, tensor_of  # noqa: E402
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PROMPT = [5, 6, 7]
+# Few sizes, so that little is compiled.
+SIZES = {
+    "slots": 8,
+    "prefill_prompts": 1,
+    "max_prompt_tokens": 24,
+    "max_response_tokens": 8,
+    "tokens_per_dispatch": 4,
+    "train_tokens": 32,
+    "train_microbatches": 4,
+    "max_rank": 4,
+}
+NO_CLIPPING = {"grad_clip_norm": 0.0}
+SESSION = {
+    "tags": [],
+    "user_metadata": {"recipe_name": "recipe_rl_loop", "git_rev": "0.6.1"},
+    "sdk_version": "0.38.0",
+    "display_name": "cookbook-rl-loop",
+    "type": "create_session",
+}
 
 
 def write_model(root: pathlib.Path) -> pathlib.Path:
@@ -31,12 +54,9 @@ def write_model(root: pathlib.Path) -> pathlib.Path:
     model = ModelConfig(
         vocab_size=288, num_layers=2, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
     )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
-        decoder_graph(model)[1],
-    )
-    save_checkpoint(params, model, root / "tiny", dtype="float32", source=root / "tokenizer")
+    source = root / "tokenizer"
+    params = jax.device_put(random_weights(model))
+    save_checkpoint(params, model, root / "tiny", dtype="float32", source=source)
     return root
 
 
@@ -45,17 +65,9 @@ def config_of(folder: pathlib.Path, /, **changes) -> TinkerConfig:
         "name": "Qwen/Qwen3-8B",
         "folder": str(folder / "saved"),
         "http_port": 0,
-        # Few sizes, so that little is compiled.
-        "slots": 8,
-        "prefill_prompts": 1,
-        "max_prompt_tokens": 24,
-        "max_response_tokens": 8,
-        "tokens_per_dispatch": 4,
-        "train_tokens": 32,
-        "train_microbatches": 4,
         "max_body_bytes": 100_000,
         "adapters": 2,
-        "max_rank": 4,
+        **SIZES,
     }
     return TinkerConfig(model=str(folder / "tiny"), **{**given, **changes})
 
@@ -89,11 +101,8 @@ class Client:
             if status != 408:
                 assert status == 200, answer
                 return answer
-            assert answer == {
-                "type": "try_again",
-                "request_id": asked["request_id"],
-                "queue_state": "active",
-            }
+            pending = {"type": "try_again", "queue_state": "active"}
+            assert answer == {**pending, "request_id": asked["request_id"]}
 
     def future(self, route, body, **options):
         return self.result(self.post(route, body, **options))
@@ -104,33 +113,23 @@ class Trainer(Client):
 
     def __init__(self, port: int, rank: int = 4, **lora_config):
         super().__init__(port)
-        session = {
-            "tags": [],
-            "user_metadata": {"recipe_name": "recipe_rl_loop", "git_rev": "0.6.1"},
-            "sdk_version": "0.38.0",
-            "display_name": "cookbook-rl-loop",
-            "type": "create_session",
-        }
-        self.session_id = self.post("create_session", session)["session_id"]
+        self.session_id = self.post("create_session", SESSION)["session_id"]
         self.seq_id = 0
         self.samplers = 0
+        parts = dict.fromkeys(("train_unembed", "train_mlp", "train_attn"), True)
         create = {
-            "session_id": self.session_id,
             "model_seq_id": 0,
-            "base_model": "Qwen/Qwen3-8B",
-            "lora_config": {
-                "rank": rank,
-                "train_unembed": True,
-                "train_mlp": True,
-                "train_attn": True,
-                **lora_config,
-            },
+            "lora_config": {"rank": rank, **parts, **lora_config},
             "optimizer_config": {"type": "adamw"},
             "type": "create_model",
         }
-        created = self.future("create_model", create)
+        created = self.future("create_model", self.of_base() | create)
         assert created == {"model_id": f"{self.session_id}:train:0", "type": "create_model"}
         self.model_id = created["model_id"]
+
+    def of_base(self) -> dict:
+        """The session and the base model, which several bodies name."""
+        return {"session_id": self.session_id, "base_model": "Qwen/Qwen3-8B"}
 
     def next(self) -> int:
         self.seq_id += 1
@@ -160,23 +159,19 @@ class Trainer(Client):
         return self.future(route, body)
 
     def step(self, learning_rate=1e-2):
-        adam = {
-            "learning_rate": learning_rate,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-08,
-            "weight_decay": 0.0,
-            "grad_clip_norm": 0.0,
-        }
-        return self.call("optim_step", adam_params=adam)
+        adam = {"learning_rate": learning_rate, "beta1": 0.9, "beta2": 0.95, "eps": 1e-08}
+        return self.call("optim_step", adam_params={**adam, "weight_decay": 0.0, **NO_CLIPPING})
 
-    def snapshot(self) -> str:
-        saved = self.call(
-            "save_weights_for_sampler", sampling_session_seq_id=self.samplers, kind="snapshot"
-        )
-        self.samplers += 1
+    def snapshot(self, kind="snapshot") -> str:
+        """A new sampler of the weights as they are."""
+        number, self.samplers = self.samplers, self.samplers + 1
+        saved = self.call("save_weights_for_sampler", sampling_session_seq_id=number, kind=kind)
         assert saved["path"] is None
         return saved["sampling_session_id"]
+
+    def go_on(self, loaded):
+        """Trains the model of the answer to a create_model or load_weights."""
+        self.model_id, self.seq_id = loaded["model_id"], 0
 
     def sample(self, sampler, seq_id=0, *, num_samples=2, **fields):
         body = asked(sampler, seq_id, num_samples=num_samples, **fields)
@@ -194,17 +189,11 @@ def finish(*clients):
 
 def asked(sampler, seq_id, *, prompt=PROMPT, num_samples=2, params=(), **fields):
     """The body of `asample`."""
+    plain = {"max_tokens": 6, "stop": [], "temperature": 1.0, "top_k": -1, "top_p": 1.0}
     return {
         "num_samples": num_samples,
         "prompt": {"chunks": [{"tokens": [t], "type": "encoded_text"} for t in prompt]},
-        "sampling_params": {
-            "max_tokens": 6,
-            "stop": [],
-            "temperature": 1.0,
-            "top_k": -1,
-            "top_p": 1.0,
-            **dict(params),
-        },
+        "sampling_params": {**plain, **dict(params)},
         "sampling_session_id": sampler,
         "seq_id": seq_id,
         "prompt_logprobs": False,
@@ -217,7 +206,26 @@ def asked(sampler, seq_id, *, prompt=PROMPT, num_samples=2, params=(), **fields)
     }
 
 
+def models_alone(futures: Futures, folder: pathlib.Path, **options) -> Models:
+    """The thread of training calls without a policy, for work that needs none."""
+    unused: dict = {"actor": None, "fresh": None, "shards": 1, "source": folder}
+    return Models(
+        shape=PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4),
+        futures=futures,
+        folder=folder,
+        turns=Turns(exclusive=False),
+        **{"write": lambda *_, **__: None, "held": set, **unused, **options},
+    )
+
+
+def result_of(futures: Futures, future, timeout_s=20.0):
+    """What a future comes to, from JSON; None if it is still pending."""
+    found = asyncio.run(futures.retrieve(future.request_id, timeout_s))
+    return None if found is None else json.loads(found.body)
+
+
 def decoded(body):
+    """(log-probabilities of each datum, metrics), or an error as it is."""
     if not isinstance(body, bytes):
         return body
     output = parse("ForwardBackwardOutput", body)

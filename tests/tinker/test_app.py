@@ -40,9 +40,7 @@ def places_of(server) -> int:
 def trainer(server):
     trainer = Trainer(server.http_port)
     yield trainer
-    trainer.post(
-        f"sessions/{trainer.session_id}/finish", {"reason": {"type": "success"}, "detail": None}
-    )
+    finish(trainer)
 
 
 def test_the_first_calls_of_every_client(server):
@@ -57,7 +55,7 @@ def test_the_first_calls_of_every_client(server):
     assert client.post("session_heartbeat", beat)["type"] == "session_heartbeat"
     info = client.post("get_info", {"model_id": trainer.model_id, "type": "get_info"})
     assert info["model_data"]["model_name"] == "Qwen/Qwen3-8B"
-    client.post(f"sessions/{trainer.session_id}/finish", {})
+    finish(trainer)
     assert client.send("session_heartbeat", beat)[0] == 410
 
 
@@ -166,14 +164,8 @@ def test_log_probabilities_are_at_temperature_one_and_cover_the_prompt(trainer):
     (of_k,), _ = trainer.train([(np.array(prompt[:-1]), inputs)], forward_only=True)
     assert_close(of_drawn, of_k.reshape(4, 3), scale=1)
     # Only the last two, as the SDK insists.
-    last = trainer.sample(
-        sampler,
-        seq_id=1,
-        prompt=prompt,
-        num_samples=1,
-        prompt_logprobs=True,
-        prompt_logprobs_last_n=2,
-    )
+    two = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2}
+    last = trainer.sample(sampler, seq_id=1, prompt=prompt, num_samples=1, **two)
     last = np.frombuffer(last.prompt_logprobs, "<f4")
     assert np.isnan(last[:3]).all()
     assert_close(last[3:], of_prompt[3:], scale=1)
@@ -185,15 +177,9 @@ def test_stops_end_samples_and_stay_in_them(trainer):
     cut = trainer.sample(sampler, seq_id=1, params={"seed": 1, "stop": [free[2], 999_999]})
     tokens, _ = sampled(cut.sequences[0])
     assert tokens == free[: free.index(free[2]) + 1] and cut.sequences[0].stop_reason == 0
-    greedy = [
-        sampled(
-            trainer.sample(
-                sampler, seq_id=2 + i, num_samples=1, params={"temperature": 0.0}
-            ).sequences[0]
-        )
-        for i in range(2)
-    ]
-    assert greedy[0][0] == greedy[1][0]
+    params = {"temperature": 0.0}
+    greedy = [trainer.sample(sampler, 2 + i, num_samples=1, params=params) for i in range(2)]
+    assert greedy[0].sequences[0].tokens == greedy[1].sequences[0].tokens
 
 
 def test_weights_are_saved_and_loaded_with_the_optimizer_and_sampled_from_by_name(trainer):
@@ -209,9 +195,8 @@ def test_weights_are_saved_and_loaded_with_the_optimizer_and_sampled_from_by_nam
     named = trainer.call("save_weights_for_sampler", path="final")["path"]
     # Loading creates the session's next model, whose id the client computes.
     load = {"session_id": trainer.session_id, "model_seq_id": 1, "path": saved, "optimizer": True}
-    loaded = trainer.future("load_weights", load)
-    assert loaded["model_id"] == f"{trainer.session_id}:train:1"
-    trainer.model_id, trainer.seq_id = loaded["model_id"], 0
+    trainer.go_on(trainer.future("load_weights", load))
+    assert trainer.model_id == f"{trainer.session_id}:train:1"
     trainer.train(DATA)
     trainer.step()
     resumed, _ = trainer.train(DATA, forward_only=True)
@@ -236,9 +221,8 @@ def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
     trainer, server, monkeypatch
 ):
     assert "no gradient" in trainer.step()["error"]
-    failed = trainer.future(
-        "forward_backward", trainer.batch(DATA, "stable_reinforce"), kind=PROTOBUF
-    )
+    body = trainer.batch(DATA, "stable_reinforce")
+    failed = trainer.future("forward_backward", body, kind=PROTOBUF)
     assert failed["category"] == "user" and "importance_sampling" in failed["error"]
     failed = trainer.call("optim_step", adam_params={"learning_rate": -1})
     assert failed["category"] == "user" and "learning_rate" in failed["error"]
@@ -266,8 +250,8 @@ def test_calls_without_a_gradient_are_refused_and_a_second_client_waits(
     finish(trainer)
     monkeypatch.undo()
     assert other.result(waiting)["model_id"] == f"{session}:train:0"
-    other.post(f"sessions/{session}/finish", {})
-    finish(*others)
+    other.session_id = session
+    finish(other, *others)
 
 
 NOWHERE = {"model_id": "s1:train:0", "seq_id": 1}
@@ -339,8 +323,8 @@ def test_a_pending_result_is_asked_for_again(trainer, monkeypatch):
 
 
 def test_only_the_newest_snapshots_are_kept(trainer):
-    base = {"session_id": trainer.session_id, "base_model": "Qwen/Qwen3-8B"}
-    base = trainer.post("create_sampling_session", {**base, "sampling_session_seq_id": 99})
+    body = {**trainer.of_base(), "sampling_session_seq_id": 99}
+    base = trainer.post("create_sampling_session", body)
     first, *_, last = [trainer.snapshot() for _ in range(5)]
     body = {"sampling_session_id": first, "seq_id": 0, "num_samples": 1}
     status, answer = trainer.send("asample", body)
@@ -402,6 +386,7 @@ def test_odd_values_are_the_clients_mistake_and_never_the_servers(trainer):
     sampler = trainer.snapshot()
     session = {"session_id": trainer.session_id}
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    adamw = {"optimizer_config": {"type": "adamw"}}
     further = {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}}
     others = [
         ("asample", {**asked(sampler, 10**6), **further}),
@@ -411,15 +396,7 @@ def test_odd_values_are_the_clients_mistake_and_never_the_servers(trainer):
         ("session_heartbeat", session),
         ("retrieve_future", {"request_id": "x"}),
         ("cancel_future", {"request_id": "x"}),
-        (
-            "create_model",
-            {
-                **session,
-                "model_seq_id": 90,
-                "base_model": "Qwen/Qwen3-8B",
-                "optimizer_config": {"type": "adamw"},
-            },
-        ),
+        ("create_model", {**trainer.of_base(), "model_seq_id": 90, **adamw}),
     ]
     seq_id = itertools.count(2 * 10**6)
     for route, body in [*of_model, *others]:

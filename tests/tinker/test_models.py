@@ -1,22 +1,18 @@
 """Training calls in the order of their seq_id, and what is refused about their data."""
 
-import asyncio
-import json
 import pathlib
 import threading
 import time
 
 import numpy as np
 import pytest
+from recorded import models_alone, result_of
 
 from jaxrl.errors import UserError
-from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.futures import Futures, Gone
-from jaxrl.tinker.models import Models, TrainedModel
+from jaxrl.tinker.models import TrainedModel
 from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import MESSAGES, read_data, tensor_of
-
-SHAPE = PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4)
 
 
 class Client:
@@ -24,13 +20,7 @@ class Client:
 
     def __init__(self, **options):
         self.futures = Futures()
-        unused: dict = {"actor": None, "fresh": None, "shards": 1}
-        unused["turns"] = Turns(exclusive=False)
-        unused |= {"write": lambda *_, **__: None, "held": set}
-        place = pathlib.Path()
-        self.models = Models(
-            shape=SHAPE, futures=self.futures, folder=place, source=place, **unused, **options
-        )
+        self.models = models_alone(self.futures, pathlib.Path(), **options)
 
     def create(self, number=0, work=lambda: {}, *, may_replace=lambda before: True):
         self.model = model = TrainedModel(f"s:train:{number}", "s")
@@ -44,8 +34,7 @@ class Client:
         return self.futures.submit("optim_step", request_id, b"", start, session_id="s")
 
     def result(self, future, timeout_s=20.0):
-        found = asyncio.run(self.futures.retrieve(future.request_id, timeout_s))
-        return None if found is None else json.loads(found.body)
+        return result_of(self.futures, future, timeout_s)
 
 
 @pytest.fixture

@@ -1,20 +1,18 @@
 """What a server makes of the log of the one before, without a model."""
 
-import asyncio
 import json
 import pathlib
 import time
 
 import pytest
+from recorded import models_alone, result_of
 
 from jaxrl.errors import UserError
-from jaxrl.roles.packing import PackedShape
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.futures import Futures, Gone
 from jaxrl.tinker.log import Log
-from jaxrl.tinker.models import Models, TrainedModel
+from jaxrl.tinker.models import TrainedModel
 from jaxrl.tinker.replay import replay
-from jaxrl.tinker.turns import Turns
 
 
 class Server:
@@ -26,17 +24,8 @@ class Server:
         self.log = Log(folder / "log.jsonl")
         self.futures = Futures(self.log.write)
         self.clients = Clients(self.futures, self.log.write, 300.0)
-        unused: dict = {"actor": None, "fresh": None, "shards": 1, "source": folder}
-        self.models = Models(
-            shape=PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4),
-            futures=self.futures,
-            folder=folder,
-            turns=Turns(exclusive=False),
-            write=self.log.write,
-            held=self.clients.snapshots,
-            **unused,
-            **options,
-        )
+        parts: dict = {"write": self.log.write, "held": self.clients.snapshots}
+        self.models = models_alone(self.futures, folder, **parts, **options)
         replay(self.log.records, self.clients, self.futures, self.models, self.handle)
 
     def handle(self, route: str, content: bytes):
@@ -64,8 +53,7 @@ class Server:
         return self.handle(route, json.dumps(body).encode())
 
     def result(self, future, timeout_s=20.0):
-        found = asyncio.run(self.futures.retrieve(future.request_id, timeout_s))
-        return None if found is None else json.loads(found.body)
+        return result_of(self.futures, future, timeout_s)
 
     def kill(self):
         """Nothing of what it does from now on is in the log."""

@@ -14,6 +14,7 @@ from processes import free_port, started
 from recorded import (
     DATA,
     PROTOBUF,
+    SIZES,
     Client,
     Trainer,
     asked,
@@ -68,11 +69,8 @@ def test_a_client_goes_on_with_the_server_after(folder, full):
         assert norm["metrics"]["grad_norm:mean"] > 0
         assert trainer.send("session_heartbeat", {"session_id": over})[0] == 410
         assert "exist" in trainer.call("save_weights_for_sampler", path="named")["error"]
-        body = {
-            "session_id": trainer.session_id,
-            "sampling_session_seq_id": 9,
-            "model_path": named,
-        }
+        body = {"session_id": trainer.session_id, "sampling_session_seq_id": 9}
+        body["model_path"] = named
         by_name = trainer.post("create_sampling_session", body)["sampling_session_id"]
         saving = {"model_id": trainer.model_id, "seq_id": trainer.next(), "path": "again"}
         saving = trainer.post("save_weights", saving)
@@ -113,21 +111,8 @@ class Server:
     def __init__(self, folder: pathlib.Path, saved: pathlib.Path, *switches: str):
         self.port = free_port()
         self.saved = saved
-        flags = {
-            "model": folder / "tiny",
-            "name": "Qwen/Qwen3-8B",
-            "folder": saved,
-            "port": self.port,
-            "slots": 8,
-            "prefill_prompts": 1,
-            "max_prompt_tokens": 24,
-            "max_response_tokens": 8,
-            "tokens_per_dispatch": 4,
-            "train_tokens": 32,
-            "train_microbatches": 4,
-            "checkpoint_steps": 2,
-            "max_rank": 4,
-        }
+        flags = {"model": folder / "tiny", "folder": saved, "port": self.port, **SIZES}
+        flags |= {"name": "Qwen/Qwen3-8B", "checkpoint_steps": 2}
         self._running = contextlib.ExitStack()
         self._command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", *switches]
         for name, value in flags.items():

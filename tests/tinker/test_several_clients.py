@@ -140,8 +140,7 @@ def test_files_are_those_of_peft(server, folder):
     # A model that goes on with it has its rank.
     path = f"tinker://{client.model_id}/weights/state"
     load = {"session_id": client.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
-    loaded = client.future("load_weights", load)
-    client.model_id, client.seq_id = loaded["model_id"], 0
+    client.go_on(client.future("load_weights", load))
     info = client.post("get_info", {"model_id": client.model_id})
     assert (info["lora_rank"], info["is_lora"]) == (2, True)
     # Loading drops what has added up.
@@ -233,20 +232,13 @@ def test_samplers_in_flight_go_on_with_the_newest_save(server):
     client = Trainer(server.http_port)
     seeded = {"params": {"seed": 5}}
 
-    def sampler(kind):
-        saved = client.call(
-            "save_weights_for_sampler", sampling_session_seq_id=client.samplers, kind=kind
-        )
-        client.samplers += 1
-        return saved["sampling_session_id"]
-
-    first = sampler("inflight")
+    first = client.snapshot("inflight")
     before = client.sample(first, 0, **seeded)
     client.train(DATA)
     client.step(0.1)
-    snapshot = sampler("snapshot")
+    snapshot = client.snapshot()
     assert client.sample(first, 1, **seeded) == before
-    second = sampler("inflight")
+    second = client.snapshot("inflight")
     after = client.sample(snapshot, 0, **seeded)
     assert client.sample(first, 2, **seeded) == client.sample(second, 0, **seeded) == after
     assert after != before
@@ -272,18 +264,15 @@ def test_two_clients_go_on_after_a_restart(folder):
                 client.step()
         samplers = [clients[1].snapshot()]
         # A third model takes the place of the first one of its session.
-        other = {"session_id": clients[1].session_id, "lora_config": {"rank": 3}}
-        other |= {"model_seq_id": 1, "base_model": "Qwen/Qwen3-8B"}
-        clients[1].model_id = clients[1].future("create_model", other)["model_id"]
-        clients[1].seq_id = 0
+        other = {**clients[1].of_base(), "lora_config": {"rank": 3}, "model_seq_id": 1}
+        clients[1].go_on(clients[1].future("create_model", other))
         clients[1].train(DATA)
         clients[1].step()
         samplers.append(clients[0].snapshot())
         for _ in range(2):
-            saved = clients[0].call(
-                "save_weights_for_sampler", sampling_session_seq_id=1, kind="inflight"
-            )
-        samplers.append(saved["sampling_session_id"])
+            clients[0].samplers = 1
+            last = clients[0].snapshot("inflight")
+        samplers.append(last)
         clients[1].train(DATA)
         before = seen(clients, samplers, 0)
     for restart in (1, 2):

@@ -21,8 +21,8 @@ import json
 import reprlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -41,34 +41,16 @@ from jaxrl.serving.openai.chat_prompts import (
 )
 from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar
 from jaxrl.serving.openai.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
-    InvalidRequest,
     RequestType,
     Sampling,
     read_request,
 )
 
 Json = dict[str, Any]
-
-
-class ApiError(Exception):
-    """An error answer in OpenAI's format.
-
-    Attributes:
-      status: HTTP status.
-      body: JSON object.
-    """
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str = ""):
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        kind = "rate_limit_error" if status == 429 else kind
-        self.body = {
-            "error": {"message": message, "type": kind, "param": param, "code": code or None}
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,324 +79,236 @@ class Call:
         return self.stream or self.logprobs or self.turn is None
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestLimits:
-    """Limits of a request, and the name of the model.
-
-    Attributes:
-      model: model name that requests must give.
-      max_prompt_tokens: maximum number of tokens per prompt.
-      max_tokens: maximum number of tokens per sample.
-      max_context_tokens: maximum number of tokens of a prompt and its sample together.
-      max_choices: maximum number of samples per request.
-      stop_ids: token ids that end every sample.
-    """
-
-    model: str
-    max_prompt_tokens: int
-    max_tokens: int
-    max_context_tokens: int
-    max_choices: int = 128
-    stop_ids: tuple[int, ...] = ()
-
-    @staticmethod
-    def of_engine(model: str, sizes: EngineConfig) -> RequestLimits:
-        """What an engine of these sizes takes, under a name."""
-        return RequestLimits(
-            model,
-            sizes.max_prompt_tokens,
-            sizes.max_response_tokens,
-            sizes.max_context_tokens,
-            stop_ids=sizes.stop_ids,
-        )
-
-
+# Samples of a request.
+_MAX_CHOICES = 128
 # OpenAI's default number of tokens for completions. Chats default to the server's limit.
 _DEFAULT_COMPLETION_TOKENS = 16
 # Characters per token; twice the value of English prose.
 _CHARS_PER_TOKEN = 8
 # Temperatures below count as greedy: division by them would overflow float32.
-_LOWEST_TEMPERATURE = 1e-5
+LOWEST_TEMPERATURE = 1e-5
 
 
-def read_completion(body: Json, tokenizer: RequestTokenizer, limits: RequestLimits) -> Call:
-    """Parses the body of POST /v1/completions.
+@dataclasses.dataclass(frozen=True)
+class RequestReader:
+    """Parses the bodies of requests to a model.
+
+    Its methods take a body and what the client sent as `X-Session-ID` and as bearer token.
 
     Raises:
       ApiError, UserError: the body is malformed or asks for something that is not supported.
-    """
-    request = _checked(CompletionRequest, body, limits)
-    for prompt in request.prompts:
-        if isinstance(prompt, str):
-            _check_length(prompt, tokenizer, limits)
-    prompts = [
-        tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int32)
-        for prompt in request.prompts
-    ]
-    max_tokens = request.max_tokens
-    if max_tokens is None:
-        max_tokens = min(_DEFAULT_COMPLETION_TOKENS, limits.max_tokens)
-    return Call(
-        _requests(request, prompts, max_tokens, limits, tokenizer),
-        request.stream,
-        request.stream_options.include_usage,
-        request.logprobs is not None,
-        request.return_token_ids,
-    )
 
-
-def read_chat(
-    body: Json,
-    tokenizer: RequestTokenizer,
-    limits: RequestLimits,
-    *,
-    prompts: ChatPrompts,
-    parser: AnswerParser,
-    keys: Sequence[str] = (),
-) -> Call:
-    """Parses the body of POST /v1/chat/completions.
-
-    Args:
-      body: the body.
-      tokenizer, limits: what the model takes.
-      prompts: where the prompt comes from.
+    Attributes:
+      tokenizer, model, sizes: the model's tokenizer, its name in requests, and the sizes of its engine.
+      prompts: where the prompts of chats come from.
       parser: parser of the model's answers.
-      keys: the client's keys, for `prompts`.
-
-    Raises:
-      ApiError, UserError: the body is malformed or asks for something that is not supported.
     """
-    request = _checked(ChatRequest, body, limits)
-    tools = tuple(request.tools)
-    start = ""
-    if tools:
-        form = parser.format
-        if form is None or "tools" not in tokenizer.chat_template.source:  # pyright: ignore[reportOptionalMemberAccess]
-            raise ApiError(
-                400,
-                "the chat template of this model has no tools in a form that is known here (Qwen's and "
-                "Hermes', Llama 3's, Mistral's); leave tools out, or serve a model with one of them",
-                param="tools",
-            )
-        if request.forced_tool is not None:
-            start = form.begin(request.forced_tool)
-    query = ChatQuery(
-        messages=tuple(message.to_dict() for message in request.messages),
-        tools=tools,
-        variables=request.chat_template_kwargs,
-        start=start,
-        stop=request.stops,
-        calls=bool(tools) and request.tool_choice != "none",
-        num_choices=request.n,
-    )
-    said = [
-        message.text + "".join(c.function.arguments for c in message.tool_calls)
-        for message in request.messages
-    ]
-    _check_length("".join([*said, json.dumps(tools) if tools else ""]), tokenizer, limits)
-    turn = prompts.open(query, keys)
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
+
+    tokenizer: RequestTokenizer
+    model: str
+    sizes: EngineConfig
+    prompts: ChatPrompts
+    parser: AnswerParser
+
+    def completion(self, body: Json, keys: Sequence[str] = ()) -> Call:
+        """Parses the body of POST /v1/completions."""
+        request = self._checked(CompletionRequest, body)
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                self._check_length(prompt)
+        prompts = [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.array(prompt, np.int32)
+            for prompt in request.prompts
+        ]
         max_tokens = request.max_tokens
-    after = None
-    if request.answer_schema is not None and parser.opens_reasoning(turn.prompt_ids):
-        after = _end_of_reasoning(tokenizer)
-    return Call(
-        _requests_of_turn(
-            request, turn.prompt_ids, max_tokens, limits, tokenizer, turn, after=after
-        ),
-        request.stream,
-        request.stream_options.include_usage,
-        request.logprobs,
-        request.return_token_ids,
-        turn,
-    )
-
-
-def read_generate(
-    body: Json,
-    tokenizer: RequestTokenizer,
-    limits: RequestLimits,
-    *,
-    prompts: ChatPrompts,
-    keys: Sequence[str] = (),
-) -> Call:
-    """Parses the body of POST /inference/v1/generate; arguments as for `read_chat`.
-
-    Raises:
-      ApiError, UserError: the body is malformed or asks for something that is not supported.
-    """
-    request = _checked(GenerateRequest, body, limits)
-    params = request.sampling_params
-    if unknown := set(params.stop_token_ids) - set(limits.stop_ids):
-        raise ApiError(
-            400,
-            f"sampling_params.stop_token_ids has {reprlib.repr(sorted(unknown))}; answers of this server "
-            f"end with {list(limits.stop_ids)}: name others as eos_token_id in the model's "
-            "generation_config.json",
-            param="sampling_params.stop_token_ids",
+        if max_tokens is None:
+            max_tokens = min(_DEFAULT_COMPLETION_TOKENS, self.sizes.max_response_tokens)
+        return Call(
+            self._requests(request, prompts, max_tokens),
+            request.stream,
+            request.stream_options.include_usage,
+            request.logprobs is not None,
+            request.return_token_ids,
         )
-    prompt = np.array(request.token_ids, np.int32)
-    turn = prompts.open_ids(prompt, params.n, keys)
-    requests = _requests_of_turn(params, prompt, params.max_tokens, limits, tokenizer, turn)
-    logprobs = params.logprobs is not None
-    return Call(requests, stream=False, include_usage=False, logprobs=logprobs, turn=turn)
 
+    def chat(self, body: Json, keys: Sequence[str] = ()) -> Call:
+        """Parses the body of POST /v1/chat/completions."""
+        request = self._checked(ChatRequest, body)
+        tools, form, start = tuple(request.tools), self.parser.format, ""
+        if tools:
+            template = self.tokenizer.chat_template
+            if form is None or template is None or "tools" not in template.source:
+                raise ApiError(
+                    "the chat template of this model has no tools in a form that is known here (Qwen's and "
+                    "Hermes', Llama 3's, Mistral's); leave tools out, or serve a model with one of them",
+                    param="tools",
+                )
+            if request.forced_tool is not None:
+                start = form.begin(request.forced_tool)
+        query = ChatQuery(
+            messages=tuple(message.to_dict() for message in request.messages),
+            tools=tools,
+            variables=request.chat_template_kwargs,
+            start=start,
+            stop=request.stops,
+            calls=bool(tools) and request.tool_choice != "none",
+            num_choices=request.n,
+        )
+        said = [
+            message.text + "".join(c.function.arguments for c in message.tool_calls)
+            for message in request.messages
+        ]
+        self._check_length("".join([*said, json.dumps(tools) if tools else ""]))
+        turn = self.prompts.open(query, keys)
+        max_tokens = request.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = request.max_tokens
+        return Call(
+            self._requests(request, [turn.prompt_ids], max_tokens, turn),
+            request.stream,
+            request.stream_options.include_usage,
+            request.logprobs,
+            request.return_token_ids,
+            turn,
+        )
 
-def _requests_of_turn(
-    sampling: Sampling,
-    prompt: np.ndarray,
-    max_tokens: int | None,
-    limits: RequestLimits,
-    tokenizer: RequestTokenizer,
-    turn: ChatTurn | None,
-    **further: Any,
-) -> tuple[Request, ...]:
-    """The requests of a prompt, drawn as its turn says if there is one that says so."""
-    drawn = None if turn is None else turn.drawn
-    # A prompt that leaves no room is refused later, with a better message.
-    rest = max(1, min(limits.max_tokens, limits.max_context_tokens - len(prompt)))
-    if max_tokens is None:
-        max_tokens = rest
-    elif drawn is not None:
-        max_tokens = min(max_tokens, rest)
-    requests = _requests(sampling, [prompt], max_tokens, limits, tokenizer, **further)
-    return requests if drawn is None else tuple(map(drawn, requests))
+    def generate(self, body: Json, keys: Sequence[str] = ()) -> Call:
+        """Parses the body of POST /inference/v1/generate."""
+        request = self._checked(GenerateRequest, body)
+        params = request.sampling_params
+        if unknown := set(params.stop_token_ids) - set(self.sizes.stop_ids):
+            raise ApiError(
+                f"sampling_params.stop_token_ids has {reprlib.repr(sorted(unknown))}; answers of this server "
+                f"end with {list(self.sizes.stop_ids)}: name others as eos_token_id in the model's "
+                "generation_config.json",
+                param="sampling_params.stop_token_ids",
+            )
+        prompt = np.array(request.token_ids, np.int32)
+        turn = self.prompts.open_ids(prompt, params.n, keys)
+        requests = self._requests(params, [prompt], params.max_tokens, turn)
+        logprobs = params.logprobs is not None
+        return Call(requests, stream=False, include_usage=False, logprobs=logprobs, turn=turn)
 
+    def check_model(self, name: str) -> None:
+        """Raises ApiError with status 404 if `name` is not the server's model."""
+        if name != self.model:
+            raise ApiError(
+                f"model {reprlib.repr(name)} is not here; this server has {self.model!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
 
-def _checked(kind: type[RequestType], body: Json, limits: RequestLimits) -> RequestType:
-    try:
+    def _checked(self, kind: type[RequestType], body: Json) -> RequestType:
         request = read_request(kind, body)
-    except InvalidRequest as error:
-        raise ApiError(400, str(error), param=error.param) from error
-    check_model(request.model, limits)
-    return request
+        self.check_model(request.model)
+        return request
 
+    def _check_length(self, text: str) -> None:
+        """Refuses a text whose beginning alone is too long, before the whole text is tokenised."""
+        most = self.sizes.max_context_tokens
+        reach = _CHARS_PER_TOKEN * most
+        if len(text) > reach and len(self.tokenizer.encode(text[:reach])) > most:
+            raise ApiError(
+                f"This model's maximum context length is {most} tokens, and of the prompt's "
+                f"{len(text)} characters the first {reach} have more; shorten the prompt",
+                code="context_length_exceeded",
+            )
 
-def check_model(name: str, limits: RequestLimits) -> None:
-    """Raises ApiError with status 404 if `name` is not the server's model."""
-    if name != limits.model:
-        raise ApiError(
-            404,
-            f"model {reprlib.repr(name)} is not here; this server has {limits.model!r}",
-            param="model",
-            code="model_not_found",
+    def _requests(
+        self,
+        sampling: Sampling,
+        prompts: Sequence[np.ndarray],
+        max_tokens: int | None,
+        turn: ChatTurn | None = None,
+    ) -> tuple[Request, ...]:
+        """The requests of some prompts, drawn as their turn says if there is one that says so.
+
+        Without `max_tokens` a sample may fill the context.
+        """
+        # A prompt that leaves no room is refused below, with a better message.
+        room = self.sizes.max_context_tokens - max(map(len, prompts), default=0)
+        rest = max(1, min(self.sizes.max_response_tokens, room))
+        drawn = None if turn is None else turn.drawn
+        if max_tokens is None:
+            max_tokens = rest
+        elif drawn is not None:
+            max_tokens = min(max_tokens, rest)
+        self._check_sizes(sampling, prompts, max_tokens)
+        truncation = truncation_of(
+            # Some clients send -1 to disable top_k.
+            top_k=max(sampling.top_k, 0),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            min_tokens=sampling.min_tokens,
+            repetition_penalty=sampling.repetition_penalty,
         )
-
-
-def _end_of_reasoning(tokenizer: RequestTokenizer) -> int:
-    """The token that ends the reasoning that a prompt has opened."""
-    ids = tokenizer.encode(END_THINK)
-    if len(ids) != 1:
-        raise ApiError(
-            400,
-            f"the prompt opens the model's reasoning, whose end has {len(ids)} tokens; leave response_format "
-            "out",
-            param="response_format",
+        temperature = sampling.temperature if sampling.temperature >= LOWEST_TEMPERATURE else 0.0
+        seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
+        options = SamplingOptions(
+            sampling.n,
+            temperature=temperature,
+            truncation=truncation,
+            stop_strings=sampling.stops,
+            edits=self._edits(sampling, turn),
+            top_logprobs=sampling.num_top,
         )
-    return int(ids[0])
+        requests = (Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
+        return tuple(requests if drawn is None else map(drawn, requests))
 
+    def _edits(self, sampling: Sampling, turn: ChatTurn | None) -> LogitEdits | None:
+        """The edits of logits that a request asks for; None for none."""
+        grammar = after = None
+        if sampling.answer_schema is not None:
+            if turn is not None and self.parser.opens_reasoning(turn.prompt_ids):
+                ids = self.tokenizer.encode(END_THINK)
+                if len(ids) != 1:
+                    raise ApiError(
+                        f"the prompt opens the model's reasoning, whose end has {len(ids)} tokens; leave "
+                        "response_format out",
+                        param="response_format",
+                    )
+                after = int(ids[0])
+            try:
+                grammar = json_grammar(self.tokenizer, self.sizes.stop_ids, sampling.answer_schema)
+            except UserError as error:
+                raise ApiError(str(error), param="response_format") from error
+        bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
+        penalties = sampling.presence_penalty, sampling.frequency_penalty
+        if not (grammar or bias or any(penalties)):
+            return None
+        return LogitEdits(bias, *penalties, grammar, after)
 
-def _edits(
-    sampling: Sampling, tokenizer: RequestTokenizer, limits: RequestLimits, after: int | None
-) -> LogitEdits | None:
-    """The edits of logits that a request asks for; None for none."""
-    grammar = None
-    if sampling.answer_schema is not None:
-        try:
-            grammar = json_grammar(tokenizer, limits.stop_ids, sampling.answer_schema)
-        except UserError as error:
-            raise ApiError(400, str(error), param="response_format") from error
-    bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
-    penalties = sampling.presence_penalty, sampling.frequency_penalty
-    if not (grammar or bias or any(penalties)):
-        return None
-    return LogitEdits(bias, *penalties, grammar, after)
-
-
-def _requests(
-    sampling: Sampling,
-    prompts: Sequence[np.ndarray],
-    max_tokens: int,
-    limits: RequestLimits,
-    tokenizer: RequestTokenizer,
-    *,
-    after: int | None = None,
-) -> tuple[Request, ...]:
-    """The requests of some prompts.
-
-    Args:
-      sampling, prompts, max_tokens, limits: what is asked for.
-      tokenizer: tokenizer of the model.
-      after: token after which a response format holds; None if it holds from the beginning.
-    """
-    _check_sizes(sampling, prompts, max_tokens, limits)
-    truncation = truncation_of(
-        # Some clients send -1 to disable top_k.
-        top_k=max(sampling.top_k, 0),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        min_tokens=sampling.min_tokens,
-        repetition_penalty=sampling.repetition_penalty,
-    )
-    temperature = sampling.temperature if sampling.temperature >= _LOWEST_TEMPERATURE else 0.0
-    seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
-    options = SamplingOptions(
-        sampling.n,
-        temperature=temperature,
-        truncation=truncation,
-        stop_strings=sampling.stops,
-        edits=_edits(sampling, tokenizer, limits, after),
-        top_logprobs=sampling.num_top,
-    )
-    return tuple(Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
-
-
-def _check_length(text: str, tokenizer: RequestTokenizer, limits: RequestLimits) -> None:
-    """Refuses a text whose beginning alone is too long, before the whole text is tokenised."""
-    reach = _CHARS_PER_TOKEN * limits.max_context_tokens
-    if len(text) > reach and len(tokenizer.encode(text[:reach])) > limits.max_context_tokens:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limits.max_context_tokens} tokens, and of the prompt's "
-            f"{len(text)} characters the first {reach} have more; shorten the prompt",
-            code="context_length_exceeded",
-        )
-
-
-def _check_sizes(
-    sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int, limits: RequestLimits
-) -> None:
-    if not 1 <= sampling.n * len(prompts) <= limits.max_choices:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {limits.max_choices} "
-            "choices",
-            param="n",
-        )
-    if sampling.min_tokens > max_tokens:
-        raise ApiError(
-            400,
-            f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}; lower it",
-            param="min_tokens",
-        )
-    longest = max(map(len, prompts))
-    if longest > min(limits.max_prompt_tokens, limits.max_context_tokens - 1):
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limits.max_context_tokens} tokens, of which prompts "
-            f"have {limits.max_prompt_tokens} at most; this one has {longest}: shorten it",
-            code="context_length_exceeded",
-        )
-    if longest + max_tokens > limits.max_context_tokens:
-        raise ApiError(
-            400,
-            f"This model's maximum context length is {limits.max_context_tokens} tokens, and {longest} of "
-            f"the prompt with max_tokens {max_tokens} are {longest + max_tokens}; shorten the prompt, or ask "
-            "for fewer tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+    def _check_sizes(
+        self, sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int
+    ) -> None:
+        sizes = self.sizes
+        if not 1 <= sampling.n * len(prompts) <= _MAX_CHOICES:
+            raise ApiError(
+                f"{len(prompts)} prompts with n {sampling.n}: this server gives 1 to {_MAX_CHOICES} "
+                "choices",
+                param="n",
+            )
+        if sampling.min_tokens > max_tokens:
+            raise ApiError(
+                f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}; lower it",
+                param="min_tokens",
+            )
+        longest, most = max(map(len, prompts)), sizes.max_context_tokens
+        if longest > min(sizes.max_prompt_tokens, most - 1):
+            raise ApiError(
+                f"This model's maximum context length is {most} tokens, of which prompts have "
+                f"{sizes.max_prompt_tokens} at most; this one has {longest}: shorten it",
+                code="context_length_exceeded",
+            )
+        if longest + max_tokens > most:
+            raise ApiError(
+                f"This model's maximum context length is {most} tokens, and {longest} of the prompt with "
+                f"max_tokens {max_tokens} are {longest + max_tokens}; shorten the prompt, or ask for fewer "
+                "tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
 
 
 class _Token(NamedTuple):
@@ -432,91 +326,143 @@ class _Token(NamedTuple):
 
 
 class Choice:
-    """One sample as it grows.
+    """One sample of a call as it grows, shown as one of the endpoints shows it.
 
     Attributes:
-      text: new text since the last `take`.
+      prefix, id_name: beginning and name of an answer's id.
+      kinds: kind of a whole answer, and of an event of a stream.
       num_tokens: number of tokens so far.
       finish: reason why it has ended; None before.
+      view: the view of the whole answer to a turn; None before it has ended.
     """
 
-    def __init__(self, spell: Callable[[int], str]):
-        """Args: a function that returns the text of a token id."""
-        self._spell = spell
-        self.text = ""
+    prefix: ClassVar[str]
+    id_name: ClassVar[str] = "id"
+    kinds: ClassVar[tuple[str, str]]
+
+    def __init__(self, index: int, call: Call, parser: AnswerParser):
+        self._index, self._call, self._parser = index, call, parser
         self.num_tokens = 0
         self.finish: str | None = None
-        self._tokens: list[_Token] = []
-        self._ids: list[int] = []
-        self._spelled = 0
+        self.view: AssistantMessage | None = None
+        self._deltas: list[Delta] = []
+        self._num_shown = 0
+        self._spell = functools.cache(lambda token: parser.decode([token]))
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
+        self._deltas.append(delta)
         self.num_tokens += len(delta.tokens)
         self.finish = delta.finish or None
-        tops: Sequence[Sequence[tuple[str, float]]] = [()] * len(delta.tokens)
-        if delta.top is not None:
-            tops = [
-                [(self._spell(token), logprob) for token, logprob in zip(*row, strict=True)]
-                for row in zip(delta.top.token.tolist(), delta.top.logprob.tolist(), strict=True)
-            ]
-        self._tokens += map(_Token, delta.pieces, map(float, delta.logprob), tops)
-        self._ids += delta.tokens.tolist()
+        if delta.finish and self._call.turn is not None:
+            self.view = self._call.turn.answered(self._index, self._deltas)
+            self.finish = "tool_calls" if self.view.calls else delta.finish
 
-    def take(self) -> tuple[str, list[_Token], list[int], int]:
-        """What is new since the last call: text, tokens, ids, and the text offset."""
-        text, tokens, ids, start = self.text, self._tokens, self._ids, self._spelled
-        self.text, self._tokens, self._ids = "", [], []
-        self._spelled += sum(len(token.text) for token in tokens)
-        return text, tokens, ids, start
+    def show(self, *, whole: bool) -> Json:
+        """What is new since the last call, for a whole answer or for an event."""
+        new, first = self._deltas[self._num_shown :], not self._num_shown
+        fields = self._fields(new, first=first, whole=whole)
+        self._num_shown = len(self._deltas)
+        return {"index": self._index, **fields, "finish_reason": self.finish}
+
+    def _fields(self, new: Sequence[Delta], *, first: bool, whole: bool) -> Json:
+        raise NotImplementedError
+
+    def _tokens(self, new: Sequence[Delta]) -> list[_Token]:
+        tokens: list[_Token] = []
+        for delta in new:
+            tops: Sequence[Sequence[tuple[str, float]]] = [()] * len(delta.tokens)
+            if delta.top is not None:
+                rows = zip(delta.top.token.tolist(), delta.top.logprob.tolist(), strict=True)
+                tops = [[(self._spell(i), x) for i, x in zip(*row, strict=True)] for row in rows]
+            tokens += map(_Token, delta.pieces, map(float, delta.logprob), tops)
+        return tokens
+
+
+def _ids(new: Sequence[Delta]) -> list[int]:
+    return [token for delta in new for token in delta.tokens.tolist()]
+
+
+class CompletionChoice(Choice):
+    """One answer of /v1/completions."""
+
+    prefix, kinds = "cmpl-", ("text_completion", "text_completion")
+    # Characters whose tokens were shown.
+    _spelled = 0
+
+    def _fields(self, new: Sequence[Delta], *, first: bool, whole: bool) -> Json:
+        call, options = self._call, self._call.requests[0].options
+        part: Json = {"text": "".join(delta.text for delta in new), "logprobs": None}
+        if call.logprobs:
+            tokens = self._tokens(new)
+            lengths = (len(token.text) for token in tokens)
+            *offsets, self._spelled = itertools.accumulate(lengths, initial=self._spelled)
+            part["logprobs"] = {
+                "tokens": [token.text for token in tokens],
+                "token_logprobs": [token.logprob for token in tokens],
+                # With the sampled token. Of several with the same text the most probable one is shown.
+                "top_logprobs": [
+                    {token.text: token.logprob, **dict(reversed(token.top))} for token in tokens
+                ]
+                if options.top_logprobs
+                else None,
+                "text_offset": offsets,
+            }
+        if call.token_ids:
+            part["token_ids"] = _ids(new)
+            if first:
+                prompt = call.requests[self._index // options.num_samples].prompt
+                part["prompt_token_ids"] = prompt.tolist()
+        return part
 
 
 class ChatChoice(Choice):
-    """One answer of a chat as it grows; its text is shown as a view.
+    """One answer of /v1/chat/completions; its text is shown as a view."""
 
-    Attributes:
-      view: the view of the whole answer; None before it has ended.
-    """
+    prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
-    def __init__(
-        self,
-        index: int,
-        turn: ChatTurn,
-        parser: AnswerParser,
-        spell: Callable[[int], str],
-        *,
-        stream: bool,
-    ):
-        super().__init__(spell)
-        self._index, self._turn, self._parser = index, turn, parser
-        self._deltas: list[Delta] = []
-        self.view: AssistantMessage | None = None
+    def __init__(self, index: int, call: Call, parser: AnswerParser):
+        super().__init__(index, call, parser)
+        assert call.turn is not None, "chats have turns"
+        self._query = call.turn.query
         # For the events of a stream: the text so far, and how much of reasoning and content was sent.
-        self._whole = turn.query.start
-        self._opened = not self._whole and parser.opens_reasoning(turn.prompt_ids)
-        hides = stream and parser.hides_calls
-        self._stream = TextStream(parser.decode, turn.query.stop) if hides else None
+        self._text = self._query.start
+        self._opened = not self._text and parser.opens_reasoning(call.turn.prompt_ids)
+        hides = call.stream and parser.hides_calls
+        self._stream = TextStream(parser.decode, self._query.stop) if hides else None
         self._sent = 0, 0
 
-    def add(self, delta: Delta) -> None:
-        super().add(delta)
-        self._deltas.append(delta)
-        self._whole += delta.text if self._stream is None else self._stream.add(delta.tokens)[1]
-        if delta.finish:
-            self.view = self._turn.answered(self._index, self._deltas)
-            self.finish = "tool_calls" if self.view.calls else delta.finish
+    def _fields(self, new: Sequence[Delta], *, first: bool, whole: bool) -> Json:
+        if whole:
+            assert self.view is not None, "a whole answer has ended"
+            part: Json = {"message": self.view.to_message() | {"refusal": None}}
+        else:
+            # Only the first event of a stream has the role.
+            part = {"delta": ({"role": "assistant"} if first else {}) | self._new_fields(new)}
+        part["logprobs"] = None
+        if self._call.logprobs:
+            content = [
+                {
+                    **_chat_token(token.text, token.logprob),
+                    "top_logprobs": [_chat_token(*each) for each in token.top],
+                }
+                for token in self._tokens(new)
+            ]
+            part["logprobs"] = {"content": content, "refusal": None}
+        return part | ({"token_ids": _ids(new)} if self._call.token_ids else {})
 
-    def new_fields(self) -> Json:
-        """The fields of a message that are new since the last call. Calls come whole, with the end."""
+    def _new_fields(self, new: Sequence[Delta]) -> Json:
+        """The fields of a message that are new. Calls come whole, with the end."""
+        for delta in new:
+            self._text += delta.text if self._stream is None else self._stream.add(delta.tokens)[1]
         if self.view is None:
             reasoning, content = self._parser.visible(
-                self._whole, opened=self._opened, calls=self._turn.query.calls
+                self._text, opened=self._opened, calls=self._query.calls
             )
         else:
             reasoning, content = self.view.reasoning, self.view.content
         fields: Json = {"content": content[self._sent[1] :]}
-        if new := reasoning[self._sent[0] :]:
-            fields["reasoning_content"] = new
+        if more := reasoning[self._sent[0] :]:
+            fields["reasoning_content"] = more
         self._sent = len(reasoning), len(content)
         if self.view is not None and self.view.calls:
             calls = self.view.to_message()["tool_calls"]
@@ -524,109 +470,34 @@ class ChatChoice(Choice):
         return fields
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The shape of an endpoint's answers.
-
-    Attributes:
-      prefix: start of the ids.
-      whole, event: kind of a whole answer and of an event of a stream.
-      choice: (index, choice, call) -> the choice of a whole answer.
-      new_part: (index, choice, call, is the first) -> the choice of an event.
-      id_name: name of the id.
-    """
-
-    prefix: str
-    whole: str
-    event: str
-    choice: Callable[[int, Choice, Call], Json]
-    new_part: Callable[[int, Choice, Call, bool], Json]
-    id_name: str = "id"
-
-
-def _completion_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
-    text, tokens, ids, start = choice.take()
-    ends = itertools.accumulate((len(token.text) for token in tokens), initial=start)
-    wants_top = call.requests[0].options.top_logprobs
-    of_tokens = {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        # With the sampled token. Of several with the same text the most probable one is shown.
-        "top_logprobs": [
-            {token.text: token.logprob, **dict(reversed(token.top))} for token in tokens
-        ]
-        if wants_top
-        else None,
-        "text_offset": list(ends)[:-1],
-    }
-    part: Json = {"text": text, "logprobs": of_tokens if call.logprobs else None}
-    if call.token_ids:
-        part["token_ids"] = ids
-        if first:
-            prompt = call.requests[index // call.requests[0].options.num_samples].prompt
-            part["prompt_token_ids"] = prompt.tolist()
-    return {"index": index, **part, "finish_reason": choice.finish}
-
-
-def _chat_choice(
-    index: int, choice: Choice, call: Call, first: bool = True, *, name: str = "message"
-) -> Json:
-    assert isinstance(choice, ChatChoice), "choices of a chat have views"
-    _, tokens, ids, _ = choice.take()
-    if name == "message":
-        assert choice.view is not None, "a whole answer has ended"
-        message = choice.view.to_message() | {"refusal": None}
-    else:
-        # Only the first event of a stream has the role.
-        message = ({"role": "assistant"} if first else {}) | choice.new_fields()
-    content = [
-        {
-            **_chat_token(token.text, token.logprob),
-            "top_logprobs": [_chat_token(*each) for each in token.top],
-        }
-        for token in tokens
-    ]
-    part: Json = {
-        name: message,
-        "logprobs": {"content": content, "refusal": None} if call.logprobs else None,
-    }
-    if call.token_ids:
-        part["token_ids"] = ids
-    return {"index": index, **part, "finish_reason": choice.finish}
-
-
 def _chat_token(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _generate_choice(index: int, choice: Choice, call: Call, first: bool = True) -> Json:
-    _, tokens, ids, _ = choice.take()
-    # Named by its id: the text of a token may be a part of a character.
-    content = [
-        {"token": f"token_id:{token_id}", "logprob": token.logprob}
-        for token_id, token in zip(ids, tokens, strict=True)
-    ]
-    part = {"token_ids": ids, "logprobs": {"content": content} if call.logprobs else None}
-    return {"index": index, **part, "finish_reason": choice.finish}
+class GenerateChoice(Choice):
+    """One answer of /inference/v1/generate."""
 
+    prefix, id_name, kinds = "gen-", "request_id", ("generate", "generate")
 
-COMPLETION = Form(
-    "cmpl-", "text_completion", "text_completion", _completion_choice, _completion_choice
-)
-CHAT = Form(
-    "chatcmpl-",
-    "chat.completion",
-    "chat.completion.chunk",
-    _chat_choice,
-    functools.partial(_chat_choice, name="delta"),
-)
-GENERATE = Form("gen-", "generate", "generate", _generate_choice, _generate_choice, "request_id")
+    def _fields(self, new: Sequence[Delta], *, first: bool, whole: bool) -> Json:
+        part: Json = {"token_ids": _ids(new), "logprobs": None}
+        if self._call.logprobs:
+            # Named by its id: the text of a token may be a part of a character.
+            content = [
+                {"token": f"token_id:{token}", "logprob": logprob}
+                for delta in new
+                for token, logprob in zip(
+                    delta.tokens.tolist(), map(float, delta.logprob), strict=True
+                )
+            ]
+            part["logprobs"] = {"content": content}
+        return part
 
 
 class Answer:
     """The choices of a call, assembled from deltas; returns whole answers and events as JSON."""
 
-    def __init__(self, call: Call, form: Form, model: str, parser: AnswerParser):
+    def __init__(self, call: Call, form: type[Choice], model: str, parser: AnswerParser):
         self._call = call
         self._form = form
         self._head = {
@@ -636,15 +507,8 @@ class Answer:
         }
         # Choice i is sample i % n of prompt i // n.
         num_choices = sum(request.options.num_samples for request in call.requests)
-        turn = call.turn
-        spell = functools.cache(lambda token: parser.decode([token]))
-        self._choices = [
-            Choice(spell)
-            if turn is None
-            else ChatChoice(i, turn, parser, spell, stream=call.stream)
-            for i in range(num_choices)
-        ]
-        self._begun: set[int] = set()
+        self._choices = [form(i, call, parser) for i in range(num_choices)]
+        self._begun = False
 
     @property
     def complete(self) -> bool:
@@ -653,26 +517,24 @@ class Answer:
     def add(self, index: int, delta: Delta) -> None:
         self._choices[index].add(delta)
 
-    def whole(self) -> str:
+    def whole(self) -> Json:
         """The whole answer, once it is complete."""
-        choices = [self._form.choice(i, x, self._call) for i, x in enumerate(self._choices)]
-        return self._json(self._form.whole, choices, {**self._prompt_ids(), **self._usage()})
+        choices = [choice.show(whole=True) for choice in self._choices]
+        return self._json(0, choices, {**self._prompt_ids(), **self._usage()})
 
-    def event(self, index: int) -> str:
+    def event(self, index: int) -> Json:
         """The event with the new part of a choice. If the counts are asked for, its own are null."""
-        first = index not in self._begun
         further = {} if self._begun else self._prompt_ids()
-        self._begun.add(index)
-        part = self._form.new_part(index, self._choices[index], self._call, first)
+        self._begun = True
         usage = {"usage": None} if self._call.include_usage else {}
-        return self._json(self._form.event, [part], {**further, **usage})
+        return self._json(1, [self._choices[index].show(whole=False)], {**further, **usage})
 
-    def usage_event(self) -> str:
+    def usage_event(self) -> Json:
         """The event with the token counts."""
-        return self._json(self._form.event, [], self._usage())
+        return self._json(1, [], self._usage())
 
-    def _json(self, kind: str, choices: list[Json], further: Json) -> str:
-        return to_json({**self._head, **further, "object": kind, "choices": choices})
+    def _json(self, kind: int, choices: list[Json], further: Json) -> Json:
+        return {**self._head, **further, "object": self._form.kinds[kind], "choices": choices}
 
     def _prompt_ids(self) -> Json:
         """The ids of a chat's prompt, which stand beside the choices, as in vLLM."""
@@ -691,8 +553,3 @@ class Answer:
                 "total_tokens": prompt + completion,
             }
         }
-
-
-def to_json(body: Json) -> str:
-    """The body of an answer, without spaces."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))

@@ -11,14 +11,12 @@ freed. Bodies must be declared as JSON: a browser then lets no page of another s
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeAlias
 
 import numpy as np
 from starlette.applications import Starlette
@@ -32,45 +30,48 @@ from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
+from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import Delta, LiveText
 from jaxrl.serving.openai.calls import (
-    CHAT,
-    COMPLETION,
-    GENERATE,
     Answer,
-    ApiError,
     Call,
-    Form,
+    ChatChoice,
+    Choice,
+    CompletionChoice,
+    GenerateChoice,
     Json,
-    RequestLimits,
-    check_model,
-    read_chat,
-    read_completion,
-    read_generate,
-    to_json,
+    RequestReader,
 )
 from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
 from jaxrl.serving.openai.prometheus import MEDIA_TYPE, exposition
+from jaxrl.serving.openai.protocol import ApiError
 
 # A body that takes longer to arrive is refused.
 _BODY_TIMEOUT_S = 60.0
 # nginx's status code for a client that has disconnected; nobody reads the response.
 _CLIENT_GONE = 499
 
-# Reads a body; the second argument is what `keys_of` returns.
-Reader: TypeAlias = Callable[[Json, Sequence[str]], Call]
-
 
 class _Inbox:
-    """Passes the deltas of a call from the driver's thread to the event loop; closing it ends the call."""
+    """Passes the deltas of a call from the driver's thread to the event loop; closing it ends the call.
 
-    def __init__(self, driver: LiveText, call: Call):
+    A chat that was answered before gets the same answer once more, with the text of each token.
+    """
+
+    def __init__(self, driver: LiveText, call: Call, decode_text: Callable[[np.ndarray], str]):
         self._driver = driver
         self._loop = asyncio.get_running_loop()
         self._streams = call.stream
         self._held: list[tuple[int, Delta] | LiveError] = []
         self._events: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
         n = call.requests[0].options.num_samples
+        self._tickets: Sequence[int] = ()
+        if call.turn is not None and call.turn.known:
+            add = TextStream(decode_text).add
+            for delta in call.turn.known:
+                again = dataclasses.replace(delta, pieces=add(delta.tokens)[0], text="")
+                self._events.put_nowait((0, again))
+            return
         self._tickets = driver.submit_all(
             [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)],
             texts=call.needs_texts,
@@ -109,29 +110,10 @@ class _Inbox:
             self._driver.cancel(ticket)
 
 
-class _Replay:
-    """An inbox of a chat that was answered before: the same answer once more, with the text of each token."""
-
-    def __init__(self, deltas: Sequence[Delta], decode_text: Callable[[np.ndarray], str]):
-        add = TextStream(decode_text).add
-        self._deltas = collections.deque(
-            dataclasses.replace(delta, pieces=add(delta.tokens)[0], text="") for delta in deltas
-        )
-
-    async def get(self) -> tuple[int, Delta]:
-        return 0, self._deltas.popleft()
-
-    def fail(self, error: Exception) -> None:
-        """The answer is there."""
-
-    def close(self) -> None:
-        """There is nothing to cancel."""
-
-
 class _Events(StreamingResponse):
     """Server-sent events that always close their inbox, even after a disconnect."""
 
-    def __init__(self, inbox: _Inbox | _Replay, events: AsyncIterator[str]):
+    def __init__(self, inbox: _Inbox, events: AsyncIterator[str]):
         super().__init__(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
@@ -147,7 +129,8 @@ class _Events(StreamingResponse):
 def build_app(
     driver: LiveText,
     tokenizer: RequestTokenizer,
-    limits: RequestLimits,
+    model: str,
+    sizes: EngineConfig,
     *,
     max_body_bytes: int,
     prompts: ChatPrompts | None = None,
@@ -157,13 +140,15 @@ def build_app(
     Args:
       driver: driver that answers the requests.
       tokenizer: tokenizer of the model.
-      limits: limits of requests.
+      model: name of the model, which requests must give.
+      sizes: sizes of its engine.
       max_body_bytes: maximum size of a body; larger ones are refused.
       prompts: where chats get their prompts from; by default each request is rendered by itself. With a
         source that keeps conversations there are no completions, since it would not know of them.
     """
     parser = AnswerParser(tokenizer)
     source = RenderedPrompts(tokenizer, parser) if prompts is None else prompts
+    reader = RequestReader(tokenizer, model, sizes, source, parser)
 
     async def health(request: Request) -> Response:
         waiting, running = driver.load
@@ -173,45 +158,34 @@ def build_app(
     async def metrics(request: Request) -> Response:
         return Response(exposition(driver.counts), media_type=MEDIA_TYPE)
 
-    model = {
-        "id": limits.model,
+    described = {
+        "id": model,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "jaxrl",
         # As in vLLM, for clients that query the limit.
-        "max_model_len": limits.max_context_tokens,
+        "max_model_len": sizes.max_context_tokens,
     }
 
     async def models(request: Request) -> Response:
-        return _json(to_json({"object": "list", "data": [model]}))
+        return JSONResponse({"object": "list", "data": [described]})
 
     async def one_model(request: Request) -> Response:
-        check_model(request.path_params["name"], limits)
-        return _json(to_json(model))
+        reader.check_model(request.path_params["name"])
+        return JSONResponse(described)
 
-    def completion(body: Json, keys: Sequence[str]) -> Call:
-        return read_completion(body, tokenizer, limits)
-
-    def chat(body: Json, keys: Sequence[str]) -> Call:
-        return read_chat(body, tokenizer, limits, prompts=source, parser=parser, keys=keys)
-
-    def generate(body: Json, keys: Sequence[str]) -> Call:
-        return read_generate(body, tokenizer, limits, prompts=source, keys=keys)
-
-    def endpoint(read: Reader, form: Form):
+    def endpoint(read: Callable[[Json, Sequence[str]], Call], form: type[Choice]):
         async def answer(request: Request) -> Response:
-            if prompts is not None and form is COMPLETION:
+            if prompts is not None and form is CompletionChoice:
                 raise ApiError(
-                    400,
                     f"{request.url.path} would not be part of a conversation, which this server keeps; ask "
                     "/v1/chat/completions, or /inference/v1/generate with token ids",
                 )
             body = await body_of(request, max_body_bytes)
             # On another thread: a long text or a slow template must not delay other answers.
             call = await asyncio.to_thread(read, body, keys_of(request))
-            known = call.turn.known if call.turn is not None else ()
-            inbox = _Replay(known, parser.decode) if known else _Inbox(driver, call)
-            result = Answer(call, form, limits.model, parser)
+            inbox = _Inbox(driver, call, parser.decode)
+            result = Answer(call, form, model, parser)
             if call.stream:
                 return _Events(inbox, _event_stream(inbox, call, result))
             return await _whole(request, inbox, result)
@@ -221,14 +195,20 @@ def build_app(
     return Starlette(
         routes=[
             # The first that matches, and the most frequent.
-            Route("/v1/chat/completions", endpoint(chat, CHAT), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(reader.chat, ChatChoice), methods=["POST"]),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", models),
             # Model names may contain slashes, as on the Hugging Face Hub.
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/completions", endpoint(completion, COMPLETION), methods=["POST"]),
-            Route("/inference/v1/generate", endpoint(generate, GENERATE), methods=["POST"]),
+            Route(
+                "/v1/completions", endpoint(reader.completion, CompletionChoice), methods=["POST"]
+            ),
+            Route(
+                "/inference/v1/generate",
+                endpoint(reader.generate, GenerateChoice),
+                methods=["POST"],
+            ),
         ],
         # Starlette logs an `Exception` with its traceback after sending the answer.
         exception_handlers=dict.fromkeys(
@@ -248,25 +228,27 @@ async def body_of(request: Request, max_bytes: int) -> Json:
     """Reads the body of a request as a JSON object."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(
-            415, f"the body is declared as {kind[:80]!r}; send content-type: application/json"
-        )
-    content = await read_body(request, max_bytes)
+        fault = f"the body is declared as {kind[:80]!r}; send content-type: application/json"
+        raise ApiError(fault, status=415)
+    return object_of(await read_body(request, max_bytes))
+
+
+def object_of(content: bytes) -> Json:
+    """The JSON object in a body."""
     try:
         body = json.loads(content)
     # A deeply nested body raises RecursionError in the parser.
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON ({error})") from error
+        raise ApiError(f"the body is no JSON ({error})") from error
     if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
+        raise ApiError("the body must be a JSON object")
     return body
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request; ApiError if it is too large or does not arrive in time."""
-    too_large = ApiError(
-        413, f"the request is larger than {max_bytes} bytes, which is what this server takes"
-    )
+    fault = f"the request is larger than {max_bytes} bytes, which is what this server takes"
+    too_large = ApiError(fault, status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
@@ -278,32 +260,33 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 if len(content) > max_bytes:
                     raise too_large
     except TimeoutError as error:
-        raise ApiError(408, f"the request did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+        fault = f"the request did not arrive within {_BODY_TIMEOUT_S:g} s"
+        raise ApiError(fault, status=408) from error
     except ClientDisconnect as error:
-        raise ApiError(_CLIENT_GONE, "the client has gone") from error
+        raise ApiError("the client has gone", status=_CLIENT_GONE) from error
     return bytes(content)
 
 
-async def _whole(request: Request, inbox: _Inbox | _Replay, answer: Answer) -> Response:
+async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
     """The whole answer; ends the call if the client disconnects."""
     watching = asyncio.create_task(_close_if_gone(request, inbox))
     try:
         while not answer.complete:
             answer.add(*await inbox.get())
-        return _json(answer.whole())
+        return JSONResponse(answer.whole())
     finally:
         watching.cancel()
         inbox.close()
 
 
-async def _close_if_gone(request: Request, inbox: _Inbox | _Replay) -> None:
+async def _close_if_gone(request: Request, inbox: _Inbox) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     inbox.close()
-    inbox.fail(ApiError(_CLIENT_GONE, "the client has gone"))
+    inbox.fail(ApiError("the client has gone", status=_CLIENT_GONE))
 
 
-async def _event_stream(inbox: _Inbox | _Replay, call: Call, answer: Answer) -> AsyncIterator[str]:
+async def _event_stream(inbox: _Inbox, call: Call, answer: Answer) -> AsyncIterator[str]:
     try:
         while not answer.complete:
             index, delta = await inbox.get()
@@ -311,34 +294,32 @@ async def _event_stream(inbox: _Inbox | _Replay, call: Call, answer: Answer) -> 
             yield _event(answer.event(index))
     except LiveError as error:
         # The status was already sent, so the error goes into an event; OpenAI's client raises it.
-        yield _event(json.dumps(_as_api_error(error).body))
+        yield _event(as_api_error(error).body)
         return
     if call.include_usage:
         yield _event(answer.usage_event())
     yield "data: [DONE]\n\n"
 
 
-def _json(body: str) -> Response:
-    return Response(body, media_type="application/json")
-
-
-def _event(body: str) -> str:
-    return f"data: {body}\n\n"
+def _event(body: Json) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    refusal = _as_api_error(error)
+    refusal = as_api_error(error)
     return JSONResponse(refusal.body, refusal.status)
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to a request that has raised an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        return ApiError(400, str(error))
+        return ApiError(str(error))
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, f"{error.detail}: see /v1/models and the documentation")
+        fault = f"{error.detail}: see /v1/models and the documentation"
+        return ApiError(fault, status=error.status_code)
     if not isinstance(error, LiveError):
-        return ApiError(500, "the server has made a mistake; its log says which")
+        return ApiError("the server has made a mistake; its log says which", status=500)
     status = 429 if isinstance(error, Overloaded) else 503 if isinstance(error, Stopped) else 500
-    return ApiError(status, str(error))
+    return ApiError(str(error), status=status)

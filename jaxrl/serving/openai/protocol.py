@@ -21,7 +21,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -52,16 +52,24 @@ VARIABLES_RULE = (
 )
 
 
-class InvalidRequest(Exception):
-    """A body that is not a valid request.
+class ApiError(Exception):
+    """An error answer in OpenAI's format.
 
     Attributes:
-      param: path of the field, such as `messages[0].content`.
+      status: HTTP status.
+      body: JSON object. Its `param` is the path of a field, such as `messages[0].content`.
     """
 
-    def __init__(self, message: str, param: str):
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str = ""
+    ):
         super().__init__(message)
-        self.param = param
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        kind = "rate_limit_error" if status == 429 else kind
+        self.body = {
+            "error": {"message": message, "type": kind, "param": param, "code": code or None}
+        }
 
 
 # Requests
@@ -73,27 +81,26 @@ def _check_encodes(text: str) -> str:
     return text
 
 
+def _refused(fault: str, *path: str | int, after: str = " ") -> PydanticCustomError:
+    """The error for a part of a field; `path` leads to the part, `after` separates it from the fault."""
+    return PydanticCustomError("refused", "refused", {"path": path, "fault": after + fault})
+
+
 def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    if fault := _variables_fault(variables):
-        raise PydanticCustomError("refused", "refused", {"fault": fault})
-    return variables
-
-
-def _variables_fault(variables: Mapping[str, Any]) -> str | None:
-    """The rule that a client's variables break; None if they are valid."""
-    if len(variables) > MAX_VARIABLES:
-        return f"there are {len(variables)}; give at most {MAX_VARIABLES}"
+    if (count := len(variables)) > MAX_VARIABLES:
+        raise _refused(f"there are {count}; give at most {MAX_VARIABLES}", after=": ")
     for name, value in variables.items():
         if not (name.isascii() and name.isidentifier() and len(name) <= MAX_NAME_CHARACTERS):
-            return (
-                f"{ascii(name)[:60]} is no name of a variable: letters, digits and _, at most "
-                f"{MAX_NAME_CHARACTERS} of them, and no digit first"
+            rule = (
+                f"letters, digits and _, at most {MAX_NAME_CHARACTERS} of them, and no digit first"
             )
+            raise _refused(f"{ascii(name)[:60]} is no name of a variable: {rule}", after=": ")
         if name in _OF_THE_SERVER or name.endswith(_SPECIAL_TOKEN):
-            return f"{name} is set by the server; name other variables of the chat template"
+            rule = "is set by the server; name other variables of the chat template"
+            raise _refused(f"{name} {rule}", after=": ")
         if fault := _value_fault(value):
-            return f"{name} {fault}"
-    return None
+            raise _refused(f"{name} {fault}", after=": ")
+    return variables
 
 
 def _value_fault(value: Any, depth: int = MAX_DEPTH) -> str | None:
@@ -113,11 +120,6 @@ def _value_fault(value: Any, depth: int = MAX_DEPTH) -> str | None:
             return None
         level = inner
     return f"is nested too deeply; {depth} levels are read"
-
-
-def _refused(fault: str, *path: str | int) -> PydanticCustomError:
-    """The error for a part of a field; `path` leads to the part."""
-    return PydanticCustomError("refused_part", "refused", {"path": path, "fault": fault})
 
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -210,6 +212,8 @@ class _RequestPart(BaseModel):
     """An object of a request. Numbers are not converted to text, and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    # Fields that are accepted and not read.
+    IGNORED: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -220,8 +224,8 @@ class _RequestPart(BaseModel):
         # Looked up once: it takes longer than the rest.
         fields = cls.model_fields
         for name, value in body.items():
-            if name not in fields and not cls._means_nothing(value):
-                raise PydanticCustomError("unknown_field", "unknown", {"name": _short(name)})
+            if name not in fields and name not in cls.IGNORED and not cls._means_nothing(value):
+                raise _refused("is no field of this request", _short(name))
         return {name: value for name, value in body.items() if name in fields and value is not None}
 
     @classmethod
@@ -379,13 +383,8 @@ class _Request(Sampling):
         default={"type": "text"}, description="an object with a type"
     )
 
-    # Accepted and ignored: they do not affect an answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    # They do not affect an answer.
+    IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
     # Not supported; accepted only at their defaults.
     best_of: Literal[1] = 1
@@ -436,12 +435,8 @@ class CompletionRequest(_Request):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, each a text or a list of ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        lists = [item for item in self.prompt if isinstance(item, list)]
-        return texts or ([ids] if ids else lists)
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # pyright: ignore[reportReturnType]
 
 
 class ChatRequest(_Request):
@@ -512,12 +507,11 @@ class SamplingParams(Sampling):
         default=None, description="0 or 1: there are only those of the sampled tokens"
     )
 
-    # Accepted and ignored: answers are ids, and no routing of experts is recorded.
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    detokenize: Any = None
-    output_kind: Any = None
-    routed_experts_prompt_start: Any = None
+    # Answers are ids, and no routing of experts is recorded.
+    IGNORED = (
+        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
+        "routed_experts_prompt_start",
+    )
 
     # Not supported; accepted only at their defaults.
     prompt_logprobs: None = None
@@ -536,10 +530,8 @@ class GenerateRequest(_RequestPart):
     )
     sampling_params: SamplingParams = Field(default=SamplingParams(), description="an object")
 
-    # Accepted and ignored: known prefixes are reused anyway, and all requests wait alike.
-    request_id: Any = None
-    cache_salt: Any = None
-    priority: Any = None
+    # Known prefixes are reused anyway, and all requests wait alike.
+    IGNORED = ("request_id", "cache_salt", "priority")
 
     # Not supported; accepted only at their defaults.
     stream: Literal[False] = False
@@ -554,7 +546,7 @@ def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestTyp
     """Parses a JSON object as a request.
 
     Raises:
-      InvalidRequest: it is malformed or asks for something that is not supported.
+      ApiError: it is malformed or asks for something that is not supported.
     """
     try:
         return kind.model_validate(body)
@@ -562,16 +554,13 @@ def read_request(kind: type[RequestType], body: Mapping[str, Any]) -> RequestTyp
         raise _invalid(kind, error) from error
 
 
-def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
-    """Converts the first of pydantic's errors to an `InvalidRequest`."""
+def _invalid(kind: type[RequestType], error: ValidationError) -> ApiError:
+    """Converts the first of pydantic's errors to an answer."""
     found = error.errors(include_url=False)[0]
     location, context = found["loc"], found.get("ctx", {})
-    if found["type"] == "unknown_field":
-        where = _path((*location, context["name"]))
-        return InvalidRequest(f"{where} is no field of this request", where)
-    if found["type"] == "refused_part":
+    if found["type"] == "refused":
         where = _path((*location, *context["path"]))
-        return InvalidRequest(f"{where} {context['fault']}", where)
+        return ApiError(where + context["fault"], param=where)
     parts = (StreamOptions, SamplingParams, CalledFunction, ToolCallPart, Message, kind)
     rules = {
         name: field.description
@@ -585,17 +574,16 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> InvalidRequest:
     while isinstance(known[-1], int):
         known.pop()
     where, rule = _path(known), rules[str(known[-1])]
-    if found["type"] == "value_error":
-        return InvalidRequest(f"{where} is no text: {context['error']}", where)
-    if found["type"] == "refused":
-        return InvalidRequest(f"{where}: {context['fault']}", where)
     value = found["input"] if len(known) == len(location) else None
-    if rule is None:
+    shown = reprlib.repr(value) if isinstance(value, str | int | float) else ""
+    if found["type"] == "value_error":
+        message = f"{where} is no text: {context['error']}"
+    elif rule is None:
         shown = "" if value is None else f" {reprlib.repr(value)}"
-        return InvalidRequest(f"{where}{shown}: this server does not have it; leave it out", where)
-    if isinstance(value, str | int | float):
-        return InvalidRequest(f"{where} is {reprlib.repr(value)}; it must be {rule}", where)
-    return InvalidRequest(f"{where} must be {rule}", where)
+        message = f"{where}{shown}: this server does not have it; leave it out"
+    else:
+        message = f"{where} is {shown}; it must be {rule}" if shown else f"{where} must be {rule}"
+    return ApiError(message, param=where)
 
 
 def _path(location: Sequence[int | str]) -> str:
