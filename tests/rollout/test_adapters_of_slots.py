@@ -136,3 +136,22 @@ def test_the_whole_stack_gives_what_gathered_factors_give():
         return jax.jit(lambda: model(places + 7, places, attend, compute=compute, **given)[0])()
 
     assert_close(hidden(False), hidden(True), scale=1)
+
+
+def test_first_dense_layers_get_new_adapters_too():
+    model = dataclasses.replace(
+        RANKED,
+        num_layers=3,
+        num_experts=4,
+        experts_per_token=2,
+        first_dense_layers=1,
+        dense_d_ff=20,
+        lora=LoraConfig(rank=RANK, alpha=float(RANK), targets=("q", "o")),
+    )
+    engine = engine_of(base=BASE, model=model, adapter_places=PLACES)
+    like, rest = lora.split(jax.tree.map(lambda s: jnp.zeros(s.shape), decoder_graph(model)[1]))
+    empty = lora.empty_stack(like, PLACES, jnp.float32)
+    stack = jax.tree.map(jnp.ones_like, empty)
+    given = engine.for_decoding(lora.join(empty, rest))
+    expected = engine.for_decoding(lora.join(stack, rest))
+    jax.tree.map(np.testing.assert_array_equal, engine.with_adapters(stack, given), expected)
