@@ -93,6 +93,8 @@ def test_samples_that_go_on_in_another_run_keep_them():
     first = backend.resume(PROMPTS, options)
     saved = UnfinishedGroups.of_record(first.unfinished.record())
     assert any(sample.finished for sample in saved.samples)
+    # The others will be run again.
+    assert all(sample.finished == (sample.routes is not None) for sample in saved.samples)
     rest = backend.resume(PROMPTS.take([]), OPTIONS.replace(step=1), unfinished=saved)
     assert not len(rest.unfinished.prompts)
     assert_routes_of_a_plain_pass(rest.completions, MIXTURE)
