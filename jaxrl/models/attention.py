@@ -14,14 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.attention_kind import FULL, AttentionKind, picked
-from jaxrl.models.kernels.cudnn_attention import cudnn_attention
+from jaxrl.models.kernels.cudnn_attention import cudnn_attention, largest_head
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash")
-
-# Largest heads for "cudnn".
-_LARGEST_HEAD = 256
 
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
@@ -99,23 +96,23 @@ def pick_implementation(
     Raises:
       UserError: `requested` is unknown or cannot run there.
     """
-    dtype = jnp.dtype(dtype)
+    dtype, largest = jnp.dtype(dtype), largest_head()
     # JAX calls GPUs of NVIDIA and of AMD "gpu". On a GPU without cuDNN compilation fails with a clear error.
     runs = {
         "splash": platform == "tpu" and not (sinks or tree),
         "cudnn": platform in ("gpu", "cuda")
         and dtype in (jnp.bfloat16, jnp.float16)
         and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS)
-        and head_dim <= _LARGEST_HEAD,
+        and head_dim <= largest,
         "xla": True,
     }
     rules = {
         "splash": "TPUs",
         "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
-        f"{_LARGEST_HEAD}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
+        f"{largest} (256 from Hopper on, 128 before), in rows of up to {MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
-    asked += f" with heads of {head_dim}" if head_dim > _LARGEST_HEAD else ""
+    asked += f" with heads of {head_dim}" if head_dim > largest else ""
     if sinks:
         asked += " with attention sinks"
         rules = {name: f"{rule} without sinks," for name, rule in rules.items()}

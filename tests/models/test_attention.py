@@ -3,6 +3,7 @@ import itertools
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -425,6 +426,17 @@ def test_large_heads_are_left_to_those_who_have_room():
     assert pick_implementation("tpu", jnp.bfloat16, head_dim=512) == "splash"
     with pytest.raises(UserError, match=r"with heads of 512.*with heads of up to 256"):
         pick_implementation("gpu", jnp.bfloat16, "cudnn", head_dim=512)
+
+
+@pytest.mark.parametrize(
+    ("capability", "picked"),
+    [("8.0", "xla"), ("9.0", "cudnn"), ("10.3", "cudnn"), ("gfx942", "cudnn")],
+)
+def test_before_hopper_heads_of_256_are_too_large_for_cudnn(monkeypatch, capability, picked):
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    assert pick_implementation("gpu", jnp.bfloat16, head_dim=256) == picked
+    assert pick_implementation("gpu", jnp.bfloat16, head_dim=128) == "cudnn"
 
 
 def test_capped_scores_are_left_to_those_who_have_them():

@@ -17,6 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, decoder_graph
+from jaxrl.rollout import speculation
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions
 
@@ -72,7 +73,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_sampler_keeps_what_every_token_took(way):
+def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
+    monkeypatch.setattr(speculation, "OFF_ON", ())
     changes = dict(WAYS[way])
     backend = backend_of(changes.pop("layout", {}), MIXTURE, keeps_routes=True, **changes)
     assert_routes_of_a_plain_pass(backend.generate(PROMPTS, OPTIONS), MIXTURE)
