@@ -76,7 +76,7 @@ WAYS = {
 def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
     monkeypatch.setattr(speculation, "OFF_ON", ())
     changes = dict(WAYS[way])
-    backend = backend_of(changes.pop("layout", {}), MIXTURE, keeps_routes=True, **changes)
+    backend = backend_of(changes.pop("layout", ()), MIXTURE, keeps_routes=True, **changes)
     assert_routes_of_a_plain_pass(backend.generate(PROMPTS, OPTIONS), MIXTURE)
 
 
@@ -103,6 +103,6 @@ def test_samples_that_go_on_in_another_run_keep_them():
 
 
 def test_stages_of_a_pipeline_are_refused():
-    layout = {"train": "2-2-2", "generate": "2-2-1-2"}
+    layout = ("2-2-2", "2-2-1-2")
     with pytest.raises(UserError, match="2 pipeline stages"):
         backend_of(layout, dataclasses.replace(MIXTURE, num_layers=4), keeps_routes=True)
