@@ -31,5 +31,7 @@ def get_config():
     config.rollout.prefill_prompts = 16
     config.reward.overlong_buffer_tokens = 2048
     config.train.rows = 2
-    config.train.row_tokens = 2048 + 8192
+    # They follow the lengths and the layout.
+    config.train.row_tokens = "auto"
+    config.train.logprob_chunk_tokens = "auto"
     return config

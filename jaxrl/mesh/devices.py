@@ -146,9 +146,15 @@ def device_grid(sizes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     )
 
 
+def device_of(mesh: Mesh | AbstractMesh) -> Any:
+    """The first device of a mesh; None for an abstract mesh."""
+    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+
+
 def platform_of(mesh: Mesh | AbstractMesh) -> str | None:
     """The platform of the devices of a mesh, as `jax.Device.platform`; None for an abstract mesh."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    device = device_of(mesh)
+    return None if device is None else device.platform
 
 
 def memory_bytes(device: Any) -> int:

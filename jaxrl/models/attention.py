@@ -3,7 +3,7 @@
     B sequences   T tokens   Q query heads   K kv heads   H head size
 
 Covered: causal grouped-query attention within packed segments, full or with a sliding window, with or without
-capped scores and sinks. One function has three implementations; only "xla" has sinks.
+capped scores and sinks. One function has four implementations; only "xla" has sinks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.errors import UserError
 from jaxrl.models.attention_kind import FULL, AttentionKind, picked
-from jaxrl.models.kernels.cudnn_attention import cudnn_attention, largest_head
+from jaxrl.models.kernels import tokamax
+from jaxrl.models.kernels.cudnn_attention import cudnn_attention
+from jaxrl.models.kernels.segment_attention import segment_attention
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
-IMPLEMENTATIONS = ("xla", "cudnn", "splash")
+IMPLEMENTATIONS = ("xla", "cudnn", "splash", "tokamax")
+
+# Largest heads for "cudnn" and "tokamax", and for "cudnn" on GPUs before Hopper.
+_LARGEST_HEAD, _LARGEST_BEFORE_HOPPER = 256, 128
 
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
@@ -33,6 +39,7 @@ def attention(
     *,
     implementation: str = "xla",
     block_tokens: int = 512,
+    device: Any = None,
     **ring: Any,
 ) -> jax.Array:
     """Causal attention inside each segment of a packed row.
@@ -41,13 +48,14 @@ def attention(
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of one type; Q is a multiple of K.
       segments: int32 [B, T]; a token sees itself and the earlier tokens of its segment. 0 is padding, whose
         outputs are finite and meaningless. With `TreeSegments` ("xla" only) a token also sees a whole prefix
-        segment.
+        segment. For "tokamax" the tokens of a segment are neighbours.
       kind: window, score cap and sinks of the layer; a window is counted in places of the row, with
         `TreeSegments` in positions.
       implementation: one of `IMPLEMENTATIONS`, from `pick_implementation`. "splash" cannot be
         partitioned by the compiler: on a mesh call it under `shard_map`, on whole rows.
       block_tokens: tile size of "xla" and "splash", from `pick_block_tokens`; a multiple of 128 for "splash".
-        "cudnn" chooses its own.
+        "cudnn" and "tokamax" choose their own.
+      device: one of the devices; for "tokamax".
       ring: fields of `xla_attention.Ring`, if the arrays are a part of the rows ("xla" only).
 
     Returns:
@@ -65,6 +73,8 @@ def attention(
     arrays = (q_BTQH, k_BTKH, v_BTKH, segments, kind)
     if implementation == "splash":
         return splash_attention(*arrays, block_tokens=block_tokens)
+    if implementation == "tokamax":
+        return segment_attention(*arrays, device=device)
     return cudnn_attention(*arrays)
 
 
@@ -73,6 +83,7 @@ def pick_implementation(
     dtype: Any,
     requested: str = "auto",
     *,
+    device: Any = None,
     softcap: float = 0.0,
     sinks: bool = False,
     head_dim: int = 0,
@@ -85,8 +96,9 @@ def pick_implementation(
       platform: platform of the devices, as in `jax.Device.platform`; None if only shapes are computed, which
         do not depend on the implementation.
       dtype: type of queries, keys and values.
-      requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, "cudnn" on NVIDIA GPUs in
-        16 bits for rows whose mask fits, "xla" elsewhere.
+      requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, in 16 bits "tokamax" on Hopper GPUs if
+        it is installed, and "cudnn" on NVIDIA GPUs for rows whose mask fits, "xla" elsewhere.
+      device: one of the devices, which says the generation of a GPU; None if it is not known.
       softcap: score cap of the model; 0 for none.
       sinks: whether the model has sinks.
       head_dim: largest head size of the model, if it is known.
@@ -96,20 +108,30 @@ def pick_implementation(
     Raises:
       UserError: `requested` is unknown or cannot run there.
     """
-    dtype, largest = jnp.dtype(dtype), largest_head()
+    dtype, largest = jnp.dtype(dtype), _LARGEST_HEAD
+    # That of AMD's devices is a name.
+    capability = getattr(device, "compute_capability", "")
+    if capability[:1].isdigit() and float(capability) < 9:
+        largest = _LARGEST_BEFORE_HOPPER
     # JAX calls GPUs of NVIDIA and of AMD "gpu". On a GPU without cuDNN compilation fails with a clear error.
+    is_plain = dtype in (jnp.bfloat16, jnp.float16) and not (sinks or tree)
+    is_plain &= head_dim <= largest
     runs = {
         "splash": platform == "tpu" and not (sinks or tree),
+        "tokamax": is_plain and tokamax.runs_on(device),
         "cudnn": platform in ("gpu", "cuda")
-        and dtype in (jnp.bfloat16, jnp.float16)
-        and not (softcap or sinks or tree or tokens > MOST_MASKED_TOKENS)
-        and head_dim <= largest,
+        and is_plain
+        and not (softcap or tokens > MOST_MASKED_TOKENS),
         "xla": True,
     }
+    if requested == "tokamax" and tokamax.is_hopper(device) and (why := tokamax.missing()):
+        raise UserError(f"attention implementation 'tokamax' cannot run: {why}; or use auto or xla")
     rules = {
         "splash": "TPUs",
+        "tokamax": "Hopper GPUs (H100, H200) in bfloat16 or float16, with heads of up to "
+        f"{_LARGEST_HEAD}",
         "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
-        f"{largest} (256 from Hopper on, 128 before), in rows of up to {MOST_MASKED_TOKENS:,} tokens",
+        f"{_LARGEST_HEAD}, before Hopper {_LARGEST_BEFORE_HOPPER}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
     asked += f" with heads of {head_dim}" if head_dim > largest else ""

@@ -27,6 +27,13 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
         offload_src="device",
         offload_dst="pinned_host",
     ),
+    # Keep the input of a layer in host memory: for rows so long that even these fill a device.
+    "offload_inputs": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_in"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     # Keep everything.
     "none": None,
 }

@@ -1,17 +1,19 @@
 """Applies the experts of a mixture to the tokens that chose them. No token is dropped.
 
     B sequences   T tokens   N = B*T   A experts of a token   M = N*A pairs   G experts held   D width
-    F width of an expert   K chunks of n tiles of t rows
+    F width of an expert   K chunks of C rows, or of n tiles of t rows
 
-The (token, expert) pairs are sorted by expert, and each expert multiplies its own rows. There are two
+The (token, expert) pairs are sorted by expert, and each expert multiplies its own rows. There are three
 implementations with equal results:
 
     grouped   `jax.lax.ragged_dot`, which compiles to grouped matmuls on TPUs. On CPU and CUDA XLA computes
               every expert on every row: with 32 experts 32 times the operations and the memory (jaxlib
-                0.10.2)
-    tiled     the rows of each expert are cut into tiles. Chunks of tiles are computed one after the other,
-    and
-              empty chunks are skipped
+              0.10.2 to 0.12.0)
+    kernel    grouped matmuls by a kernel for Hopper GPUs (`kernels.grouped_matmul`), chunk after chunk of
+              the sorted rows
+    tiled     the rows of each expert are cut into tiles, and a chunk is a number of tiles
+
+Chunks without a pair are skipped: where the experts are spread over many devices, these are most.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.gates import GATES
+from jaxrl.models.kernels.grouped_matmul import WIDTH_MULTIPLE, grouped_matmul
+from jaxrl.models.kernels.tokamax import runs_on
 
 # gate, up, down -> weight, and where there are such, bias, lora_a, lora_b; each has a leading dimension E.
 ExpertWeights = dict[str, dict[str, jax.Array]]
@@ -32,20 +36,31 @@ ExpertWeights = dict[str, dict[str, jax.Array]]
 # (x_BTD, expert_BTA, share_BTA, weights, logical axes of the weights, activation) -> out_BTD
 ExpertLayer = Callable[[jax.Array, jax.Array, jax.Array, ExpertWeights, Any, str], jax.Array]
 
+# (rows [M, D], matrices [G, D, F], number of rows of each matrix [G]) -> [M, F], as `jax.lax.ragged_dot`. The
+# result behind the rows of the last matrix, and its gradient, may be anything, even NaN.
+GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 # Largest number of rows of a tile: enough for the matmul to outweigh reading the weights of its expert.
 _MOST_ROWS = 512
-# Rows of a chunk. The weights of all its tiles are copied next to each other, so this bounds memory.
+# Rows of a chunk of tiles. The weights of all its tiles are copied next to each other, so this bounds memory.
 _CHUNK_ROWS = 8192
-# Name of the jitted function that computes a chunk; the planner finds its operations by this name.
-EXPERT_TILES = "tiles_of_experts"
-# Smallest number of chunks, so that enough empty ones can be skipped.
+# Smallest number of chunks of tiles, so that enough empty ones can be skipped.
 _FEWEST_CHUNKS = 8
+# Rows of a chunk of sorted rows. Each chunk adds the gradients of all weights, which takes as long as the
+# matmuls of some thousand rows.
+_SORTED_ROWS = 131_072
+# Name of the jitted functions that compute a chunk; the planner finds their operations by this name.
+EXPERT_ROWS = "rows_of_experts"
 
 
-def experts_for(platform: str | None) -> Callable[..., jax.Array]:
-    """The faster implementation on a platform; None for no platform."""
-    return apply_experts if platform == "tpu" else apply_experts_in_tiles
+def experts_for(device: Any, dtype: Any) -> Callable[..., jax.Array]:
+    """The fastest implementation for a kind of device, or for None, and a type of activations."""
+    dtype = jnp.dtype(dtype)
+    if device is not None and device.platform == "tpu":
+        return apply_experts
+    if runs_on(device) and dtype == jnp.bfloat16:
+        return functools.partial(_apply_experts_by_kernel, device=device)
+    return apply_experts_in_tiles
 
 
 def apply_experts(
@@ -78,14 +93,9 @@ def apply_experts(
     D, A = x_BTD.shape[-1], expert_BTA.shape[-1]
     held, num_held = _held(expert_BTA, weights, first_expert)
     order = jnp.argsort(held)
-    rows_per_expert = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
-
-    x = x_BTD.reshape(-1, D)[order // A]
-    grouped = functools.partial(_grouped, rows_per_expert=rows_per_expert, expert=held[order])
-    hidden = GATES[activation](grouped(x, weights["gate"]), grouped(x, weights["up"]))
-    out = grouped(hidden, weights["down"])
-    # Rows behind the last group are not written by `ragged_dot` and may hold anything, even NaN.
-    out = jnp.where((held[order] < num_held)[:, None], out, 0)
+    rows_G = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
+    experts = (rows_G, held[order])
+    out = _mlp(x_BTD.reshape(-1, D)[order // A], weights, experts, activation, jax.lax.ragged_dot)
     return _summed(jnp.zeros_like(out).at[order].set(out, unique_indices=True), share_BTA)
 
 
@@ -107,20 +117,39 @@ def _summed(out_MD: jax.Array, share_BTA: jax.Array) -> jax.Array:
     return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
 
 
-def _grouped(
-    x: jax.Array,
-    projection: dict[str, jax.Array],
-    *,
-    rows_per_expert: jax.Array,
-    expert: jax.Array,
+def _mlp(
+    x_MD: jax.Array,
+    weights: ExpertWeights,
+    experts: tuple[jax.Array, jax.Array],
+    activation: str,
+    multiply: GroupedMatmul,
 ) -> jax.Array:
-    out = jax.lax.ragged_dot(x, projection["weight"], rows_per_expert)
-    if "bias" in projection:
-        out = out + projection["bias"].at[expert].get(mode="clip")
-    if "lora_a" in projection:
-        low_rank = jax.lax.ragged_dot(x, projection["lora_a"], rows_per_expert)
-        out = out + jax.lax.ragged_dot(low_rank, projection["lora_b"], rows_per_expert)
-    return out
+    """Applies the experts to rows that are sorted by them: [M, D].
+
+    Args:
+      x_MD: rows.
+      weights: weights of the G experts.
+      experts: (int32 [G], number of rows of each expert; int32 [M], expert of each row, G behind these rows).
+      activation: a name of `gates.GATES`.
+      multiply: see `GroupedMatmul`.
+    """
+    rows_G, expert_M = experts
+    live_M1 = (expert_M < len(rows_G))[:, None]
+
+    def grouped(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.where(live_M1, multiply(x, weight, rows_G), 0)
+
+    def project(x: jax.Array, projection: dict[str, jax.Array]) -> jax.Array:
+        out = grouped(x, projection["weight"])
+        if "bias" in projection:
+            out = out + projection["bias"].at[expert_M].get(mode="fill", fill_value=0)
+        if "lora_a" in projection:
+            out = out + grouped(grouped(x, projection["lora_a"]), projection["lora_b"])
+        return out
+
+    x_MD = jnp.where(live_M1, x_MD, 0)
+    hidden = GATES[activation](project(x_MD, weights["gate"]), project(x_MD, weights["up"]))
+    return project(hidden, weights["down"])
 
 
 def apply_experts_in_tiles(
@@ -137,34 +166,115 @@ def apply_experts_in_tiles(
     """`apply_experts` in tiles; weight gradients are summed in float32."""
     del axes
     held, num_held = _held(expert_BTA, weights, first_expert)
-    tiles = _tiles(held, num_held, expert_BTA.shape[-1], expert_shards)
+    chunks = _tiles(held, num_held, expert_BTA.shape[-1], expert_shards)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _summed(_in_tiles(x_ND, weights, tiles, activation), share_BTA)
+    return _summed(_in_chunks(x_ND, weights, chunks, _TILES, activation), share_BTA)
 
 
-class _Tiles(NamedTuple):
-    """The assignment of (token, expert) pairs to rows of tiles.
+def apply_experts_in_chunks(
+    x_BTD: jax.Array,
+    expert_BTA: jax.Array,
+    share_BTA: jax.Array,
+    weights: ExpertWeights,
+    axes: Any = None,
+    activation: str = "silu",
+    *,
+    multiply: GroupedMatmul,
+    first_expert: jax.Array | int = 0,
+    expert_shards: int = 1,
+) -> jax.Array:
+    """`apply_experts` by the kernel `multiply`, in chunks of the sorted pairs."""
+    del axes
+    held, num_held = _held(expert_BTA, weights, first_expert)
+    chunks = _sorted(held, num_held, expert_BTA.shape[-1], expert_shards)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return _summed(_in_chunks(x_ND, weights, chunks, _by(multiply), activation), share_BTA)
 
-    Example: G = 2 experts, tiles of t = 2 rows, pairs 0..4 with experts 1 0 1 1 0:
+
+@functools.cache
+def _kernel(device: Any) -> GroupedMatmul:
+    return functools.partial(grouped_matmul, device=device)
+
+
+def _apply_experts_by_kernel(
+    x_BTD: jax.Array,
+    expert_BTA: jax.Array,
+    share_BTA: jax.Array,
+    weights: ExpertWeights,
+    axes: Any = None,
+    activation: str = "silu",
+    *,
+    device: Any,
+    **held: Any,
+) -> jax.Array:
+    """`apply_experts_in_chunks` by `grouped_matmul`, or in tiles for widths that it does not take."""
+    apply = apply_experts_in_tiles
+    if all(
+        width % WIDTH_MULTIPLE == 0 for leaf in jax.tree.leaves(weights) for width in leaf.shape[1:]
+    ):
+        apply = functools.partial(apply_experts_in_chunks, multiply=_kernel(device))
+    return apply(x_BTD, expert_BTA, share_BTA, weights, axes, activation, **held)
+
+
+class _Chunks(NamedTuple):
+    """The assignment of (token, expert) pairs to the rows of chunks.
+
+    Example: G = 2 experts, pairs 0..4 with experts 1 0 1 1 0. Tiles of t = 2 rows, and sorted rows:
 
         tile 0   expert 0   pairs 1 4
         tile 1   expert 1   pairs 0 2
         tile 2   expert 1   pairs 3 -       place_M = 2 0 3 4 1
+        rows     experts 0 0 1 1 1, pairs 1 4 0 2 3     place_M = 2 0 3 4 1
 
     Attributes:
-      expert_Kn: int32, expert of each tile; G for empty tiles, which come last.
-      token_Knt: int32, token of each row; arbitrary for unused rows.
-      pair_Knt: int32, pair of each row; M for unused rows.
-      place_M: int32, row of each pair, counted over all tiles; out of range for pairs held elsewhere.
+      live_K: bool, whether a chunk has any pair.
+      experts: the experts of tiles, int32 [K, n], G for empty tiles, which come last; of sorted rows the
+        arguments `experts` of `_mlp`, [K, G] and [K, C].
+      token: int32 [K, n, t] or [K, C], token of each row; arbitrary for unused rows.
+      pair: int32, pair of each row; M for unused rows.
+      place_M: int32, row of each pair, counted over all chunks; out of range for pairs held elsewhere.
     """
 
-    expert_Kn: jax.Array
-    token_Knt: jax.Array
-    pair_Knt: jax.Array
+    live_K: jax.Array
+    experts: Any
+    token: jax.Array
+    pair: jax.Array
     place_M: jax.Array
 
 
-def _tiles(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) -> _Tiles:
+def _sorted(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) -> _Chunks:
+    """Cuts the sorted pairs into chunks; arguments as for `_tiles`."""
+    num_pairs = held_M.shape[0]
+    # One or two chunks have all pairs of this device if the experts are chosen about equally often.
+    K = max(shards, -(-num_pairs // _SORTED_ROWS))
+    C = -(-num_pairs // K)
+    order_M = jnp.argsort(held_M).astype(jnp.int32)
+    count_G = jnp.bincount(held_M, length=num_held + 1)[:num_held].astype(jnp.int32)
+    last_G = jnp.cumsum(count_G)
+    first_K = C * jnp.arange(K, dtype=jnp.int32)
+    inside = functools.partial(jnp.clip, min=first_K[:, None], max=first_K[:, None] + C)
+    rows_KG = inside(last_G[None]) - inside((last_G - count_G)[None])
+    expert, pair = (
+        jnp.pad(x, (0, K * C - num_pairs), constant_values=fill).reshape(K, C)
+        for x, fill in ((held_M[order_M], num_held), (order_M, num_pairs))
+    )
+    pair = jnp.where(expert < num_held, pair, num_pairs)
+    return _Chunks(
+        first_K < last_G[-1],
+        (rows_KG, expert),
+        jnp.minimum(pair, num_pairs - 1) // per_token,
+        pair,
+        jnp.where(held_M < num_held, _inverse(order_M), K * C),
+    )
+
+
+def _inverse(order_M: jax.Array) -> jax.Array:
+    """The place of each pair in an order of the pairs."""
+    places = jnp.arange(len(order_M), dtype=jnp.int32)
+    return jnp.zeros_like(order_M).at[order_M].set(places, unique_indices=True)
+
+
+def _tiles(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) -> _Chunks:
     """Cuts the sorted pairs of each expert into tiles.
 
     Args:
@@ -197,68 +307,72 @@ def _tiles(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) ->
     pair = order_M[jnp.minimum(first_row[own][:, None] + within, num_pairs - 1)]
 
     # The row of a pair: the rows of all tiles of earlier experts, and its rank among the pairs of its expert.
-    rank_M = (
-        jnp.zeros_like(order_M)
-        .at[order_M]
-        .set(jnp.arange(num_pairs, dtype=jnp.int32), unique_indices=True)
-    )
     own_M = jnp.minimum(held_M, num_held - 1)
-    place_M = first_tile[own_M] * rows + rank_M - first_row[own_M]
+    place_M = first_tile[own_M] * rows + _inverse(order_M) - first_row[own_M]
     shape = (chunks, in_chunk, rows)
-    return _Tiles(
-        expert.reshape(chunks, in_chunk),
+    expert = expert.reshape(chunks, in_chunk)
+    return _Chunks(
+        expert[:, 0] < num_held,
+        expert,
         (pair // per_token).reshape(shape),
         jnp.where(is_row, pair, num_pairs).reshape(shape),
         jnp.where(held_M < num_held, place_M, np.prod(shape).astype(np.int32)),
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _in_tiles(x_ND: jax.Array, weights: ExpertWeights, tiles: _Tiles, activation: str) -> jax.Array:
+class _Way(NamedTuple):
+    """How the rows of a chunk are multiplied with the weights of their experts.
+
+    Attributes:
+      apply: (rows [..., D], weights, experts as in `_Chunks`, activation) -> [..., D].
+      gradients: (the same, gradient of the result) -> (gradients of the rows, of the weights).
+    """
+
+    apply: Callable[..., jax.Array]
+    gradients: Callable[..., tuple[jax.Array, ExpertWeights]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _in_chunks(
+    x_ND: jax.Array, weights: ExpertWeights, chunks: _Chunks, way: _Way, activation: str
+) -> jax.Array:
     """Applies the expert of each pair to its token: [M, D], zeros for pairs held elsewhere."""
-    num_held = weights["gate"]["weight"].shape[0]
 
-    def chunk(of: tuple[jax.Array, jax.Array]) -> jax.Array:
-        expert_n, token_nt = of
+    def chunk(of: tuple[Any, ...]) -> jax.Array:
+        live, experts, token, _ = of
+        run = lambda: way.apply(x_ND[token], weights, experts, activation)  # noqa: E731
+        nothing = functools.partial(jnp.zeros, (*token.shape, x_ND.shape[-1]), x_ND.dtype)
+        return jax.lax.cond(live, run, nothing)
 
-        def run() -> jax.Array:
-            return tiles_of_experts(x_ND[token_nt], _of_tiles(weights, expert_n), activation)
-
-        nothing = functools.partial(jnp.zeros, (*token_nt.shape, x_ND.shape[-1]), x_ND.dtype)
-        return jax.lax.cond(expert_n[0] < num_held, run, nothing)
-
-    return _rows(jax.lax.map(chunk, (tiles.expert_Kn, tiles.token_Knt)), tiles)
+    return _rows(jax.lax.map(chunk, chunks[:4]), chunks)
 
 
-def _in_tiles_backward(activation: str, saved, d_out_MD: jax.Array):
-    x_ND, weights, tiles = saved
-    apply = functools.partial(tiles_of_experts, activation=activation)
-    num_held = weights["gate"]["weight"].shape[0]
+def _in_chunks_backward(way: _Way, activation: str, saved, d_out_MD: jax.Array):
+    x_ND, weights, chunks = saved
 
-    def chunk(d_weights: ExpertWeights, of: tuple[jax.Array, ...]):
-        expert_n, token_nt, pair_nt = of
+    def gradients(experts: Any, token: jax.Array, pair: jax.Array):
+        d_out = d_out_MD.at[pair].get(mode="fill", fill_value=0)
+        return way.gradients(x_ND[token], weights, experts, activation, d_out)
+
+    def chunk(d_weights: ExpertWeights, of: tuple[Any, ...]):
+        live, *arrays = of
 
         def run(d_weights: ExpertWeights):
-            d_out = d_out_MD.at[pair_nt].get(mode="fill", fill_value=0)
-            _, pull = jax.vjp(apply, x_ND[token_nt], _of_tiles(weights, expert_n))
-            d_x, d_tiles = pull(d_out)
-            # A matmul with one-hot rows, not a scatter: on GPUs a scatter adds in random order, and the sum
-            # would not be reproducible.
-            whose = jax.nn.one_hot(expert_n, num_held, axis=0, dtype=_sum_type(d_out))
-            add = functools.partial(jnp.tensordot, whose, axes=1, precision="highest")
-            return jax.tree.map(
-                lambda total, one: total + add(one.astype(total.dtype)), d_weights, d_tiles
-            ), d_x
+            d_x, more = gradients(*arrays)
+            return jax.tree.map(lambda d, one: d + one.astype(d.dtype), d_weights, more), d_x
 
         def nothing(d_weights: ExpertWeights):
-            return d_weights, jnp.zeros((*token_nt.shape, x_ND.shape[-1]), x_ND.dtype)
+            return d_weights, jnp.zeros((*arrays[1].shape, x_ND.shape[-1]), x_ND.dtype)
 
-        return jax.lax.cond(expert_n[0] < num_held, run, nothing, d_weights)
+        return jax.lax.cond(live, run, nothing, d_weights)
 
-    none_yet = jax.tree.map(lambda w: jnp.zeros(w.shape, _sum_type(w)), weights)
-    of_chunks = (tiles.expert_Kn, tiles.token_Knt, tiles.pair_Knt)
-    d_weights, d_x = jax.lax.scan(chunk, none_yet, of_chunks)
-    by_token = _rows(d_x, tiles).reshape(x_ND.shape[0], -1, x_ND.shape[1])
+    if len(chunks.live_K) == 1:
+        # Nothing to add up, which would take 4 bytes for each weight.
+        d_x, d_weights = gradients(*jax.tree.map(lambda x: x[0], chunks[1:4]))
+    else:
+        none_yet = jax.tree.map(lambda w: jnp.zeros(w.shape, _sum_type(w)), weights)
+        d_weights, d_x = jax.lax.scan(chunk, none_yet, chunks[:4])
+    by_token = _rows(d_x, chunks).reshape(x_ND.shape[0], -1, x_ND.shape[1])
     return (
         by_token.sum(axis=1, dtype=_sum_type(x_ND)).astype(x_ND.dtype),
         jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights),
@@ -266,17 +380,17 @@ def _in_tiles_backward(activation: str, saved, d_out_MD: jax.Array):
     )
 
 
-_in_tiles.defvjp(lambda *of: (_in_tiles(*of), of[:3]), _in_tiles_backward)
+_in_chunks.defvjp(lambda *of: (_in_chunks(*of), of[:3]), _in_chunks_backward)
 
 
 def _sum_type(array: jax.Array) -> Any:
     return array.dtype if array.dtype.itemsize > 4 else jnp.float32
 
 
-def _rows(tiled: jax.Array, tiles: _Tiles) -> jax.Array:
-    """[K, n, t, D] --> [M, D], in the order of the pairs."""
-    flat = tiled.reshape(-1, tiled.shape[-1])
-    return flat.at[tiles.place_M].get(mode="fill", fill_value=0)
+def _rows(of_chunks: jax.Array, chunks: _Chunks) -> jax.Array:
+    """[K, ..., D] --> [M, D], in the order of the pairs."""
+    flat = of_chunks.reshape(-1, of_chunks.shape[-1])
+    return flat.at[chunks.place_M].get(mode="fill", fill_value=0)
 
 
 def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
@@ -284,9 +398,42 @@ def _of_tiles(weights: ExpertWeights, expert_n: jax.Array) -> ExpertWeights:
     return jax.tree.map(lambda w: w.at[expert_n].get(mode="clip"), weights)
 
 
-@functools.partial(jax.jit, static_argnames="activation")
-def tiles_of_experts(x: jax.Array, weights: ExpertWeights, activation: str) -> jax.Array:
-    """[n, t, D] --> [n, t, D], tile i with weights i. It is jitted to give it the name `EXPERT_TILES`."""
+def _apply_tiles(
+    x_ntD: jax.Array, weights: ExpertWeights, expert_n: jax.Array, activation: str
+) -> jax.Array:
+    return _rows_in_tiles(x_ntD, _of_tiles(weights, expert_n), activation)
+
+
+def _gradients_of_tiles(
+    x_ntD: jax.Array,
+    weights: ExpertWeights,
+    expert_n: jax.Array,
+    activation: str,
+    d_out_ntD: jax.Array,
+) -> tuple[jax.Array, ExpertWeights]:
+    apply = functools.partial(_rows_in_tiles, activation=activation)
+    _, pull = jax.vjp(apply, x_ntD, _of_tiles(weights, expert_n))
+    d_x, d_tiles = pull(d_out_ntD)
+    # A matmul with one-hot rows, not a scatter: on GPUs a scatter adds in random order, and the sum would
+    # not be reproducible.
+    num_held = weights["gate"]["weight"].shape[0]
+    whose = jax.nn.one_hot(expert_n, num_held, axis=0, dtype=_sum_type(d_out_ntD))
+    add = functools.partial(jnp.tensordot, whose, axes=1, precision="highest")
+    return d_x, jax.tree.map(lambda one: add(one.astype(whose.dtype)), d_tiles)
+
+
+_TILES = _Way(_apply_tiles, _gradients_of_tiles)
+
+
+def _named(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Jits a function of a chunk under the name `EXPERT_ROWS`."""
+    function.__name__ = EXPERT_ROWS
+    return jax.jit(function, static_argnames="activation")
+
+
+@_named
+def _rows_in_tiles(x: jax.Array, weights: ExpertWeights, activation: str) -> jax.Array:
+    """[n, t, D] --> [n, t, D], tile i with weights i."""
     gate, up = _batched(x, weights["gate"]), _batched(x, weights["up"])
     return _batched(GATES[activation](gate, up), weights["down"])
 
@@ -298,3 +445,20 @@ def _batched(x: jax.Array, projection: dict[str, jax.Array]) -> jax.Array:
     if "lora_a" in projection:
         out = out + (x @ projection["lora_a"]) @ projection["lora_b"]
     return out
+
+
+@functools.cache
+def _by(multiply: GroupedMatmul) -> _Way:
+    """The way of grouped matmuls."""
+
+    @_named
+    def apply(x_CD: jax.Array, weights: ExpertWeights, experts: Any, activation: str) -> jax.Array:
+        return _mlp(x_CD, weights, experts, activation, multiply)
+
+    def gradients(
+        x_CD: jax.Array, weights: ExpertWeights, experts: Any, activation: str, d_out_CD: jax.Array
+    ) -> tuple[jax.Array, ExpertWeights]:
+        _, pull = jax.vjp(lambda x, w: apply(x, w, experts, activation), x_CD, weights)
+        return pull(d_out_CD)
+
+    return _Way(apply, gradients)

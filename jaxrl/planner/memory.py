@@ -189,7 +189,7 @@ def update_memory(
         update, role.model.num_periods // stages, micro + stages - 1 if stages > 1 else 0
     )
     kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
-    beside = ", beside what is in host memory" if role.train.remat == "offload" else ""
+    beside = ", beside what is in host memory" if role.train.remat.startswith("offload") else ""
     in_update = functools.partial(ResidentBuffers, sampling=False, learning=True, turn=name)
     summed = "float32: one sum, which the backward pass adds to"
     packed = f"{rows} x {tokens:,} tokens a device and microbatch"

@@ -19,7 +19,7 @@ from jaxrl.algos.kl import over_vocabulary
 from jaxrl.algos.logprobs import from_past, log_softmax_entropy, renormalized, token_logprobs
 from jaxrl.algos.truncation import Truncation
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import platform_of
+from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.offload import check_host_memory, offload
 from jaxrl.mesh.parallel_layers import Attention, attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import check_microbatches, pipeline
@@ -122,8 +122,8 @@ class PackedModel:
             rest = jax.tree.map(lambda leaf, stored: leaf.update(dtype=stored.dtype), rest, types)
             self.shapes = lora.join(adapters, rest)
         self.state_rules = state_rules
-        if train.remat == "offload":
-            check_host_memory(mesh, "train.remat 'offload'", "'projections' or 'full'")
+        if train.remat.startswith("offload"):
+            check_host_memory(mesh, f"train.remat {train.remat!r}", "'projections' or 'full'")
         if model.has_state:
             _check_state(train, mesh)
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
@@ -131,7 +131,7 @@ class PackedModel:
             dtype=jnp.dtype(train.dtype),
             remat=train.remat,
             constrain=constraint(mesh, TRAIN_RULES),
-            experts=expert_parallel(experts_for(platform_of(mesh)), mesh, TRAIN_RULES),
+            experts=expert_parallel(experts_for(device_of(mesh), train.dtype), mesh, TRAIN_RULES),
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),
@@ -153,6 +153,7 @@ class PackedModel:
             platform,
             self.train.dtype,
             self.attention_kernel,
+            device=device_of(self.mesh),
             softcap=self.model.attention_softcap,
             sinks=self.model.attention_sinks,
             head_dim=self.model.largest_head,
@@ -168,7 +169,12 @@ class PackedModel:
         split = pick_split(size, *heads, whole_rows=implementation != "xla")
         if split.ring > 1:
             implementation = "xla"
-        own = functools.partial(attention, implementation=implementation, block_tokens=block_tokens)
+        own = functools.partial(
+            attention,
+            implementation=implementation,
+            block_tokens=block_tokens,
+            device=device_of(self.mesh),
+        )
         return attention_parallel(own, self.mesh, TRAIN_RULES, split), split
 
     def abstract_params(self) -> Params:

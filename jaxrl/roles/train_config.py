@@ -39,7 +39,7 @@ class TrainConfig:
     """Data type of activations and of weights frozen below adapters. Master weights are
     float32.
     """
-    remat: Literal["full", "projections", "offload", "none"] = "none"
+    remat: Literal["full", "projections", "offload", "offload_inputs", "none"] = "none"
     """Activations that the backward pass keeps, a name of `models.compute.REMAT_POLICIES`."""
     pipeline_microbatches: Annotated[int, coefficient()] = 0
     """Number of parts of the rows that pass through the pipeline stages one after another, for

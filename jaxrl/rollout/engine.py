@@ -45,7 +45,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.devices import platform_of
+from jaxrl.mesh.devices import device_of, platform_of
 from jaxrl.mesh.hardware import chip_of
 from jaxrl.mesh.hosts import put
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
@@ -160,7 +160,9 @@ class Engine:
         compute = Compute(
             dtype=jnp.dtype(config.dtype),
             constrain=layout.constrain,
-            experts=expert_parallel(experts_for(platform), mesh, GENERATE_RULES),
+            experts=expert_parallel(
+                experts_for(device_of(mesh), config.dtype), mesh, GENERATE_RULES
+            ),
             layers=pipeline(scan_layers_as_bits if on_cpu else scan_layers, mesh, GENERATE_RULES),
             unroll=config.layers_per_iteration(model.num_layers, platform),
             sum_parts=_sum_parts(model) if config.deterministic else 0,
@@ -172,12 +174,15 @@ class Engine:
             platform,
             config.dtype,
             config.attention,
+            device=device_of(mesh),
             softcap=model.attention_softcap,
             sinks=model.attention_sinks,
             head_dim=model.largest_head,
         )
         attend = attention_parallel(
-            functools.partial(attention, implementation=kernel), mesh, GENERATE_RULES
+            functools.partial(attention, implementation=kernel, device=device_of(mesh)),
+            mesh,
+            GENERATE_RULES,
         )
         programs = SpeculatingPrograms(
             graph, compute, attend, slots, config.stop_ids, self.num_drafted

@@ -1,4 +1,5 @@
 import functools
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import BFLOAT16, assert_close
-from extras import needs_extra
-from jax.sharding import AxisType
+from extras import import_extra, needs_extra
+from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
@@ -20,8 +21,10 @@ from jaxrl.models.attention_kind import FULL, AttentionKind
 from jaxrl.models.cache.cached_attention import cached_attention
 from jaxrl.models.cache.kv_cache import KVCache
 from jaxrl.models.kernels.cudnn_attention import cudnn_attention
+from jaxrl.models.kernels.segment_attention import first_keys
 from jaxrl.models.kernels.splash_attention import splash_attention
 from jaxrl.models.xla_attention import needed_tiles
+from jaxrl.planner.hardware.cluster import read_topology
 
 # Nine tokens are a row of one block, of three whole blocks, or of two and a padded one.
 BLOCK_TOKENS = pytest.mark.parametrize("block_tokens", [512, 3, 4])
@@ -373,6 +376,51 @@ def test_cudnn_is_asked_for_the_same_thing(packed, name):
     assert "[3,1,10,10]" in str(jax.make_jaxpr(as_xla)(*packed))
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_first_key_of_a_token_is_that_of_its_segment_or_window(window):
+    ids = np.array([[4, 4, 4, 4, 2, 2, 7, 0], [1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
+    place, first = np.arange(8), np.asarray(first_keys(jnp.asarray(ids), AttentionKind(window)))
+    distance = place[:, None] - place
+    seen = (ids[:, :, None] == ids[:, None]) & (distance >= 0) & (distance < (window or 8))
+    np.testing.assert_array_equal((place >= first[..., None]) & (distance >= 0), seen)
+
+
+HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
+
+
+def test_tokamax_is_for_hopper():
+    """It is taken where it is installed, and its absence told to those who ask for it."""
+    best = "tokamax" if HAS_TOKAMAX else "xla"
+    assert pick_implementation("gpu", "bfloat16", device=HOPPER, tokens=131_072) == best
+    assert pick_implementation("gpu", "bfloat16", device=HOPPER, softcap=50.0) == best
+    assert pick_implementation("gpu", "bfloat16", device=HOPPER, sinks=True) == "xla"
+    with pytest.raises(UserError, match=r"'tokamax' on tpu .* runs on Hopper GPUs"):
+        pick_implementation("tpu", "bfloat16", "tokamax", device=None)
+    if not HAS_TOKAMAX:
+        with pytest.raises(UserError, match=r"tokamax is not installed: pip install"):
+            pick_implementation("gpu", "bfloat16", "tokamax", device=HOPPER)
+
+
+@pytest.mark.slow
+def test_kernels_of_tokamax_compile_for_a_gpu_that_is_not_here():
+    """Scratch of a row of 32,768 tokens: nothing beyond the output, and keys and values by query head."""
+    import_extra("tokamax", "tokamax")
+    import_extra("aot-gpu", "jax_plugins.xla_cuda13")
+    device = read_topology("h100:1x1").devices[0]
+    here = SingleDeviceSharding(device)
+    shaped = lambda heads: jax.ShapeDtypeStruct((1, 32_768, heads, 128), "bfloat16", sharding=here)  # noqa: E731
+    ids = jax.ShapeDtypeStruct((1, 32_768), "int32", sharding=here)
+
+    def total(q, k, v, ids):
+        out = attention(q, k, v, ids, implementation="tokamax", device=device)
+        return out.astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    compiled = gradient.lower(shaped(2), shaped(1), shaped(1), ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * 32_768 * 2 * 128 * 2
+
+
 @pytest.mark.parametrize(
     ("platform", "dtype", "picked"),
     [
@@ -428,15 +476,11 @@ def test_large_heads_are_left_to_those_who_have_room():
         pick_implementation("gpu", jnp.bfloat16, "cudnn", head_dim=512)
 
 
-@pytest.mark.parametrize(
-    ("capability", "picked"),
-    [("8.0", "xla"), ("9.0", "cudnn"), ("10.3", "cudnn"), ("gfx942", "cudnn")],
-)
-def test_before_hopper_heads_of_256_are_too_large_for_cudnn(monkeypatch, capability, picked):
-    gpu = types.SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-    assert pick_implementation("gpu", jnp.bfloat16, head_dim=256) == picked
-    assert pick_implementation("gpu", jnp.bfloat16, head_dim=128) == "cudnn"
+@pytest.mark.parametrize(("capability", "picked"), [("8.0", "xla"), ("10.3", "cudnn")])
+def test_before_hopper_heads_of_256_are_too_large_for_cudnn(capability, picked):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    assert pick_implementation("gpu", jnp.bfloat16, device=gpu, head_dim=256) == picked
+    assert pick_implementation("gpu", jnp.bfloat16, device=gpu, head_dim=128) == "cudnn"
 
 
 def test_capped_scores_are_left_to_those_who_have_them():
@@ -461,7 +505,7 @@ def test_a_mask_of_a_long_row_is_never_made():
 
 def test_every_implementation_can_be_picked():
     picks = {pick_implementation(p, jnp.bfloat16) for p in ("cpu", "gpu", "tpu")}
-    assert picks == set(IMPLEMENTATIONS)
+    assert picks | {"tokamax"} == set(IMPLEMENTATIONS)
 
 
 # One token against the cache

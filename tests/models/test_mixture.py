@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib.util
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,7 +16,13 @@ from extras import import_extra
 from flax import nnx
 
 from jaxrl.models.compute import Compute
-from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
+from jaxrl.models.experts import (
+    apply_experts,
+    apply_experts_in_chunks,
+    apply_experts_in_tiles,
+    experts_for,
+)
+from jaxrl.models.kernels.grouped_matmul import grouped_matmul
 from jaxrl.models.mixture import (
     MixtureOfExperts,
     Routing,
@@ -55,8 +63,30 @@ def inputs():
 WEIGHTS = (normal(E, D, F, seed=3), normal(E, D, F, seed=4), normal(E, F, D, seed=5))
 
 
-both_ways = pytest.mark.parametrize(
-    "apply", [jax.jit(apply_experts), jax.jit(apply_experts_in_tiles)], ids=["grouped", "tiled"]
+@jax.custom_vjp
+def careless(x, weight, rows):
+    """A grouped matmul that leaves NaN behind the last group, in its result and in a gradient."""
+    out = grouped_matmul(x, weight, rows, None, "xla")
+    return jnp.where(jnp.arange(len(x))[:, None] < rows.sum(), out, jnp.nan)
+
+
+def careless_gradients(saved, d_out):
+    x, weight, rows = saved
+    assert_finite = lambda a: jnp.where(jnp.isfinite(a).all(), a, jnp.nan)  # noqa: E731
+    pull = jax.vjp(lambda x, w: grouped_matmul(x, w, rows, None, "xla"), assert_finite(x), weight)[
+        1
+    ]
+    d_x, d_weight = pull(assert_finite(d_out))
+    return jnp.where(jnp.arange(len(x))[:, None] < rows.sum(), d_x, jnp.nan), d_weight, None
+
+
+careless.defvjp(lambda *of: (careless(*of), of), careless_gradients)
+in_chunks = functools.partial(apply_experts_in_chunks, multiply=careless)
+
+all_ways = pytest.mark.parametrize(
+    "apply",
+    [jax.jit(apply_experts), jax.jit(apply_experts_in_tiles), jax.jit(in_chunks)],
+    ids=["grouped", "tiled", "kernel"],
 )
 
 
@@ -64,13 +94,13 @@ def named(gate, up, down):
     return {"gate": {"weight": gate}, "up": {"weight": up}, "down": {"weight": down}}
 
 
-@both_ways
+@all_ways
 def test_experts_equal_their_twin(apply, inputs):
     found = apply(*inputs, named(*WEIGHTS))
     assert_close(found, experts_twin(*inputs, *WEIGHTS))
 
 
-@both_ways
+@all_ways
 def test_parts_of_the_experts_sum_to_all_of_them(apply, inputs):
     """Expert parallelism relies on this: the outputs of separate groups of experts add up to the whole."""
     whole = apply(*inputs, named(*WEIGHTS))
@@ -80,7 +110,7 @@ def test_parts_of_the_experts_sum_to_all_of_them(apply, inputs):
     assert_close(sum(parts), whole)
 
 
-@both_ways
+@all_ways
 def test_no_token_is_dropped_when_all_choose_one_expert(apply):
     x = normal(1, 50, D)
     expert, share = np.full((1, 50, 1), 2, np.int32), np.ones((1, 50, 1), np.float32)
@@ -89,7 +119,7 @@ def test_no_token_is_dropped_when_all_choose_one_expert(apply):
     assert_close(found, (silu(x @ gate) * (x @ up)) @ down)
 
 
-@both_ways
+@all_ways
 def test_gradients_by_finite_differences(apply, inputs):
     with jax.enable_x64(True):
         wide = lambda a: jnp.asarray(a, jnp.float64)  # noqa: E731
@@ -137,8 +167,9 @@ def out_and_gradients(apply, x, expert, share, weights, first, along):
     share_of_favourite=st.sampled_from([0.0, 0.5, 1.0]),
     held=st.sampled_from([(0, 8), (2, 4), (4, 4)]),
     adapted=st.booleans(),
+    way=st.sampled_from([apply_experts_in_tiles, functools.partial(in_chunks, expert_shards=3)]),
 )
-def test_tiles_are_the_grouped_products(tokens, favourite, share_of_favourite, held, adapted):
+def test_chunks_are_the_grouped_products(tokens, favourite, share_of_favourite, held, adapted, way):
     """Outputs and gradients: uneven choices, empty experts, full and part tiles, pairs held elsewhere."""
     first, count = held
     rng = np.random.default_rng(tokens)
@@ -152,14 +183,23 @@ def test_tiles_are_the_grouped_products(tokens, favourite, share_of_favourite, h
 
     ours, theirs = (
         out_and_gradients(apply, x, expert, share, weights, first, along)
-        for apply in (apply_experts_in_tiles, apply_experts)
+        for apply in (way, apply_experts)
     )
     assert_close(ours, theirs, scale=10)
 
 
 def test_a_platform_gets_the_way_that_it_compiles_well():
-    assert experts_for("tpu") is apply_experts
-    assert experts_for("gpu") is experts_for("cpu") is apply_experts_in_tiles
+    def way(platform, dtype="bfloat16", capability=""):
+        device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+        return experts_for(device, dtype)
+
+    assert way("tpu") is apply_experts
+    assert way("cpu") is experts_for(None, "float32") is apply_experts_in_tiles
+    # Ampere has no backward kernel, and no GPU one for float32.
+    assert way("gpu", capability="8.0") is apply_experts_in_tiles
+    assert way("gpu", "float32", "9.0") is apply_experts_in_tiles
+    has_kernel = importlib.util.find_spec("tokamax") is not None
+    assert (way("gpu", capability="9.0") is apply_experts_in_tiles) == (not has_kernel)
 
 
 def test_tiles_need_no_memory_for_each_expert():

@@ -125,11 +125,11 @@ def test_remat_shows_in_what_is_kept():
         remat: buffers_named(
             plan_tiny(train=dataclasses.replace(TINY_TRAIN, remat=remat)), "kept of the layers"
         ).num_values
-        for remat in ("full", "projections", "offload", "none")
+        for remat in ("full", "projections", "offload", "offload_inputs", "none")
     }
     # [L, R, T, D]
     assert kept["full"] == 4 * 4 * 16 * 32
-    assert kept["offload"] == 0
+    assert kept["offload"] == kept["offload_inputs"] == 0
     assert kept["full"] < kept["projections"] < kept["none"]
 
 

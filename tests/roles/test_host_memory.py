@@ -63,11 +63,18 @@ def memories(state) -> tuple[set[str], set[str]]:
     return set(map(kind, jax.tree.leaves(state.params))), set(map(kind, moments))
 
 
-@pytest.mark.parametrize("fsdp", [1, pytest.param(4, marks=pytest.mark.long)])
-def test_activations_on_the_host_have_the_same_gradients(fsdp):
+@pytest.mark.parametrize(
+    ("remat", "fsdp"),
+    [
+        ("offload", 1),
+        ("offload_inputs", 1),
+        pytest.param("offload", 4, marks=pytest.mark.long),
+    ],
+)
+def test_activations_on_the_host_have_the_same_gradients(remat, fsdp):
     """As those that are kept where they are, of which "full" and "projections" compute some again."""
     options = {} if fsdp == 1 else {"fsdp": fsdp}
-    found = after_two_steps(actor_of(remat="offload", **options))
+    found = after_two_steps(actor_of(remat=remat, **options))
     assert_close(found.params, on_device(**options).params, scale=1)
 
 

@@ -76,7 +76,7 @@ WAYS = {
 def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
     monkeypatch.setattr(speculation, "OFF_ON", ())
     changes = dict(WAYS[way])
-    backend = backend_of(changes.pop("layout", ()), MIXTURE, keeps_routes=True, **changes)
+    backend = backend_of(changes.pop("layout", ("1-1-1",)), MIXTURE, keeps_routes=True, **changes)
     assert_routes_of_a_plain_pass(backend.generate(PROMPTS, OPTIONS), MIXTURE)
 
 
@@ -85,13 +85,16 @@ def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
 @pytest.mark.parametrize("kind", ["first dense", "delta"])
 def test_other_stacks_keep_them_too(kind, cache):
     model = KINDS[kind]
-    kept = backend_of((), model, keeps_routes=True, cache=cache).generate(PROMPTS, OPTIONS)
+    kept = backend_of(model=model, keeps_routes=True, cache=cache).generate(PROMPTS, OPTIONS)
     assert_routes_of_a_plain_pass(kept, model)
-    assert_same_samples(kept, backend_of((), model, cache=cache).generate(PROMPTS, OPTIONS))
+    assert_same_samples(kept, backend_of(model=model, cache=cache).generate(PROMPTS, OPTIONS))
 
 
 def test_samples_that_go_on_in_another_run_keep_them():
-    backend, options = backend_of((), MIXTURE, keeps_routes=True), OPTIONS.replace(budget_tokens=20)
+    backend, options = (
+        backend_of(model=MIXTURE, keeps_routes=True),
+        OPTIONS.replace(budget_tokens=20),
+    )
     first = backend.resume(PROMPTS, options)
     saved = UnfinishedGroups.of_record(first.unfinished.record())
     assert any(sample.finished for sample in saved.samples)

@@ -18,14 +18,6 @@ import jax.numpy as jnp
 from jaxrl.models.attention_kind import AttentionKind
 
 
-def largest_head() -> int:
-    """The largest head size on this process's GPUs: 256 from Hopper on, 128 before; 256 without a GPU."""
-    capability = getattr(jax.local_devices()[0], "compute_capability", "")
-    # That of AMD's devices is a name.
-    before_hopper = capability[:1].isdigit() and float(capability) < 9
-    return 128 if before_hopper else 256
-
-
 def cudnn_attention(
     q_BTQH: jax.Array,
     k_BTKH: jax.Array,

@@ -32,7 +32,12 @@ from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shardings
 from jaxrl.models.decoder import Params
-from jaxrl.models.experts import EXPERT_TILES
+from jaxrl.models.experts import EXPERT_ROWS
+from jaxrl.models.kernels.grouped_matmul import GROUPED_MATMUL
+from jaxrl.models.kernels.segment_attention import (
+    SEGMENT_ATTENTION,
+    SEGMENT_ATTENTION_BACKWARD,
+)
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.simulation.model_numbers import mean_attention_flops, model_numbers
 from jaxrl.planner.step_load import StepLoad
@@ -182,6 +187,12 @@ def matmul_flops(
     total = 0.0
     for eqn in program.eqns:
         name, params = eqn.primitive.name, eqn.params
+        if (kernel := _KERNELS.get(str(params.get("name")))) is not None:
+            # Recomputation can split off a part that prepares masks and sizes, which has no float.
+            aval: Any = eqn.invars[0].aval if eqn.invars else None
+            if aval is not None and jnp.issubdtype(aval.dtype, jnp.floating):
+                total += kernel(eqn)
+            continue
         if name in _MATMULS:
             total += _MATMULS[name](eqn)
         elif name == "ragged_dot_general":
@@ -192,7 +203,7 @@ def matmul_flops(
             summed = set(numbers.lhs_ragged_dimensions) <= set(contracted)
             one = _product(eqn, contracted)
             total += (one // groups.size if summed else one) // expert_shards
-        of_experts = params.get("name") == EXPERT_TILES
+        of_experts = params.get("name") == EXPERT_ROWS
         times, rounds = _times(eqn, open_loops), 1 if name == "while" else open_loops
         shards = expert_shards
         if str(params.get("name")).startswith(HELD_EXPERTS):
@@ -232,10 +243,17 @@ def _product(eqn: jax_core.JaxprEqn, contracted: Sequence[int]) -> int:
 
 
 def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
-    # A cuDNN kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H].
+    # A fused kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H].
     query: Any = eqn.invars[0].aval
     key: Any = eqn.invars[1].aval
     return matmuls * query.size * key.shape[1]
+
+
+def _grouped_matmul(eqn: jax_core.JaxprEqn) -> int:
+    # Of rows [M, K] and matrices [G, K, N], or of rows [M, K] and the gradients [M, N] of their products.
+    left: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    return 2 * left.size * result.shape[-1]
 
 
 _MATMULS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
@@ -243,6 +261,13 @@ _MATMULS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
     # Forward: scores, weighted values. Backward: four gradients, and the scores again.
     "dot_product_attention_fwd_wrapper": functools.partial(_fused_attention, matmuls=2),
     "dot_product_attention_bwd_wrapper": functools.partial(_fused_attention, matmuls=5),
+}
+# Kernels by the name of the function around them. One computes the gradient of the queries, another those of
+# keys and values, and both the scores.
+_KERNELS: dict[str, Callable[[jax_core.JaxprEqn], int]] = {
+    GROUPED_MATMUL: _grouped_matmul,
+    SEGMENT_ATTENTION: functools.partial(_fused_attention, matmuls=2),
+    SEGMENT_ATTENTION_BACKWARD: functools.partial(_fused_attention, matmuls=7),
 }
 
 
