@@ -131,7 +131,8 @@ def pick_implementation(
         "tokamax": "Hopper GPUs (H100, H200) in bfloat16 or float16, with heads of up to "
         f"{_LARGEST_HEAD}",
         "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
-        f"{_LARGEST_HEAD}, before Hopper {_LARGEST_BEFORE_HOPPER}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
+        f"{_LARGEST_HEAD} ({_LARGEST_BEFORE_HOPPER} before Hopper), in rows of up to "
+        f"{MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
     asked += f" with heads of {head_dim}" if head_dim > largest else ""
