@@ -24,13 +24,12 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PROMPT = [5, 6, 7]
 
 
-def write_model(root: pathlib.Path) -> pathlib.Path:
+def write_model(root: pathlib.Path, **changes) -> pathlib.Path:
     """A random model of two layers in `root`/tiny."""
     tokenizer = train_tokenizer(["one two three four: 12 + 30 = 42"] * 4, vocab_size=280)
     tokenizer.save(root / "tokenizer")
-    model = ModelConfig(
-        vocab_size=288, num_layers=2, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
-    )
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, **changes}
+    model = ModelConfig(vocab_size=288, d_model=16, d_ff=32, **sizes)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), jnp.float32),
