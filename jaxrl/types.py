@@ -407,8 +407,12 @@ class PackedBatch:
         return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 
     def packing(self) -> dict[str, jax.Array]:
-        """The fields of PackedBatch by name, to build another type of batch over the same rows."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(PackedBatch)}
+        """The fields of PackedBatch by name, to build another type of batch over the same rows.
+
+        Without routes, which are the policy's and by far the largest.
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(PackedBatch)}
+        return fields | {"routes": None}
 
 
 @jax.tree_util.register_dataclass

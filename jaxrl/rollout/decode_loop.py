@@ -488,11 +488,11 @@ class DecodeLoop:
             if sample.finished and self._engine.num_drafted:
                 self._texts.add(sample.prompt_id, sample.tokens)
         if self._engine.config.keeps_routes:
-            finished = [slot for slot, end in ends.items() if end is not End.PAUSED]
-            for slot, routes in self._slots.routes(finished).items():
+            owners = self.scheduler.owners
+            wanted = [s for s in ends if owners[s].finished and owners[s].options.keeps_routes]
+            for slot, routes in self._slots.routes(wanted).items():
                 # The newest token was drawn but not run.
-                length = self._length_n[slot] - 1
-                self.scheduler.owners[slot].routes = routes[:length].copy()
+                owners[slot].routes = routes[: self._length_n[slot] - 1].copy()
         return ends
 
 

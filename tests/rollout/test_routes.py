@@ -102,6 +102,8 @@ def test_samples_that_go_on_in_another_run_keep_them():
     assert all(sample.finished == (sample.routes is not None) for sample in saved.samples)
     rest = backend.resume(PROMPTS.take([]), OPTIONS.replace(step=1), unfinished=saved)
     assert not len(rest.unfinished.prompts)
+    # An evaluation has no use for them.
+    assert not backend.generate(PROMPTS, OPTIONS.replace(keeps_routes=False)).routes
     assert_routes_of_a_plain_pass(rest.completions, MIXTURE)
 
 
