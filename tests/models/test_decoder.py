@@ -498,5 +498,5 @@ def test_impossible_shapes_are_refused_with_their_values(change, message):
 def test_latents_have_no_queries_that_grow():
     latent = FAMILIES["deepseek-v3"]
     scaling = dataclasses.replace(latent.rope_scaling, query_beta=0.1)
-    with pytest.raises(ValueError, match="kv_latent 10 .* or scaled queries"):
+    with pytest.raises(ValueError, match=r"kv_latent 10 .* or scaled queries"):
         dataclasses.replace(latent, rope_scaling=scaling)
