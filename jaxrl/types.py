@@ -411,8 +411,8 @@ class PackedBatch:
 
         Without routes, which are the policy's and by far the largest.
         """
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(PackedBatch)}
-        return fields | {"routes": None}
+        names = (f.name for f in dataclasses.fields(PackedBatch) if f.name != "routes")
+        return {name: getattr(self, name) for name in names}
 
 
 @jax.tree_util.register_dataclass

@@ -359,7 +359,7 @@ def test_a_trainer_takes_the_experts_of_its_sampler():
                     routes[m, r, own[:-1]], kept[len(kept) + 1 - len(own) :]
                 )
         # A critic's batch needs none.
-        assert packed.packing()["routes"] is None
+        assert "routes" not in packed.packing()
         placed = actor.place(packed)
         with_routes, without = (
             np.asarray(actor.logprobs(x)) for x in (placed, placed.replace(routes=None))

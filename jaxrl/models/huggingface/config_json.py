@@ -632,12 +632,12 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
         needs, "merge the adapter into its base model with PEFT and start from that"
     )
     modules = read.get("target_modules", list)
+    own = {module: ours for ours, some in _OF_LATENTS.items() for module in some}
     if not all(isinstance(name, str) for name in modules):
         raise read.fault("target_modules", "; it must be a list of names")
-    own = {name: ours for ours, names in _OF_LATENTS.items() for name in names}
     return read.build(
         LoraConfig,
         rank=read.get("r", int),
         alpha=read.get("lora_alpha", float),
-        targets=tuple(sorted({own.get(name, name.removesuffix("_proj")) for name in modules})),
+        targets=tuple(sorted({own.get(name) or name.removesuffix("_proj") for name in modules})),
     )
