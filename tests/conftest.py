@@ -34,6 +34,10 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.pop("COLUMNS", None)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# As jaxrl.mesh.devices.simulate has it, but not for the programs that tests start.
+os.environ["PJRT_NPROC"] = "32"
+jax.devices()
+del os.environ["PJRT_NPROC"]
 # Tests build the same small programs again and again; each is compiled once, and kept for the next run. Even
 # for those that compile in 30 ms the cache takes half of the time.
 _CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"

@@ -19,6 +19,9 @@ from jaxrl.checks import between, check_value
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import AXES, MAX_SIMULATED_DEVICES, TENSOR_GEN, LayoutConfig, ParallelLayout
 
+# Threads of a simulated device.
+_THREADS = 4
+
 
 def simulate(num_devices: int, *, processes: int = 1) -> None:
     """Simulates `num_devices` CPU devices. Call it before anything asks JAX for a device.
@@ -38,6 +41,9 @@ def simulate(num_devices: int, *, processes: int = 1) -> None:
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices // processes)
+    # XLA has a thread for each core or device. One that waits in a collective blocks its thread, and devices
+    # may come to two independent collectives in different orders: then all threads wait.
+    os.environ.setdefault("PJRT_NPROC", str(_THREADS * num_devices // processes))
 
 
 def build_mesh(
