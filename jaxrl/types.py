@@ -265,13 +265,13 @@ class Completions:
     def concatenate(parts: Sequence[Completions]) -> Completions:
         """All groups of `parts`, in order; every part has the same G, and either all or none have agents."""
         agents = [part.of_agents for part in parts if part.of_agents is not None]
+        # A part may have no groups, and then no routes.
+        has_routes = all(part.routes for part in parts if len(part))
         return _joined(
             parts,
             prompts=Prompts.concatenate([p.prompts for p in parts]),
             num_samples=parts[0].num_samples,
-            routes=tuple(itertools.chain(*(p.routes for p in parts)))
-            if all(p.routes for p in parts)
-            else (),
+            routes=tuple(itertools.chain(*(p.routes for p in parts))) if has_routes else (),
             of_agents=AgentRows.concatenate(agents) if agents else None,
         )
 
@@ -407,8 +407,12 @@ class PackedBatch:
         return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 
     def packing(self) -> dict[str, jax.Array]:
-        """The fields of PackedBatch by name, to build another type of batch over the same rows."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(PackedBatch)}
+        """The fields of PackedBatch by name, to build another type of batch over the same rows.
+
+        Without routes, which are the policy's and by far the largest.
+        """
+        names = (f.name for f in dataclasses.fields(PackedBatch) if f.name != "routes")
+        return {name: getattr(self, name) for name in names}
 
 
 @jax.tree_util.register_dataclass

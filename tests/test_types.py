@@ -54,6 +54,14 @@ def test_concatenating_groups_is_building_them_from_all_prompts(make_scored, par
     assert_same(Prompts.concatenate([c.prompts for c in completions]), expected.completions.prompts)
 
 
+def test_a_part_without_groups_takes_no_routes_away(make_scored):
+    """Dynamic sampling adds one whenever it keeps no group of a generation batch."""
+    scored = make_scored([5, 0])
+    routes = tuple(np.full((3, 2, 1), b, np.int16) for b in range(8))
+    scored = scored.replace(completions=dataclasses.replace(scored.completions, routes=routes))
+    assert_same(Scored.concatenate([scored.take([]), scored]), scored)
+
+
 @given(ids=ids, G=num_samples, data=st.data())
 def test_what_was_cut_apart_can_be_put_together(make_scored, ids, G, data):
     cut = data.draw(st.integers(0, len(ids)))

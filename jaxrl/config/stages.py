@@ -107,4 +107,5 @@ class EvaluationConfig:
             step=step,
             temperature=self.temperature,
             truncation=truncation_of(top_k=0, top_p=self.top_p),
+            keeps_routes=False,
         )

@@ -94,8 +94,9 @@ class SequenceScores:
         each = self.most_sequences // G or max(1, N)
         parts = (range(n, min(n + each, N)) for n in range(0, max(1, N), each))
         scores = []
-        # Further conversations of agents are not scored, and the shape has no room for them.
-        alone = dataclasses.replace(completions, of_agents=None)
+        # Further conversations of agents are not scored, and the shape has no room for them. Routes are those
+        # of another model.
+        alone = dataclasses.replace(completions, of_agents=None, routes=())
         for some in (alone.take(part) for part in parts):
             # A partial rollout finishes a varying number of groups; one shape avoids a compilation for each.
             sequences = max(self.most_sequences, len(some))

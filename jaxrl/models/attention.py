@@ -23,8 +23,8 @@ from jaxrl.models.xla_attention import Ring, TreeSegments, xla_attention
 
 IMPLEMENTATIONS = ("xla", "cudnn", "splash", "tokamax")
 
-# Largest heads for "cudnn" and "tokamax".
-_LARGEST_HEAD = 256
+# Largest heads for "cudnn" and "tokamax", and for "cudnn" on GPUs before Hopper.
+_LARGEST_HEAD, _LARGEST_BEFORE_HOPPER = 256, 128
 
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
@@ -108,10 +108,14 @@ def pick_implementation(
     Raises:
       UserError: `requested` is unknown or cannot run there.
     """
-    dtype = jnp.dtype(dtype)
+    dtype, largest = jnp.dtype(dtype), _LARGEST_HEAD
+    # That of AMD's devices is a name.
+    capability = getattr(device, "compute_capability", "")
+    if capability[:1].isdigit() and float(capability) < 9:
+        largest = _LARGEST_BEFORE_HOPPER
     # JAX calls GPUs of NVIDIA and of AMD "gpu". On a GPU without cuDNN compilation fails with a clear error.
     is_plain = dtype in (jnp.bfloat16, jnp.float16) and not (sinks or tree)
-    is_plain &= head_dim <= _LARGEST_HEAD
+    is_plain &= head_dim <= largest
     runs = {
         "splash": platform == "tpu" and not (sinks or tree),
         "tokamax": is_plain and tokamax.runs_on(device),
@@ -127,10 +131,11 @@ def pick_implementation(
         "tokamax": "Hopper GPUs (H100, H200) in bfloat16 or float16, with heads of up to "
         f"{_LARGEST_HEAD}",
         "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "
-        f"{_LARGEST_HEAD}, in rows of up to {MOST_MASKED_TOKENS:,} tokens",
+        f"{_LARGEST_HEAD} ({_LARGEST_BEFORE_HOPPER} before Hopper), in rows of up to "
+        f"{MOST_MASKED_TOKENS:,} tokens",
     }
     asked = f"in {dtype.name}" + (" with capped scores" if softcap else "")
-    asked += f" with heads of {head_dim}" if head_dim > _LARGEST_HEAD else ""
+    asked += f" with heads of {head_dim}" if head_dim > largest else ""
     if sinks:
         asked += " with attention sinks"
         rules = {name: f"{rule} without sinks," for name, rule in rules.items()}

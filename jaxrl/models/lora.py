@@ -18,12 +18,9 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.models.decoder import Params, init_params
-from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import TARGET_OF, LoraConfig, ModelConfig
 
 _LEAVES = ("lora_a", "lora_b")
-# The names in `LoraConfig.targets` of projections with other names. The gate of attention is a part of q in
-# checkpoints and goes with it.
-_TARGET_OF = {"q_gate": "q", "q_a": "q", "kv_a": "k", "kv_b": "v"}
 # Leaves that no update changes, adapters or not.
 FROZEN = ("correction_bias", "layer_scale")
 
@@ -85,7 +82,7 @@ def uniform_adapters(like: Params, ranks: Any, key: jax.Array) -> Params:
             bound = math.prod(leaf.shape[1:-1]) ** -0.5
             own = jax.random.fold_in(key, i)
             values = jax.random.uniform(own, leaf.shape, jnp.float32, -bound, bound)
-            inside = jnp.arange(leaf.shape[-1]) < ranks[_TARGET_OF.get(path[-2], path[-2])]
+            inside = jnp.arange(leaf.shape[-1]) < ranks[TARGET_OF.get(path[-2], path[-2])]
             adapters[path] = jnp.where(jnp.expand_dims(inside, range(leaf.ndim - 1)), values, 0)
     return traverse_util.unflatten_dict(adapters)
 

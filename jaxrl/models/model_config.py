@@ -22,6 +22,9 @@ from jaxrl.checks import (
 
 # Projections that can have a low-rank adapter, by the name of our leaf; experts have the last three.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+# The names there of leaves with other names. The gate of attention is a part of q in checkpoints, and goes
+# with it.
+TARGET_OF = {"q_gate": "q", "q_a": "q", "kv_a": "k", "kv_b": "v"}
 
 
 # Gates of feed-forward networks, see `gates.GATES`.
@@ -94,24 +97,21 @@ class RopeScaling:
         """The factor of rotated queries and of rotated keys."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
-
-        def growth(mscale: float) -> float:
-            return 0.1 * mscale * math.log(self.factor) + 1
-
         if self.attention_factor:
             return self.attention_factor
         if self.kind == "longrope":
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
         if self.mscale and self.mscale_all_dim:
-            return growth(self.mscale) / growth(self.mscale_all_dim)
-        return growth(1.0)
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
 
     @property
     def score_factor(self) -> float:
         """The factor of attention scores in latent attention, of which only some dimensions are rotated."""
-        if self.kind == "linear" or not self.mscale_all_dim:
-            return 1.0
-        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1
 
 
 @settings
@@ -374,12 +374,13 @@ class ModelConfig:
             or self.rotary_fraction != 1
             or (self.qkv_bias or self.output_bias or self.qk_norm)
             or (self.gated_attention or self.attention_sinks)
+            or (rope is not None and rope.query_beta)
         ):
             raise ValueError(
                 f"kv_latent {self.kv_latent} with num_heads {self.num_heads}, num_kv_heads "
                 f"{self.num_kv_heads}, head_dim {self.head_dim} and rope_dim {self.rope_dim}: latent "
                 "attention has as many heads of keys, a part of each rotated, and no biases, norms, gates, "
-                "windows or caps"
+                "windows, caps or scaled queries"
             )
         if self.num_tokens > self.vocab_size:
             raise ValueError(

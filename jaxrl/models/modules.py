@@ -92,9 +92,9 @@ class Projection(nnx.Module):
 
     def merged(self, compute: Compute) -> jax.Array:
         """The weight with its adapter, for matmuls in another order than x · weight."""
-        assert compute.adapter_B is None, "each row has an adapter of its own"
         weight = self.weight.get_value().astype(compute.dtype)
         if self.has_adapter:
+            assert compute.adapter_B is None, "each row has an adapter of its own"
             low_rank = compute.product(self.lora_a[...].astype(compute.dtype), self.lora_b[...])
             weight = weight + self.scale * low_rank
         return weight

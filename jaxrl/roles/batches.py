@@ -147,14 +147,8 @@ def pack_examples(
 
 def _packed_routes(packing: Packing, routes: Sequence[np.ndarray]) -> np.ndarray:
     """`PackedBatch.routes` of sequences; -1 on padding, and on the last token of each, which was not run."""
-    unknown = np.full((1, *routes[0].shape[1:]), -1, np.int16)
-    firsts = np.cumsum([1, *map(len, routes)])
-    places = [
-        np.append(first + np.arange(len(x)), 0) for first, x in zip(firsts, routes, strict=False)
-    ]
-    packed = np.concatenate([unknown, *routes])[packing.pack(places, np.int64)]
-    U, M, R, T, *_ = packed.shape
-    return np.moveaxis(packed.reshape(U, M, R, T, -1), -1, 2)
+    flat = [of_one.reshape(len(of_one), -1) for of_one in routes]
+    return np.moveaxis(packing.pack(flat, np.int16, padding=-1), -1, 2)
 
 
 def _packed(packing: Packing, sequences, rollout_logprob, mask) -> TrainBatch:

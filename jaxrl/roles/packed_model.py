@@ -277,7 +277,9 @@ class PackedModel:
         reference: Decoder = nnx.merge(ref_graph, ref_params)
         out = self._run(model, micro)
         with jax.named_scope("reference"):
-            ref_hidden = jax.lax.stop_gradient(ref_model._run(reference, micro).hidden_BTD)
+            # Its experts are its own choice, also where it is this model without adapters.
+            ref_out = ref_model._run(reference, micro.replace(routes=None))
+            ref_hidden = jax.lax.stop_gradient(ref_out.hidden_BTD)
 
         def chunk(past: tuple[jax.Array, jax.Array], tokens_GC: jax.Array, needed: jax.Array):
             logprobs_GCV, entropy_GC = log_softmax_entropy(

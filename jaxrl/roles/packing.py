@@ -111,16 +111,21 @@ class Packing:
     shared: np.ndarray
     shared_starts: np.ndarray
 
-    def pack(self, values: Sequence[np.ndarray], dtype) -> np.ndarray:
-        """Lays out one ragged field, an array per sequence, as [U, M, R, T]; padding is 0.
+    def pack(self, values: Sequence[np.ndarray], dtype, *, padding: int = 0) -> np.ndarray:
+        """Lays out one ragged field, an array [n, ...] per sequence, as [U, M, R, T, ...].
 
-        Shared tokens get the values of the last sequence that shares them.
+        Shared tokens get the values of the last sequence that shares them. Last tokens without a value get
+        that of padding.
         """
-        out = np.zeros(self.positions.size, dtype)
+        of_token = values[0].shape[1:] if values else ()
+        # Zeros take memory only where something is written, and few microbatches are full.
+        out = np.zeros((self.positions.size, *of_token), dtype)
+        if padding:
+            out[:] = padding
         for value, start, shared, shared_start in self._places(values):
             out[shared_start : shared_start + shared] = value[:shared]
             out[start : start + len(value) - shared] = value[shared:]
-        return out.reshape(self.positions.shape)
+        return out.reshape(*self.positions.shape, *of_token)
 
     def pack_ends(self, values: Sequence[np.ndarray], dtype) -> np.ndarray:
         """Lays out a field of the last tokens of each sequence, such as its response; all else is 0.

@@ -212,6 +212,8 @@ class Actor(Learner):
 
     def _logprobs_without_adapters(self, params: Params, batch: PackedBatch) -> jax.Array:
         base = lora.split(params)[1]
+        # A reference chooses its experts itself.
+        batch = batch.replace(routes=None)
         return self.packed_logprobs(self._base_graph, base, batch, temperature=self._temperature)
 
     def _packed_squared_probabilities(

@@ -467,11 +467,6 @@ class DecodeLoop:
         if self._reuses or self._engine.num_drafted:
             # What follows reads the tokens. Else the next `begin` gives them, while the devices work.
             self._log.pass_on()
-        if self._engine.config.keeps_routes and len(slots):
-            of_slot = self._slots.routes(slots.tolist())
-            for slot, sample in zip(slots.tolist(), samples, strict=True):
-                # The newest token was drawn but not run.
-                sample.routes = of_slot[slot][: self._length_n[slot] - 1].copy()
         ends: dict[int, End] = {}
         for slot, sample, stopped, length in zip(
             slots.tolist(),
@@ -492,6 +487,12 @@ class DecodeLoop:
             sample.truncated = end is End.FULL
             if sample.finished and self._engine.num_drafted:
                 self._texts.add(sample.prompt_id, sample.tokens)
+        if self._engine.config.keeps_routes:
+            owners = self.scheduler.owners
+            wanted = [s for s in ends if owners[s].finished and owners[s].options.keeps_routes]
+            for slot, routes in self._slots.routes(wanted).items():
+                # The newest token was drawn but not run.
+                owners[slot].routes = routes[: self._length_n[slot] - 1].copy()
         return ends
 
 

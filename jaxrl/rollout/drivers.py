@@ -43,6 +43,7 @@ class Driver:
 PARTIAL = "rollout.max_staleness"
 PAGED = "rollout.cache='paged'"
 SPECULATE = "rollout.speculate"
+REPLAY = "train.replay_routes"
 SEVERAL_PROCESSES = "hosts.num_processes above 1"
 
 
@@ -62,7 +63,7 @@ DRIVERS = {
     # By its path, because it stands on this package: nothing here imports it.
     "jetstream": Driver(
         lambda *given: _named("jaxrl.jetstream.jetstream_backend:build")(*given),
-        frozenset({PARTIAL, PAGED, SPECULATE, SEVERAL_PROCESSES}),
+        frozenset({PARTIAL, PAGED, SPECULATE, REPLAY, SEVERAL_PROCESSES}),
         package="jetstream",
     ),
 }
@@ -89,7 +90,8 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
 
     Args:
       name: name of the driver.
-      wanted: the features that the run uses, of `PARTIAL`, `PAGED`, `SPECULATE` and `SEVERAL_PROCESSES`.
+      wanted: the features that the run uses, of `PARTIAL`, `PAGED`, `SPECULATE`, `REPLAY` and
+        `SEVERAL_PROCESSES`.
     """
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(

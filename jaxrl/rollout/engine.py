@@ -218,8 +218,9 @@ class Engine:
         """The result of `for_decoding` with other adapters."""
         if not self._splits_layers:
             return lora.join(adapters, params)
-        pairs = zip(self.for_decoding(adapters)["layers"], params["layers"], strict=True)
-        return params | {"layers": [lora.join(*pair) for pair in pairs]}
+        split = self.for_decoding(adapters)
+        pairs = zip(split["layers"], params["layers"], strict=True)
+        return lora.join(split | {"layers": [lora.join(*pair) for pair in pairs]}, params)
 
     def stored(self, params: Params) -> Params:
         """Rounds projections that are in a wider type to `weights_dtype`, which must be set."""

@@ -52,7 +52,7 @@ class Sample:
       session: what the session of an agent has left so far, as JSON (`agents.agent_groups`); its tokens are
         those of all its answers. None for a sample without an agent.
       routes: int16 [T - 1, L, A], experts that each token of prompt and sample but the last took, with the
-        newest weights that ran it; None if the engine does not keep them, and until the sample ends.
+        newest weights that ran it; None if the engine does not keep them, and until the sample is finished.
       start, prompt_id, options, max_tokens, owner: see `request`.
       prompt_tokens: number of tokens before the sample.
       limit: length of the sample at which its slot stops decoding.

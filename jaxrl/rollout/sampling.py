@@ -124,6 +124,7 @@ class SamplingOptions:
       edits: further changes of the logits, made on the host; None for none.
       top_logprobs: number of most probable tokens that a live loop reports at each place, up to
         `MOST_TOP_LOGPROBS`.
+      keeps_routes: whether samples get `Sample.routes`, if the engine keeps them.
     """
 
     num_samples: int = 1
@@ -135,6 +136,7 @@ class SamplingOptions:
     budget_tokens: int = 0
     edits: LogitEdits | None = None
     top_logprobs: int = 0
+    keeps_routes: bool = True
 
     def replace(self, **changes: Any) -> SamplingOptions:
         return dataclasses.replace(self, **changes)

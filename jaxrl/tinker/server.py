@@ -31,6 +31,7 @@ from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, weight_types
 from jaxrl.models.huggingface.config_json import read_adapter_config
+from jaxrl.models.huggingface.weight_export import table_of_adapter
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import AccumulatingActor
@@ -98,7 +99,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     directory = model_directory(config.model)
     found = read_model(directory)
     if not config.full:
-        found = _with_adapters(config, found)
+        found = _with_adapters(config, found, directory)
     model, tokenizer = found.model, found.tokenizer
     # The state is split over all replicas: it takes four times the memory of the weights.
     mesh = build_generation_mesh(config.mesh, shard_state=True)
@@ -209,7 +210,9 @@ def _whole_weights(
     return ServedWeights(engine, fresh, exported(directory, None), snapshot, exported)
 
 
-def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirectory:
+def _with_adapters(
+    config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path
+) -> ModelDirectory:
     """The model with adapters of the highest rank."""
     for name in ("weights_dtype", "speculate"):
         if value := getattr(config, name):
@@ -224,6 +227,13 @@ def _with_adapters(config: TinkerConfig, found: ModelDirectory) -> ModelDirector
     # A scale of 1: each client has its own.
     adapters = LoraConfig(rank=config.max_rank, alpha=float(config.max_rank), targets=targets)
     model = lora.with_adapters(found.model, adapters)
+    try:
+        table_of_adapter(model, str(directory))
+    except UserError as error:
+        reason, _, _ = str(error).partition(";")
+        raise UserError(
+            f"adapters of {config.model_name} cannot be saved: {reason}; set --full"
+        ) from error
     return dataclasses.replace(found, model=model)
 
 

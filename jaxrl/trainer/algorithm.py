@@ -167,6 +167,7 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
         drivers.PARTIAL: rollout.partial,
         drivers.PAGED: rollout.cache == "paged",
         drivers.SPECULATE: rollout.speculate,
+        drivers.REPLAY: config.train.replay_routes,
         drivers.SEVERAL_PROCESSES: num_processes > 1,
     }
     drivers.check_driver(

@@ -476,6 +476,13 @@ def test_large_heads_are_left_to_those_who_have_room():
         pick_implementation("gpu", jnp.bfloat16, "cudnn", head_dim=512)
 
 
+@pytest.mark.parametrize(("capability", "picked"), [("8.0", "xla"), ("10.3", "cudnn")])
+def test_before_hopper_heads_of_256_are_too_large_for_cudnn(capability, picked):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    assert pick_implementation("gpu", jnp.bfloat16, device=gpu, head_dim=256) == picked
+    assert pick_implementation("gpu", jnp.bfloat16, device=gpu, head_dim=128) == "cudnn"
+
+
 def test_capped_scores_are_left_to_those_who_have_them():
     assert pick_implementation("gpu", jnp.bfloat16, softcap=50.0) == "xla"
     assert pick_implementation("tpu", jnp.bfloat16, softcap=50.0) == "splash"

@@ -493,3 +493,10 @@ def test_stretched_wavelengths_keep_short_ones_and_divide_long_ones():
 def test_impossible_shapes_are_refused_with_their_values(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(TINY, **change)
+
+
+def test_latents_have_no_queries_that_grow():
+    latent = FAMILIES["deepseek-v3"]
+    scaling = dataclasses.replace(latent.rope_scaling, query_beta=0.1)
+    with pytest.raises(ValueError, match=r"kv_latent 10 .* or scaled queries"):
+        dataclasses.replace(latent, rope_scaling=scaling)

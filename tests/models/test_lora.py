@@ -51,6 +51,22 @@ GEMMA = dataclasses.replace(
     scale_embeddings=True,
 )
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "gemma": GEMMA}
+LATENTS = dataclasses.replace(
+    MIXTURE,
+    num_layers=3,
+    num_kv_heads=4,
+    qk_norm=False,
+    kv_latent=6,
+    q_latent=5,
+    rope_dim=4,
+    value_dim=7,
+    sigmoid_routing=True,
+    first_dense_layers=1,
+    dense_d_ff=20,
+    shared_d_ff=24,
+    lora=LoraConfig(rank=3, alpha=6.0, targets=("q", "k", "v", "o")),
+)
+OF_FILES = {**MODELS, "latents": LATENTS}
 TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12)).astype(np.int32)
 
 
@@ -130,7 +146,7 @@ def test_what_is_no_adapter_is_refused(settings, complaint):
         LoraConfig(**settings)
 
 
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", OF_FILES.values(), ids=OF_FILES)
 def test_adapters_come_back_as_they_were_saved(tmp_path, config):
     params = trained(config)
     save_adapter(params, config, tmp_path / "out", dtype="float32", base="models/base")
@@ -163,7 +179,7 @@ def test_an_adapter_of_another_rank_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("config", OF_FILES.values(), ids=OF_FILES)
 def test_peft_loads_the_adapter_onto_the_base_model(tmp_path, config):
     peft = import_extra("parity", "peft")
     torch = import_extra("parity", "torch")

@@ -358,6 +358,8 @@ def test_a_trainer_takes_the_experts_of_its_sampler():
                 np.testing.assert_array_equal(
                     routes[m, r, own[:-1]], kept[len(kept) + 1 - len(own) :]
                 )
+        # A critic's batch needs none.
+        assert "routes" not in packed.packing()
         placed = actor.place(packed)
         with_routes, without = (
             np.asarray(actor.logprobs(x)) for x in (placed, placed.replace(routes=None))
@@ -368,6 +370,20 @@ def test_a_trainer_takes_the_experts_of_its_sampler():
         assert gap[0] < gap[1]
     metrics = actor.update(placed, SUPERVISED)
     assert 0.9 < metrics["moe/same_routes"] < 1
+
+
+def test_the_weights_below_adapters_choose_their_experts_themselves():
+    """As a reference of its own does."""
+    actor = replaying_actor(dataclasses.replace(MIXTURE, lora=LoraConfig(rank=2)))
+    without, rng = batch(), np.random.default_rng(0)
+    routes = rng.permuted(np.tile(np.arange(4, dtype=np.int16), (1, 1, R, T, 2, 1)), axis=-1)
+    routes = np.moveaxis(routes[..., :2].reshape(1, 1, R, T, 4), -1, 2)
+    placed, alone = actor.place(without.replace(routes=routes)), actor.place(without)
+    own = actor.reference_logprobs(alone)
+    np.testing.assert_array_equal(actor.reference_logprobs(placed), own)
+    assert np.abs(np.asarray(actor.logprobs(placed)) - own).max() > 1e-3
+    full_kl = policy("policy_gradient", {}, kl_coef=1.0, kl_estimate="full")
+    assert actor.update(placed, full_kl)["kl_loss"] > 1e-4
 
 
 def test_a_dense_model_has_no_routes_to_replay():

@@ -136,3 +136,47 @@ def test_the_whole_stack_gives_what_gathered_factors_give():
         return jax.jit(lambda: model(places + 7, places, attend, compute=compute, **given)[0])()
 
     assert_close(hidden(False), hidden(True), scale=1)
+
+
+def test_first_dense_layers_get_new_adapters_too():
+    model = dataclasses.replace(
+        RANKED,
+        num_layers=3,
+        num_experts=4,
+        experts_per_token=2,
+        first_dense_layers=1,
+        dense_d_ff=20,
+        lora=LoraConfig(rank=RANK, alpha=float(RANK), targets=("q", "o")),
+    )
+    engine = engine_of(base=BASE, model=model, adapter_places=PLACES)
+    like, rest = lora.split(jax.tree.map(lambda s: jnp.zeros(s.shape), decoder_graph(model)[1]))
+    empty = lora.empty_stack(like, PLACES, jnp.float32)
+    stack = jax.tree.map(jnp.ones_like, empty)
+    given = engine.for_decoding(lora.join(empty, rest))
+    expected = engine.for_decoding(lora.join(stack, rest))
+    jax.tree.map(np.testing.assert_array_equal, engine.with_adapters(stack, given), expected)
+
+
+def test_latents_go_with_adapters_on_other_projections():
+    """The projection from the latents, which all rows multiply with at once, has none."""
+    adapters = LoraConfig(rank=RANK, alpha=float(RANK), targets=("q", "k", "o"))
+    sizes = {"kv_latent": 6, "q_latent": 5, "rope_dim": 4, "value_dim": 6}
+    model = dataclasses.replace(MODEL, num_kv_heads=4, qkv_bias=False, **sizes)
+    ranked = lora.with_adapters(model, adapters)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda s: jnp.asarray(0.3 * rng.normal(size=s.shape), jnp.float32), decoder_graph(ranked)[1]
+    )
+    own, base = lora.split(params)
+    stack = lora.put_into(lora.empty_stack(own, PLACES, jnp.float32), own, 1)
+    found = []
+    for number, each, changes in (
+        (0, lora.merge(params, ranked), {"model": model}),
+        (1, lora.join(stack, base), {"model": ranked, "adapter_places": PLACES}),
+    ):
+        live, heard = LiveLoop(engine_of(base=BASE, **changes), each, StopSearch(decode)), Heard()
+        live.submit(Request(PROMPT, 12, 1, OPTIONS, number), heard)
+        drain(live)
+        found.append(heard)
+    assert found[0].joined("tokens").tolist() == found[1].joined("tokens").tolist()
+    assert_close(*(heard.joined("logprob") for heard in found), scale=1)

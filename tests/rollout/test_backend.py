@@ -164,6 +164,8 @@ def test_a_driver_says_what_it_cannot_do():
         drivers.check_driver("jetstream", wanted)
     with pytest.raises(UserError, match=r"'jetstream' cannot do rollout\.cache='paged'"):
         drivers.check_driver("jetstream", frozenset({drivers.PAGED}))
+    with pytest.raises(UserError, match=r"'jetstream' cannot do train\.replay_routes; use"):
+        drivers.check_driver("jetstream", frozenset({drivers.REPLAY}))
 
 
 # Settings

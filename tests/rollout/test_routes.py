@@ -17,6 +17,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import Decoder, decoder_graph
+from jaxrl.rollout import speculation
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions
 
@@ -72,7 +73,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_sampler_keeps_what_every_token_took(way):
+def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
+    monkeypatch.setattr(speculation, "OFF_ON", ())
     changes = dict(WAYS[way])
     backend = backend_of(changes.pop("layout", ("1-1-1",)), MIXTURE, keeps_routes=True, **changes)
     assert_routes_of_a_plain_pass(backend.generate(PROMPTS, OPTIONS), MIXTURE)
@@ -96,8 +98,12 @@ def test_samples_that_go_on_in_another_run_keep_them():
     first = backend.resume(PROMPTS, options)
     saved = UnfinishedGroups.of_record(first.unfinished.record())
     assert any(sample.finished for sample in saved.samples)
+    # The others will be run again.
+    assert all(sample.finished == (sample.routes is not None) for sample in saved.samples)
     rest = backend.resume(PROMPTS.take([]), OPTIONS.replace(step=1), unfinished=saved)
     assert not len(rest.unfinished.prompts)
+    # An evaluation has no use for them.
+    assert not backend.generate(PROMPTS, OPTIONS.replace(keeps_routes=False)).routes
     assert_routes_of_a_plain_pass(rest.completions, MIXTURE)
 
 

@@ -47,16 +47,14 @@ SESSION = {
 }
 
 
-def write_model(root: pathlib.Path) -> pathlib.Path:
+def write_model(root: pathlib.Path, **changes) -> pathlib.Path:
     """A random model of two layers in `root`/tiny."""
     tokenizer = train_tokenizer(["one two three four: 12 + 30 = 42"] * 4, vocab_size=280)
     tokenizer.save(root / "tokenizer")
-    model = ModelConfig(
-        vocab_size=288, num_layers=2, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, head_dim=8
-    )
-    source = root / "tokenizer"
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, **changes}
+    model = ModelConfig(vocab_size=288, d_model=16, d_ff=32, **sizes)
     params = jax.device_put(random_weights(model))
-    save_checkpoint(params, model, root / "tiny", dtype="float32", source=source)
+    save_checkpoint(params, model, root / "tiny", dtype="float32", source=root / "tokenizer")
     return root
 
 

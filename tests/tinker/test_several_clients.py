@@ -21,8 +21,10 @@ from recorded import (
     finish,
     sampled,
     supervised,
+    write_model,
 )
 
+from jaxrl.errors import UserError
 from jaxrl.models import lora
 from jaxrl.models.attention import attention
 from jaxrl.models.compute import Compute
@@ -288,3 +290,12 @@ def test_two_clients_go_on_after_a_restart(folder):
         # What had added up before the restarts is applied.
         assert clients[1].step()["metrics"]["grad_norm:mean"] > 0
         assert "no gradient" in clients[0].step()["error"]
+
+
+def test_adapters_that_cannot_be_saved_are_refused_at_the_start(tmp_path):
+    """Of Qwen3.5: its queries, and what its delta layers read, are parts of tensors."""
+    norms = {"qkv_bias": False, "qk_norm": True, "gated_attention": True}
+    delta = {"layer_pattern": ("delta", "full"), "delta_key_heads": 1, "delta_value_heads": 2}
+    folder = write_model(tmp_path, **norms, **delta, zero_centered_norms=True)
+    with pytest.raises(UserError, match=r"adapters of .* cannot be saved: .*; set --full"):
+        running(config_of(folder)).__enter__()

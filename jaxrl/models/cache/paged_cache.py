@@ -134,7 +134,7 @@ class PagedCache(CacheKind):
 
     def _first_and_stack(self, cache: PagedSlots) -> tuple[list[Cache], Cache]:
         first, stack = cache.pool
-        alone = functools.partial(dataclasses.replace, cache)
+        alone = functools.partial(dataclasses.replace, cache, states=None)
         return [alone(pool=pool) for pool in first], alone(pool=stack)
 
     def _of_kernel(self, cache: PagedSlots) -> PagedSlots:

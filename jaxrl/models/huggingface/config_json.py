@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -64,6 +65,13 @@ _ADAPTER_SWITCHES = (
     *("fan_in_fan_out", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "layers_to_transform", "target_parameters"),
 )
+
+# Modules of latent attention with an adapter, by `LoraConfig.targets`; of queries without a latent "q_proj".
+_OF_LATENTS: Mapping[str, tuple[str, ...]] = {
+    "q": ("q_a_proj", "q_b_proj"),
+    "k": ("kv_a_proj_with_mqa",),
+    "v": ("kv_b_proj",),
+}
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 _DELTA_TYPES = {"full_attention": "full", "linear_attention": "delta"}
@@ -591,13 +599,17 @@ def _architecture_of(config: ModelConfig, model_type: str | None) -> Architectur
 def adapter_config_json(config: ModelConfig, *, base: str) -> dict[str, Any]:
     """The values of PEFT's adapter_config.json for `config.lora` on the model `base`."""
     lora = config.lora
+    of_latents = _OF_LATENTS if config.kv_latent else {}
+    if not config.q_latent:
+        of_latents = {name: of_latents[name] for name in of_latents if name != "q"}
+    modules = [of_latents.get(name, (f"{name}_proj",)) for name in lora.targets]
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if config.num_scores else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": [f"{name}_proj" for name in lora.targets],
+        "target_modules": list(itertools.chain(*modules)),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -620,11 +632,12 @@ def read_adapter_config(directory: str | pathlib.Path) -> LoraConfig:
         needs, "merge the adapter into its base model with PEFT and start from that"
     )
     modules = read.get("target_modules", list)
+    own = {module: ours for ours, some in _OF_LATENTS.items() for module in some}
     if not all(isinstance(name, str) for name in modules):
         raise read.fault("target_modules", "; it must be a list of names")
     return read.build(
         LoraConfig,
         rank=read.get("r", int),
         alpha=read.get("lora_alpha", float),
-        targets=tuple(sorted(name.removesuffix("_proj") for name in modules)),
+        targets=tuple(sorted({own.get(name) or name.removesuffix("_proj") for name in modules})),
     )

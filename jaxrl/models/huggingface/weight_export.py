@@ -97,6 +97,16 @@ def save_checkpoint(
             copy_companions(pathlib.Path(source), partial)
 
 
+def table_of_adapter(config: ModelConfig, base: str) -> tuple[WeightRule, ...]:
+    """The tensors that `save_adapter` writes; raises UserError if PEFT has no such adapters for a model."""
+    if (pathlib.Path(base) / "config.json").exists() and fused_tensors(read_config_json(base)):
+        raise UserError(
+            f"PEFT has one adapter for q, k and v of {base}, and here each has its own; merge the "
+            "adapters into the model instead (without --adapter_only)"
+        )
+    return adapter_table(config)
+
+
 def save_adapter(
     params: Params, config: ModelConfig, out: str | pathlib.Path, *, dtype: Any, base: str
 ) -> None:
@@ -118,12 +128,7 @@ def save_adapter(
         raise UserError(
             "this model has no adapters to save (lora.rank is 0); save the whole of it instead"
         )
-    if (pathlib.Path(base) / "config.json").exists() and fused_tensors(read_config_json(base)):
-        raise UserError(
-            f"PEFT has one adapter for q, k and v of {base}, and here each has its own; merge the "
-            "adapters into the model instead (without --adapter_only)"
-        )
-    table = adapter_table(config)
+    table = table_of_adapter(config, base)
     with new_directory(out) as partial:
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
         names = list(tensors_of(table))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.model_config import TARGET_OF, ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
 
@@ -386,16 +386,12 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     Raises:
       UserError: PEFT has no such adapter for a tensor.
     """
-    if config.kv_latent:
-        raise UserError(
-            "PEFT directories of models with latent attention are neither read nor written; merge the "
-            "adapters into the model instead (without --adapter_only)"
-        )
     rows = []
     for row in weight_table(config):
         rule = functools.partial(WeightRule, sizes=row.sizes, strides=row.strides)
         path, _, leaf = row.path.rpartition(".")
-        if leaf != "weight" or path.split(".")[-1] not in config.lora.targets:
+        name = path.split(".")[-1]
+        if leaf != "weight" or TARGET_OF.get(name, name) not in config.lora.targets:
             continue
         if row.within or row.part:
             raise UserError(

@@ -20,9 +20,9 @@ class ModelNumbers:
 
     Attributes:
       layers: L.
-      dense: parameters of all layers without experts, split by pipeline and tensor parallelism.
+      dense: parameters of the stack without experts, split by pipeline and tensor parallelism.
       experts: parameters of all experts, split in the same way and over the expert axis.
-      outside: parameters of embedding and head, split by tensor parallelism only.
+      outside: parameters of embedding, head and first dense layers, split by tensor parallelism only.
       token_flops: operations of a token's forward pass, without attention to other tokens.
       pair_flops: operations of attention between two tokens, all layers, without windows.
       width: D.
@@ -74,6 +74,12 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     width = model.d_model
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
+    first = model.first_dense_layers
+    if first:
+        stack = dataclasses.replace(
+            model, num_layers=model.num_layers - first, first_dense_layers=0, dense_d_ff=0
+        )
+        outside += model.num_params - stack.num_params
     used = model.d_ff * (model.experts_per_token or 1) + model.shared_d_ff
     layers = model.of_attention_layers
     heads = [2 * (model.num_heads + layer.num_kv_heads) * layer.head_dim for layer in layers]
@@ -82,9 +88,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
         values = (1 if model.kv_latent else 2) * layer.cached_heads * layer.cached_dim
         cached[layer.cached_heads] = cached.get(layer.cached_heads, 0.0) + values
     split = sum(heads) / len(heads) + 3 * used
-    experts = (
-        (model.num_layers - model.first_dense_layers) * model.num_experts * 3 * width * model.d_ff
-    )
+    experts = (model.num_layers - first) * model.num_experts * 3 * width * model.d_ff
     return ModelNumbers(
         layers=model.num_layers,
         dense=float(model.num_params - outside - width - experts),

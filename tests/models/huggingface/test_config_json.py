@@ -567,3 +567,15 @@ def test_our_adapters_are_described_as_peft_would(tmp_path):
     values = adapter_config_json(ModelConfig(lora=lora), base="models/base")
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
     assert read_adapter_config(tmp_path) == lora
+
+
+@pytest.mark.parametrize(("q_latent", "queries"), [(0, {"q_proj"}), (5, {"q_a_proj", "q_b_proj"})])
+def test_adapters_on_latents_have_the_names_of_transformers(tmp_path, q_latent, queries):
+    sizes = {"kv_latent": 6, "q_latent": q_latent, "rope_dim": 4, "value_dim": 6}
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "q", "v"))
+    config = ModelConfig(num_kv_heads=4, qkv_bias=False, lora=lora, **sizes)
+    values = adapter_config_json(config, base="models/base")
+    of_keys = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert set(values["target_modules"]) == queries | of_keys
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    assert read_adapter_config(tmp_path) == lora

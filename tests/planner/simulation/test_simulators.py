@@ -76,6 +76,13 @@ def test_parameters_are_those_of_the_model(name):
     assert numbers.params_of_shard(1, 1) == model.num_params - model.d_model
 
 
+def test_every_stage_holds_the_first_dense_layers():
+    numbers = model_numbers(model_shapes("moonlight-16b-a3b"))
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 + 512 * 16 * (128 + 128) + 16 * 128 * 2048
+    first = attention + 3 * 2048 * 11_264 + 2 * 2048
+    assert numbers.outside == 2 * 163_840 * 2048 + first
+
+
 # Training and inference
 
 
