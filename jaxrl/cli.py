@@ -115,6 +115,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def _with_stdout(call: Callable[[], int]) -> int:
     """The status of a call; `_EXIT_CLOSED`, without a traceback, if the reader of stdout is gone."""
+    _open_closed_streams()
     try:
         status = call()
         sys.stdout.flush()
@@ -127,6 +128,17 @@ def _with_stdout(call: Callable[[], int]) -> int:
         # The interpreter flushes stdout once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_CLOSED
+
+
+def _open_closed_streams() -> None:
+    """Sends a stream that was closed (`jaxrl train >&-`) to /dev/null. The next file would get its number."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _usage(program: str) -> str:

@@ -63,6 +63,25 @@ def test_every_command_tells_its_arguments_without_a_device():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "closed"),
+    [
+        ("train --help", "<&- >&- 2>&-"),
+        ("new recipe", ">&-"),
+    ],
+)
+def test_streams_that_are_closed_are_no_error(tmp_path, closed, command):
+    shell = f"exec {sys.executable} -m jaxrl {command} {closed}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    # Nothing that was printed has gone into the file that took the number of the stream.
+    recipe = tmp_path / "recipe.py"
+    assert not recipe.exists() or "is yours to change" not in recipe.read_text()
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     source = "import sys; from jaxrl import cli; sys.exit(cli.main(['jaxrl', 'train', '--help']))"
     reading, writing = os.pipe()

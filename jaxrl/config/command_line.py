@@ -78,7 +78,17 @@ def run(
             f'unexpected argument "{groups[0]}"; settings are given as --config.NAME=VALUE'
         )
     config = load_config(config_class, own["config"].value, overrides)
-    return command(config, **{name: own[name].value for name in switches}) or 0
+    try:
+        return command(config, **{name: own[name].value for name in switches}) or 0
+    except SystemExit as error:
+        if error.code:
+            raise
+        # Status 0 would say that the run is finished.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{place.filename}:{place.lineno} has ended the program (SystemExit); a function that a config "
+            "names must return"
+        ) from error
 
 
 def load_config(

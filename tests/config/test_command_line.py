@@ -300,6 +300,14 @@ def test_only_errors_of_the_user_lose_their_traceback(capsys, recipe):
             run_failing(recipe, fault)
 
 
+@pytest.mark.parametrize("fault", [SystemExit(), SystemExit(0), SystemExit(None)])
+def test_code_that_ends_the_program_does_not_look_like_success(capsys, recipe, fault):
+    assert run_failing(recipe, fault) == 2
+    error = capsys.readouterr().err
+    assert "test_command_line.py:" in error and "has ended the program (SystemExit)" in error
+    assert error.count("\n") == 1
+
+
 def test_the_status_is_the_commands(recipe):
     argv = ["evaluate.py", "--config", recipe]
     assert command_line.run(lambda config: 3, Config, argv=argv) == 3
