@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from jaxrl.checks import is_finite
 from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
@@ -31,7 +32,7 @@ from jaxrl.data.messages import (
     render_context,
     split_last_answer,
 )
-from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows
+from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows, shown
 from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
@@ -165,7 +166,11 @@ def read_preferences(
     def parse(row: Row) -> Preference:
         context, chosen, rejected = _answers(row)
         harms = (_HARMS[row.get(name)] for name in HARM_FIELDS)
-        return Preference(context, chosen, rejected, source, float(row.get("margin", 0.0)), *harms)
+        margin = row.get("margin", 0.0)
+        # A negative one would turn the loss around, and say nothing.
+        if not is_finite(margin) or margin < 0:
+            raise BadRow(f"field 'margin' is {shown(margin)}; it must be a number of 0 or more")
+        return Preference(context, chosen, rejected, source, float(margin), *harms)
 
     return parse_rows(path, parse, example='{"prompt": ..., "chosen": ..., "rejected": ...}')
 

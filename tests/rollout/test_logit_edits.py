@@ -149,18 +149,22 @@ def test_what_has_no_edits_compiles_nothing_new():
     backend = spread.__wrapped__(base=BASE)
     live, engine = backend.live(), backend.engine
 
-    def compiled() -> tuple[int, int]:
-        return engine.generate._cache_size(), engine.generate_edited._cache_size()  # pyright: ignore
+    def compiled() -> np.ndarray:
+        programs = engine.generate, engine.generate_edited
+        return np.array([program._cache_size() for program in programs])  # pyright: ignore
 
+    # JAX counts those of equal engines, too.
+    before = compiled()
     answered(live, request_of(num_samples=8, max_tokens=30))
     plain, edited = compiled()
-    assert plain and not edited
+    assert plain and edited == before[1]
     answered(live, request_of(PENALTIES, num_samples=5), *[request_of(seed=i) for i in range(3)])
-    assert compiled() == (plain, plain)
+    assert compiled()[0] == plain and 0 < compiled()[1] <= plain
+    after = compiled()
     # Up to 8 rows are one program.
     answered(live, request_of(PENALTIES, num_samples=8), request_of(top_logprobs=20))
     answered(live, request_of(num_samples=8, max_tokens=30))
-    assert compiled() == (plain, plain)
+    assert (compiled() == after).all()
 
 
 def test_an_unknown_token_is_refused(live):

@@ -112,7 +112,14 @@ def test_what_does_not_go_with_a_mapping_is_refused_before_it_is_shown():
     config = recipe()
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, sliding_window=128, layer_pattern=("sliding",)),
+        model=dataclasses.replace(
+            config.model,
+            layer_pattern=("delta", "full"),
+            delta_key_heads=2,
+            delta_value_heads=4,
+            delta_key_dim=64,
+            delta_value_dim=64,
+        ),
         train=dataclasses.replace(config.train, fill_minibatches=False, share_prompts=True),
     )
     with pytest.raises(
