@@ -220,7 +220,7 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 43_925,
+    "lines of code": 43_930,
     "lines of code of planner/": 4_741,
     "lines of code of the largest other package": 5_568,
     "files": 350,
