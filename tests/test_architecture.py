@@ -224,7 +224,7 @@ BUDGETS = {
     "lines of code of planner/": 4_741,
     "lines of code of the largest other package": 5_568,
     "files": 350,
-    "lines of code that trainer/ imports, itself included": 24_635,
+    "lines of code that trainer/ imports, itself included": 24_640,
     "files that trainer/ imports, itself included": 198,
     "settings": 185,
     "functions per 1,000 lines of code": 84,
