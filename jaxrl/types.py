@@ -219,8 +219,8 @@ class Completions:
             "\n".join(turn.text for turn in turns if turn.by_policy) for turns in self.turns
         )
 
-    def main(self, b: int) -> Branch:
-        """Row b by itself."""
+    def branch(self, b: int) -> Branch:
+        """The response of row b by itself; further conversations of an agent are in `of_agents`."""
         return Branch(
             self.tokens[b],
             self.rollout_logprob[b],
@@ -233,7 +233,7 @@ class Completions:
     def num_stale(self, version: int) -> int:
         """The number of sampled tokens of weights before `version`, further conversations included."""
         further = () if self.of_agents is None else itertools.chain(*self.of_agents.branches)
-        everything = itertools.chain(map(self.main, range(len(self))), further)
+        everything = itertools.chain(map(self.branch, range(len(self))), further)
         return sum(int(((x.version < version) & (x.mask > 0)).sum()) for x in everything)
 
     @property

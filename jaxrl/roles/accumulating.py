@@ -215,7 +215,7 @@ class AccumulatingActor(Actor):
         Returns:
           (log-probabilities [1, M, K, R, T] of the targets), with `top_k` the most probable tokens of
           every place, int32 [1, M, top_k, R, T], and their log-probabilities, and with `draws` the same of
-          the drawn ones. Log-probabilities are at temperature 1 all of them.
+          the drawn ones. All log-probabilities are at temperature 1.
         """
         return self.score_program(
             params, self.place(batch), np.float32(temperature), top_k=top_k, draws=draws

@@ -100,7 +100,7 @@ def sample_rows(
             "entropy": _number(completions.entropy[b].mean()) if len(tokens) else None,
         }
         if token_strings is not None:
-            fields = of_tokens(token_strings(tokens, completions.texts[b]), completions.main(b))
+            fields = of_tokens(token_strings(tokens, completions.texts[b]), completions.branch(b))
             if (of_trainer := (old_logprob or {}).get(b)) is not None:
                 fields["old_logprob"] = list(map(_number, of_trainer))
             if (agents := completions.of_agents) is not None and agents.branches[b]:

@@ -36,7 +36,7 @@ def first_group(group) -> bool:
 def sampled_versions(rollout) -> list[np.ndarray]:
     """The versions of the sampled tokens of every conversation."""
     done = rollout.completions
-    mains = map(done.main, range(len(done)))
+    mains = map(done.branch, range(len(done)))
     everything = itertools.chain(mains, *done.of_agents.branches)
     return [branch.version[branch.mask > 0] for branch in everything]
 

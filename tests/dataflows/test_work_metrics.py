@@ -1,17 +1,24 @@
 """Padding, imbalance and rates of small batches, by hand."""
 
+import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
 
 from jaxrl.dataflows import step_metrics as module
+from jaxrl.dataflows.experience import Experience
+from jaxrl.dataflows.learning import ActorPhase
 from jaxrl.dataflows.step_metrics import work_metrics, work_rates
+from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.mesh.hardware import Roof
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.flops import attention_flops, token_flops, training_flops
+from jaxrl.roles.losses import CorrectionConfig, policy
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packed_model import PackedModel
 from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
 
 MODEL = ModelConfig(
@@ -54,6 +61,31 @@ def test_operations_are_of_one_device():
     for devices in (1, 2):
         found = work_metrics(model_on(devices), batch)["perf/update_tflop"]
         assert found == pytest.approx(whole / devices)
+
+
+def test_a_step_without_a_signal_computes_nothing():
+    """All advantages are 0, so there is no update: neither of the weights nor of the rate."""
+    actor = Actor(
+        MODEL,
+        mesh_of(),
+        train=TrainConfig(rows=2, row_tokens=8),
+        optim=OptimConfig(lr=1.0, lr_warmup_steps=0, weight_decay=0.5),
+        temperature=1.0,
+        seed=0,
+    )
+    actor.init()
+    before = jax.device_get(actor.state.params)
+    objective = policy("policy_gradient", {})
+    phase = ActorPhase(actor, objective, CorrectionConfig(), NoTimer(), needs_signal=True)
+    for advantage, has_signal in ((0.0, False), (1.0, True)):
+        batch = packed([8, 5], PackedShape(1, 1, 2, 8))
+        batch = batch.replace(advantage=np.full_like(batch.advantage, advantage))
+        metrics = work_metrics(actor, batch)
+        metrics |= phase.update(Experience(None, actor.place(batch), {}))
+        changed = jax.tree.map(lambda a, b: (a != b).any(), actor.state.params, before)
+        assert any(jax.tree.leaves(changed)) == has_signal
+        rates = work_rates(metrics | {"timing_s/update_actor": 1e-3})
+        assert (rates["perf/tflops_per_device"] > 0) == has_signal
 
 
 def test_a_known_device_has_a_share_of_its_roof(monkeypatch):
