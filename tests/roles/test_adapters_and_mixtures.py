@@ -386,6 +386,35 @@ def test_the_weights_below_adapters_choose_their_experts_themselves():
     assert actor.update(placed, full_kl)["kl_loss"] > 1e-4
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_without_the_samplers_experts_some_tokens_are_far_off(sigmoid):
+    """In bfloat16 on both sides, 256 wide: in one layer of a hundred a token goes to other experts."""
+    model = ModelConfig(
+        **dict(vocab_size=512, num_layers=4, d_model=256, d_ff=128),
+        **dict(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
+        **dict(num_experts=16, experts_per_token=4, sigmoid_routing=sigmoid),
+    )
+    engine = EngineConfig(
+        **dict(slots=16, prefill_prompts=4, max_prompt_tokens=16, max_response_tokens=64),
+        **dict(tokens_per_dispatch=16, stop_ids=(), dtype="bfloat16", keeps_routes=True),
+    )
+    train = TrainConfig(rows=R, row_tokens=80, dtype="bfloat16", replay_routes=True)
+    actor = actor_on(mesh_of(), model=model, engine=engine, train=train)
+    actor.init()
+    rng = np.random.default_rng(0)
+    prompts = prompts_of(*(rng.integers(2, 500, 12).tolist() for _ in range(4)))
+    options = SamplingOptions(num_samples=4, seed=0, step=0, temperature=1.0)
+    packed = pack_completions(actor.generate(prompts, options), PackedShape(1, 8, R, 80))
+    placed, trained = actor.place(packed), packed.loss_mask > 0
+    replayed, chosen = (
+        np.abs(np.asarray(actor.logprobs(x)) - packed.rollout_logprob)[trained].max()
+        for x in (placed, placed.replace(routes=None))
+    )
+    assert replayed < 0.1 and chosen > 3 * replayed
+    assert 0.95 < actor.update(placed, SUPERVISED)["moe/same_routes"] < 1
+
+
 def test_a_dense_model_has_no_routes_to_replay():
     with pytest.raises(UserError, match="this model is dense"):
         replaying_actor(DENSE)
