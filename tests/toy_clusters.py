@@ -118,8 +118,9 @@ def _everything(roles, models, work, cluster, assume, limits, devices) -> np.nda
             continue
         for role, strategy in zip(roles, combination, strict=True):
             if role.generates:
+                widest = min(limits.max_tensor, kind.domain)
                 seconds[0] = _generation_s(
-                    role, models[role.name], strategy, generating, work, budget, resident
+                    role, models[role.name], strategy, generating, work, budget, resident, widest
                 )
         if np.isfinite(seconds[0]):
             found.append(seconds)
@@ -129,9 +130,13 @@ def _everything(roles, models, work, cluster, assume, limits, devices) -> np.nda
 _traces: dict = {}
 
 
-def _generation_s(role, model, strategy, generating, work, budget, resident) -> float:
+def _generation_s(role, model, strategy, generating, work, budget, resident, widest) -> float:
     best = np.inf
-    for p_g, t_g in itertools.product(divisors(strategy.p), divisors(strategy.t)):
+    for p_g, t_g in itertools.product(divisors(strategy.p), range(1, widest + 1)):
+        # Two heads: one or two tensor shards, which are those of training, fewer, or of several FSDP shards.
+        wider, rest = divmod(t_g, strategy.t)
+        if model.num_heads % t_g or (strategy.t % t_g and (rest or strategy.fsdp % wider)):
+            continue
         slot, weights = (
             generating.slot_bytes(model, p_g, t_g),
             generating.weight_bytes(model, p_g, t_g, strategy.expert),

@@ -160,7 +160,7 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
                 (
                     f"{program.title}, {traffic.kind}",
                     f"received along {', '.join(traffic.axes)}, "
-                    + ("network" if traffic.across_hosts else "near"),
+                    + ("network" if traffic.network else "near"),
                     f"{traffic.calls:,.0f} calls",
                     f"{traffic.nbytes / _GB:{',.2f' if traffic.nbytes > 1e7 else '.1e'}} GB",
                 )

@@ -183,6 +183,6 @@ def assumptions_of(config: Config, kind: Accelerator) -> Assumptions:
         cache_bytes=float(jnp.dtype(kv_dtype).itemsize),
         fixed_slots=decode_attention != "xla",
         moments_bytes=_MOMENTS_BYTES[config.optim.moments],
-        remat="none" if train.remat == "none" else "full",
+        remat=train.remat if train.remat in ("none", "offload_inputs") else "full",
         logits_tokens=train.positions_of_logits(model.vocab_size, kind.platform),
     )

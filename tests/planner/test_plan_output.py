@@ -71,7 +71,7 @@ def compiled_32b() -> Plan:
     topology = Topology("h100:16x8", accelerator("h100"), tuple(jax.devices()), 8)
     plan = pod_plan()
     gb = 10**9
-    traffic = Traffic("reduce-scatter", ("fsdp", "tensor_gen"), True, 14_241.0, 1_162.84e9)
+    traffic = Traffic("reduce-scatter", ("fsdp", "tensor_gen"), 14_241.0, 1_162.84e9, 1_162.84e9)
     update = CompiledProgram(
         *("actor", "update", "learning", 4 * gb, 20 * gb, 23 * gb, 9 * gb, 85 * gb),
         *(11e18, 4e11, (traffic,), Seconds(87.0, 0.1, 23.0), 20.0, False),

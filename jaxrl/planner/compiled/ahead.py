@@ -95,13 +95,10 @@ def roofline(
       num_devices: number of devices of the program's mesh.
       dtype: data type of the matmuls, "float32" or "bfloat16".
     """
-    near, far = (
-        sum(each.nbytes for each in traffic if each.across_hosts == wide) for wide in (False, True)
-    )
     return Seconds(
         matmuls=flops / num_devices / (kind.roof.tflops(dtype) * 1e12),
         memory=reads / (kind.memory_gbs * 1e9),
-        traffic=near / (kind.links_gbs * 1e9) + far / (kind.network_gbs * 1e9),
+        traffic=sum(each.least_s(kind.links_gbs, kind.network_gbs) for each in traffic),
     )
 
 

@@ -120,6 +120,28 @@ class Collective:
                 received[list(group)] += self.result_bytes * self._share(len(group))
         return received
 
+    def entering(self, hosts: np.ndarray) -> np.ndarray:
+        """Lower bound of the bytes that each host receives from others: float64 [num_hosts].
+
+        Of an all-gather one device of a host may receive what the others pass on, and a sum may be made on a
+        host first: the members of a host are like one.
+
+        Args:
+          hosts: int [num_devices], the host of each device.
+        """
+        entering = np.zeros(int(hosts.max()) + 1)
+        for group in self.groups:
+            members = collections.Counter(hosts[list(group)].tolist())
+            for host, count in members.items() if len(members) > 1 else ():
+                if self.kind == "collective-permute":
+                    entering[host] += self.result_bytes * (host == hosts[group[1]])
+                elif self.kind == "all-to-all":
+                    entering[host] += self.result_bytes * count * (1 - count / len(group))
+                else:
+                    parts = count if self.kind == "reduce-scatter" else 1
+                    entering[host] += self.result_bytes * parts * self._share(len(members))
+        return entering
+
     def _share(self, size: int) -> float:
         # Received bytes over bytes of the result, in a group of `size`, with the best algorithm.
         if self.kind == "reduce-scatter":
@@ -221,8 +243,8 @@ _INDEX = re.compile(r"index=(\d+)")
 # Operations that pass a value on unchanged.
 _SAME = frozenset({"copy", "bitcast", "convert", "reshape"})
 
-# (kind, axes, across hosts).
-_Key: TypeAlias = tuple[str, tuple[str, ...], bool]
+# (kind, axes).
+_Key: TypeAlias = tuple[str, tuple[str, ...]]
 
 
 def runs_of(
@@ -357,21 +379,28 @@ class Traffic:
     Attributes:
       kind: XLA's name, such as "all-gather".
       axes: mesh axes along which devices exchange data.
-      across_hosts: whether some groups span several hosts.
       calls: number of collectives.
       nbytes: bytes received by the device that receives most.
+      network: bytes that enter the host that receives most from other hosts, by device of a host.
     """
 
     kind: str
     axes: tuple[str, ...]
-    across_hosts: bool
     calls: float
     nbytes: float
+    network: float = 0.0
 
     def times(self, factor: float, *, share: float = 1.0) -> Traffic:
         """The traffic of `factor` repetitions with this share of the bytes."""
-        nbytes = self.nbytes * factor * share
-        return dataclasses.replace(self, calls=self.calls * factor, nbytes=nbytes)
+        size = factor * share
+        return Traffic(
+            self.kind, self.axes, self.calls * factor, self.nbytes * size, self.network * size
+        )
+
+    def least_s(self, links_gbs: float, network_gbs: float) -> float:
+        """Lower bound of its seconds, at a device's GB/s inside a host and to other hosts."""
+        near = max(0.0, self.nbytes - self.network)
+        return max(near / links_gbs, self.network / network_gbs) / 1e9
 
 
 def traffic_of(
@@ -384,18 +413,26 @@ def traffic_of(
       mesh: mesh of the program.
       devices_per_host: number of devices of a host; they have consecutive ids.
     """
-    hosts = np.array([d.id // devices_per_host for d in mesh.devices.flat])
+    ids = [device.id // devices_per_host for device in mesh.devices.flat]
+    hosts = np.unique(ids, return_inverse=True)[1]
     calls: dict[_Key, float] = collections.defaultdict(float)
-    received: dict[_Key, np.ndarray] = {}
+    received: dict[_Key, np.ndarray] = collections.defaultdict(lambda: np.zeros(mesh.size))
+    entering: dict[_Key, np.ndarray] = collections.defaultdict(lambda: np.zeros(hosts.max() + 1))
     for times, each in found:
         axes = axes_of(each, mesh)
         if not axes:
             continue
-        wide = any(len(set(hosts[list(group)])) > 1 for group in each.groups)
-        key = each.kind, axes, wide
+        key = each.kind, axes
         calls[key] += times
-        received[key] = received.get(key, np.zeros(mesh.size)) + times * each.received(mesh.size)
-    sums = (Traffic(*key, calls[key], float(received[key].max())) for key in calls)
+        received[key] += times * each.received(mesh.size)
+        entering[key] += times * each.entering(hosts)
+    sums = (
+        Traffic(
+            *(*key, calls[key], float(received[key].max())),
+            network=float(entering[key].max()) / devices_per_host,
+        )
+        for key in calls
+    )
     return sorted(sums, key=lambda t: -t.nbytes)
 
 
@@ -403,10 +440,11 @@ def merged(parts: Iterable[Traffic]) -> list[Traffic]:
     """Adds up the traffic of several functions by kind and axes, most bytes first."""
     sums: dict[tuple, Traffic] = {}
     for part in parts:
-        key = part.kind, part.axes, part.across_hosts
-        before = sums.get(key, dataclasses.replace(part, calls=0.0, nbytes=0.0))
-        sums[key] = dataclasses.replace(
-            part, calls=before.calls + part.calls, nbytes=before.nbytes + part.nbytes
+        key = part.kind, part.axes
+        before = sums.get(key, Traffic(*key, 0.0, 0.0))
+        sums[key] = Traffic(
+            *(*key, before.calls + part.calls, before.nbytes + part.nbytes),
+            network=before.network + part.network,
         )
     return sorted(sums.values(), key=lambda t: -t.nbytes)
 

@@ -145,6 +145,7 @@ class Mapping:
       placements: all searched placements, fastest first.
       budget_bytes: bytes per device that no pool exceeds.
       common_rows: rows of a microbatch that all roles were simulated with; 0 if each role had its own number.
+      remat: rematerialisation of the updates.
     """
 
     dataflow: str
@@ -156,6 +157,7 @@ class Mapping:
     placements: tuple[PlacementResult, ...]
     budget_bytes: float
     common_rows: int = 0
+    remat: str = "full"
 
     @property
     def seconds(self) -> float:
@@ -186,7 +188,7 @@ class Mapping:
         """Describes the mapping as lines of text; a plan has its seconds by cause."""
         found = [
             f"{self.dataflow} on {self.cluster}: {placement_name(self.placement)}, "
-            f"{self.seconds:,.1f} s a step (predicted)"
+            f"{self.seconds:,.1f} s a step (predicted), remat {self.remat}"
         ]
         for i, pool in enumerate(self.pools):
             found.append(

@@ -33,7 +33,7 @@ from jaxrl.trainer.roles import check_role_batches, role_models
 _CHANGED = {
     "mesh": ("layout", "sharding", "train", "generate", "fsdp", "expert", "context"),
     "rollout": ("slots", "cache_tokens", "prefill_prompts"),
-    "train": ("rows", "pipeline_microbatches"),
+    "train": ("rows", "pipeline_microbatches", "remat"),
 }
 
 
@@ -66,6 +66,7 @@ def search_for(
     work = dataclasses.replace(
         load_of(config, responses).work, microbatch_rows=0, pipeline_microbatches=0
     )
+    here = ("offload_inputs",) if cluster.accelerator.platform != "cpu" else ()
     return search_mapping(
         dataflow,
         role_models(config, roles).by_role,
@@ -75,6 +76,7 @@ def search_for(
         tasks=tasks_of_run(algorithm_of(config), config),
         # A run has one `train.rows` for all roles.
         common_rows=True,
+        remats=("none", "full", *here),
     )
 
 
@@ -139,7 +141,9 @@ def with_mapping(config: Config, found: Mapping) -> Config:
         cache_tokens=actor.cache_tokens * replicas,
         prefill_prompts=per_replica * replicas,
     )
-    train = dataclasses.replace(config.train, rows=found.microbatch_rows, pipeline_microbatches=0)
+    train = dataclasses.replace(
+        config.train, rows=found.microbatch_rows, pipeline_microbatches=0, remat=found.remat
+    )
     return dataclasses.replace(config, mesh=mesh, placement=placement, rollout=rollout, train=train)
 
 

@@ -167,13 +167,7 @@ def layouts_of(
     pass on parts of whole rows, stay inside fast links.
     """
     for t in divisors(devices):
-        if t > min(limits.max_tensor, domain) or any(
-            size % t
-            for size in (
-                *(model.num_heads, model.vocab_size),
-                *(model.d_ff, model.shared_d_ff, model.dense_d_ff),
-            )
-        ):
+        if not _splits(model, t, min(limits.max_tensor, domain)):
             continue
         for p in divisors(devices // t):
             if model.num_periods % p or p > limits.max_pipeline:
@@ -190,6 +184,23 @@ def layouts_of(
                     widths = (model.d_model, model.kv_latent, model.q_latent)
                     if not any(width % fsdp for width in widths):
                         yield ParallelLayout(p, t, d, p, t, fsdp, expert, context)
+
+
+def _splits(model: ModelConfig, t: int, most: int) -> bool:
+    # Whether t tensor shards, at most `most`, divide the model.
+    widths = (model.d_ff, model.shared_d_ff, model.dense_d_ff)
+    return t <= most and not any(n % t for n in (model.num_heads, model.vocab_size, *widths))
+
+
+def generations_of(
+    model: ModelConfig, layout: ParallelLayout, domain: int, limits: SearchLimits
+) -> Iterator[ParallelLayout]:
+    """The layout with every p_g and t_g: divisors of p and t, and t times replicas of FSDP."""
+    wider = (layout.t * k for k in divisors(layout.fsdp)[1:])
+    most = min(limits.max_tensor, domain)
+    tensor = (*divisors(layout.t), *(n for n in wider if _splits(model, n, most)))
+    for p_g, t_g in itertools.product(divisors(layout.p), tensor):
+        yield dataclasses.replace(layout, p_g=p_g, t_g=t_g)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,15 +239,16 @@ def role_options(
             update = passes.training(model, layout)
             row[0], row[3] = update.resident_bytes, update.total_s
             row[1] = max(row[1], update.transient_bytes)
-    # Generation splits p and t further, and FSDP shards are gathered before it: an actor's options compete
-    # with those of the same p, t and expert size only, and in the seconds of this gather too.
+    # Generation splits p and t further, or takes FSDP replicas as tensor shards, and gathers FSDP shards: an
+    # actor's options compete with those of the same sizes only, and in the seconds of this gather too.
     groups: dict[tuple[int, ...], list[int]] = {}
     points = costs
     if role.generates:
         gathers = [[simulator.generating.unshard_s(model, layout)] for layout in layouts]
         points = np.concatenate([costs, np.reshape(gathers, (-1, 1))], axis=1)
     for i in np.flatnonzero(ChoiceCosts(costs).fits(problem.budget_bytes)).tolist():
-        shape = (layouts[i].p, layouts[i].t, layouts[i].expert) if role.generates else ()
+        each = layouts[i]
+        shape = (each.p, each.t, each.fsdp, each.expert) if role.generates else ()
         groups.setdefault(shape, []).append(i)
     kept = [group[i] for group in groups.values() for i in pareto_front(points[group])]
     return RoleOptions(tuple(layouts[i] for i in kept), ChoiceCosts(costs[kept]))
@@ -245,17 +257,20 @@ def role_options(
 class GenerationChoice:
     """Chooses generation for an actor; simulates each number of devices only once."""
 
-    def __init__(
-        self, simulator: GenerationSimulator, model: ModelConfig, *, budget: float, greedy: bool
-    ):
-        """Args are the simulator, the model, available bytes per device, and whether it adds greedy ones."""
+    def __init__(self, simulator: GenerationSimulator, problem: MappingProblem):
+        """Args are the simulator and the input of the search."""
+        actor, domain = problem.actor, problem.cluster.accelerator.domain
+        model, greedy = problem.models[actor.name], actor.greedy
         self._simulator = simulator
         self._model = model
         # Keyed by the groups that decode together: many layouts of training share them.
         cache = functools.cache
         self._times = cache(
-            lambda groups: simulator.best_seconds(model, groups, budget=budget, greedy=greedy)
+            lambda groups: simulator.best_seconds(
+                model, groups, budget=problem.budget_bytes, greedy=greedy
+            )
         )
+        self._generations = lambda layout: generations_of(model, layout, domain, problem.limits)
         self._exact = cache(functools.partial(simulator.seconds_of, model, greedy=greedy))
         self._resharding = cache(functools.partial(simulator.resharding_s, model))
 
@@ -275,8 +290,8 @@ class GenerationChoice:
         # Options of the same groups share their times.
         by_groups: dict[GenerationGroups, list[int]] = {}
         for i, layout in enumerate(options.layouts):
-            for p_g, t_g in itertools.product(divisors(layout.p), divisors(layout.t)):
-                groups = self._simulator.groups(dataclasses.replace(layout, p_g=p_g, t_g=t_g))
+            for generating in self._generations(layout):
+                groups = self._simulator.groups(generating)
                 by_groups.setdefault(groups, []).append(i)
         # In a fixed order, so that of equally fast choices each search takes the same.
         for groups, rows in sorted(by_groups.items()):
@@ -344,12 +359,7 @@ class PoolSolver:
         self.simulator = StepSimulator(problem.cluster, problem.workload, problem.assumptions)
         actor = problem.actor
         self._actor = actor.name
-        self._generation = GenerationChoice(
-            self.simulator.generating,
-            problem.models[actor.name],
-            budget=problem.budget_bytes,
-            greedy=actor.greedy,
-        )
+        self._generation = GenerationChoice(self.simulator.generating, problem)
         # Roles with the same tasks and the same model shape share their options.
         self._alike = {
             role.name: (

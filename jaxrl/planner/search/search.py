@@ -54,7 +54,7 @@ from jaxrl.planner.search.pool_fronts import (
     divisors,
     pareto_front,
 )
-from jaxrl.planner.simulation.assumptions import Assumptions
+from jaxrl.planner.simulation.assumptions import Assumptions, Remat
 from jaxrl.planner.simulation.step_simulator import TASKS, RoleMapping, RoleTasks
 from jaxrl.planner.simulation.workload import Workload
 
@@ -70,6 +70,7 @@ def search_mapping(
     tasks: Sequence[RoleTasks] | None = None,
     every_placement: bool = False,
     common_rows: bool = False,
+    remats: Sequence[Remat] = (),
 ) -> Mapping:
     """Finds the fastest mapping of a dataflow's roles to a cluster, by simulation (HybridFlow Algorithm 1).
 
@@ -85,6 +86,8 @@ def search_mapping(
         slower.
       common_rows: whether all roles have the same number of microbatch rows, as in a run, which has a single
         `train.rows`.
+      remats: kinds of rematerialisation to try, "offload_inputs" only if those before do not fit; empty for
+        that of the assumptions.
 
     Raises:
       UserError: the topology is wrong, or the models do not fit; then the message has the smallest cluster
@@ -100,26 +103,38 @@ def search_mapping(
         assumptions or Assumptions.on(cluster.accelerator),
         limits or SearchLimits(),
     )
-    found = fastest_mapping(problem, every_placement=every_placement)
-    if found is None:
-        raise UserError(_does_not_fit(problem))
-    if not common_rows or len({r.layout.row_parts for r in found.roles.values()}) == 1:
-        return found
-    # The fastest mapping needs different numbers of rows: search again with each divisor of their least
-    # common multiple.
-    mappings = []
-    for rows in divisors(found.microbatch_rows):
-        work = dataclasses.replace(workload, microbatch_rows=rows)
-        with_rows = fastest_mapping(dataclasses.replace(problem, workload=work))
-        if with_rows is not None:
-            mappings.append(with_rows)
-    if not mappings:
+    found: list[Mapping] = []
+    has_uneven = False
+    for remat in remats or (problem.assumptions.remat,):
+        if remat == "offload_inputs" and found:
+            break
+        assume = dataclasses.replace(problem.assumptions, remat=remat)
+        problem = dataclasses.replace(problem, assumptions=assume)
+        fastest = fastest_mapping(problem, every_placement=every_placement)
+        rows = {role.layout.row_parts for role in fastest.roles.values()} if fastest else ()
+        if fastest and common_rows and len(rows) > 1:
+            has_uneven = True
+            fastest = _with_common_rows(problem, fastest.microbatch_rows)
+        found += [fastest] if fastest else []
+    if has_uneven and not found:
         raise UserError(
             f"{cluster.name} holds the models only if their microbatches have different numbers of rows, and "
             "train.rows is one for all; lower train.row_tokens, take a larger cluster, or set mesh.layout to "
             "as_given and name a placement"
         )
-    return min(mappings, key=lambda mapping: mapping.seconds)
+    if not found:
+        raise UserError(_does_not_fit(problem))
+    return min(found, key=lambda mapping: mapping.seconds)
+
+
+def _with_common_rows(problem: MappingProblem, most: int) -> Mapping | None:
+    # The fastest mapping needs different numbers of rows: search again with each divisor of their least
+    # common multiple.
+    mappings = []
+    for rows in divisors(most):
+        work = dataclasses.replace(problem.workload, microbatch_rows=rows)
+        mappings.append(fastest_mapping(dataclasses.replace(problem, workload=work)))
+    return min(filter(None, mappings), key=lambda mapping: mapping.seconds, default=None)
 
 
 def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -> Mapping | None:
@@ -163,6 +178,7 @@ def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -
         placements=tuple(results),
         budget_bytes=problem.budget_bytes,
         common_rows=problem.workload.microbatch_rows,
+        remat=problem.assumptions.remat,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from jaxrl.checks import at_least, between, check_fields, positive, token_count
 from jaxrl.planner.hardware.accelerators import Accelerator
 
+Remat = Literal["none", "full", "offload_inputs"]
 Share = Annotated[float, between(0, 1, has_low=False)]
 
 
@@ -53,7 +54,9 @@ class Assumptions:
         segment; cuDNN and splash compute them and mask them. cuDNN computes tiles before a window too, unless
         all layers have one (docs/attention.md).
       remat: rematerialisation. "full" keeps only the input of each layer and recomputes the rest in the
-        backward pass.
+        backward pass; "offload_inputs" keeps these inputs in host memory.
+      offload_gbs: GB/s between a device and host memory, each way, beside the other devices of the host. A
+        guess: PCIe 5 has 64.
       reduce_each_microbatch: whether replicas sum gradients after each microbatch instead of once per update.
       logits_tokens: number of tokens whose logits exist at the same time.
       logits_arrays: number of float32 arrays of the size of these logits that an update holds: logits, their
@@ -86,7 +89,8 @@ class Assumptions:
     reduced_bytes: Annotated[float, positive()] = 4.0
     frozen_bytes: Annotated[float, positive()] = 4.0
     attention: Literal["xla", "cudnn", "splash"] = "xla"
-    remat: Literal["full", "none"] = "full"
+    remat: Remat = "full"
+    offload_gbs: Annotated[float, positive()] = 25.0
     reduce_each_microbatch: bool = True
     logits_tokens: Annotated[int, token_count(1)] = 1024
     logits_arrays: Annotated[float, at_least(1)] = 3.5

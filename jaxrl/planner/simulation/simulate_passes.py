@@ -114,7 +114,7 @@ class PassSimulator:
         flushes = self._flush(layout)
         repeats = work.epochs
         # Rematerialisation computes each layer once more before its backward pass.
-        again = 1 if assume.remat == "full" else 0
+        again = 0 if assume.remat == "none" else 1
         forward = self._forward_s(model, layout, flushes) * repeats
         # A gradient takes twice the matmuls of the weights, but more of those of attention.
         attention = BACKWARD_ATTENTION[assume.attention] / 2
@@ -145,10 +145,17 @@ class PassSimulator:
         # which pass from one loop to another.
         numbers, ticks = model_numbers(model), flushes.microbatches + layout.p - 1
         tokens = flushes.microbatch_tokens * (ticks + 2 if layout.p > 1 else 1)
-        kept = numbers.width
+        kept = numbers.width * assume.compute_bytes
         if assume.remat == "none":
-            kept = numbers.kept_values + numbers.split_values / layout.t
-        kept *= tokens * assume.compute_bytes * numbers.layers / layout.p
+            kept = (numbers.kept_values + numbers.split_values / layout.t) * assume.compute_bytes
+            # Norms compute in float32, and keep their inputs so too.
+            kept += numbers.kept_values * 4 if assume.compute_bytes < 4 else 0
+        kept *= tokens * numbers.layers / layout.p
+        if assume.remat == "offload_inputs":
+            # Out and back for each flush. The device holds those of two layers at a time.
+            copied = 2 * flushes.count * kept * repeats
+            seconds["inputs of layers to the host"] = copied / (assume.offload_gbs * 1e9)
+            kept *= 2 * layout.p / numbers.layers
         transient = {
             "gradients": sums * assume.gradient_bytes * values,
             "kept of the layers": kept,

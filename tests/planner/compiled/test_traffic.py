@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.planner.compiled.traffic import (
+    Collective,
     computations_of,
     counted_collectives,
     merged,
@@ -54,9 +55,41 @@ def test_loops_are_multiplied_out(mesh, open_end):
     assert (along.kind, along.axes, along.calls) == ("all-reduce", ("tensor",), 16)
     # [2, 2] float32 a device, of which an all-reduce of two receives as much.
     assert along.nbytes == 16 * 2 * 2 * 4
-    assert not along.across_hosts
-    assert traffic_of(found, mesh, devices_per_host=1)[0].across_hosts
+    assert not along.network
+    assert traffic_of(found, mesh, devices_per_host=1)[0].network == along.nbytes
     assert merged([along, along])[0].nbytes == 2 * along.nbytes == along.times(2).nbytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "on_a_host"),
+    [
+        # Of 800 bytes a device has 100 and receives 700. 400 enter each host of four, 100 a device.
+        ("all-gather", 700, 100),
+        # The host's four results of 800 bytes, each with one sum from the other host.
+        ("reduce-scatter", 5600, 800),
+        # A reduce-scatter of 800 to 100 a device, and an all-gather: 400 enter the host in each.
+        ("all-reduce", 1400, 200),
+        # Half of what each of four devices receives comes from the other host.
+        ("all-to-all", 700, 400),
+    ],
+)
+def test_a_group_of_two_hosts_receives_once_for_all_its_members(kind, devices, on_a_host):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    found = [(1.0, Collective(kind, (tuple(range(8)),), 800))]
+    (along,) = traffic_of(found, mesh, devices_per_host=4)
+    assert (along.nbytes, along.network) == (devices, on_a_host)
+    # 100 GB/s inside a host, and 10 to others: the slower way decides.
+    least = max((devices - on_a_host) / 100e9, on_a_host / 10e9)
+    assert along.least_s(100, 10) == pytest.approx(least)
+
+
+def test_a_permute_across_hosts_enters_the_host_of_its_target():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    ring = tuple((i, (i + 1) % 8) for i in range(8))
+    (along,) = traffic_of(
+        [(1.0, Collective("collective-permute", ring, 800))], mesh, devices_per_host=4
+    )
+    assert (along.nbytes, along.network) == (800, 200)
 
 
 HLO = pathlib.Path(__file__).with_name("nested_loops.hlo").read_text()

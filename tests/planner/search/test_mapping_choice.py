@@ -85,7 +85,9 @@ def test_a_proposal_is_printed_as_settings():
     config = recipe_file("dapo_qwen7b")
     _, proposed = propose(config, Cluster.parse("a100:2x8"))
     lines = setting_lines(config, proposed)
-    assert "config.mesh.train = '1-2-8'" in lines and "config.train.rows = 8" in lines
+    # Weights lie whole on 16 devices in training, over pairs of FSDP replicas in generation; rows over pairs.
+    assert "config.mesh.train = '1-1-16'" in lines and "config.train.rows = 8" in lines
+    assert "config.mesh.generate = '1-2-1-8'" in lines and "config.mesh.context = 2" in lines
     assert setting_lines(config, config) == []
 
 

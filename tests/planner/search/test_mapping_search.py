@@ -13,6 +13,7 @@ from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.search.mapping import Mapping, SearchLimits
 from jaxrl.planner.search.search import search_mapping
+from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.step_simulator import TASKS
 from jaxrl.planner.simulation.workload import LengthDistribution, Workload
 
@@ -251,6 +252,44 @@ def test_experts_over_devices_are_as_good_as_brute_force_says():
     found = search_mapping("dapo", models, work, cluster, assumptions=ASSUME, limits=limits)
     assert found.seconds == pytest.approx(expected, rel=1e-9)
     assert found.roles["actor"].layout.expert == 2
+
+
+def row_of(tokens: int) -> Workload:
+    """Eight samples as long as a row."""
+    return Workload(
+        prompts=8,
+        prompt_lengths=LengthDistribution.exactly(8192),
+        response_lengths=LengthDistribution.exactly(tokens - 8192),
+        microbatch_tokens=tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "remat"), [(16_384, "none"), (131_072, "full"), (262_144, "offload_inputs")]
+)
+def test_longer_rows_keep_less_for_the_backward_pass(tokens, remat):
+    """7B on 4 H100, four tensor shards: 28 layers keep 52.6 GB of inputs for a row of 262,144 tokens."""
+    cluster = Cluster.parse("h100:1x4")
+    found = search_mapping(
+        "dapo",
+        {"actor": model_shapes("qwen2.5-7b")},
+        row_of(tokens),
+        cluster,
+        assumptions=Assumptions.on(cluster.accelerator, attention="splash"),
+        limits=SearchLimits(max_context=1),
+        remats=("none", "full", "offload_inputs"),
+    )
+    assert found.remat == remat and f"remat {remat}" in found.lines()[0]
+    update = next(task.costs for task in found.breakdown.tasks if task.stage == "training")
+    inputs = tokens * 3584 * 2
+    if remat == "offload_inputs":
+        assert update.transient["kept of the layers"] == 2 * inputs
+        # Eight rows, out and back at 25 GB/s.
+        copies = update.seconds["inputs of layers to the host"]
+        assert copies == pytest.approx(8 * 2 * 28 * inputs / 25e9)
+    if remat == "full":
+        rows = found.microbatch_rows // found.roles["actor"].layout.row_shards
+        assert update.transient["kept of the layers"] == rows * 28 * inputs
 
 
 def test_rows_that_are_longer_than_a_device_holds_are_shared():
