@@ -194,15 +194,34 @@ class Compute:
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
     def product_of_first(
-        self, x: jax.Array, weight: jax.Array, count: jax.Array, *, out_type: Any
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        count: jax.Array,
+        *,
+        out_type: Any,
+        cast: jax.Array | None = None,
     ) -> jax.Array:
         """`product` of [G, C, D] and [D, V] for the first `count` of C; what is not needed may be 0.
 
         One of five numbers is computed, 0 to C in quarters, forward and backward.
+
+        Args:
+          x: [G, C, D], activations.
+          weight: [D, V], or [G, D, V] with one weight for each of G; gets the gradient.
+          count: scalar.
+          out_type: type of the result.
+          cast: `weight` in `dtype`, which is read in its place. Its own gradient is 0.
+
+        Returns:
+          [G, C, V].
         """
         C = x.shape[1]
         sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
         multiply = functools.partial(self.product, out_type=out_type)
+        if weight.ndim == 3:
+            multiply = jax.vmap(multiply)
+        trained = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
 
         def of_size(values: Callable[..., Any], count: jax.Array, *arguments: jax.Array) -> Any:
             index = (count > jnp.array(sizes[:-1])).sum()
@@ -218,19 +237,23 @@ class Compute:
         def backward(size: int, x: jax.Array, weight: jax.Array, g: jax.Array):
             x, g = x[:, :size], g[:, :size]
             (to_x,) = jax.linear_transpose(lambda x: multiply(x, weight), x)(g)
-            (to_weight,) = jax.linear_transpose(lambda weight: multiply(x, weight), weight)(g)
+            (to_weight,) = jax.linear_transpose(lambda weight: multiply(x, weight), trained)(g)
             return all_of(to_x), to_weight
 
         @jax.custom_vjp
-        def of_first(x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-            return of_size(forward, count, x, weight)
+        def of_first(
+            x: jax.Array, weight: jax.Array, cast: jax.Array, count: jax.Array
+        ) -> jax.Array:
+            del weight
+            return of_size(forward, count, x, cast)
 
         of_first.defvjp(
             # Not `of_first` again: a derivative of this derivative cannot pass a `custom_vjp` forwards.
-            lambda x, weight, count: (of_size(forward, count, x, weight), (count, x, weight)),
-            lambda kept, g: (*of_size(backward, *kept, g), None),
+            lambda x, _, cast, count: (of_size(forward, count, x, cast), (count, x, cast)),
+            lambda kept, g: (*of_size(backward, *kept, g), None, None),
         )
-        return checkpoint_name(of_first(x, weight, count), "logits")
+        read = weight if cast is None else cast
+        return checkpoint_name(of_first(x, weight, read, count), "logits")
 
     def _product_in_parts(
         self, x: jax.Array, weight: jax.Array | Quantized, num_summed: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,10 @@ Params = Any  # nested dict of arrays, one entry per weight
 # a pipeline all arguments are those of one microbatch, so an attention function must not take anything that
 # differs between rows from a closure.
 Attend = Callable[..., tuple[jax.Array, Any]]
+
+
+# [G, D, V] each: the weight that gets the gradient, and the one in the type of the products.
+UnembeddingCopies = tuple[jax.Array, jax.Array]
 
 
 class LayerFlags(NamedTuple):
@@ -414,17 +419,25 @@ class Decoder(nnx.Module):
         return whole, Rotation(*rotary_angles(positions_BT, dims, theta, None), scale)
 
     def logits(
-        self, hidden: jax.Array, needed: jax.Array | None = None, *, compute: Compute
+        self,
+        hidden: jax.Array,
+        needed: jax.Array | None = None,
+        *,
+        compute: Compute,
+        copies: UnembeddingCopies | None = None,
     ) -> jax.Array:
         """Maps [..., D] to float32 logits [..., V]; padding ids get -1e30, a probability of 0.
 
-        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward.
+        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward; with
+        `copies` each of G by its own copy of the weight.
         """
-        weight_DV = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
         if needed is None:
-            logits = compute.product(hidden, weight_DV, out_type=jnp.float32)
+            logits = compute.product(hidden, self._weight_DV, out_type=jnp.float32)
         else:
-            logits = compute.product_of_first(hidden, weight_DV, needed, out_type=jnp.float32)
+            weight, cast = copies or (self._weight_DV, None)
+            logits = compute.product_of_first(
+                hidden, weight, needed, out_type=jnp.float32, cast=cast
+            )
         if self.config.logits_softcap:
             cap = self.config.logits_softcap
             logits = cap * jnp.tanh(logits / cap)
@@ -432,6 +445,36 @@ class Decoder(nnx.Module):
             live_V = jnp.arange(self.config.vocab_size) < self.config.live_tokens
             logits = jnp.where(live_V, logits, -1e30)
         return logits
+
+    @property
+    def _weight_DV(self) -> jax.Array:
+        return self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
+
+    def unembedding_copies(
+        self, shards: tuple[int, int], *, compute: Compute
+    ) -> UnembeddingCopies | None:
+        """A copy of the unembedding for each of G devices with own tokens, before a loop over chunks.
+
+        In the loop the compiler would gather a weight that is split (FSDP), and add up its gradient over
+        devices, for every chunk. The gradient of a copy stays on its device until the loop is over.
+
+        Args:
+          shards: number of devices that rows and their tokens are split over, [2]; G is the product.
+          compute: implementation choices; its type is that of the products.
+
+        Returns:
+          None for one device.
+        """
+        if math.prod(shards) == 1:
+            return None
+
+        def copies(weight_DV: jax.Array) -> jax.Array:
+            weight = jnp.broadcast_to(weight_DV, (*shards, *weight_DV.shape))
+            weight = compute.constrain(weight, ("rows", "length", None, "vocab"))
+            return weight.reshape(-1, *weight_DV.shape)
+
+        # The first is never read, so the compiler does not make it.
+        return copies(self._weight_DV), copies(self._weight_DV.astype(compute.dtype))
 
     def scores(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
         """Maps [..., D] to float32 scores [..., S] of a reward, cost or value model."""
