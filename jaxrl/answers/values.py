@@ -22,6 +22,7 @@ from jaxrl.answers.expressions import (
     Quantity,
     num,
 )
+from jaxrl.answers.tokens import SYMBOLS
 
 # Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000
@@ -355,6 +356,8 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
       other: quantity.
       evaluated: whether a number differs from an unevaluated sum or product ("6 * 7").
     """
+    if bool(one.unit) != bool(other.unit):
+        one, other = _with_letters_as_unit(one), _with_letters_as_unit(other)
     if not _same_unit(one, other):
         return False
     if (one.percent and other.degrees) or (one.degrees and other.percent):
@@ -383,6 +386,45 @@ def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:
     else:
         right = Node("mul", (right, factor))
     return same_value(left, right)
+
+
+def _with_letters_as_unit(found: Quantity) -> Quantity:
+    """Returns "5 m" and "5\\frac{m}{s}" with a unit in place of variables; other quantities unchanged."""
+    letters = symbols(found.node)
+    if found.unit or found.degrees or found.percent or not letters or not letters <= SYMBOLS.keys():
+        return found
+    split = _factor_and_powers(found.node)
+    if split is None:
+        return found
+    unit = tuple(sorted((SYMBOLS[name], power) for name, power in split[1].items() if power))
+    return dataclasses.replace(found, node=split[0], unit=unit)
+
+
+def _factor_and_powers(node: Node) -> tuple[Node, dict[str, int]] | None:
+    """Splits a product into a number and the powers of its variables; None for other expressions."""
+    if not symbols(node):
+        return node, {}
+    match node.kind, node.parts:
+        case "sym", (name,):
+            return num(1), {name: 1}
+        case "pow", (Node("sym", (name,)), Node("num", (power,))) if power.denominator == 1:
+            return num(1), {name: int(power)}
+        case "neg", (part,):
+            split = _factor_and_powers(part)
+            return split and (Node("neg", (split[0],)), split[1])
+        case ("mul" | "div") as kind, parts:
+            (one, ours), (other, theirs) = (_factor_and_powers(p) or (None, {}) for p in parts)
+            if one is None or other is None or ours.keys() & theirs.keys():
+                return None
+            sign = 1 if kind == "mul" else -1
+            powers = ours | {n: sign * p for n, p in theirs.items()}
+            # "5 * 1" would be a product left to the reader.
+            if other == num(1):
+                return one, powers
+            if kind == "mul" and one == num(1):
+                return other, powers
+            return Node(kind, (one, other)), powers
+    return None
 
 
 def _same_unit(one: Quantity, other: Quantity) -> bool:
