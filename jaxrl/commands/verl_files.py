@@ -438,7 +438,8 @@ def _with_config_file(
 
 
 _SAID = {
-    "check of nothing": "The script looks for files that are not here, and is imported as if they were",
+    "check made": "The script looks for files that are not here, and is imported as if they were",
+    "check of nothing": "The script looks for files that are not here; it may take another way with them",
     "source of nothing": "Files that are not here, so what they set is not known",
     "output": "Programs whose output the script uses; they were not run, so values made of it are wrong",
     "lost": "Settings after the end of the command (a comment, an empty line, or a blank after the backslash "

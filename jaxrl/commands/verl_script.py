@@ -44,6 +44,13 @@ python3 ray setsid sleep srun torchrun uv
 """.split()  # noqa: SIM905
 
 _RECORDER = pathlib.Path(__file__).with_name("verl_recorder.sh")
+# What a script leaves in the background at its end has half a second to call its program.
+_START = """
+BASH_ENV=$JAXRL_FOLDER/recorder bash -- "$@"
+status=$?
+for _ in 1 2 3 4 5; do kill -0 -1 2> /dev/null && sleep 0.1; done
+exit $status
+"""
 
 
 class Call(NamedTuple):
@@ -101,7 +108,7 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="jaxrl-") as name:
         folder = pathlib.Path(name)
         _prepare(folder, bash, confined=confined)
-        command = ["bash", "--", os.path.abspath(path), *arguments]
+        command = ["bash", "-c", _START, "bash", os.path.abspath(path), *arguments]
         if confined:
             command = _bubblewrap(folder, pathlib.Path(path).resolve().parent) + command
         environment = {
@@ -110,10 +117,9 @@ def run_script(
             **(variables or {}),
             "JAXRL_FOLDER": name,
             "JAXRL_SANDBOX": "1" if confined else "",
-            "JAXRL_CHECKS": "1" if files_exist and confined else "",
+            "JAXRL_CHECKS": "check made" if files_exist and confined else "",
             "JAXRL_RECORDED": " ".join(_RECORDED),
             "JAXRL_PYTHON": sys.executable,
-            "BASH_ENV": f"{name}/recorder",
             # The recorder counts nested shells by it.
             "SHLVL": "0",
         }
