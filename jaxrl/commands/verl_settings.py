@@ -612,8 +612,8 @@ def _loss(verl: _Verl) -> None:
     low, high = number("clip_ratio_low", width), number("clip_ratio_high", width)
     if width != 0.2 and not verl.has("actor.clip_ratio_"):
         verl.say(
-            "clip_ratio is taken for both bounds. verl, from 0.4 on, reads clip_ratio_low and clip_ratio_high "
-            "instead, which are 0.2 by default."
+            "clip_ratio is taken for both bounds. verl from 0.4 on reads clip_ratio_low and clip_ratio_high, "
+            "0.2 by default, instead."
         )
     highest = number("clip_ratio_c", 3.0)
     clip = {"clip_low": low, "clip_high": high}
