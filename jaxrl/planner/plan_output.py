@@ -162,7 +162,9 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
                     f"received along {', '.join(traffic.axes)}, "
                     + ("network" if traffic.across_hosts else "near"),
                     f"{traffic.calls:,.0f} calls",
-                    f"{traffic.nbytes / _GB:{',.2f' if traffic.nbytes > 1e7 else '.1e'}} GB",
+                    f"{traffic.nbytes / _GB:,.2f} GB"
+                    if traffic.nbytes > 1e7
+                    else size_text(traffic.nbytes),
                 )
                 for traffic in program.traffic
             ]
