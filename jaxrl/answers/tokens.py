@@ -228,15 +228,8 @@ def _with_fractions(tokens: list[Token]) -> list[Token]:
         if not above or not below:
             raise Unreadable(f"\\{tokens[place].text} in this place")
         left, right = Token("op", "{"), Token("op", "}")
-        fraction = [
-            Token("cmd", _INFIX[tokens[place].text]),
-            left,
-            *above,
-            right,
-            left,
-            *below,
-            right,
-        ]
+        name = Token("cmd", _INFIX[tokens[place].text])
+        fraction = [name, left, *above, right, left, *below, right]
         braced = start >= 0 and end < len(tokens) and is_op(tokens[start], "{")
         tokens[start + (not braced) : end + braced] = fraction
     return tokens

@@ -356,8 +356,10 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
       other: quantity.
       evaluated: whether a number differs from an unevaluated sum or product ("6 * 7").
     """
+    # "5 m" has no unit, since m may be a variable.
     if bool(one.unit) != bool(other.unit):
-        one, other = _with_letters_as_unit(one), _with_letters_as_unit(other)
+        letters = symbols(one.node) | symbols(other.node)
+        one, other = _with_letters(one, letters), _with_letters(other, letters)
     if not _same_unit(one, other):
         return False
     if (one.percent and other.degrees) or (one.degrees and other.percent):
@@ -371,60 +373,22 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
         # "42%" is 42, which counts percents; "0.2%" is not 0.2.
         rational = exact(one.node)
         return one.percent == other.percent or rational is None or abs(rational) >= 1
-    if one.percent != other.percent:
-        return _scaled(one, other, one.percent, _HUNDREDTH)
-    if one.degrees != other.degrees:
-        return _scaled(one, other, one.degrees, _RADIANS)
+    for sign, factor in (("percent", _HUNDREDTH), ("degrees", _RADIANS)):
+        signed, plain = (one, other) if getattr(one, sign) else (other, one)
+        if getattr(signed, sign) and not getattr(plain, sign):
+            return same_value(Node("mul", (signed.node, factor)), plain.node)
     return False
 
 
-def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:
-    """Compares values after multiplying the one with the sign (percent, degrees) by its factor."""
-    left, right = one.node, other.node
-    if first:
-        left = Node("mul", (left, factor))
-    else:
-        right = Node("mul", (right, factor))
-    return same_value(left, right)
-
-
-def _with_letters_as_unit(found: Quantity) -> Quantity:
-    """Returns "5 m" and "5\\frac{m}{s}" with a unit in place of variables; other quantities unchanged."""
-    letters = symbols(found.node)
-    if found.unit or found.degrees or found.percent or not letters or not letters <= SYMBOLS.keys():
-        return found
-    split = _factor_and_powers(found.node)
-    if split is None:
-        return found
-    unit = tuple(sorted((SYMBOLS[name], power) for name, power in split[1].items() if power))
-    return dataclasses.replace(found, node=split[0], unit=unit)
-
-
-def _factor_and_powers(node: Node) -> tuple[Node, dict[str, int]] | None:
-    """Splits a product into a number and the powers of its variables; None for other expressions."""
-    if not symbols(node):
-        return node, {}
-    match node.kind, node.parts:
-        case "sym", (name,):
-            return num(1), {name: 1}
-        case "pow", (Node("sym", (name,)), Node("num", (power,))) if power.denominator == 1:
-            return num(1), {name: int(power)}
-        case "neg", (part,):
-            split = _factor_and_powers(part)
-            return split and (Node("neg", (split[0],)), split[1])
-        case ("mul" | "div") as kind, parts:
-            (one, ours), (other, theirs) = (_factor_and_powers(p) or (None, {}) for p in parts)
-            if one is None or other is None or ours.keys() & theirs.keys():
-                return None
-            sign = 1 if kind == "mul" else -1
-            powers = ours | {n: sign * p for n, p in theirs.items()}
-            # "5 * 1" would be a product left to the reader.
-            if other == num(1):
-                return one, powers
-            if kind == "mul" and one == num(1):
-                return other, powers
-            return Node(kind, (one, other)), powers
-    return None
+def _with_letters(found: Quantity, letters: frozenset[str]) -> Quantity:
+    """Returns "5 meters" as the product of 5 and m, if m is among the letters; else the quantity itself."""
+    node = found.node
+    for name, power in found.unit:
+        letter = next((x for x in sorted(letters) if SYMBOLS.get(x) == name), None)
+        if letter is None:
+            return found
+        node = Node("mul", (node, Node("pow", (Node("sym", (letter,)), num(power)))))
+    return dataclasses.replace(found, node=node, unit=())
 
 
 def _same_unit(one: Quantity, other: Quantity) -> bool:

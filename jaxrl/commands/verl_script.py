@@ -45,12 +45,10 @@ python3 ray setsid sleep srun torchrun uv
 
 _RECORDER = pathlib.Path(__file__).with_name("verl_recorder.sh")
 # What a script leaves in the background at its end has half a second to call its program.
-_START = """
-BASH_ENV=$JAXRL_FOLDER/recorder bash -- "$@"
-status=$?
-for _ in 1 2 3 4 5; do kill -0 -1 2> /dev/null && sleep 0.1; done
-exit $status
-"""
+_START = (
+    'BASH_ENV=$JAXRL_FOLDER/recorder bash -- "$@"; status=$?; '
+    "for _ in 1 2 3 4 5; do kill -0 -1 2> /dev/null && sleep 0.1; done; exit $status"
+)
 
 
 class Call(NamedTuple):
@@ -166,14 +164,8 @@ def _prepare(folder: pathlib.Path, bash: str, *, confined: bool) -> None:
 
 def _bubblewrap(folder: pathlib.Path, script_folder: pathlib.Path) -> list[str]:
     """The command line of `bwrap`: memory for files, programs of the system, and copies of two folders."""
-    arguments = [
-        "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--cap-drop",
-        "ALL",
-    ]
+    arguments = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent"]
+    arguments += ["--cap-drop", "ALL"]
     # Writes go to memory, and vanish.
     arguments += ["--size", str(1 << 26), "--tmpfs", "/", "--proc", "/proc", "--dev", "/dev"]
     here = pathlib.Path.cwd()
