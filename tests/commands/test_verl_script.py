@@ -120,8 +120,8 @@ def test_one_of_several_starts_is_chosen():
     [
         ("verl.trainer.sft_trainer", "supervised fine-tuning"),
         ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
-        ("verl.trainer.main_generation", "generation of answers"),
-        ("verl.trainer.main_generation_server", "generation of answers"),
+        ("verl.trainer.main_generation", "generation: `jaxrl evaluate`"),
+        ("verl.trainer.main_generation_server", "generation: `jaxrl evaluate`"),
         ("verl.trainer.main_eval", "evaluation"),
         ("recipe.gkd.main_gkd", "distillation"),
         ("recipe.on_policy_distill.main_distill", "distillation"),
