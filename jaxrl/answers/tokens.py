@@ -82,6 +82,13 @@ _REWRITES = tuple(
         (r"\{,\}(?=\s*[0-9])|,\\!\s*(?=[0-9])", "\x03"),  # always a separator of thousands
         # 1\,234 in three digits, since "1\, 2" may be two numbers.
         (r"(?<=[0-9])\\[,;:!]\s*(?=[0-9]{3}(?![0-9]))", "\x03"),
+        (r"\\math(?:open|close)\s*\{\s*([][()])\s*\}", r"\1"),
+        # "in" is inches after a number, if nothing but a power follows.
+        (
+            r"(?<=[0-9i])(\s*\\(?:text|mathrm)\s*\{\s*(?:sq\w*\.?\s+)?|\s+)in\.?"
+            r"(?=\s*\}?\s*(?:\^\s*\{?[23]\}?)?\s*\Z)",
+            r"\1inch",
+        ),
         # "\left." is a bracket that is not seen, so its full stop goes too.
         (rf"\\(?:{_DRESS})(?![A-Za-z])\.?", " "),
         (r"\\(?:q?quad|enspace|thinspace|hspace\s*\{[^{}]*\})(?![A-Za-z])", " "),
@@ -221,15 +228,8 @@ def _with_fractions(tokens: list[Token]) -> list[Token]:
         if not above or not below:
             raise Unreadable(f"\\{tokens[place].text} in this place")
         left, right = Token("op", "{"), Token("op", "}")
-        fraction = [
-            Token("cmd", _INFIX[tokens[place].text]),
-            left,
-            *above,
-            right,
-            left,
-            *below,
-            right,
-        ]
+        name = Token("cmd", _INFIX[tokens[place].text])
+        fraction = [name, left, *above, right, left, *below, right]
         braced = start >= 0 and end < len(tokens) and is_op(tokens[start], "{")
         tokens[start + (not braced) : end + braced] = fraction
     return tokens
@@ -323,7 +323,7 @@ def _of_letters(letters: str, words: bool, spaced: bool, before: list[Token]) ->
     lower = letters.lower()
     if before and before[-1].text == "degree" and lower in _SCALES:
         return [Token("word", _SCALES[lower], spaced)]
-    # "5 m" is a unit, "x m" two variables, and "5 * m" a product.
+    # "5 cm" is a unit, "x cm" three variables, and "5 * cm" a product.
     after_number = bool(before) and before[-1].text not in ("*", "/", "+", "-", "=", "^", "_")
     if words:
         if lower in ("degree", "degrees"):
@@ -369,6 +369,8 @@ def undressed(text: str) -> str:
         if text.startswith("**") and text.endswith("**") and len(text) > 4:
             text = text[2:-2]
         text = re.sub(r"\A\*\*\s+|\s+\*\*\Z", "", text)
+        # A dollar that no other closes is money.
+        text = re.sub(r"\A([-+]?)\s*\$(?=[-+\d.,]+\Z)", r"\1\\$", text)
         text = re.sub(r"(?<![.\\])[.,;:\u3002]\s*\Z", "", text)
         for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
             if (

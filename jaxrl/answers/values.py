@@ -22,6 +22,7 @@ from jaxrl.answers.expressions import (
     Quantity,
     num,
 )
+from jaxrl.answers.tokens import SYMBOLS
 
 # Limits of exact arithmetic, which would take too long beyond them.
 _MAX_BITS = 100_000
@@ -355,6 +356,10 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
       other: quantity.
       evaluated: whether a number differs from an unevaluated sum or product ("6 * 7").
     """
+    # "5 m" has no unit, since m may be a variable.
+    if bool(one.unit) != bool(other.unit):
+        letters = symbols(one.node) | symbols(other.node)
+        one, other = _with_letters(one, letters), _with_letters(other, letters)
     if not _same_unit(one, other):
         return False
     if (one.percent and other.degrees) or (one.degrees and other.percent):
@@ -368,21 +373,22 @@ def same_quantity(one: Quantity, other: Quantity, *, evaluated: bool = True) -> 
         # "42%" is 42, which counts percents; "0.2%" is not 0.2.
         rational = exact(one.node)
         return one.percent == other.percent or rational is None or abs(rational) >= 1
-    if one.percent != other.percent:
-        return _scaled(one, other, one.percent, _HUNDREDTH)
-    if one.degrees != other.degrees:
-        return _scaled(one, other, one.degrees, _RADIANS)
+    for sign, factor in (("percent", _HUNDREDTH), ("degrees", _RADIANS)):
+        signed, plain = (one, other) if getattr(one, sign) else (other, one)
+        if getattr(signed, sign) and not getattr(plain, sign):
+            return same_value(Node("mul", (signed.node, factor)), plain.node)
     return False
 
 
-def _scaled(one: Quantity, other: Quantity, first: bool, factor: Node) -> bool:
-    """Compares values after multiplying the one with the sign (percent, degrees) by its factor."""
-    left, right = one.node, other.node
-    if first:
-        left = Node("mul", (left, factor))
-    else:
-        right = Node("mul", (right, factor))
-    return same_value(left, right)
+def _with_letters(found: Quantity, letters: frozenset[str]) -> Quantity:
+    """Returns "5 meters" as the product of 5 and m, if m is among the letters; else the quantity itself."""
+    node = found.node
+    for name, power in found.unit:
+        letter = next((x for x in sorted(letters) if SYMBOLS.get(x) == name), None)
+        if letter is None:
+            return found
+        node = Node("mul", (node, Node("pow", (Node("sym", (letter,)), num(power)))))
+    return dataclasses.replace(found, node=node, unit=())
 
 
 def _same_unit(one: Quantity, other: Quantity) -> bool:

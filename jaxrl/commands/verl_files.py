@@ -38,22 +38,13 @@ _KEY_IN_BRACES = re.compile(r"""([{,]\s*["']?[\w.]+["']?)\s*:\s*""")
 
 # Programs of verl that do something else, by the last part of their module.
 _OTHER_PROGRAMS = (
-    (r"sft", "supervised fine-tuning: a recipe with run.num_steps 0 (docs/rewards.md)"),
-    (
-        r"gen(eration)?(_server)?$|rollout_only",
-        "generation of answers: `jaxrl evaluate` samples and grades them",
-    ),
-    (r"eval", "evaluation: `jaxrl evaluate` (docs/evaluation.md)"),
-    (r"distill|gkd|opd", 'distillation: algorithm.dataflow = "distill" (docs/distillation.md)'),
-    (
-        r"reward_model|rm_train|_rm$",
-        "training of a reward model: a recipe with preference.loss (docs/algorithms.md)",
-    ),
-    (
-        r"dpo|spin|sppo|prime|flowrl|diffusion|flow_?grpo|raft|sdpo",
-        "another algorithm than PPO's family",
-    ),
-)
+    ("sft", "supervised fine-tuning: a recipe with run.num_steps 0 (docs/rewards.md)"),
+    (r"gen(eration)?(_server)?$|rollout_only", "generation: `jaxrl evaluate` samples and grades answers"),
+    ("eval", "evaluation: `jaxrl evaluate` (docs/evaluation.md)"),
+    ("distill|gkd|opd", 'distillation: algorithm.dataflow = "distill" (docs/distillation.md)'),
+    ("reward_model|rm_train|_rm$", "training of a reward model: preference.loss (docs/algorithms.md)"),
+    ("dpo|spin|sppo|prime|flowrl|diffusion|flow_?grpo|raft|sdpo", "another algorithm than PPO's family"),
+)  # fmt: skip
 _PPO = re.compile(r"(main_ppo\w*|main_dapo|fully_async_main|main_entropy)")
 
 
@@ -438,7 +429,8 @@ def _with_config_file(
 
 
 _SAID = {
-    "check of nothing": "The script looks for files that are not here, and is imported as if they were",
+    "check made": "The script looks for files that are not here, and is imported as if they were",
+    "check of nothing": "The script looks for files that are not here; it may take another way with them",
     "source of nothing": "Files that are not here, so what they set is not known",
     "output": "Programs whose output the script uses; they were not run, so values made of it are wrong",
     "lost": "Settings after the end of the command (a comment, an empty line, or a blank after the backslash "

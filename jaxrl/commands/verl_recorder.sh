@@ -8,6 +8,7 @@ bash() { JAXRL_VARIABLES=$(jaxrl_variables) command bash "$@"; }
 sh() { bash "$@"; }
 
 command() { jaxrl_command "$@"; }
+readonly -f command
 trap() { jaxrl_trap "$@"; }
 
 # -p would look for programs where the system has them, past the recorders.
@@ -52,7 +53,7 @@ jaxrl_record() { # WORD...
     [[ $1 == sbatch ]] && local -x SLURM_JOB_ID=${SLURM_JOB_ID:-1}
     # Launchers are given scripts and commands to run: srun bash train.sh, ssh HOST "python ...".
     for ((number = 0; number < ${#words[@]}; number++)); do
-        word=${words[number]}
+        word=${words[number]#--wrap=}
         case $word in
             bash | sh | */bash | */sh)
                 bash "${words[@]:number+1}"
@@ -68,7 +69,7 @@ jaxrl_record() { # WORD...
             return 0
         fi
     done
-    [[ $1 == sbatch ]] && bash # reads its script from a heredoc
+    [[ $1 == @(sbatch|ssh) ]] && bash # reads its script from a heredoc
     return 0
 }
 
@@ -117,13 +118,17 @@ jaxrl_make() { # FILE
 jaxrl_before() {
     PATH=$JAXRL_FOLDER/bin
     [[ ${FUNCNAME[1]-} == jaxrl_* ]] && return 0
+    if [[ $BASH_COMMAND == builtin\ *command\ *-p* ]]; then
+        echo "builtin command -p starts programs past the recorders; write command -p" >&2
+        exit 3
+    fi
     [[ $BASH_COMMAND == *[/\$]* || $BASH_COMMAND == *-[fderxs]\ * || $BASH_COMMAND == @(source|.)\ * ]] || return 0
     local - IFS=$' \t\n' rest=$BASH_COMMAND words word names looks='' before=''
     set +eux -f
     case $BASH_COMMAND in
         exec\ *) export JAXRL_VARIABLES=$(compgen -v) ;;
         source\ * | .\ *) jaxrl_source "${BASH_COMMAND#* }" ;;
-        test\ * | \[*) looks=$JAXRL_CHECKS ;;
+        test\ * | \[*) looks=1 ;;
     esac
     read -r -d '' -a words <<< "${BASH_COMMAND:0:1000}"
     words=("${words[@]:0:40}")
@@ -143,8 +148,8 @@ jaxrl_before() {
         fi
         word=${names-}
         if [[ $looks && $before == -[fderxs] && ! -e $word ]]; then
-            if [[ $before == -d ]]; then mkdir -p -- "$word"; else jaxrl_make "$word"; fi 2> /dev/null
-            jaxrl_write '' "check of nothing" "$word"
+            jaxrl_write '' "${JAXRL_CHECKS:-check of nothing}" "$word"
+            if [[ ! $JAXRL_CHECKS ]]; then :; elif [[ $before == -d ]]; then mkdir -p -- "$word"; else jaxrl_make "$word"; fi 2> /dev/null
         fi
         [[ $before == '>' && $word == */* && $JAXRL_SANDBOX ]] && mkdir -p -- "${word%/*}" 2> /dev/null
         before=$word

@@ -44,6 +44,11 @@ python3 ray setsid sleep srun torchrun uv
 """.split()  # noqa: SIM905
 
 _RECORDER = pathlib.Path(__file__).with_name("verl_recorder.sh")
+# What a script leaves in the background at its end has half a second to call its program.
+_START = (
+    'BASH_ENV=$JAXRL_FOLDER/recorder bash -- "$@"; status=$?; '
+    "for _ in 1 2 3 4 5; do kill -0 -1 2> /dev/null && sleep 0.1; done; exit $status"
+)
 
 
 class Call(NamedTuple):
@@ -101,7 +106,7 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="jaxrl-") as name:
         folder = pathlib.Path(name)
         _prepare(folder, bash, confined=confined)
-        command = ["bash", "--", os.path.abspath(path), *arguments]
+        command = ["bash", "-c", _START, "bash", os.path.abspath(path), *arguments]
         if confined:
             command = _bubblewrap(folder, pathlib.Path(path).resolve().parent) + command
         environment = {
@@ -110,10 +115,9 @@ def run_script(
             **(variables or {}),
             "JAXRL_FOLDER": name,
             "JAXRL_SANDBOX": "1" if confined else "",
-            "JAXRL_CHECKS": "1" if files_exist and confined else "",
+            "JAXRL_CHECKS": "check made" if files_exist and confined else "",
             "JAXRL_RECORDED": " ".join(_RECORDED),
             "JAXRL_PYTHON": sys.executable,
-            "BASH_ENV": f"{name}/recorder",
             # The recorder counts nested shells by it.
             "SHLVL": "0",
         }
@@ -160,14 +164,8 @@ def _prepare(folder: pathlib.Path, bash: str, *, confined: bool) -> None:
 
 def _bubblewrap(folder: pathlib.Path, script_folder: pathlib.Path) -> list[str]:
     """The command line of `bwrap`: memory for files, programs of the system, and copies of two folders."""
-    arguments = [
-        "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--cap-drop",
-        "ALL",
-    ]
+    arguments = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent"]
+    arguments += ["--cap-drop", "ALL"]
     # Writes go to memory, and vanish.
     arguments += ["--size", str(1 << 26), "--tmpfs", "/", "--proc", "/proc", "--dev", "/dev"]
     here = pathlib.Path.cwd()

@@ -610,6 +610,11 @@ def _loss(verl: _Verl) -> None:
     loss = _counterpart("policy_loss.loss_mode", mode, LOSSES)
     width = number("clip_ratio", 0.2)
     low, high = number("clip_ratio_low", width), number("clip_ratio_high", width)
+    if width != 0.2 and not verl.has("actor.clip_ratio_"):
+        verl.say(
+            "clip_ratio is taken for both bounds. verl from 0.4 on reads clip_ratio_low and clip_ratio_high, "
+            "0.2 by default, instead."
+        )
     highest = number("clip_ratio_c", 3.0)
     clip = {"clip_low": low, "clip_high": high}
     limits = {"limit_low": low, "limit_high": high, "max_ratio": highest}

@@ -158,13 +158,12 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
         for program in pool.programs:
             yield [
                 (
-                    f"{program.title}, {traffic.kind}",
-                    f"received along {', '.join(traffic.axes)}, "
-                    + ("network" if traffic.network else "near"),
-                    f"{traffic.calls:,.0f} calls",
-                    f"{traffic.nbytes / _GB:{',.2f' if traffic.nbytes > 1e7 else '.1e'}} GB",
+                    f"{program.title}, {t.kind}",
+                    f"received along {', '.join(t.axes)}, {'network' if t.network else 'near'}",
+                    f"{t.calls:,.0f} calls",
+                    f"{t.nbytes / _GB:,.2f} GB" if t.nbytes > 1e7 else size_text(t.nbytes),
                 )
-                for traffic in program.traffic
+                for t in program.traffic
             ]
     yield [(what, which, "", "") for what, which in plan.notes]
     yield [(f"not counted: {name}", reason, "", "") for name, reason in plan.left_out]

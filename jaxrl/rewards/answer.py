@@ -43,7 +43,7 @@ _ANSWER = re.compile(
 # A last sentence: "The answer is 80.", and Minerva's "The final answer is $42$. I hope it is correct."
 # "Suppose the answer is 80." and "The answer is 80 or 81." are no answers.
 _SENTENCE = re.compile(
-    r"(?i)(?:\A|(?<=\n)|(?<=[.!?])(?=\s+[*_]*(?-i:[A-Z]))|(?<=answer:)|(?<=answer:\*\*))"
+    r"(?i)(?:\A|(?<=\n)|(?<=[.!?}$])(?=\s+[*_]*(?-i:[A-Z]))|(?<=answer:)|(?<=answer:\*\*))"
     r"[ \t]*(?:[*_#>-]+[ \t]*)?"
     r"(?:(?:so|thus|hence|then|therefore|finally|and),?[ \t]+)?"
     r"(?:the|my|our)[ \t]+(?:(?:final|correct)[ \t]+)?answer[ \t]+is(?:[ \t]*:\s*|[ \t]+)"
@@ -74,14 +74,10 @@ _REWRITES = tuple(
 )
 
 # Whole words only, and only after a number: a letter after a number may be a factor ("42x", "42m").
+_NAMES = "|".join(sorted(filter(str.isascii, UNITS), key=len, reverse=True))
 _UNITS = (
-    r"(?:(?:square|sq\.?|cubic)\s+)?"
-    r"(?:units?|degrees?|radians?|dollars?|cents?|usd|euros?|percent|\\?%|°|\^\s*\{?\s*\\circ\s*\}?"
-    r"|mph|km/h|miles?|feet|foot|ft|inch(?:es)?|yards?|(?:centi|milli|kilo)?met(?:er|re)s?|[ckm]m"
-    r"|(?:kilo)?grams?|kg|pounds?|lbs?|ounces?|gallons?|lit(?:er|re)s?|acres?"
-    r"|seconds?|min(?:ute)?s?|hours?|days?|weeks?|months?|years?"
-    r"|points?|ways?|people|students?|integers?|digits?|edges?|meals?|pieces?)"
-    r"(?:\s*\^\s*[23]|[²³])?"
+    rf"(?:(?:square|sq\.?|cubic)\s+)?(?:{_NAMES}|degrees?|percent|\\?%|°|\^\s*\{{?\s*\\circ\s*\}}?)"
+    rf"(?:\s*(?:/|per)\s*(?:{_NAMES}|h|s))?(?:\s*\^\s*[23]|[²³])?"
 )
 
 # Markup around an answer, removed until nothing changes.
@@ -99,7 +95,10 @@ _UNIT_AT_END = re.compile(rf"(?i)(?<=[0-9)}}])\s*({_UNITS})\Z")
 # "\$5", and "$5" where no second dollar ends a formula.
 _DOLLARS = re.compile(r"[\s$(\[{]*[-+]?\s*(?:\\\$|\$(?=[^$]*\Z))\s*[-+]?[0-9.]")
 # Names of one unit that `UNITS` does not have.
-_SAME_UNITS = {"km/h": "kph", "%": "percent", "\u00b0": "degree", "degrees": "degree"}
+_SAME_UNITS = {
+    "%": "percent", "\u00b0": "degree", "degrees": "degree", "h": "hour", "s": "second",
+    "mph": "mile/hour", "kph": "km/hour",
+}  # fmt: skip
 
 _FRACTION = re.compile(r"([+-]?)\s*\\frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}")
 _NUMERAL = rf"(?:{SCIENTIFIC}|(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -236,13 +235,13 @@ def _undressed(text: str) -> tuple[str, str]:
 
 def _unit_name(unit: str) -> str:
     """Returns one name for all names of a unit: "Square Feet" and "ft^2" are "foot2"."""
-    unit = unit.lower().replace("\u00b2", "2").replace("\u00b3", "3")
-    power = "2" if unit.startswith("sq") else "3" if unit.startswith("cubic") else ""
-    name = re.sub(r"\A(?:square|sq\.?|cubic)\s+", "", unit)
-    name = re.sub(r"\A\^.*circ.*", "degree", name).replace("\\", "")
-    base = re.match(r"[^\s^0-9]+", name)
-    base = base[0] if base else name
-    return _SAME_UNITS.get(base) or UNITS.get(base, base) + (power or name[len(base) :].strip(" ^"))
+    unit = re.sub(r"\^.*circ.*", "degree", unit.lower()).replace("\\", "")
+    unit = unit.replace("\u00b2", "2").replace("\u00b3", "3")
+    match = re.fullmatch(r"(?:(sq\w*\.?|cubic)\s+)?(.*?)[\s^]*([23]?)", unit)
+    assert match is not None
+    power = {"s": "2", "c": "3"}[match[1][0]] if match[1] else match[3]
+    names = [UNITS.get(name, name) for name in re.split(r"\s*/\s*|\s+per\s+", match[2])]
+    return "/".join(_SAME_UNITS.get(name, name) for name in names) + power
 
 
 def _same_unit(said: str, truth: str) -> bool:

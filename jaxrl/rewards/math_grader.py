@@ -62,8 +62,10 @@ def math_answer(response: str) -> str | None:
         return box[2] if aside else line
     if box[0] >= end:
         return box[2]
-    # "Answer: the sum is $\boxed{42}$." is 42, but further numbers around the box are part of the answer.
-    around = response[start : box[0]] + response[box[1] : end]
+    # "Answer: the sum is $\boxed{42}$." is 42, but further numbers around the box are part of the answer,
+    # unless a new sentence brings the box: "Answer: 41. Wait, \boxed{42}".
+    before = re.split(r"[.!?]\s+(?=[A-Z])", response[start : box[0]])[-1]
+    around = before + response[box[1] : end]
     return line if re.search(r"[0-9]", around) else box[2]
 
 

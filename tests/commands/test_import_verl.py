@@ -148,12 +148,20 @@ def test_false_without_a_counterpart_is_named():
         ("actor_rollout_ref.actor.strategy", "veomni", "veomni is taken for FSDP"),
         ("data.seed", 1, "No data.train_files"),
         ("reward.reward_manager.name", "prime", "reward.reward_manager.name"),
+        ("actor_rollout_ref.actor.clip_ratio", 0.1, "reads clip_ratio_low and clip_ratio_high"),
     ],
 )
 def test_what_is_read_and_not_imported_is_named(setting, value, remark):
     found = convert_settings({setting: value}, every=True)
     said = [*found.remarks, *(name for names in found.without.values() for name in names)]
     assert [text for text in said if remark in text]
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout.n_agent", "rollout.val_temperature", "actor.adaptive_entropy.enabled"]
+)
+def test_a_setting_of_a_fork_is_not_taken_for_one_of_verls(name):
+    assert convert_settings({f"actor_rollout_ref.{name}": 5}, every=True).unknown == [name]
 
 
 @pytest.mark.parametrize(

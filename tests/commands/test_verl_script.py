@@ -120,8 +120,8 @@ def test_one_of_several_starts_is_chosen():
     [
         ("verl.trainer.sft_trainer", "supervised fine-tuning"),
         ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
-        ("verl.trainer.main_generation", "generation of answers"),
-        ("verl.trainer.main_generation_server", "generation of answers"),
+        ("verl.trainer.main_generation", "generation: `jaxrl evaluate`"),
+        ("verl.trainer.main_generation_server", "generation: `jaxrl evaluate`"),
         ("verl.trainer.main_eval", "evaluation"),
         ("recipe.gkd.main_gkd", "distillation"),
         ("recipe.on_policy_distill.main_distill", "distillation"),
@@ -162,12 +162,17 @@ def test_what_a_script_writes_in_place_of_records_is_no_record(tmp_path_factory)
     secret.write_text("a\0b\0c\0python3\0-m\0verl.trainer.main_ppo\0data.seed=9\0")
     text = f"""
     cd "$JAXRL_FOLDER/calls"
-    builtin command -p ln -s {secret} a
-    builtin command -p mkfifo b
+    python3 -c 'import os; os.symlink("{secret}", "a"); os.mkfifo("b")'
     echo x > c
     {MAIN} data.seed=1
     """
     assert read(text).settings == {"data.seed": 1}
+
+
+def test_what_would_pass_the_recorders_by_is_refused():
+    for way in ("builtin command -p", "unset -f command; builtin command -p"):
+        with pytest.raises(UserError, match="starts programs past the recorders"):
+            read(f"{way} {MAIN} data.seed=1")
 
 
 def test_a_script_that_does_not_end_is_ended(monkeypatch):

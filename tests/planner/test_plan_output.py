@@ -71,10 +71,13 @@ def compiled_32b() -> Plan:
     topology = Topology("h100:16x8", accelerator("h100"), tuple(jax.devices()), 8)
     plan = pod_plan()
     gb = 10**9
-    traffic = Traffic("reduce-scatter", ("fsdp", "tensor_gen"), 14_241.0, 1_162.84e9, 1_162.84e9)
+    traffic = (
+        Traffic("reduce-scatter", ("fsdp", "tensor_gen"), 14_241.0, 1_162.84e9, 1_162.84e9),
+        Traffic("all-reduce", ("fsdp",), 51_782.0, 0.34e6, 0.34e6),
+    )
     update = CompiledProgram(
         *("actor", "update", "learning", 4 * gb, 20 * gb, 23 * gb, 9 * gb, 85 * gb),
-        *(11e18, 4e11, (traffic,), Seconds(87.0, 0.1, 23.0), 20.0, False),
+        *(11e18, 4e11, traffic, Seconds(87.0, 0.1, 23.0), 20.0, False),
     )
     pool = dataclasses.replace(plan.pools[0], programs=(update,))
     return dataclasses.replace(plan, pools=(pool,), target=topology)
@@ -95,6 +98,7 @@ def test_tables_fit_the_width_that_there_is(width, terminal, monkeypatch):
 def test_a_wide_table_has_every_column():
     text = text_of(compiled_32b())
     assert "co-resident" in text and "traffic" in text and "bound by" in text
+    assert "1,162.84 GB" in text and " 0.34 MB" in text
     assert max(map(len, text.splitlines())) > 200
 
 
