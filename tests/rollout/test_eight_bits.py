@@ -24,7 +24,7 @@ from test_engine import (
 )
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.resharding import Transfer
+from jaxrl.mesh.handover import Handover
 from jaxrl.models.decoder import decoder_graph, weight_types
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.quantized import Quantized
