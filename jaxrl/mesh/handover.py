@@ -4,13 +4,14 @@
     0 1 2 3   round 1:  0 -> 4   1 -> 6   2 -> 5   3 -> 7                        4: 01  5: 23
               round 2:  0 -> 6   1 -> 4   2 -> 7   3 -> 5                        6: 01  7: 23
 
-Both shardings cut an array into equal shards. A cell is the largest block of which every shard, on either side,
-has whole ones. Each target device receives each cell of its shard once, from one of the devices that hold it; all
-send about as many, and cells stay on their host as far as that allows. In a round a device sends at most one cell
-and receives at most one, so a round is one collective-permute. Nothing is whole where it was not.
+Both shardings cut an array into equal shards. A cell is the largest block of which every shard, on either
+side, has whole ones. Each target device receives each cell of its shard once, from one of the devices that
+hold it. All send about as many, and cells stay on their host as far as that allows. In a round a device sends
+at most one cell and receives at most one, so a round is one collective-permute. Nothing is whole where it was
+not.
 
-All devices run one program, so all have inputs and outputs of the same shape: target devices get an empty input,
-and source devices drop their output. Therefore large leaves travel in slices of their cells:
+All devices run one program, so all have inputs and outputs of the same shape: target devices get an empty
+input, and source devices drop their output. Therefore large leaves travel in slices of their cells:
 
     cut, on the source devices   -->   move, on all devices   -->   write, on the target devices
     slice, cast, quantise              collective-permutes          into the leaf, in place
@@ -26,7 +27,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -36,130 +37,109 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.hosts import fetch
-from jaxrl.mesh.resharding import Weight, equal_slices, packed_in_buckets, weights_of
+from jaxrl.mesh.resharding import (
+    MIN_BUCKET_BYTES,
+    Weight,
+    equal_slices,
+    packed_in_buckets,
+    weights_of,
+)
 from jaxrl.mesh.rules import replicated
 from jaxrl.quantized import stored_in_place
 
-# Default size of a bucket, as a share of the weights of a target device. The temporaries of a program are up to
-# twice as large.
+# Default size of a bucket, as a share of the weights of a target device. The temporaries of a program are up
+# to twice as large.
 _BUCKET_SHARE = 1 / 128
-_MIN_BUCKET_BYTES = 16 * 2**20
-
 # The only axis of a mesh over the devices of both pools.
 _AXIS = "device"
 _ON_EACH = P(_AXIS)
+
+
+# The place of a cell in an array or in a shard, in cells.
+_Place: TypeAlias = tuple[int, ...]
 _Node: TypeAlias = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Round:
-    """One collective-permute.
-
-    Attributes:
-      pairs: positions of (sender, receiver) among the devices of both sides.
-      read, write: place of the cell in the shard of each device, in cells: int32 [devices, dimensions].
-      receives: whether each device receives: bool [devices].
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    read: np.ndarray
-    write: np.ndarray
-    receives: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Route:
-    """The way of an array from one sharding to another one. Equal arguments of `route_of` give the same object.
+    """The way of an array from one sharding to another one.
+
+    Equal arguments of `route_of` give the same object.
 
     Attributes:
       mesh: devices of both sides.
       source_cells, target_cells: number of cells in a shard, by dimension.
-      rounds: the collective-permutes.
+      rounds: (sender, receiver) positions among the devices, by round.
+      read, write: place of the cell in the shard of a sender, or of a receiver: int32 [rounds, devices,
+        dimensions].
     """
 
     mesh: Mesh
     source_cells: tuple[int, ...]
     target_cells: tuple[int, ...]
-    rounds: tuple[Round, ...]
+    rounds: tuple[tuple[tuple[int, int], ...], ...]
+    read: np.ndarray
+    write: np.ndarray
 
     def move(self, shard: jax.Array) -> jax.Array:
         """From the source shard of a device to its target shard; inside a `shard_map` over the mesh."""
-        me = jax.lax.axis_index(_AXIS)
-        cell = tuple(n // k for n, k in zip(shard.shape, self.source_cells, strict=True))
-        shape = tuple(n * k for n, k in zip(cell, self.target_cells, strict=True))
-        dtype = shard.dtype
+        me, dtype = jax.lax.axis_index(_AXIS), shard.dtype
         if jnp.issubdtype(dtype, jnp.floating):
             # As bits: XLA's CPU backend would send bfloat16 as float32.
             shard = jax.lax.bitcast_convert_type(shard, jnp.dtype(f"uint{8 * dtype.itemsize}"))
-        moved = jnp.zeros(shape, shard.dtype)
-        for each in self.rounds:
-            read, write = (
-                jnp.asarray(t * np.array(cell, np.int32))[me] for t in (each.read, each.write)
-            )
-            new = jax.lax.ppermute(jax.lax.dynamic_slice(shard, read, cell), _AXIS, each.pairs)
-            if len(each.pairs) < self.num_targets:
+        cell = np.array(shard.shape, np.int32) // np.array(self.source_cells, np.int32)
+        moved = jnp.zeros(cell * self.target_cells, shard.dtype)
+        targets = {receiver for pairs in self.rounds for _, receiver in pairs}
+        for pairs, read, write in zip(self.rounds, self.read, self.write, strict=True):
+            own = jax.lax.dynamic_slice(shard, jnp.asarray(read * cell)[me], cell)
+            new = jax.lax.ppermute(own, _AXIS, pairs)
+            start = jnp.asarray(write * cell)[me]
+            if len(pairs) < len(targets):
                 # Some target devices receive nothing in this round.
-                old = jax.lax.dynamic_slice(moved, write, cell)
-                new = jnp.where(jnp.asarray(each.receives)[me], new, old)
-            moved = jax.lax.dynamic_update_slice(moved, new, write)
+                receives = np.isin(np.arange(self.mesh.size), [receiver for _, receiver in pairs])
+                old = jax.lax.dynamic_slice(moved, start, cell)
+                new = jnp.where(jnp.asarray(receives)[me], new, old)
+            moved = jax.lax.dynamic_update_slice(moved, new, start)
         return jax.lax.bitcast_convert_type(moved, dtype)
 
-    @functools.cached_property
-    def num_targets(self) -> int:
-        """Number of target devices."""
-        return len({receiver for each in self.rounds for _, receiver in each.pairs})
 
-
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def route_of(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> Route:
     """The way of an array of this shape, with at least one dimension, between two shardings."""
-    sides = source, target
     mesh = union_of(source.mesh, target.mesh)
-    position = {device: i for i, device in enumerate(mesh.devices.flat)}
-    shards = [side.shard_shape(shape) for side in sides]
+    devices = {device: i for i, device in enumerate(mesh.devices.flat)}
+    shards = np.array([side.shard_shape(shape) for side in (source, target)])
     # Both sizes divide that of the array, so cells of one side are cells of the other.
-    cell = np.maximum([math.gcd(*sizes) for sizes in zip(*shards, strict=True)], 1)
-    counts = [tuple((np.array(shard) // cell).tolist()) for shard in shards]
-    # The cell at which the shard of a device starts.
-    firsts = [
-        {
-            position[device]: np.array([part.start or 0 for part in index]) // cell
-            for device, index in side.devices_indices_map(shape).items()
-        }
-        for side in sides
-    ]
+    cell = np.maximum(np.gcd(*shards), 1)
+    source_cells, target_cells = (tuple(counts) for counts in (shards // cell).tolist())
+
+    def cells_of(side: NamedSharding, counts: _Place) -> Iterator[tuple[int, _Place, _Place]]:
+        """(device, place in its shard, place in the array) of every cell of every shard."""
+        for device, index in side.devices_indices_map(shape).items():
+            first = np.array([part.start or 0 for part in index]) // cell
+            for inside in itertools.product(*map(range, counts)):
+                yield devices[device], inside, tuple((first + inside).tolist())
+
     holders = collections.defaultdict(list)
-    needed = []
-    for side, (first_of, count) in enumerate(zip(firsts, counts, strict=True)):
-        for place, first in first_of.items():
-            for inside in itertools.product(*map(range, count)):
-                number = tuple((first + inside).tolist())
-                if side == 0:
-                    holders[number].append((place, inside))
-                else:
-                    needed.append((place, inside, holders[number]))
-    edges = _senders(needed, [device.process_index for device in mesh.devices.flat])
-    numbers = _rounds([(sender, receiver) for sender, receiver, *_ in edges])
-    rounds = []
-    for number in range(max(numbers) + 1):
-        pairs = []
-        tables = np.zeros((2, mesh.size, len(shape)), np.int32)
-        receives = np.zeros(mesh.size, bool)
-        for (sender, receiver, read, write), own in zip(edges, numbers, strict=True):
-            if own == number:
-                pairs.append((sender, receiver))
-                tables[0, sender], tables[1, receiver], receives[receiver] = read, write, True
-        rounds.append(Round(tuple(pairs), *tables, receives))
-    return Route(mesh, *counts, tuple(rounds))
-
-
-_Inside: TypeAlias = tuple[int, ...]
+    for device, inside, place in cells_of(source, source_cells):
+        holders[place].append((device, inside))
+    needed = [
+        (device, inside, holders[place]) for device, inside, place in cells_of(target, target_cells)
+    ]
+    edges = _senders(needed, [device.process_index for device in devices])
+    numbers = _rounds([edge[:2] for edge in edges])
+    rounds = [[] for _ in range(max(numbers) + 1)]
+    read, write = np.zeros((2, len(rounds), mesh.size, len(shape)), np.int32)
+    for (sender, receiver, from_, to), number in zip(edges, numbers, strict=True):
+        rounds[number].append((sender, receiver))
+        read[number, sender], write[number, receiver] = from_, to
+    return Route(mesh, source_cells, target_cells, tuple(map(tuple, rounds)), read, write)
 
 
 def _senders(
-    needed: Sequence[tuple[int, _Inside, list[tuple[int, _Inside]]]], process: Sequence[int]
-) -> list[tuple[int, int, _Inside, _Inside]]:
-    """Chooses the sender of each cell: one of the same process, as far as all then send equally much.
+    needed: Sequence[tuple[int, _Place, list[tuple[int, _Place]]]], process: Sequence[int]
+) -> list[tuple[int, int, _Place, _Place]]:
+    """Chooses the sender of each cell: the receiver itself, or one of its process if all send equally much.
 
     Args:
       needed: (receiver, place of the cell in its shard, devices that hold it with the place in their shards).
@@ -173,14 +153,19 @@ def _senders(
     sent = collections.Counter()
     edges = []
 
-    def is_local(receiver: int, holders: Sequence[tuple[int, _Inside]]) -> bool:
+    def is_local(receiver: int, holders: Sequence[tuple[int, _Place]]) -> bool:
         return any(process[place] == process[receiver] for place, _ in holders)
 
     # Those first that have a choice of staying on their host.
     for receiver, write, holders in sorted(needed, key=lambda n: not is_local(n[0], n[2])):
         sender, read = min(
             holders,
-            key=lambda h: (sent[h[0]] >= most, process[h[0]] != process[receiver], sent[h[0]]),
+            key=lambda h: (
+                h[0] != receiver,
+                sent[h[0]] >= most,
+                process[h[0]] != process[receiver],
+                sent[h[0]],
+            ),
         )
         sent[sender] += 1
         edges.append((sender, receiver, read, write))
@@ -223,14 +208,14 @@ def _rounds(edges: Sequence[tuple[int, int]]) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def union_of(*meshes: Mesh) -> Mesh:
-    """A mesh with one axis over the devices of disjoint meshes, by id, as XLA's GPU backend wants them."""
-    devices = sorted((d for mesh in meshes for d in mesh.devices.flat), key=lambda d: d.id)
-    return Mesh(np.array(devices), (_AXIS,))
+    """A mesh with one axis over the devices of all, by id, as XLA's GPU backend wants them."""
+    devices = {device for mesh in meshes for device in mesh.devices.flat}
+    return Mesh(np.array(sorted(devices, key=lambda device: device.id)), (_AXIS,))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def move_program(routes: tuple[Route, ...], shards: list[jax.Array]) -> list[jax.Array]:
-    """From source shards to target shards, each stacked along the first dimension over the devices of both."""
+    """From source shards to target shards, both stacked along the first dimension over all devices."""
 
     def move(shards: list[jax.Array]) -> list[jax.Array]:
         return [route.move(shard) for route, shard in zip(routes, shards, strict=True)]
@@ -241,13 +226,15 @@ def move_program(routes: tuple[Route, ...], shards: list[jax.Array]) -> list[jax
     )
 
 
-def _stacked(shard: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    return mesh.size * shard[0], *shard[1:]
+def _stacked(shard: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
+    return num_devices * shard[0], *shard[1:]
 
 
-@functools.lru_cache(maxsize=None)
-def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Any:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+@functools.cache
+def _empty_on(mesh: Mesh, shard: tuple[int, ...], dtype: np.dtype) -> Any:
+    """A program that gives every device of a mesh a shard of zeros."""
+    shape, where = _stacked(shard, mesh.size), NamedSharding(mesh, _ON_EACH)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)
 
 
 def move_arrays(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -> list[jax.Array]:
@@ -255,18 +242,21 @@ def move_arrays(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -
 
     Args:
       arrays: arrays on one mesh, with at least one dimension each.
-      targets: their new shardings, on one mesh of other devices.
+      targets: their new shardings, on one mesh.
     """
     source: Any = arrays[0].sharding
-    mesh, rest = union_of(source.mesh, targets[0].mesh), union_of(targets[0].mesh)
+    mesh = union_of(source.mesh, targets[0].mesh)
+    where = NamedSharding(mesh, _ON_EACH)
+    rest = np.array([d for d in mesh.devices.flat if d not in source.device_set])
     routes, stacked = [], []
     for x, target in zip(arrays, targets, strict=True):
         routes.append(route_of(x.shape, x.sharding, target))
         shard = x.sharding.shard_shape(x.shape)
-        empty = _empty(_stacked(shard, rest), x.dtype, NamedSharding(rest, _ON_EACH))()
-        parts = [part.data for a in (x, empty) for part in a.addressable_shards]
-        where = NamedSharding(mesh, _ON_EACH)
-        stacked.append(_of_parts(_stacked(shard, mesh), where, parts, x.dtype))
+        parts = [part.data for part in x.addressable_shards]
+        if len(rest):
+            empty = _empty_on(Mesh(rest, (_AXIS,)), shard, x.dtype)()
+            parts += [part.data for part in empty.addressable_shards]
+        stacked.append(_of_parts(_stacked(shard, mesh.size), where, parts, x.dtype))
     moved = []
     for x, y, target in zip(arrays, move_program(tuple(routes), stacked), targets, strict=True):
         parts = [part.data for part in y.addressable_shards if part.device in target.device_set]
@@ -334,7 +324,7 @@ class Bucket:
         routes, where = self.routes, NamedSharding(self.routes[0].mesh, _ON_EACH)
         shapes = [
             jax.ShapeDtypeStruct(
-                _stacked(x.sharding.shard_shape(x.shape), where.mesh), x.dtype, sharding=where
+                _stacked(x.sharding.shard_shape(x.shape), where.mesh.size), x.dtype, sharding=where
             )
             for x in self._ends[0]
         ]
@@ -470,12 +460,12 @@ class Handover:
         Args:
           shapes, train_shardings, generate_shardings, dtype: as for `Resharding`.
           bucket_bytes: limit of a program's inputs and outputs per device. None is 1/128 of the weights of a
-            target device, or 16 MiB if that is more.
+            target device, or 64 MiB if that is more.
         """
         self.weights = weights_of(shapes, train_shardings, generate_shardings, dtype)
         self._structure = jax.tree.structure(shapes)
         if bucket_bytes is None:
-            bucket_bytes = max(int(self.received_bytes * _BUCKET_SHARE), _MIN_BUCKET_BYTES)
+            bucket_bytes = max(int(self.received_bytes * _BUCKET_SHARE), MIN_BUCKET_BYTES)
         sizes = {i: _program_bytes(weight) for i, weight in enumerate(self.weights)}
         self.buckets = tuple(
             _bucket_of(indices, [self.weights[i] for i in indices], fewest)
@@ -484,7 +474,7 @@ class Handover:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that each target device receives: its shards of all leaves, with their scales."""
+        """Bytes that each target device receives, if it held none: its shards of all leaves, with scales."""
         return sum(weight.generate_bytes for weight in self.weights)
 
     def to_generate(self, params: Any) -> Any:

@@ -43,7 +43,7 @@ from jaxrl.quantized import StoredType, stored_types
 # Default size of a bucket, as a share of the generation copy.
 _BUCKET_SHARE = 1 / 32
 # With smaller buckets, the cost of more programs outweighs the memory that they save.
-_MIN_BUCKET_BYTES = 64 * 2**20
+MIN_BUCKET_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Resharding:
             )
         if bucket_bytes is None:
             copy_bytes = sum(w.generate_bytes for w in self.weights)
-            bucket_bytes = max(int(copy_bytes * _BUCKET_SHARE), _MIN_BUCKET_BYTES)
+            bucket_bytes = max(int(copy_bytes * _BUCKET_SHARE), MIN_BUCKET_BYTES)
         self.bucket_bytes = bucket_bytes
         sizes = {i: w.program_bytes for i, w in enumerate(self.weights) if w.moves}
         self.buckets = tuple(
@@ -384,5 +384,5 @@ def packed_in_buckets(
 
 
 def equal_slices(length: int, fewest: int) -> int:
-    """The smallest number of equal slices of `length` entries, at least `fewest` as far as there are entries."""
+    """The smallest number of equal slices of `length` entries, `fewest` or more as far as it goes."""
     return next((n for n in range(fewest, length) if length % n == 0), length)
