@@ -69,17 +69,8 @@ def measure(args):
     simulate(DEVICES, processes=PROCESSES)
     hosts.start(hosts.HostsConfig(f"localhost:{args.port}", PROCESSES, args.process))
     if hosts.is_first():
-        names = [
-            "learner",
-            "sampler",
-            "type",
-            "a device receives",
-            "process 0",
-            "process 1",
-            "own",
-            "bucket",
-            "s",
-        ]
+        names = ("learner", "sampler", "type", "a device receives", "process 0", "process 1")
+        names += ("own", "bucket", "s")
         print("MB\n\n|", " | ".join(names), "|\n" + "|---" * len(names) + "|", flush=True)
     shapes = shapes_of(args.megabytes)
     for learner, fsdp, sampler, dtype in CASES:
