@@ -121,9 +121,9 @@ def test_any_two_shardings(sizes, others, spec, wanted):
 def test_weights_lie_as_the_sampler_asks(learner, fsdp, sampler, bucket_bytes):
     meshes = layout_mesh(0, learner, fsdp), layout_mesh(4, sampler)
     params, wanted, move = plan(*meshes, bucket_bytes=bucket_bytes)
-    moved = move.to_generate(params)
-    jax.tree.map(np.testing.assert_array_equal, moved, WEIGHTS)
-    jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), moved, wanted)
+    for moved in (move.by_shards(params), move.to_generate(params)):
+        jax.tree.map(np.testing.assert_array_equal, moved, WEIGHTS)
+        jax.tree.map(lambda leaf, s: leaf.sharding == s or pytest.fail(str(s)), moved, wanted)
     jax.tree.map(np.testing.assert_array_equal, params, WEIGHTS)
     if bucket_bytes == 1:
         # All leaves in slices of one entry along one dimension.
@@ -141,7 +141,7 @@ def test_8_bits_are_rounded_before_they_travel():
     """The learner splits the inputs of an output, which share a scale."""
     learner, sampler = layout_mesh(0, "1-2-2", fsdp=2), layout_mesh(4, "1-4-1")
     params, _, move = plan(learner, sampler, IN_8_BITS, bucket_bytes=200)
-    moved = move.to_generate(params)
+    moved = move.by_shards(params)
     for name in ("up", "down"):
         x = WEIGHTS[name]
         scale = np.abs(x).max(1, keepdims=True) * np.float32(1 / 127)
