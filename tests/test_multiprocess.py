@@ -126,6 +126,27 @@ def test_two_processes_train_as_one(two, tmp_path):
 
 
 @pytest.mark.long
+def test_pools_hand_weights_over_between_processes(tmp_path):
+    """Both pools have devices of both processes, and split the weights differently."""
+    pools = {
+        "learn": {"roles": ("actor",), "train": "1-1-2", "generate": "", "fsdp": 2},
+        "sample": {"roles": ("rollout",), "train": "1-2-1", "generate": "", "fsdp": 1},
+    }
+    one, two = tmp_path / "one", tmp_path / "two"
+    recipes = []
+    for folder in (one, two):
+        folder.mkdir()
+        recipes.append(write_recipe(folder, placement=pools))
+    run([recipes[1]] * 2)
+    config = load_config(Config, str(recipes[0]), {})
+    assert program.train(config, devices=jax.devices()[:4]) == 0
+    for stage in ("sft", "rl"):
+        check_equal(two, one, stage)
+    received = {row["perf/handover_gb"] for row in rows_of(two, "rl")[1:]}
+    assert len(received) == 1
+
+
+@pytest.mark.long
 def test_settings_that_differ_end_every_process(tmp_path):
     other = tmp_path / "other"
     other.mkdir()

@@ -5,7 +5,8 @@
     learner              [ learn from 1    ][ learn from 2       ]
 
 A step takes the finished groups with the oldest tokens. New weights are handed over between two dispatches;
-samples in progress go on with them (`rollout.continuous`). Every token keeps its log-probability and the
+samples in progress go on with them (`rollout.continuous`). A step leaves room for older groups, and waits for
+those that only it may still train on, so none gets too old. Every token keeps its log-probability and the
 version of its weights, and the rollout correction (`roles.losses`) accounts for the difference.
 
 There is one thread. JAX starts the learner's programs and returns. Before the host reads their results, it
@@ -16,6 +17,7 @@ clock. It is recorded, and can be repeated (`SamplingSchedule`).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -185,6 +187,9 @@ class FreeRunning:
         self._prompts: PromptSource | None = None
         # The step that is being sampled, the number of groups that it has taken, and its oldest token.
         self._step, self._num_taken, self._staleness = -1, 0, 0
+        # Number of groups that were there when the step began and that no step has taken, by the version of
+        # their oldest token.
+        self._ages: collections.Counter[int] = collections.Counter()
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
         """The oldest finished groups, as soon as there are enough, or a generation batch of them."""
@@ -232,6 +237,8 @@ class FreeRunning:
         for group in stale:
             self._beside.forget(group.completions)
         self._ready = [group for group in self._ready if group.oldest_version >= oldest]
+        self._ages = collections.Counter(rollout.oldest_versions())
+        self._ages.update(group.oldest_version for group in self._ready)
         counts["rollout/dropped_stale_groups"] += len(stale)
         counts["rollout/unfinished_groups"] += len(self._ready) + rollout.num_unfinished
         return counts
@@ -241,18 +248,36 @@ class FreeRunning:
         taken: list[FinishedGroup] = []
         full = False
         while not full:
-            if not self._ready:
+            if not (self._ready and self._may_take(self._ready[0].oldest_version)):
                 goes_on = self._dispatch() or self._ready
                 assert goes_on, "new prompts are drawn if a step has too few groups"
                 continue
             group = self._ready.pop(0)
             taken.append(group)
             self._num_taken += 1
+            self._ages[group.oldest_version] -= 1
             full = len(taken) >= self._prompts_per_batch
             if enough is not None:
                 scored = self._rewards.graded(self._beside.of(group.completions))
                 full = enough(scored) or full
         return taken
+
+    def _may_take(self, version: int) -> bool:
+        """Whether older groups still have room, in this step and in later ones that may train on them.
+
+        If not, the step waits for those that are not finished.
+
+        Args:
+          version: version of the oldest token of the group to take.
+        """
+        P, older = self._groups_per_step, 0
+        room = max(P - self._num_taken - 1, 0)
+        for each in sorted(v for v in self._ages if v < min(version, self._step)):
+            older += self._ages[each]
+            # The last step for them is that many after this one.
+            if older > room + P * (each + self._max_staleness - self._step):
+                return False
+        return True
 
     def _dispatch(self) -> bool:
         """Makes a dispatch; returns False if there is nothing to sample."""

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.checks import NAME, at_least, count, settings
@@ -188,30 +188,6 @@ def fetch(tree: Any) -> Any:
 
 def _same(tree: Any) -> Any:  # one function, so that JAX compiles it once for equal shapes
     return tree
-
-
-def put(value: Any, sharding: Sharding) -> jax.Array:
-    """Moves an array to a sharding, on this mesh or another one.
-
-    A host array goes to the devices of this process without communication, because every process holds the
-    same one. A device array is sent directly, without waiting. If several processes move an array between two
-    different sets of devices, it passes through the hosts, as JAX offers no other way; then it is collective.
-
-    Args:
-      value: a host array, the same on every process, or a jax.Array.
-      sharding: the new sharding.
-    """
-    if isinstance(value, jax.Array):
-        if value.sharding.is_equivalent_to(sharding, value.ndim):
-            return value
-        local = value.is_fully_addressable and sharding.is_fully_addressable
-        if local or value.sharding.device_set == sharding.device_set:
-            return jax.device_put(value, sharding)
-        value = fetch(value)
-    elif sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    value = np.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def largest(value: int) -> int:

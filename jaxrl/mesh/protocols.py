@@ -32,7 +32,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.hosts import put
+from jaxrl.mesh.handover import put
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, Rules, partition_spec
 
 # (mesh, shape of an array) -> its PartitionSpec; None leaves the array where it is.

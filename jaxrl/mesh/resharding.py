@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,14 +37,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.hosts import put
 from jaxrl.mesh.rules import replicated
-from jaxrl.quantized import StoredType, stored_in_place, stored_types
+from jaxrl.quantized import StoredType, stored_types
 
 # Default size of a bucket, as a share of the generation copy.
 _BUCKET_SHARE = 1 / 32
 # With smaller buckets, the cost of more programs outweighs the memory that they save.
-_MIN_BUCKET_BYTES = 64 * 2**20
+MIN_BUCKET_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +226,13 @@ class Bucket:
         return ([w.abstract(generate=True) for w in self.weights],)
 
 
+def _bucket_of(indices: tuple[int, ...], weights: tuple[Weight, ...], fewest: int) -> Bucket:
+    # One slice if no dimension can be sliced.
+    if fewest == 1 or (dim := weights[0].whole_dim) is None:
+        return Bucket(indices, weights)
+    return Bucket(indices, weights, equal_slices(weights[0].shape[dim], fewest))
+
+
 def _cast(weight: Weight, leaf: jax.Array) -> Any:
     # The constraint to the training sharding makes the cast come before the gather, so the narrower type
     # travels.
@@ -278,9 +284,13 @@ class Resharding:
             )
         if bucket_bytes is None:
             copy_bytes = sum(w.generate_bytes for w in self.weights)
-            bucket_bytes = max(int(copy_bytes * _BUCKET_SHARE), _MIN_BUCKET_BYTES)
+            bucket_bytes = max(int(copy_bytes * _BUCKET_SHARE), MIN_BUCKET_BYTES)
         self.bucket_bytes = bucket_bytes
-        self.buckets = tuple(_buckets(self.weights, bucket_bytes))
+        sizes = {i: w.program_bytes for i, w in enumerate(self.weights) if w.moves}
+        self.buckets = tuple(
+            _bucket_of(indices, tuple(self.weights[i] for i in indices), fewest)
+            for indices, fewest in packed_in_buckets(sizes, bucket_bytes)
+        )
 
     def peak_bytes(self, own_bytes: Sequence[int] | None = None) -> int:
         """Peak bytes of weights per device during `to_generate`.
@@ -346,53 +356,33 @@ def weights_of(
     ]
 
 
-def _buckets(weights: list[Weight], bucket_bytes: int) -> Iterator[Bucket]:
-    """Packs the leaves that move into buckets of at most `bucket_bytes` if possible, the largest first."""
-    moving = [i for i, weight in enumerate(weights) if weight.moves]
-    moving.sort(key=lambda i: -weights[i].program_bytes)
+def packed_in_buckets(
+    sizes: Mapping[int, int], bucket_bytes: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Packs leaves into buckets, the largest first.
+
+    Args:
+      sizes: bytes of each leaf, by its position in the tree.
+      bucket_bytes: bytes of a bucket.
+
+    Yields:
+      (positions of leaves, number of slices): 1 if they fit together, or more for a leaf that is too large.
+    """
     gathered: list[int] = []
     room = bucket_bytes
-    for i in moving:
-        size = weights[i].program_bytes
-        if size > bucket_bytes:
-            # The fewest equal slices that fit into a bucket; one if no dimension can be sliced.
-            dim, num_slices = weights[i].whole_dim, 1
-            if dim is not None:
-                length, fewest = weights[i].shape[dim], math.ceil(size / bucket_bytes)
-                equal = (n for n in range(fewest, length) if length % n == 0)
-                num_slices = next(equal, length)
-            yield Bucket((i,), (weights[i],), num_slices)
+    for i in sorted(sizes, key=lambda i: -sizes[i]):
+        if sizes[i] > bucket_bytes:
+            yield (i,), math.ceil(sizes[i] / bucket_bytes)
             continue
-        if size > room and gathered:
-            yield Bucket(tuple(gathered), tuple(weights[j] for j in gathered))
+        if sizes[i] > room and gathered:
+            yield tuple(gathered), 1
             gathered, room = [], bucket_bytes
         gathered.append(i)
-        room -= size
+        room -= sizes[i]
     if gathered:
-        yield Bucket(tuple(gathered), tuple(weights[j] for j in gathered))
+        yield tuple(gathered), 1
 
 
-class Transfer:
-    """Sends weights from one mesh to another with different devices; see `Resharding` for the same devices.
-
-    Each leaf is cast on its own devices and then sent; nothing waits for the copies. The training copy stays.
-
-    Attributes:
-      donate: always False: the training copy stays. Has the meaning of `Resharding.donate`.
-    """
-
-    donate = False
-
-    def __init__(self, generate: Any, dtype: Any):
-        """Args: shardings on the other mesh, and the types there, as in `Resharding`."""
-        self._generate = generate
-        self._types = stored_types(dtype, generate)
-
-    def to_generate(self, params: Any) -> Any:
-        """The weights on the other mesh."""
-
-        def send(stored: StoredType, leaf: jax.Array, where: NamedSharding) -> Any:
-            to = stored.shardings(leaf.shape, where)
-            return jax.tree.map(put, stored_in_place(stored, leaf), to)
-
-        return jax.tree.map(send, self._types, params, self._generate)
+def equal_slices(length: int, fewest: int) -> int:
+    """The smallest number of equal slices of `length` entries, `fewest` or more as far as it goes."""
+    return next((n for n in range(fewest, length) if length % n == 0), length)

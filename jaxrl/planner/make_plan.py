@@ -252,11 +252,6 @@ def _notes(roles: PlannedRoles) -> Iterator[tuple[str, Any]]:
             "pages",
             f"{pages.num_pages - 1:,} of {pages.page_tokens} tokens on each replica, for all its slots",
         )
-    if roles.pool_of("rollout") != roles.pool_of("actor"):
-        yield (
-            "weights",
-            "sent from the actor's pool to the sampler's by transfer, which is not compiled",
-        )
     if config.rollout.partial:
         yield (
             "rollout.max_staleness",

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxrl.config.batch_shapes import step_shape
 from jaxrl.errors import UserError
+from jaxrl.mesh.handover import Handover
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.pipeline import bubble, microbatches_of
 from jaxrl.mesh.pools import Pool, take_devices
@@ -186,6 +187,12 @@ def describe_flow(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
         f"{engine.prefill_prompts // replicas} on each replica",
     )
     config, train, actor = roles.config, roles.config.train, roles.roles.actor
+    if isinstance(handover := actor.resharding, Handover):
+        yield (
+            "hand-over",
+            f"{size_text(handover.received_bytes)} of weights to each device of the sampler, in "
+            f"{sum(bucket.num_slices for bucket in handover.buckets)} programs",
+        )
     U, M, R, T = dataclasses.astuple(step_shape(config))
     sequences = rollout.num_prompts * rollout.num_samples
     which = "with right and wrong answers" if dynamic else "all of them"

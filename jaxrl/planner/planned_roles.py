@@ -11,16 +11,20 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
+from jaxrl.mesh.handover import Handover, union_of
 from jaxrl.mesh.pools import Pool, take_devices, takes_all
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.planner.compiled.programs import (
     Program,
     engine_programs,
     frozen_programs,
+    handover_program,
     learner_programs,
     sampler_shapes,
     sampling_programs,
@@ -117,7 +121,12 @@ class PlannedRoles:
     def programs(self, load: StepLoad) -> Iterator[tuple[str, Program, Any]]:
         """(role, program, its mesh) of every program of a step, in the order in which they run."""
         config, shape, roles = self.config, step_shape(self.config), self.roles
-        for program in sampling_programs(roles.actor, self.engine, load):
+        actor, engine = roles.actor, self.engine
+        # Which device sends to which is known on devices only.
+        if isinstance(actor.resharding, Handover) and isinstance(engine.mesh, Mesh):
+            where = union_of(actor.mesh, engine.mesh)
+            yield "rollout", handover_program(actor.resharding), where
+        for program in sampling_programs(actor, engine, load):
             yield "rollout", program, self.meshes[self.sampler]
         if self.judge is not None:
             _, shapes, axes = decoder_graph(self.judge.model)

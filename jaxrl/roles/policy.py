@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from jaxrl.algos.logprobs import squared_probabilities
 from jaxrl.algos.truncation import Truncation, kept_tokens
 from jaxrl.errors import UserError
+from jaxrl.mesh.handover import Handover
 from jaxrl.mesh.protocols import PER_TOKEN, protocol
-from jaxrl.mesh.resharding import Resharding, Transfer
+from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import GENERATE_RULES, shardings
 from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph, weight_types
@@ -96,11 +97,11 @@ class Actor(Learner):
         self._compared = compared
         self._base_graph, _, _ = decoder_graph(lora.base_config(model))
 
-    def _resharding_to(self, backend: RolloutBackend) -> Resharding | Transfer:
+    def _resharding_to(self, backend: RolloutBackend) -> Resharding | Handover:
         generate = shardings(self.axes, self.shapes, GENERATE_RULES, backend.mesh)
         types = weight_types(self.model, backend.dtype, backend.weights_dtype)
         if not self._shares_mesh:
-            return Transfer(generate, types)
+            return Handover(self.shapes, self.train_shardings, generate, types)
         # Float32 weights can move to the sampler and back without loss, so no second copy is kept. A narrower
         # copy could not restore the master weights, which then stay.
         donate = jnp.dtype(backend.dtype) == jnp.float32 and not backend.weights_dtype

@@ -132,6 +132,12 @@ class ContinuousRollout:
             self._remove(n)
         return len(old)
 
+    def oldest_versions(self) -> list[int]:
+        """The policy version of the oldest token of each unfinished group, as of `drop_older`."""
+        return [
+            oldest_version(g) for n, g in self._groups.samples.items() if n not in self._finished
+        ]
+
     def unfinished(self) -> UnfinishedGroups:
         """A copy of the unfinished groups, with the tokens that were collected."""
         if self._running is not None:

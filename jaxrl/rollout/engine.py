@@ -46,8 +46,8 @@ from jax.sharding import Mesh
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import device_of, platform_of
+from jaxrl.mesh.handover import put
 from jaxrl.mesh.hardware import chip_of
-from jaxrl.mesh.hosts import put
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.pipeline import pipeline
 from jaxrl.mesh.rules import GENERATE_RULES, replicated, shards_of

@@ -31,6 +31,7 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
+from jaxrl.mesh.handover import Handover
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.models.decoder import Params
 from jaxrl.roles.learner import Learner
@@ -139,10 +140,14 @@ class RlStage(TrainingStage):
         """Runs one step of the dataflow."""
         self._rollouts.begin_step()
         try:
-            return self._run.algorithm.dataflow(self._step, self.prompts)
+            metrics = self._run.algorithm.dataflow(self._step, self.prompts)
         except NotEnoughGroups as error:
             path = self._rollouts.look_at_failed(error.sampled)
             raise UserError(f"{error}. What was sampled is in {path}") from error
+        if isinstance(handover := self._roles.actor.resharding, Handover):
+            # A device of the sampler received as much before it sampled.
+            metrics = {**metrics, "perf/handover_gb": handover.received_bytes / 1e9}
+        return metrics
 
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts."""

@@ -17,7 +17,7 @@ from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import prefixed, work_metrics
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.mesh import hosts
-from jaxrl.mesh.hosts import put
+from jaxrl.mesh.handover import put
 from jaxrl.mesh.interrupt import StopSignal
 from jaxrl.mesh.rules import TRAIN_RULES, shards_of
 from jaxrl.mesh.sharding_strategies import state_rules

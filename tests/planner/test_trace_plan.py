@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,10 +18,17 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.planner import plan_output
+from jaxrl.planner.compiled.traffic import collectives
 from jaxrl.planner.make_plan import trace_plan
 from jaxrl.planner.memory import ResidentBuffers
-from jaxrl.planner.plan import Plan, describe_flow
-from jaxrl.planner.planned_roles import PlannedRoles, abstract_meshes, planned_roles
+from jaxrl.planner.plan import Plan, describe_flow, size_text
+from jaxrl.planner.planned_roles import (
+    PlannedRoles,
+    abstract_meshes,
+    meshes_on,
+    planned_roles,
+)
+from jaxrl.planner.step_load import load_of
 from jaxrl.trainer.algorithm import algorithm_of
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -72,6 +80,28 @@ def test_dapo_alone_keeps_mixed_groups():
         assert "batches a step" not in flow["generation batch"], recipe
     assert flow["generation batch"].startswith("192 prompts x 1 samples = 192 responses")
     assert flow["generation batch"].endswith("and 192 greedy ones")
+
+
+def test_weights_for_a_pool_of_the_sampler_are_counted():
+    pools = {
+        "learn": {"roles": ("actor",), "train": "1-2-2"},
+        "sample": {"roles": ("rollout",), "train": "1-2-1"},
+    }
+    config = config_of("dapo_tiny", placement=str(pools))
+    roles = planned(config)
+    # A device of the sampler receives what it then holds.
+    (sampler,) = (b for b in roles.resident_buffers(roles.pools["sample"]) if "frozen" in b.name)
+    shown = size_text(sampler.bytes_per_device)
+    told = dict(describe_flow(roles))["hand-over"]
+    assert told == f"{shown} of weights to each device of the sampler, in 1 programs"
+    # On devices it is a program, which both pools run.
+    placed = planned_roles(config, algorithm_of(config), meshes_on(config, jax.devices()))
+    role, program, mesh = next(iter(placed.programs(load_of(config))))
+    assert (role, program.name, mesh.size) == ("rollout", "hand_over", 6)
+    (piece,) = program.pieces
+    text = piece.function.lower(*piece.arguments).compile().as_text() or ""
+    received = sum((each.received(6) for each in collectives(text, 6)), np.zeros(6))
+    assert sorted(set(received)) == [0, sampler.bytes_per_device]
 
 
 @pytest.mark.slow

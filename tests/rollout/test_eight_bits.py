@@ -24,7 +24,6 @@ from test_engine import (
 )
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.resharding import Transfer
 from jaxrl.models.decoder import decoder_graph, weight_types
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.quantized import Quantized
@@ -147,24 +146,6 @@ def test_a_backend_rounds_wide_weights_as_resharding_does(expected):
     for found, want in leaves:
         np.testing.assert_array_equal(found, want)
         assert found.sharding.is_equivalent_to(want.sharding, found.ndim)
-
-
-def test_weights_for_other_devices_are_rounded_before_they_are_sent(monkeypatch):
-    actor = actor_of(*LAYOUTS["figure 8, fsdp"], config=NARROW)
-    where = jax.tree.map(
-        lambda s: jax.NamedSharding(actor_of(config=NARROW).mesh, jax.P()), actor.train_shardings
-    )
-    sent = []
-    monkeypatch.setattr(
-        "jaxrl.mesh.resharding.put", lambda leaf, to: sent.append(leaf) or jax.device_put(leaf, to)
-    )
-    params = actor.for_training().params
-    moved = Transfer(where, weight_types(MODEL, "bfloat16", "int8")).to_generate(params)
-    assert sorted({leaf.dtype.name for leaf in sent}) == ["bfloat16", "float32", "int8"]
-    alone = actor_of(config=NARROW).backend.params["layers"]["mlp"]["up"]["weight"]
-    up = moved["layers"]["mlp"]["up"]["weight"]
-    jax.tree.map(np.testing.assert_array_equal, up, alone)
-    assert len(up.values.sharding.device_set) == 1
 
 
 def test_samples_do_not_depend_on_how_the_layers_run_nor_on_pages(expected):

@@ -1,6 +1,6 @@
 """The programs of a run's roles, as functions and shapes, with the number of their calls in a step.
 
-    Actor, Engine      to_generate, prefill, insert, generate, to_train    sampling
+    Actor, Engine      to_generate or hand_over, prefill, insert, generate, to_train    sampling
                        logprobs, update                                    learning
     Critic             values, update
     Reference, reward and cost models    logprobs, scores
@@ -27,6 +27,7 @@ import numpy as np
 from jax.extend import core as jax_core
 from jax.sharding import NamedSharding
 
+from jaxrl.mesh.handover import Handover, move_program
 from jaxrl.mesh.parallel_layers import HELD_EXPERTS
 from jaxrl.mesh.protocols import rows_and_length
 from jaxrl.mesh.resharding import Resharding
@@ -285,11 +286,12 @@ def bytes_of(tree: Any) -> int:
 
 
 # Names of buffers, as in `planner.memory`.
-WEIGHTS, OPTIMISER, SAMPLER, CACHE = (
+WEIGHTS, OPTIMISER, SAMPLER, CACHE, SENT = (
     "actor in training",
     "optimiser state",
     "actor in generation",
     "KV cache and slots",
+    "rollout, frozen",
 )
 
 
@@ -388,6 +390,24 @@ def _resharding(resharding: Resharding) -> Iterator[Program]:
             for key, b in first.items()
         )
         yield Program("actor", "to_train", "learning", cuts, held, moved, peak)
+
+
+def handover_program(handover: Handover) -> Program:
+    """The programs that send the actor's weights to the devices of the sampler."""
+    calls = {}
+    for bucket in handover.buckets:
+        # Leaves with equal shapes and layouts share one program.
+        number, _ = calls.get(bucket.weights, (0, bucket))
+        calls[bucket.weights] = number + bucket.num_slices, bucket
+    pieces = tuple(Piece(move_program, b.move_arguments(), calls=n) for n, b in calls.values())
+    sizes = [b.nbytes for _, b in calls.values()]
+    received = handover.received_bytes
+
+    def peak(own: Sequence[int]) -> int:
+        return received + max(size + inside for size, inside in zip(sizes, own, strict=True))
+
+    held = frozenset({SENT})
+    return Program("rollout", "hand_over", "sampling", pieces, held, received, peak)
 
 
 def engine_programs(
