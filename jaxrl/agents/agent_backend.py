@@ -364,15 +364,23 @@ class AgentRollout:
 
     def drop_older(self, version: int) -> int:
         """Drops unfinished groups with a token of a version before `version`; returns their number."""
-        backend = self._backend
-        old = [
-            n
-            for n, group in backend.lasting.items()
-            if n not in backend.finished and group.saved().oldest_version_N[0] < version
-        ]
+        old = [n for n, oldest in self._oldest_version_of.items() if oldest < version]
         for n in old:
-            backend.drop(n)
+            self._backend.drop(n)
         return len(old)
+
+    def oldest_versions(self) -> list[int]:
+        """The policy version of the oldest token of each unfinished group."""
+        return list(self._oldest_version_of.values())
+
+    @property
+    def _oldest_version_of(self) -> dict[int, int]:
+        groups, finished = self._backend.lasting, self._backend.finished
+        return {
+            n: int(group.saved().oldest_version_N[0])
+            for n, group in groups.items()
+            if n not in finished
+        }
 
     def unfinished(self) -> UnfinishedGroups:
         """A copy of the groups in progress."""

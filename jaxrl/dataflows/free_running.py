@@ -187,8 +187,7 @@ class FreeRunning:
         self._prompts: PromptSource | None = None
         # The step that is being sampled, the number of groups that it has taken, and its oldest token.
         self._step, self._num_taken, self._staleness = -1, 0, 0
-        # Number of groups that were there when the step began and that no step has taken, by the version of
-        # their oldest token.
+        # Number of groups that no step has taken, by the version of their oldest token, as last counted.
         self._ages: collections.Counter[int] = collections.Counter()
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
@@ -237,8 +236,7 @@ class FreeRunning:
         for group in stale:
             self._beside.forget(group.completions)
         self._ready = [group for group in self._ready if group.oldest_version >= oldest]
-        self._ages = collections.Counter(rollout.oldest_versions())
-        self._ages.update(group.oldest_version for group in self._ready)
+        self._count_ages()
         counts["rollout/dropped_stale_groups"] += len(stale)
         counts["rollout/unfinished_groups"] += len(self._ready) + rollout.num_unfinished
         return counts
@@ -249,6 +247,8 @@ class FreeRunning:
         full = False
         while not full:
             if not (self._ready and self._may_take(self._ready[0].oldest_version)):
+                # Groups may have ended without being taken, such as those of agents that failed.
+                self._count_ages()
                 goes_on = self._dispatch() or self._ready
                 assert goes_on, "new prompts are drawn if a step has too few groups"
                 continue
@@ -261,6 +261,10 @@ class FreeRunning:
                 scored = self._rewards.graded(self._beside.of(group.completions))
                 full = enough(scored) or full
         return taken
+
+    def _count_ages(self) -> None:
+        self._ages = collections.Counter(self._open().oldest_versions())
+        self._ages.update(group.oldest_version for group in self._ready)
 
     def _may_take(self, version: int) -> bool:
         """Whether older groups still have room, in this step and in later ones that may train on them.
