@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 from jaxrl.checks import PATH, at_least, between, count, settings, token_count
+from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.serving.serve_config import ServeConfig
 
 
 @settings
-class TinkerConfig(ServeConfig):
-    """Settings of a server for the Tinker API; `ServeConfig` documents the inherited ones."""
+class TinkerConfig(ServeConfig, HostsConfig):
+    """Settings of a server for the Tinker API.
+
+    `ServeConfig` and `HostsConfig` document the inherited ones.
+    """
 
     folder: Annotated[str, PATH] = "runs/tinker"
     """Folder of the weights that clients save by name, and of the log that a restart goes on from."""
@@ -40,3 +44,7 @@ class TinkerConfig(ServeConfig):
     """Seconds without a word from a session after which another one may have its place."""
     # The SDK cuts its requests at 5 MB.
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 32 << 20
+
+    def __post_init__(self):
+        super().__post_init__()
+        HostsConfig.__post_init__(self)

@@ -31,7 +31,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
-from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
+from jaxrl.tinker.sampler_weights import Places, SamplerWeights
 from jaxrl.tinker.server import running
 from jaxrl.tinker.wire import parse
 
@@ -199,35 +199,43 @@ def test_a_second_client_of_an_adapter_is_refused_and_its_owner_goes_on(server):
 
 def test_an_adapter_comes_again_from_its_file_to_a_place_that_no_call_uses():
     """Three places: the base model and two."""
-    like = {"layers": {"q": {"lora_a": jnp.zeros((1, 2, 1)), "lora_b": jnp.zeros((1, 1, 2))}}}
-    loads = []
+    base, a, b, c = (SamplerWeights(path=name) for name in ("base", "a", "b", "c"))
+    there, loads = ["base", "", ""], []
 
-    def weights(value):
-        def load():
-            loads.append(value)
-            return jax.tree.map(lambda x: jnp.full_like(x, value), like)
+    def bring(at, weights):
+        there[at] = weights.path
+        loads.append(weights.path)
 
-        return SamplerWeights(load)
-
-    base, a, b, c = weights(0.0), weights(1.0), weights(2.0), weights(3.0)
-    places = AdapterPlaces({}, lora.empty_stack(like, 3, jnp.float32), base)
+    places = Places(3, base, bring)
 
     def value(number):
-        return float(jax.tree.leaves(places.params_of(number))[0].max())
+        return there[places.at(number)]
 
-    assert places.take(base) == 0 and value(0) == 0
+    assert places.take(base) == 0 and value(0) == "base"
     first, second = places.take(a), places.take(b)
-    assert (value(first), value(second)) == (1, 2) and places.take(a) == first
+    assert (value(first), value(second)) == ("a", "b") and places.take(a) == first
     # Both are in use.
     assert places.take(c) is None
     places.leave(second)
     third = places.take(c)
     assert third % 3 == second % 3 and third not in (first, second)
-    assert (value(first), value(third)) == (1, 3)
+    assert (value(first), value(third)) == ("a", "c")
     places.leave(third)
     again = places.take(b)
-    assert value(again) == 2 and len({first, second, third, again}) == 4
-    assert loads == [1, 2, 3, 2]
+    assert value(again) == "b" and len({first, second, third, again}) == 4
+    assert loads == ["a", "b", "c", "b"]
+
+
+def test_whole_weights_have_one_place_and_wait_for_it():
+    loads = []
+    base, a = SamplerWeights(path="base"), SamplerWeights(path="a")
+    places = Places(1, base, lambda at, weights: loads.append((at, weights.path)))
+    first = places.take(a)
+    assert places.take(a) == first and places.take(base) is None
+    places.leave(first)
+    assert places.take(base) is None
+    places.leave(first)
+    assert places.take(base) != first and loads == [(0, "a"), (0, "base")]
 
 
 def test_samplers_in_flight_go_on_with_the_newest_save(server):
