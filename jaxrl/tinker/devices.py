@@ -117,6 +117,8 @@ class Devices(abc.ABC):
     """
 
     num_places: int
+    live: LiveLoop
+    _engine: Engine
 
     def __init__(
         self,
@@ -126,26 +128,63 @@ class Devices(abc.ABC):
         actor: AccumulatingActor,
         shape: PackedShape,
     ):
-        """Args: the settings, the base model and its directory, a policy without weights, its shape."""
+        """Allocates nothing.
+
+        Args: the settings, the base model and its directory, a policy without weights, its shape.
+        """
         self.config, self.directory = config, directory
         self.actor, self.shape = actor, shape
         self.trained: dict[str, Trained] = {}
         self._shards = shards_of("batch", TRAIN_RULES, actor.mesh)
         # Weights of samplers, by the request that has taken them.
         self._snapshots: dict[str, Any] = {}
-        self._engine, params = self._load(found)
-        tokenizer = found.tokenizer
-        self.sizes = dataclasses.replace(self._engine.config, stop_ids=tuple(tokenizer.stop_ids))
-        search = StopSearch(tokenizer.decode)
-        self.live = LiveLoop(self._engine, params, search, max_waiting=config.max_waiting)
+        self._tokenizer = found.tokenizer
+        # What stays, with its bytes on each device.
+        self._resident: dict[str, int] = {}
+        self._plan(found)
+        stop_ids = tuple(self._tokenizer.stop_ids)
+        self.sizes = dataclasses.replace(self._engine.config, stop_ids=stop_ids)
 
     @abc.abstractmethod
-    def _load(self, found: ModelDirectory) -> tuple[Engine, Params]:
-        """Loads the base model; returns the engine of samples and its weights."""
+    def _plan(self, found: ModelDirectory) -> None:
+        """Fills `_resident`, and makes the engine of samples."""
 
-    @property
-    def _state_bytes(self) -> int:
-        return device_bytes((self.actor.abstract_state(), self.actor.abstract_gradients()))
+    def load_base(self) -> None:
+        """Loads the base model."""
+        params, search = self._loaded(), StopSearch(self._tokenizer.decode)
+        max_waiting = self.config.max_waiting
+        self.live = LiveLoop(self._engine, params, search, max_waiting=max_waiting)
+
+    @abc.abstractmethod
+    def _loaded(self) -> Params:
+        """Loads the base model; returns what samples are drawn with at first."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of each device by what they are for, counted from shapes and by the compiler."""
+        sizes, actor = self._engine.config, self.actor
+        cache = f"cache of {sizes.slots} samples of {sizes.max_context_tokens} tokens"
+        one = np.zeros((1, 1), np.float32)
+        datum = Targets(np.zeros(1, np.int32), one.astype(np.int32), {"weights": one})
+        (part,) = pack_targets([datum], self.shape, shards=self._shards)
+        compiled = actor.accumulate_program.lower(
+            actor.abstract_gradients(),
+            actor.abstract_state().params,
+            self._frozen_shapes(),
+            np.float32(1),
+            actor.place(part.batch),
+            loss="cross_entropy",
+        ).compile()
+        temporaries: Any = compiled.memory_analysis()
+        shape = f"{self.shape.microbatches} x {self.shape.rows} x {self.shape.tokens} tokens"
+        return {
+            **self._resident,
+            cache: device_bytes(self._engine.abstract_decode_state()),
+            f"temporaries of forward_backward, {shape}": temporaries.temp_size_in_bytes,
+        }
+
+    def _frozen_shapes(self) -> Params:
+        """Shapes and shardings of the weights below adapters, in the training layout."""
+        return {}
 
     # Training
 
@@ -314,34 +353,53 @@ class Devices(abc.ABC):
 class AdapterDevices(Devices):
     """Models are adapters, and all samplers' adapters are in one stack; place 0 is the base model's."""
 
-    def _load(self, found: ModelDirectory) -> tuple[Engine, Params]:
-        model, actor, config = found.model, self.actor, self.config
+    def _plan(self, found: ModelDirectory) -> None:
+        actor, config = self.actor, self.config
         like = actor.trained(actor.shapes)
-        where, frozen_where = lora.split(actor.train_shardings)
+        where, self._frozen_where = lora.split(actor.train_shardings)
         # A sampler of each client; two at least, for a loop that samples ahead.
         self.num_places = 1 + max(config.adapters, 2)
         dtype = jnp.dtype(config.dtype)
-        make_stack = functools.partial(lora.empty_stack, like, self.num_places, dtype)
+        empty = functools.partial(lora.empty_stack, like, self.num_places, dtype)
         stack_where = lora.stack_shardings(where)
-        stack_bytes = device_bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
-        engine = build_engine(
+        stack = device_bytes(with_shardings(jax.eval_shape(empty), stack_where))
+        trained = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
+        self._resident = {
+            f"{config.adapters} adapters in training": config.adapters * trained,
+            # A stack, and the one after it.
+            f"{self.num_places} places of adapters": 2 * stack,
+        }
+        self._engine = build_engine(
             config,
             found,
             actor.mesh,
             stop_ids=(),
-            # A stack, and the one after it.
-            other_bytes=config.adapters * self._state_bytes + 2 * stack_bytes,
+            other_bytes=sum(self._resident.values()),
             adapter_places=self.num_places,
         )
-        # One copy in one layout, for training and for samples.
-        base = lora.base_config(model)
-        actor.frozen = load_params(self.directory, base, frozen_where, dtype=config.dtype)
-        self._stack = jax.jit(make_stack, out_shardings=stack_where)()
+        self._resident["base model"] = device_bytes(self._frozen_shapes())
+        self._empty = jax.jit(empty, out_shardings=stack_where)
         self._make = jax.jit(functools.partial(lora.uniform_adapters, like), out_shardings=where)
         # Not donated: the loop may be about to use the stack as it is.
         self._put = jax.jit(lora.put_into, out_shardings=stack_where)
         self._taken = jax.jit(lora.taken_from)
-        return engine, lora.join(self._stack, actor.frozen)
+
+    def _frozen_shapes(self) -> Params:
+        frozen = lora.split(self.actor.shapes)[1]
+        types = lora.split(self._engine.weight_types)[1]
+        return jax.tree.map(
+            lambda stored, leaf, where: stored.abstract(leaf.shape, where),
+            types,
+            frozen,
+            self._frozen_where,
+        )
+
+    def _loaded(self) -> Params:
+        # One copy in one layout, for training and for samples.
+        base, dtype = lora.base_config(self.actor.model), self.config.dtype
+        self.actor.frozen = load_params(self.directory, base, self._frozen_where, dtype=dtype)
+        self._stack = self._empty()
+        return lora.join(self._stack, self.actor.frozen)
 
     def _fresh(self, new: NewAdapter | None) -> Params:
         assert new is not None, "adapters are trained"
@@ -381,14 +439,20 @@ class WholeDevices(Devices):
 
     num_places = 1
 
-    def _load(self, found: ModelDirectory) -> tuple[Engine, Params]:
+    def _plan(self, found: ModelDirectory) -> None:
         model, actor, config = found.model, self.actor, self.config
-        engine = build_engine(config, found, actor.mesh, stop_ids=(), other_bytes=self._state_bytes)
         self._where = generation_shardings(model, actor.mesh)
         types = weight_types(model, config.dtype, config.weights_dtype)
         self._resharding = Resharding(actor.shapes, actor.train_shardings, self._where, types)
+        state = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
+        self._resident = {"model in training": state}
+        self._engine = build_engine(config, found, actor.mesh, stop_ids=(), other_bytes=state)
+        weights = device_bytes(with_shardings(actor.shapes, self._where), config.dtype)
+        self._resident["weights of samples"] = weights
         self._params: Params = {}
-        return engine, self._params
+
+    def _loaded(self) -> Params:
+        return self._params
 
     def _fresh(self, new: NewAdapter | None) -> Params:
         where = self.actor.train_shardings

@@ -23,7 +23,7 @@ import jax
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.devices import build_generation_mesh, dtype_on
+from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, parts_of, shards_of
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
@@ -75,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     config = read_flags(argv, __doc__, TinkerConfig)
     hosts.start(config)
     keep_compiled_programs()
+    if config.dry_run:
+        return _dry_run(config)
     with end_of_service() as ended, hosts.watched(config):
         if not hosts.is_first():
             with _together(config) as together:
@@ -134,9 +136,31 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         yield RunningTinker(server.port, together)
 
 
+def _dry_run(config: TinkerConfig) -> int:
+    """Prints the memory of a server; returns 1 if it does not fit."""
+    devices = devices_of(config)
+    (device, *others) = devices.actor.mesh.devices.flat
+    print(f"{config.model_name} on {1 + len(others)} x {device.device_kind}, GB of each:")
+    parts = devices.memory()
+    for name, size in parts.items():
+        print(f"{size / 1e9:10.2f}  {name}")
+    needed, there = sum(parts.values()), memory_bytes(device)
+    fits = "they fit" if needed <= there else "they DO NOT FIT"
+    print(f"{needed / 1e9:10.2f}  together, of {there / 1e9:.2f}: {fits}")
+    return int(needed > there)
+
+
 @contextlib.contextmanager
 def _together(config: TinkerConfig) -> Iterator[Together]:
     """The devices with the base model, while the folder is locked. Collective."""
+    with run_lock(pathlib.Path(config.folder), "--folder"):
+        devices = devices_of(config)
+        devices.load_base()
+        yield Together(devices, exclusive=devices.actor.mesh.size > 1)
+
+
+def devices_of(config: TinkerConfig) -> Devices:
+    """The devices without weights."""
     directory = model_directory(config.model)
     found = read_model(directory)
     if not config.full:
@@ -164,9 +188,7 @@ def _together(config: TinkerConfig) -> Iterator[Together]:
     rules = ZERO["FSDP"] if config.full else StateRules(*[GENERATE_RULES] * 3)
     actor = AccumulatingActor(found.model, mesh, train=train, seed=0, state_rules=rules)
     kind = WholeDevices if config.full else AdapterDevices
-    with run_lock(pathlib.Path(config.folder), "--folder"):
-        devices = kind(config, found, directory, actor, shape)
-        yield Together(devices, exclusive=mesh.size > 1)
+    return kind(config, found, directory, actor, shape)
 
 
 def _with_adapters(

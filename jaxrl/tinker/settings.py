@@ -40,6 +40,8 @@ class TinkerConfig(ServeConfig, HostsConfig):
     """Maximum number of models that clients train at the same time, each an adapter."""
     max_rank: Annotated[int, between(1, 256)] = 32
     """Maximum rank of an adapter. Adapters of lower ranks take the memory and time of this one."""
+    dry_run: bool = False
+    """Print the memory of the server, without loading the model, and end."""
     lease_s: Annotated[float, between(1, 86_400)] = 300.0
     """Seconds without a word from a session after which another one may have its place."""
     # The SDK cuts its requests at 5 MB.

@@ -32,7 +32,7 @@ from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.tinker.sampler_weights import Places, SamplerWeights
-from jaxrl.tinker.server import running
+from jaxrl.tinker.server import devices_of, main, running
 from jaxrl.tinker.wire import parse
 
 
@@ -298,6 +298,26 @@ def test_two_clients_go_on_after_a_restart(folder):
         # What had added up before the restarts is applied.
         assert clients[1].step()["metrics"]["grad_norm:mean"] > 0
         assert "no gradient" in clients[0].step()["error"]
+
+
+def test_a_dry_run_tells_the_memory_of_a_server(folder, capsys):
+    """By hand, for two models in training and three places of samplers."""
+    config = config_of(folder, dry_run=True, folder=str(folder / "none"))
+    parts = devices_of(config).memory()
+    # Rank 4 in two layers: (in + out) of q, k, v, o, and of gate, up, down.
+    adapter = 4 * 2 * (32 + 24 + 24 + 32 + 3 * 48)
+    # Weights, two moments and gradients in float32; two counters.
+    assert parts.pop("2 adapters in training") == 2 * (4 * 4 * adapter + 2 * 4)
+    assert parts.pop("3 places of adapters") == 2 * 3 * 4 * adapter
+    tensors = safetensors.numpy.load_file(folder / "tiny/model.safetensors").values()
+    assert parts.pop("base model") == 4 * sum(x.size for x in tensors)
+    cache, temporaries = parts
+    assert cache == "cache of 8 samples of 32 tokens" and "4 x 1 x 32 tokens" in temporaries
+    # Keys and values of 8 slots, 2 layers, 1 head of 8.
+    assert parts[cache] > 2 * 8 * 32 * 2 * 8 * 4 and parts[temporaries] > 0
+    flags = ["--model", str(folder / "tiny"), "--dry_run", "--train_tokens", "32"]
+    assert main(["jaxrl serve", *flags]) == 0
+    assert "they fit" in capsys.readouterr().out
 
 
 def test_adapters_that_cannot_be_saved_are_refused_at_the_start(tmp_path):
