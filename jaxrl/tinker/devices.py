@@ -1,7 +1,15 @@
 """What is on the devices: the models that clients train, and the weights that they sample from.
 
-The public methods are commands, which `together.Together` runs one at a time, in every process. Their results
-are the same in each. Clients' mistakes are found before, in the first process.
+The public methods of `Devices` are commands, which `Together` runs one at a time, and with several processes
+in each of them. Their results are the same everywhere. Clients' mistakes are found before, in the first
+process.
+
+    process 0   models ---+                                the others
+                sampler --+--> run(command, ..) -- sends --> follow: command(..)
+
+Programs of several devices wait for each other on the way. Two threads that start such programs may start
+them in another order on each device, and then all of them wait forever. So commands take turns, in the order
+in which they come. On one device they may be at work at the same time.
 
 N tokens of a sequence   K targets of a place
 """
@@ -9,13 +17,16 @@ N tokens of a sequence   K targets of a place
 from __future__ import annotations
 
 import abc
+import base64
 import collections
 import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+import pickle
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +55,9 @@ from jaxrl.serving.model_loading import (
 )
 from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tracking.checkpoints import Checkpoints
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -483,3 +497,60 @@ class WholeDevices(Devices):
 
     def _params_at(self, at: int) -> Params:
         return self._params
+
+
+class Together:
+    """Runs the commands of the first process everywhere."""
+
+    def __init__(self, devices: Devices, *, exclusive: bool):
+        """Args: what the commands are methods of; whether only one may run at a time."""
+        self.devices = devices
+        self._exclusive = exclusive
+        self._changed = threading.Condition()
+        self._arrived = self._served = 0
+
+    def run(
+        self,
+        command: Callable[Concatenate[Devices, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Runs a method of the devices in every process, and returns what it returns here.
+
+        Its arguments can be pickled, and are right: what a client has done wrong is found before.
+        """
+        with self._turn():
+            self._exchange((command.__name__, args, kwargs))
+            return getattr(self.devices, command.__name__)(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Runs the commands of the first process in another one, until the first one ends."""
+        while (sent := self._exchange()) is not None:
+            command, args, kwargs = sent
+            # It fails in the first process, too, which tells the client.
+            with contextlib.suppress(UserError, jax.errors.JaxRuntimeError):
+                getattr(self.devices, command)(*args, **kwargs)
+
+    def end(self) -> None:
+        """Ends the other processes."""
+        with self._turn():
+            self._exchange()
+
+    def _exchange(self, command: Any = None) -> Any:
+        if hosts.num_processes() == 1:
+            return command
+        sent = hosts.on_first(lambda: base64.b64encode(pickle.dumps(command)).decode())
+        return pickle.loads(base64.b64decode(sent))
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        # A lock would let a thread that asks again at once go before those that wait.
+        with self._changed:
+            mine, self._arrived = self._arrived, self._arrived + 1
+            self._changed.wait_for(lambda: not self._exclusive or self._served == mine)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._served += 1
+                self._changed.notify_all()

@@ -41,10 +41,9 @@ import jax
 
 from jaxrl.errors import UserError
 from jaxrl.roles.accumulating import AdamNumbers
-from jaxrl.tinker.devices import Devices, NewAdapter
+from jaxrl.tinker.devices import Devices, NewAdapter, Together
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
 from jaxrl.tinker.sampler_weights import Newest, SamplerWeights
-from jaxrl.tinker.together import Together
 from jaxrl.tinker.wire import forward_backward_output, read_data
 from jaxrl.tracking.durable import sync
 

@@ -29,11 +29,10 @@ from jaxrl.roles.accumulating import DRAW_NUMBERS, Targets
 from jaxrl.rollout.decode_loop import End
 from jaxrl.rollout.live_loop import LiveError, Overloaded, Request, Tokens
 from jaxrl.serving.openai.calls import LOWEST_TEMPERATURE
-from jaxrl.tinker.devices import Devices, Scores
+from jaxrl.tinker.devices import Devices, Scores, Together
 from jaxrl.tinker.futures import Future, Futures, Result
 from jaxrl.tinker.sample_calls import SampleCall
 from jaxrl.tinker.sampler_weights import Places, SamplerWeights
-from jaxrl.tinker.together import Together
 from jaxrl.tinker.wire import MESSAGES, tensor_of, topk_of
 
 

@@ -37,14 +37,13 @@ from jaxrl.serving.model_loading import ModelDirectory, model_directory, read_mo
 from jaxrl.serving.serve_config import end_of_service, read_flags
 from jaxrl.tinker.app import Service, build_app
 from jaxrl.tinker.clients import Clients
-from jaxrl.tinker.devices import AdapterDevices, Devices, WholeDevices
+from jaxrl.tinker.devices import AdapterDevices, Devices, Together, WholeDevices
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models
 from jaxrl.tinker.sampler_weights import SamplerWeights
 from jaxrl.tinker.sampling import Sampler
 from jaxrl.tinker.settings import TinkerConfig
-from jaxrl.tinker.together import Together
 from jaxrl.tracking.durable import run_lock
 
 # Longest sequence to train on if --train_tokens does not say.

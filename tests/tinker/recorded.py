@@ -25,10 +25,10 @@ for package in ("google.protobuf", "starlette", "uvicorn"):
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
+from jaxrl.tinker.devices import Together  # noqa: E402
 from jaxrl.tinker.futures import Futures  # noqa: E402
 from jaxrl.tinker.models import Models  # noqa: E402
 from jaxrl.tinker.settings import TinkerConfig  # noqa: E402
-from jaxrl.tinker.together import Together  # noqa: E402
 from jaxrl.tinker.wire import MESSAGES, parse, tensor_of  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]

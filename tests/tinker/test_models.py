@@ -12,9 +12,9 @@ import pytest
 from recorded import models_alone, result_of
 
 from jaxrl.errors import UserError
+from jaxrl.tinker.devices import Together
 from jaxrl.tinker.futures import Futures, Gone
 from jaxrl.tinker.models import TrainedModel
-from jaxrl.tinker.together import Together
 from jaxrl.tinker.wire import MESSAGES, read_data, tensor_of
 
 
