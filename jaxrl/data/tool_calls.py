@@ -138,6 +138,7 @@ class CallFormat:
       split: text of an answer -> its content and its calls; ValueError if the calls are malformed.
       forced: beginning of an answer that must call a tool.
       forced_name: what follows it if the tool is named; "{}" is the name.
+      closing: what follows the arguments of a call.
       bare: whether calls are also recognised by an answer that begins with "{".
     """
 
@@ -145,6 +146,7 @@ class CallFormat:
     split: Callable[[str], tuple[str, tuple[ToolCall, ...]]]
     forced: str
     forced_name: str
+    closing: str
     bare: bool = False
 
     def begin(self, name: str = "") -> str:
@@ -219,9 +221,13 @@ def _mistral(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 _JSON = json.JSONDecoder()
 _BETWEEN = re.compile(r"[\s;]*")
 
-HERMES = CallFormat("<tool_call>", _hermes, '<tool_call>\n{"name": "', '{}", "arguments":')
-LLAMA = CallFormat("<|python_tag|>", _llama, '{"name": "', '{}", "parameters":', bare=True)
-MISTRAL = CallFormat("[TOOL_CALLS]", _mistral, '[TOOL_CALLS] [{"name": "', '{}", "arguments":')
+HERMES = CallFormat(
+    "<tool_call>", _hermes, '<tool_call>\n{"name": "', '{}", "arguments":', "}\n</tool_call>"
+)
+LLAMA = CallFormat("<|python_tag|>", _llama, '{"name": "', '{}", "parameters":', "}", bare=True)
+MISTRAL = CallFormat(
+    "[TOOL_CALLS]", _mistral, '[TOOL_CALLS] [{"name": "', '{}", "arguments":', "}]"
+)
 
 
 def call_format(template: str) -> CallFormat | None:
@@ -244,6 +250,8 @@ class AnswerParser:
 
     Attributes:
       format: format of calls; None if the template has none that is known.
+      opening_id: special token that begins calls, which the tokenizer's own `decode` leaves out; None if they
+        begin with text.
     """
 
     def __init__(self, tokenizer: ChatTokenizer):
@@ -251,26 +259,21 @@ class AnswerParser:
         self._tokenizer = tokenizer
         self._reasons = END_THINK in template
         self.format = call_format(template)
-        self._opening_id: int | None = None
+        self.opening_id: int | None = None
         if self.format is not None:
             ids = tokenizer.encode(self.format.opening)
             # A special token, which `decode` leaves out.
             if len(ids) == 1 and not tokenizer.decode(ids):
-                self._opening_id = int(ids[0])
+                self.opening_id = int(ids[0])
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """The text of tokens, without special tokens except the one that begins calls."""
-        if self._opening_id is None:
+        if self.opening_id is None:
             return self._tokenizer.decode(tokens)
         assert self.format is not None
-        parts = np.split(np.asarray(tokens), np.flatnonzero(np.equal(tokens, self._opening_id)))
+        parts = np.split(np.asarray(tokens), np.flatnonzero(np.equal(tokens, self.opening_id)))
         texts = [self._tokenizer.decode(part) for part in parts]
         return self.format.opening.join(texts)
-
-    @property
-    def hides_calls(self) -> bool:
-        """Whether the beginning of calls is missing in the text of the tokenizer's own `decode`."""
-        return self._opening_id is not None
 
     def opens_reasoning(self, prompt: np.ndarray) -> bool:
         """Whether a prompt ends with the beginning of reasoning, as the templates of some models do."""

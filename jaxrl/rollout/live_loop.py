@@ -167,8 +167,6 @@ class LiveLoop:
         self._open: dict[int, _OpenRequest] = {}
         self._cancelled: list[int] = []
         self._accepting = True
-        self._adapters: Params | None = None
-        self._loaded: Params | None = None
         # The same on every process. The owner of a sample is the ticket of its request.
         self._loop = DecodeLoop(
             engine,
@@ -296,13 +294,6 @@ class LiveLoop:
                 self._cancelled.append(ticket)
             self._changed.notify_all()
 
-    def load_adapters(self, adapters: Params) -> None:
-        """Gives requests that are submitted from now on a stack of adapters with theirs. One process only.
-
-        Samples at work go on with what is at their places now.
-        """
-        self._adapters = adapters
-
     def refuse(self, grace_s: float = 0.0) -> None:
         """Refuses new requests, and waits up to `grace_s` seconds until open ones have ended."""
         with self._changed:
@@ -325,9 +316,6 @@ class LiveLoop:
           jax.errors.JaxRuntimeError: a device has failed, which may have destroyed the slots; call `clear`.
         """
         cancelled, arrived = hosts.on_first(functools.partial(self._take, wait_s))
-        if self._adapters is not self._loaded:
-            self._loaded = self._adapters
-            self._loop.load_adapters(self._loaded)
         new: list[Sample] = []
         # Equal prompts that arrive together share a prefill.
         starts: dict[tuple[int, bytes], Start] = {}
@@ -352,6 +340,13 @@ class LiveLoop:
         nothing is reused that older weights have cached.
         """
         self._loop.renew(params, version)
+
+    def load_adapters(self, adapters: Params) -> None:
+        """Gives requests that start from now on a stack of adapters with theirs. Collective.
+
+        Samples at work go on with what is at their places now.
+        """
+        self._loop.load_adapters(adapters)
 
     def pause(self) -> None:
         """Frees the memory of the slots. The next turn prefills unfinished samples again. Collective."""

@@ -181,10 +181,6 @@ class OnlineDriver(LiveText):
         """Whether requests are accepted."""
         return self._thread.is_alive() and super().alive
 
-    def load_adapters(self, adapters: Params) -> None:
-        """See `LiveLoop.load_adapters`."""
-        self._live.load_adapters(adapters)
-
     def close(self, grace_s: float = 0.0) -> None:
         """Refuses new requests. Requests not answered within `grace_s` seconds get `Stopped`."""
         self._live.refuse(grace_s)

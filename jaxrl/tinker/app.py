@@ -17,7 +17,6 @@ import asyncio
 import dataclasses
 import functools
 import json
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,20 +27,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import Params
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.accumulating import AdamNumbers
-from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
 from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
+from jaxrl.tinker.devices import Devices, NewAdapter, check_rank
 from jaxrl.tinker.futures import Future, Futures, Gone
 from jaxrl.tinker.log import Log
-from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
+from jaxrl.tinker.models import Models, TrainedModel
 from jaxrl.tinker.replay import replay
-from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
-from jaxrl.tinker.sampling import Sampler, read_call
+from jaxrl.tinker.sample_calls import read_call
+from jaxrl.tinker.sampler_weights import SamplerWeights
+from jaxrl.tinker.sampling import Sampler
+from jaxrl.tinker.settings import TinkerConfig
 from jaxrl.tinker.wire import parse
 
 # Clients hold a request for 45 s and ask again at once after 408.
@@ -55,48 +54,31 @@ Json = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedWeights:
-    """What clients train and sample from.
-
-    Attributes:
-      engine: engine of the samples.
-      fresh: see `Models`.
-      base: weights of the base model, to sample from.
-      snapshot: function that copies a model's weights, to sample from; it takes the id of the request, too.
-      exported: function from the folder of sampler weights and their path to these weights.
-      places: places of adapters; None for whole weights.
-    """
-
-    engine: Engine
-    fresh: Callable[[NewAdapter | None], Params]
-    base: SamplerWeights
-    snapshot: Callable[[TrainedModel, str], SamplerWeights]
-    exported: Callable[[pathlib.Path, str], SamplerWeights]
-    places: AdapterPlaces | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Service:
     """What the routes need.
 
     Attributes:
-      model: name of the base model.
-      sizes: sizes of the engine, with the token ids that end samples by default.
-      tokenizer: name of the tokenizer that clients should load; "" for the model's.
-      log, clients, futures, models, sampler, weights: the parts.
-      lora: highest rank of an adapter, and the projections that adapters have; rank 0 without adapters.
+      config: settings of the server.
+      log, clients, futures, models, sampler: the parts.
+      base: weights of the base model, to sample from.
     """
 
-    model: str
-    sizes: EngineConfig
-    tokenizer: str
+    config: TinkerConfig
     log: Log
     clients: Clients
     futures: Futures
     models: Models
     sampler: Sampler
-    weights: ServedWeights
-    lora: LoraConfig
+    base: SamplerWeights
+
+    @property
+    def devices(self) -> Devices:
+        return self.models.together.devices
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The highest rank of an adapter, and the projections that adapters have; rank 0 without adapters."""
+        return self.devices.actor.model.lora
 
 
 def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
@@ -107,6 +89,12 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
       max_body_bytes: maximum size of a body.
     """
     futures, models, clients = service.futures, service.models, service.clients
+    served, sizes = service.config.model_name, service.devices.sizes
+
+    # One object for a path: it is what tells the sampler that the devices have these weights.
+    @functools.cache
+    def exported(path: str) -> SamplerWeights:
+        return SamplerWeights(models.folder_of(path, "sampler_weights"), path)
 
     async def json_of(request: Request) -> tuple[Json, bytes]:
         content = await read_body(request, max_body_bytes)
@@ -129,9 +117,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return answer
 
     def check_base(name: Any) -> None:
-        if name != service.model:
+        if name != served:
             raise UserError(
-                f"base_model {str(name)[:200]!r} is not here; this server has {service.model!r}"
+                f"base_model {str(name)[:200]!r} is not here; this server has {served!r}"
             )
 
     def training(
@@ -166,8 +154,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def capabilities(_: Request) -> Response:
         model = {
-            "model_name": service.model,
-            "max_context_length": service.sizes.max_context_tokens,
+            "model_name": served,
+            "max_context_length": sizes.max_context_tokens,
             "trainable": True,
             "sampleable": True,
         }
@@ -208,14 +196,15 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
-        data = {"model_name": service.model, "arch": "jaxrl"}
-        if service.tokenizer:
-            data["tokenizer_id"] = service.tokenizer
-        rank = {"lora_rank": model.adapter.rank} if service.lora.rank else {}
+        data = {"model_name": served, "arch": "jaxrl"}
+        if service.config.tokenizer:
+            data["tokenizer_id"] = service.config.tokenizer
+        trained = service.devices.trained.get(model.model_id)
+        rank = {"lora_rank": trained.adapter.rank} if trained and service.lora.rank else {}
         return {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_name": service.model,
+            "model_name": served,
             "model_data": data,
             "is_lora": bool(rank),
             **rank,
@@ -263,7 +252,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             if type(number) is not int or number < 0:
                 raise UserError("send a path, or a sampling_session_seq_id from 0")
             sampler_id = f"{model.session_id}:sample:{number}"
-            saved = service.weights.snapshot(model, request_id)
+            saved = models.snapshot(model, request_id)
             if follows:
                 model.newest.saved = saved
                 service.sampler.refresh()
@@ -278,7 +267,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         if follows:
             # Here and not in `work`, since a restart repeats only the newest save.
             model = models.model_of(str(body.get("model_id")))
-            weights = SamplerWeights(model.newest.load, newest=model.newest)
+            weights = SamplerWeights(newest=model.newest)
             clients.add_sampler(f"{model.session_id}:sample:{number}", model.session_id, weights)
         return training("save_weights_for_sampler", body, content, work)
 
@@ -299,10 +288,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(f"sampling_session_seq_id is {number!r}; count from 0")
         if path is None:
             check_base(body.get("base_model"))
-            weights = service.weights.base
+            weights = service.base
         else:
-            folder = models.folder_of(str(path), "sampler_weights")
-            weights = service.weights.exported(folder, str(path))
+            weights = exported(str(path))
         sampler_id = f"{session_id}:sample:{number}"
         clients.add_sampler(sampler_id, session_id, weights)
         return sampler_id
@@ -318,7 +306,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return JSONResponse(
             {
                 "sampler_id": sampler_id,
-                "base_model": service.model,
+                "base_model": served,
                 "model_path": weights.path,
             }
         )
@@ -333,8 +321,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
         def start(future: Future) -> None:
             seed = f"{sampler_id}/{seq_id}".encode()
-            vocabulary = models.actor.model.live_tokens
-            call = read_call(body, service.sizes, vocabulary, seed)
+            vocabulary = service.devices.actor.model.live_tokens
+            call = read_call(body, sizes, vocabulary, seed)
             service.sampler.submit(call, weights, future)
 
         # The name by which a session's finished samples are found: clones count from multiples of 1e9.

@@ -19,12 +19,10 @@ With adapters these are PEFT directories, and checkpoints have one beside them, 
 After a restart the finished calls come again, in the order in which they ran, and `plan_redo` says which of
 them have to be done again, with checkpoints in the place of earlier ones.
 
-N tokens of a sequence   K targets of a place
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -35,26 +33,18 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxrl.errors import UserError
-from jaxrl.mesh.rules import with_shardings
-from jaxrl.models import lora
-from jaxrl.models.decoder import Params
-from jaxrl.models.huggingface.config_json import read_adapter_config
-from jaxrl.models.huggingface.weight_export import save_adapter, save_checkpoint
-from jaxrl.models.model_config import LoraConfig
-from jaxrl.roles.accumulating import AccumulatingActor, AdamNumbers, Trainee, pack_targets
-from jaxrl.roles.packing import PackedShape
+from jaxrl.roles.accumulating import AdamNumbers
+from jaxrl.tinker.devices import Devices, NewAdapter, Together
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
-from jaxrl.tinker.sampler_weights import Newest
-from jaxrl.tinker.turns import Turns
+from jaxrl.tinker.sampler_weights import Newest, SamplerWeights
 from jaxrl.tinker.wire import forward_backward_output, read_data
-from jaxrl.tracking.checkpoints import Checkpoints
 from jaxrl.tracking.durable import sync
 
 _LOG = logging.getLogger(__name__)
@@ -82,8 +72,6 @@ class TrainedModel:
 
     Attributes:
       model_id, session_id: ids.
-      adapter: rank and alpha of what is trained; the rank is 0 if that is all weights.
-      trainee: the weights and what belongs to them.
       newest: what its samplers of `kind: inflight` sample from.
       unsaved_steps: number of steps since the last checkpoint; infinite where one must follow.
       next_seq: seq_id of the next call.
@@ -92,8 +80,6 @@ class TrainedModel:
 
     model_id: str
     session_id: str
-    adapter: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    trainee: Trainee = dataclasses.field(default_factory=Trainee)
     newest: Newest = dataclasses.field(default_factory=Newest)
     unsaved_steps: float = 0.0
     next_seq: int = 1
@@ -111,21 +97,6 @@ class Done(NamedTuple):
     route: str
     failed: bool
     model_id: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class NewAdapter:
-    """An adapter to begin with.
-
-    Attributes:
-      rank: its rank; alpha is 32, as Tinker's.
-      seed: seed of its random factors.
-      targets: projections that it trains.
-    """
-
-    rank: int
-    seed: int
-    targets: tuple[str, ...]
 
 
 def plan_redo(
@@ -168,28 +139,14 @@ def plan_redo(
     return plan
 
 
-def check_rank(rank: Any, most: int) -> None:
-    """Raises UserError for an adapter that this server cannot train."""
-    if type(rank) is not int or not 1 <= rank <= most:
-        raise UserError(
-            f"the rank of an adapter is {rank!r}; this server trains ranks from 1 to {most}: choose another, "
-            "or start it with a larger --max_rank, or with --full to train all weights"
-        )
-
-
 @dataclasses.dataclass(eq=False)
 class Models:
     """Training calls, done one after the other on a thread of their own, which starts at once.
 
     Attributes:
-      actor: policy without weights.
-      shape, shards: shape of its batches, and the devices that split their rows.
-      fresh: function that makes what is trained, in the training layout: an adapter, or for None the base
-        model's weights.
+      together: devices that train them.
       futures: futures, which the thread finishes.
       folder: folder of named weights.
-      source: directory of the base model.
-      turns: turns on the devices.
       write: `Log.write`.
       held: function that returns the ids of the requests that took the snapshots which are kept.
       places: number of models that are trained at the same time.
@@ -197,15 +154,10 @@ class Models:
       gap_timeout_s: how long calls wait for a missing one.
     """
 
-    actor: AccumulatingActor
-    shape: PackedShape
-    fresh: Callable[[NewAdapter | None], Params]
+    together: Together
     futures: Futures
     folder: pathlib.Path
     _: dataclasses.KW_ONLY
-    shards: int
-    source: pathlib.Path
-    turns: Turns
     write: Callable[..., None]
     held: Callable[[], Collection[str]]
     places: int = 1
@@ -222,6 +174,8 @@ class Models:
         self._new: list[_Call] = []
         # In the order of their creation.
         self._models: dict[str, TrainedModel] = {}
+        # Those that somebody may still sample from.
+        self._snapshots: weakref.WeakSet[SamplerWeights] = weakref.WeakSet()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="tinker-models", daemon=True)
         self._thread.start()
@@ -289,10 +243,11 @@ class Models:
         for each in before:
             self._replaced.add(each.model_id)
             self.write("replaced", each.session_id, id=each.model_id)
-            each.trainee = Trainee()
             error = Result.error(UserError(f"{each.model_id} was replaced by {model.model_id}"))
             for call in each.waiting.values():
                 self.futures.finish(call.future, error)
+        if before:
+            self.together.run(Devices.drop, [each.model_id for each in before])
         try:
             return new.work()
         except Exception:
@@ -351,7 +306,8 @@ class Models:
         action = self._plan.get(future.request_id)
         try:
             if action == "restore":
-                self._read(model, self._checkpoint_of(future.request_id), optimizer=True)
+                folder = self._checkpoint_of(future.request_id)
+                self.together.run(Devices.load, model.model_id, folder, optimizer=True)
                 model.unsaved_steps = 0
             elif action == "run":
                 # No checkpoint now: what is not needed for the calls until here would be removed.
@@ -371,7 +327,7 @@ class Models:
         model.unsaved_steps = 0
         folder = self._checkpoint_of(future.request_id)
         shutil.rmtree(folder, ignore_errors=True)
-        self._write_state(model, folder)
+        self.together.run(Devices.save, model.model_id, folder)
         self.write("checkpoint", future.session_id, id=future.request_id)
         self._checkpoints.add(future.request_id)
         plan = plan_redo(self._done, self._checkpoints, self.held(), self._replaced)
@@ -390,72 +346,20 @@ class Models:
             if path not in kept:
                 shutil.rmtree(path)
 
-    def _write_state(self, model: TrainedModel, folder: pathlib.Path) -> None:
-        state = model.trainee.state
-        assert state is not None, "a model has weights"
-        if model.adapter.rank:
-            self._write_adapter(model, folder)
-            state = lora.with_rank(state, model.adapter.rank)
-        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
-        try:
-            checkpoints.prepare(None)
-            checkpoints.save(0, {"actor": state}, {})
-            checkpoints.commit()
-        finally:
-            checkpoints.close()
-
-    def _write_adapter(self, model: TrainedModel, folder: pathlib.Path) -> None:
-        """Writes the weights as a PEFT directory."""
-        assert model.trainee.state is not None, "a model has weights"
-        config = lora.with_adapters(self.actor.model, model.adapter)
-        params = lora.with_rank(model.trainee.state.params, model.adapter.rank)
-        save_adapter(params, config, folder, dtype="float32", base=str(self.source))
-
-    def _read(self, model: TrainedModel, folder: pathlib.Path, *, optimizer: bool) -> None:
-        most = self.actor.model.lora.rank
-        adapter = LoraConfig()
-        if most:
-            adapter = read_adapter_config(folder)
-            check_rank(adapter.rank, most)
-
-        def with_rank(tree: Any, rank: int) -> Any:
-            return lora.with_rank(tree, rank) if most else tree
-
-        checkpoints = Checkpoints(folder / "checkpoints", keep=None)
-        with self._training(model) as actor:
-            where = actor.state_shardings()
-            cut = functools.partial(with_rank, rank=adapter.rank)
-            like = with_shardings(jax.eval_shape(cut, actor.abstract_state()), where)
-            try:
-                step = checkpoints.stored.newest_intact()
-                if step is None:
-                    raise UserError(f"{folder} is not here, or damaged; save weights first")
-                if optimizer:
-                    state = checkpoints.restore(step, {"actor": like})["actor"]
-                    actor.state = jax.device_put(with_rank(state, most), where)
-                else:
-                    params = checkpoints.stored.restore_params(step, "actor", like.params)
-                    actor.start_from(jax.device_put(with_rank(params, most), where.params))
-            finally:
-                checkpoints.close()
-            model.adapter = adapter
-            actor.trainee = Trainee(actor.state, scale=adapter.scale if most else 1.0)
-
     # The thread
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
             model, future = call.model, call.future
-            with self.turns.training():
-                self.futures.run(future, call.work)
-                result = future.result
-                assert result is not None, "it has just been run"
-                done = Done(future.request_id, future.route, result.failed, model.model_id)
-                self._done.append(done)
-                try:
-                    self._save_checkpoint(model, future)
-                except Exception as error:  # a restart takes longer without it
-                    _LOG.error("no checkpoint after %s: %s", future.request_id, error)
+            self.futures.run(future, call.work)
+            result = future.result
+            assert result is not None, "it has just been run"
+            done = Done(future.request_id, future.route, result.failed, model.model_id)
+            self._done.append(done)
+            try:
+                self._save_checkpoint(model, future)
+            except Exception as error:  # a restart takes longer without it
+                _LOG.error("no checkpoint after %s: %s", future.request_id, error)
 
     def _next(self) -> _Call | None:
         with self._changed:
@@ -481,17 +385,6 @@ class Models:
                 self._changed.wait(1.0)
         return None
 
-    @contextlib.contextmanager
-    def _training(self, model: TrainedModel) -> Iterator[AccumulatingActor]:
-        """The actor with the state of a model, which the model gets back."""
-        self.actor.trainee = model.trainee
-        # What a program consumes must not be held twice, and of a failed one nothing is left.
-        model.trainee = Trainee()
-        try:
-            yield self.actor
-        finally:
-            model.trainee, self.actor.trainee = self.actor.trainee, Trainee()
-
     def _give_up_gap(self, model: TrainedModel) -> None:
         """Fails the calls after a gap that has lasted too long, and goes on after them."""
         oldest = min(call.arrived for call in model.waiting.values())
@@ -511,44 +404,28 @@ class Models:
 
     def start(self, model: TrainedModel, new: NewAdapter | None = None) -> Any:
         """Begins with a new adapter, or with the base model's weights."""
-        with self._training(model) as actor:
-            actor.start_from(self.fresh(new))
-            if new is not None:
-                model.adapter = LoraConfig(rank=new.rank, targets=self.actor.model.lora.targets)
-                actor.trainee = dataclasses.replace(actor.trainee, scale=model.adapter.scale)
+        self.together.run(Devices.start, model.model_id, new)
         return {"type": "create_model", "model_id": model.model_id}
 
     def forward_backward(self, model: TrainedModel, request: Any) -> bytes:
         """Adds the gradient of a request's loss, or only computes the loss."""
-        loss = request.loss_fn
-        data = read_data(request, self.shape.tokens, self.actor.model.live_tokens)
-        # Each number of targets has programs of its own.
-        by_k: dict[int, list[int]] = collections.defaultdict(list)
-        for i, datum in enumerate(data):
-            by_k[datum.targets.shape[1]].append(i)
-        logprobs: dict[int, np.ndarray] = {}
-        total = 0.0
-        with self._training(model) as actor:
-            run = actor.forward if request.forward_only else actor.accumulate
-            for indices in by_k.values():
-                chosen = [data[i] for i in indices]
-                for part in pack_targets(chosen, self.shape, shards=self.shards):
-                    found, loss_sum = run(part.batch, loss)
-                    logprobs |= {indices[i]: x for i, x in part.unpack(jax.device_get(found))}
-                    total += float(loss_sum)
+        devices, forward_only = self.together.devices, request.forward_only
+        data = read_data(request, devices.shape.tokens, devices.actor.model.live_tokens)
+        found, total = self.together.run(
+            Devices.train, model.model_id, data, request.loss_fn, forward_only=forward_only
+        )
         flat = [len(d.loss_fn_inputs["target_tokens"].shape) < 2 for d in request.data]
-        answers = [logprobs[i][:, 0] if flat[i] else logprobs[i] for i in range(len(data))]
+        answers = [x[:, 0] if is_flat else x for x, is_flat in zip(found, flat, strict=True)]
         return forward_backward_output(answers, {"loss:sum": total})
 
     def optim_step(self, model: TrainedModel, numbers: AdamNumbers) -> Any:
         """Applies the accumulated gradients."""
-        if model.trainee.gradients is None:
+        if self.together.devices.trained[model.model_id].trainee.gradients is None:
             raise UserError(
                 "optim_step has no gradient to apply; call forward_backward after the optim_step before it"
             )
         try:
-            with self._training(model) as actor:
-                norm = actor.apply(numbers)["grad_norm"]
+            norm = self.together.run(Devices.step, model.model_id, numbers)
         except jax.errors.JaxRuntimeError:
             # The step has consumed the weights: the model is gone, and its next calls say so.
             with self._changed:
@@ -566,12 +443,13 @@ class Models:
         """Saves weights and the optimiser's state."""
         out = self._path(model.model_id, "weights", name)
         with self._saved(out, request_id, overwrite=overwrite) as folder:
-            self._write_state(model, folder)
+            self.together.run(Devices.save, model.model_id, folder)
         return {"type": "save_weights", "path": f"tinker://{model.model_id}/weights/{name}"}
 
     def load_weights(self, model: TrainedModel, path: str, optimizer: bool) -> Any:
         """Goes on with saved weights, with or without the optimiser's state."""
-        self._read(model, self.folder_of(path, "weights"), optimizer=optimizer)
+        folder = self.folder_of(path, "weights")
+        self.together.run(Devices.load, model.model_id, folder, optimizer=optimizer)
         # They may be overwritten later.
         model.unsaved_steps = math.inf
         return {"type": "load_weights", "model_id": model.model_id, "path": path}
@@ -580,16 +458,19 @@ class Models:
         """Writes a Hugging Face directory, or of an adapter a PEFT directory, to sample from."""
         out = self._path(model.model_id, "sampler_weights", name)
         with self._saved(out, request_id, overwrite=False) as folder:
-            if model.adapter.rank:
-                self._write_adapter(model, folder)
-            else:
-                assert model.trainee.state is not None, "a model has weights"
-                params, config = model.trainee.state.params, self.actor.model
-                save_checkpoint(params, config, folder, dtype="float32", source=self.source)
+            self.together.run(Devices.export, model.model_id, folder)
         return {
             "type": "save_weights_for_sampler",
             "path": f"tinker://{model.model_id}/sampler_weights/{name}",
         }
+
+    def snapshot(self, model: TrainedModel, request_id: str) -> SamplerWeights:
+        """Copies a model's weights to the host, to sample from."""
+        kept = [each.taken_by for each in self._snapshots]
+        self.together.run(Devices.snapshot, model.model_id, request_id, kept)
+        weights = SamplerWeights(taken_by=request_id)
+        self._snapshots.add(weights)
+        return weights
 
     @contextlib.contextmanager
     def _saved(

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pathlib
 import weakref
 from collections.abc import Callable
 
-import jax
-
 from jaxrl.errors import UserError
-from jaxrl.models import lora
-from jaxrl.models.decoder import Params
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,26 +31,20 @@ class Newest:
 
     saved: SamplerWeights | None = None
 
-    def load(self) -> Params:
-        """The adapter; raises UserError before the first save."""
-        if self.saved is None:
-            raise UserError("this sampler's weights are not saved yet; wait for the save before")
-        return self.saved.load()
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplerWeights:
-    """Weights to sample from. They never change, but for those of `newest`.
+    """Weights to sample from, by name. They never change, but for those of `newest`.
 
     Attributes:
-      load: function that returns them: on the devices in the generation layout, or an adapter with its scale.
+      folder: where they are; None if they are in memory only.
       path: their path, if a client has given them a name; else None.
       taken_by: request that copied them to the host's memory, where they are gone when they are dropped; ""
         if they are in files.
       newest: what it follows, if it is of `kind: inflight`.
     """
 
-    load: Callable[[], Params]
+    folder: pathlib.Path | None = None
     path: str | None = None
     taken_by: str = ""
     newest: Newest | None = None
@@ -88,34 +79,32 @@ class _Place:
     last_use: int = 0
 
 
-class AdapterPlaces:
-    """Places of adapters. Only the sampler's thread uses them."""
+class Places:
+    """The places of a server. Only the sampler's thread uses them.
 
-    def __init__(self, frozen: Params, stack: Params, base: SamplerWeights):
-        """Args: the base model's weights; a stack of empty adapters; what samplers of the base model name."""
-        self._frozen = frozen
-        self.stack = stack
-        count = jax.tree.leaves(stack)[0].shape[1]
+    Attributes:
+      count: number of places.
+    """
+
+    def __init__(
+        self, count: int, base: SamplerWeights, bring: Callable[[int, SamplerWeights], None]
+    ):
+        """Args: number of places; what samplers of the base model name; function that fills a place."""
+        self.count = count
+        self._bring = bring
         self._places = [_Place(number) for number in range(count)]
-        self._places[0].shown = base
-        self._places[0].numbers[base] = 0
+        if count > 1:
+            self._places[0].shown = base
+            self._places[0].numbers[base] = 0
         self._uses = itertools.count(1)
-        where = jax.tree.map(lambda x: x.sharding, stack)
-        # Not donated: the loop may be about to use the stack as it is.
-        self._put = jax.jit(lora.put_into, out_shardings=where)
-        self._taken = jax.jit(lora.taken_from)
-
-    @property
-    def params(self) -> Params:
-        """All weights, with the stack."""
-        return lora.join(self.stack, self._frozen)
 
     def take(self, weights: SamplerWeights) -> int | None:
         """The number of the adapter of a sampler, for a call; None if a place has to become free first."""
         shown = weights.newest or weights
         place = next((each for each in self._places if each.shown is shown), None)
         if place is None:
-            free = [each for each in self._places[1:] if not each.calls]
+            # The first of several places is the base model's.
+            free = [each for each in self._places[self.count > 1 :] if not each.calls]
             if not free:
                 return None
             place = min(free, key=lambda each: each.last_use)
@@ -123,7 +112,7 @@ class AdapterPlaces:
             place.numbers.clear()
         self.refresh()
         if weights not in place.numbers:
-            place.number += len(self._places)
+            place.number += self.count
             place.numbers[weights] = place.number
         place.calls += 1
         place.last_use = next(self._uses)
@@ -137,14 +126,17 @@ class AdapterPlaces:
 
     def _load(self, place: _Place, shown: SamplerWeights | Newest) -> None:
         saved = shown.saved if isinstance(shown, Newest) else shown
-        at = place.number % len(self._places)
-        self.stack = self._put(self.stack, shown.load(), at)
+        if saved is None:
+            raise UserError("this sampler's weights are not saved yet; wait for the save before")
+        # Until they are there nothing is.
+        place.shown = place.saved = None
+        self._bring(self.at(place.number), saved)
         place.shown, place.saved = shown, saved
 
     def leave(self, number: int) -> None:
         """Ends a call."""
-        self._places[number % len(self._places)].calls -= 1
+        self._places[self.at(number)].calls -= 1
 
-    def params_of(self, number: int) -> Params:
-        """The model with one adapter, for the trainer's forward pass."""
-        return lora.join(self._taken(self.stack, number % len(self._places)), self._frozen)
+    def at(self, number: int) -> int:
+        """The place of a number."""
+        return number % self.count

@@ -6,60 +6,50 @@
 
 DIR is a Hugging Face directory. Several clients train an adapter each, or with --full one at a time trains
 all of the model's weights, and any number may sample. In --folder are the weights that clients save by name
-and what it takes to go on after a restart.
+and what it takes to go on after a restart. Several processes are started with the same command and
+--coordinator, --num_processes and --process_id; the first one listens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
-from jaxrl.mesh.devices import build_generation_mesh, dtype_on
-from jaxrl.mesh.resharding import Resharding
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, parts_of, shards_of, with_shardings
+from jaxrl.mesh.devices import build_generation_mesh, dtype_on, memory_bytes
+from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, parts_of, shards_of
 from jaxrl.mesh.sharding_strategies import ZERO, StateRules
 from jaxrl.models import lora
-from jaxrl.models.decoder import Params, weight_types
-from jaxrl.models.huggingface.config_json import read_adapter_config
 from jaxrl.models.huggingface.weight_export import table_of_adapter
-from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
 from jaxrl.models.model_config import LORA_TARGETS, LoraConfig
 from jaxrl.roles.accumulating import AccumulatingActor
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.train_config import TrainConfig
 from jaxrl.serving.http_server import HttpServer
-from jaxrl.serving.model_loading import (
-    ModelDirectory,
-    build_engine,
-    device_bytes,
-    generation_shardings,
-    model_directory,
-    read_model,
-)
+from jaxrl.serving.model_loading import ModelDirectory, model_directory, read_model
 from jaxrl.serving.serve_config import end_of_service, read_flags
-from jaxrl.tinker.app import ServedWeights, Service, build_app
+from jaxrl.tinker.app import Service, build_app
 from jaxrl.tinker.clients import Clients
+from jaxrl.tinker.devices import AdapterDevices, Devices, Together, WholeDevices
 from jaxrl.tinker.futures import Futures
 from jaxrl.tinker.log import Log
-from jaxrl.tinker.models import Models, NewAdapter, TrainedModel, check_rank
-from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
+from jaxrl.tinker.models import Models
+from jaxrl.tinker.sampler_weights import SamplerWeights
 from jaxrl.tinker.sampling import Sampler
 from jaxrl.tinker.settings import TinkerConfig
-from jaxrl.tinker.turns import Turns
 from jaxrl.tracking.durable import run_lock
 
 # Longest sequence to train on if --train_tokens does not say.
 _TRAIN_TOKENS = 1024
+# Seconds between two commands to other processes, which do not wait for one for ever.
+_BEAT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,43 +58,122 @@ class RunningTinker:
 
     Attributes:
       http_port: port that it listens on.
-      actor: the policy that it trains.
-      shape: shape of its batches.
+      together: its devices.
     """
 
     http_port: int
-    actor: AccumulatingActor
-    shape: PackedShape
+    together: Together
+
+    @property
+    def actor(self) -> AccumulatingActor:
+        return self.together.devices.actor
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with program name and arguments; returns the exit status."""
     config = read_flags(argv, __doc__, TinkerConfig)
+    hosts.start(config)
     keep_compiled_programs()
-    with end_of_service() as ended, running(config) as server:
-        url = f"http://{config.host}:{server.http_port}"
-        print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
-        print(f", sequences of up to {server.shape.tokens} tokens", flush=True)
-        ended.wait()
+    if config.dry_run:
+        return _dry_run(config)
+    with end_of_service() as ended, hosts.watched(config):
+        if not hosts.is_first():
+            with _together(config) as together:
+                together.follow()
+            return 0
+        with running(config) as server:
+            url = f"http://{config.host}:{server.http_port}"
+            tokens = server.together.devices.shape.tokens
+            print(f"{config.model_name}: TINKER_BASE_URL={url}", end="")
+            print(f", sequences of up to {tokens} tokens", flush=True)
+            while not ended.wait(_BEAT_S):
+                if hosts.num_processes() > 1:
+                    server.together.run(Devices.turn)
     return 0
 
 
 @contextlib.contextmanager
 def running(config: TinkerConfig) -> Iterator[RunningTinker]:
-    """Runs the server inside a `with` block.
+    """Runs the server inside a `with` block, in the first process.
 
     Raises:
       UserError: the model cannot be served, or the port is not available.
     """
+    folder = pathlib.Path(config.folder)
+    with contextlib.ExitStack() as stack:
+        together = stack.enter_context(_together(config))
+        stack.callback(together.end)
+        devices = together.devices
+        log = Log(folder / "log.jsonl")
+        stack.callback(log.close)
+        futures = Futures(log.write)
+        clients = Clients(futures, log.write, config.lease_s)
+        models = Models(
+            together,
+            futures,
+            folder,
+            write=log.write,
+            held=clients.snapshots,
+            places=1 if config.full else config.adapters,
+            checkpoint_steps=config.checkpoint_steps,
+        )
+        stack.callback(models.close)
+        base = SamplerWeights(devices.directory)
+        sampler = Sampler(together, futures, base, max_waiting=config.max_waiting)
+        stack.callback(sampler.close)
+        server = HttpServer(
+            build_app(
+                Service(config, log, clients, futures, models, sampler, base),
+                max_body_bytes=config.max_body_bytes,
+            ),
+            host=config.host,
+            port=config.http_port,
+            api_key=config.key,
+            max_connections=config.max_connections,
+        )
+        stack.callback(server.stop)
+        yield RunningTinker(server.port, together)
+
+
+def _dry_run(config: TinkerConfig) -> int:
+    """Prints the memory of a server; returns 1 if it does not fit."""
+    devices = devices_of(config)
+    (device, *others) = devices.actor.mesh.devices.flat
+    print(f"{config.model_name} on {1 + len(others)} x {device.device_kind}, GB of each:")
+    parts = devices.memory()
+    for name, size in parts.items():
+        print(f"{size / 1e9:10.2f}  {name}")
+    needed, there = sum(parts.values()), memory_bytes(device)
+    fits = "they fit" if needed <= there else "they DO NOT FIT"
+    print(f"{needed / 1e9:10.2f}  together, of {there / 1e9:.2f}: {fits}")
+    return int(needed > there)
+
+
+@contextlib.contextmanager
+def _together(config: TinkerConfig) -> Iterator[Together]:
+    """The devices with the base model, while the folder is locked. Collective."""
+    with run_lock(pathlib.Path(config.folder), "--folder"):
+        devices = devices_of(config)
+        devices.load_base()
+        yield Together(devices, exclusive=devices.actor.mesh.size > 1)
+
+
+def devices_of(config: TinkerConfig) -> Devices:
+    """The devices without weights."""
     directory = model_directory(config.model)
     found = read_model(directory)
     if not config.full:
         found = _with_adapters(config, found, directory)
-    model, tokenizer = found.model, found.tokenizer
+    elif hosts.num_processes() > 1:
+        raise UserError("--full trains in one process; leave it out, and train adapters")
     # The state is split over all replicas: it takes four times the memory of the weights.
     mesh = build_generation_mesh(config.mesh, shard_state=True)
+    if hosts.num_processes() > 1 and mesh.size < jax.device_count():
+        raise UserError(
+            f"--mesh {config.mesh} has {mesh.size} of the {jax.device_count()} devices of all processes; "
+            "choose one of all devices"
+        )
     config = dataclasses.replace(config, dtype=dtype_on(mesh, config.dtype))
-    shards = shards_of("batch", TRAIN_RULES, mesh)
     shape = PackedShape(
         minibatches=1,
         microbatches=config.train_microbatches,
@@ -116,98 +185,9 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     dtype: Any = config.dtype
     train = TrainConfig(rows=shape.rows, share_prompts=False, dtype=dtype)
     rules = ZERO["FSDP"] if config.full else StateRules(*[GENERATE_RULES] * 3)
-    actor = AccumulatingActor(model, mesh, train=train, seed=0, state_rules=rules)
-    weights_of = _whole_weights if config.full else _adapters
-    weights = weights_of(config, found, directory, actor)
-    sizes = dataclasses.replace(weights.engine.config, stop_ids=tuple(tokenizer.stop_ids))
-    turns, folder = Turns(exclusive=mesh.size > 1), pathlib.Path(config.folder)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(run_lock(folder, "--folder"))
-        log = Log(folder / "log.jsonl")
-        stack.callback(log.close)
-        futures = Futures(log.write)
-        clients = Clients(futures, log.write, config.lease_s)
-        models = Models(
-            actor,
-            shape,
-            weights.fresh,
-            futures,
-            folder,
-            shards=shards,
-            source=directory,
-            turns=turns,
-            write=log.write,
-            held=clients.snapshots,
-            places=1 if config.full else config.adapters,
-            checkpoint_steps=config.checkpoint_steps,
-        )
-        stack.callback(models.close)
-        sampler = Sampler(
-            weights.engine,
-            actor,
-            shape,
-            tokenizer.decode,
-            futures,
-            shards=shards,
-            turns=turns,
-            max_waiting=config.max_waiting,
-            places=weights.places,
-        )
-        stack.callback(sampler.close)
-        service = Service(
-            config.model_name,
-            sizes,
-            config.tokenizer,
-            log,
-            clients,
-            futures,
-            models,
-            sampler,
-            weights,
-            model.lora,
-        )
-        server = HttpServer(
-            build_app(service, max_body_bytes=config.max_body_bytes),
-            host=config.host,
-            port=config.http_port,
-            api_key=config.key,
-            max_connections=config.max_connections,
-        )
-        stack.callback(server.stop)
-        yield RunningTinker(server.port, actor, shape)
-
-
-def _whole_weights(
-    config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
-) -> ServedWeights:
-    model, mesh = found.model, actor.mesh
-    state_bytes = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
-    engine = build_engine(config, found, mesh, stop_ids=(), other_bytes=state_bytes)
-    generate = generation_shardings(model, mesh)
-    types = weight_types(model, config.dtype, config.weights_dtype)
-    resharding = Resharding(actor.shapes, actor.train_shardings, generate, types)
-
-    # One object for a path: it is what tells the sampler that the devices have these weights.
-    @functools.cache
-    def exported(folder: pathlib.Path, path: str | None) -> SamplerWeights:
-        def load() -> Params:
-            params = load_params(folder, model, generate, dtype=config.dtype)
-            return engine.stored(params) if config.weights_dtype else params
-
-        return SamplerWeights(load, path)
-
-    def snapshot(trained: TrainedModel, request_id: str) -> SamplerWeights:
-        assert trained.trainee.state is not None, "a model has weights"
-        # A copy: leaves with one sharding in both layouts are shared, and the next step consumes them.
-        params = resharding.to_generate(trained.trainee.state.params)
-        where = jax.tree.map(lambda x: x.sharding, params)
-        host = jax.tree.map(lambda x: np.array(jax.device_get(x)), params)
-        return SamplerWeights(lambda: jax.device_put(host, where), taken_by=request_id)
-
-    def fresh(_: NewAdapter | None) -> Params:
-        return load_params(directory, model, actor.train_shardings, dtype=jnp.float32)
-
-    return ServedWeights(engine, fresh, exported(directory, None), snapshot, exported)
+    actor = AccumulatingActor(found.model, mesh, train=train, seed=0, state_rules=rules)
+    kind = WholeDevices if config.full else AdapterDevices
+    return kind(config, found, directory, actor, shape)
 
 
 def _with_adapters(
@@ -235,56 +215,3 @@ def _with_adapters(
             f"adapters of {config.model_name} cannot be saved: {reason}; set --full"
         ) from error
     return dataclasses.replace(found, model=model)
-
-
-def _adapters(
-    config: TinkerConfig, found: ModelDirectory, directory: pathlib.Path, actor: AccumulatingActor
-) -> ServedWeights:
-    model, mesh = found.model, actor.mesh
-    like = actor.trained(actor.shapes)
-    where, frozen_where = lora.split(actor.train_shardings)
-    # The base model, and a sampler of each client; two at least, for a loop that samples ahead.
-    count = 1 + max(config.adapters, 2)
-    make_stack = functools.partial(lora.empty_stack, like, count, jnp.dtype(config.dtype))
-    stack_where = lora.stack_shardings(where)
-    stack_bytes = device_bytes(with_shardings(jax.eval_shape(make_stack), stack_where))
-    state_bytes = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
-    engine = build_engine(
-        config,
-        found,
-        mesh,
-        stop_ids=(),
-        # A stack, and the one after it.
-        other_bytes=config.adapters * state_bytes + 2 * stack_bytes,
-        adapter_places=count,
-    )
-    # One copy in one layout, for training and for samples.
-    base_model = lora.base_config(model)
-    actor.frozen = load_params(directory, base_model, frozen_where, dtype=config.dtype)
-    base = SamplerWeights(lambda: {})
-    stack = jax.jit(make_stack, out_shardings=stack_where)()
-    make_adapter = jax.jit(functools.partial(lora.uniform_adapters, like), out_shardings=where)
-
-    def fresh(new: NewAdapter | None) -> Params:
-        assert new is not None, "adapters are trained"
-        ranks = {name: np.int32(new.rank * (name in new.targets)) for name in model.lora.targets}
-        return make_adapter(ranks, jax.random.key(new.seed))
-
-    def snapshot(trained: TrainedModel, request_id: str) -> SamplerWeights:
-        assert trained.trainee.state is not None, "a model has weights"
-        host = jax.device_get(lora.scaled(trained.trainee.state.params, trained.trainee.scale))
-        return SamplerWeights(lambda: host, taken_by=request_id)
-
-    # One object for a path: it is what tells the sampler that the devices have this adapter.
-    @functools.cache
-    def exported(folder: pathlib.Path, path: str) -> SamplerWeights:
-        def load() -> Params:
-            adapter = read_adapter_config(folder)
-            check_rank(adapter.rank, config.max_rank)
-            params = load_adapter(folder, lora.with_adapters(model, adapter), actor.train_shardings)
-            return lora.scaled(lora.with_rank(params, config.max_rank), adapter.scale)
-
-        return SamplerWeights(load, path)
-
-    places = AdapterPlaces(actor.frozen, stack, base)
-    return ServedWeights(engine, fresh, base, snapshot, exported, places)

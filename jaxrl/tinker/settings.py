@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 from jaxrl.checks import PATH, at_least, between, count, settings, token_count
+from jaxrl.mesh.hosts import HostsConfig
 from jaxrl.serving.serve_config import ServeConfig
 
 
 @settings
-class TinkerConfig(ServeConfig):
-    """Settings of a server for the Tinker API; `ServeConfig` documents the inherited ones."""
+class TinkerConfig(ServeConfig, HostsConfig):
+    """Settings of a server for the Tinker API.
+
+    `ServeConfig` and `HostsConfig` document the inherited ones.
+    """
 
     folder: Annotated[str, PATH] = "runs/tinker"
     """Folder of the weights that clients save by name, and of the log that a restart goes on from."""
@@ -36,7 +40,13 @@ class TinkerConfig(ServeConfig):
     """Maximum number of models that clients train at the same time, each an adapter."""
     max_rank: Annotated[int, between(1, 256)] = 32
     """Maximum rank of an adapter. Adapters of lower ranks take the memory and time of this one."""
+    dry_run: bool = False
+    """Print the memory of the server, without loading the model, and end."""
     lease_s: Annotated[float, between(1, 86_400)] = 300.0
     """Seconds without a word from a session after which another one may have its place."""
     # The SDK cuts its requests at 5 MB.
     max_body_bytes: Annotated[int, at_least(1, at_most=2**31)] = 32 << 20
+
+    def __post_init__(self):
+        super().__post_init__()
+        HostsConfig.__post_init__(self)

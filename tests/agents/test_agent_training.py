@@ -1,19 +1,25 @@
 """A step of GRPO on conversations of agents: the trainer computes what the sampler did, wherever it runs."""
 
 import json
+import os
 import pathlib
+import signal
+import sys
+import time
 
 import pytest
 from agent_runs import AGENT
 from chats import chat_tokenizer
 from closeness import assert_close
+from processes import started
 from recipe_files import write_recipe_file
 from test_agent_backend import conversations, said
-from test_multiprocess import rows_of
+from test_multiprocess import ROOT, rows_of
 from test_multiprocess import run as run_processes
 from tiny_runs import SETTINGS, problems_in
 
 import jaxrl
+from jaxrl.tracking.metrics import read_metrics
 
 MORE = {
     "name": "tiny",
@@ -106,3 +112,40 @@ def test_two_processes_sample_and_learn_the_same(one, tmp_path):
     row = rows_of(tmp_path, "rl")[-1]
     for name in LEARNED:
         assert_close(row[name], one[0][name], rtol=1e-5, scale=1, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_a_step_goes_on_to_the_same_rows(tmp_path):
+    """The program, its workers and its agents; kill -9 leaves none of them."""
+    changes = ONE | {"run.num_steps": 4, "run.save_every": 1, "optim.lr": 1e-2}
+
+    def train(folder, *, kill):
+        recipe = write_recipe_file(folder, settings_of(folder, {"nap_s": 0.5}, **changes))
+        command = [sys.executable, ROOT / "launch/train.py", f"--config={recipe}"]
+        log = folder / "runs/tiny/seed0/rl/metrics.jsonl"
+        with started([command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}) as (run,):
+            while kill and not (log.exists() and len(read_metrics(log)) >= 2):
+                assert run.poll() is None, run.communicate()
+                time.sleep(0.02)
+            if kill:
+                # Agents of the step after that are at work.
+                time.sleep(0.3)
+                run.kill()
+            # Workers have its pipes, too.
+            _, errors = run.communicate(timeout=300)
+        assert run.returncode == (-signal.SIGKILL if kill else 0), errors
+        return rows_of(folder, "rl")
+
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    expected = train(tmp_path / "undisturbed", kill=False)
+    before = train(tmp_path / "killed", kill=True)
+    assert 2 <= len(before) < len(expected) == 4
+    rows = train(tmp_path / "killed", kill=False)
+    assert len(rows) == 4
+    for ours, theirs in zip(rows, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        # Pages that are known, and naps, follow the clock.
+        for name in theirs.keys() - {"agent/prompt_share_from_pages"}:
+            if not name.startswith("agent/seconds/"):
+                assert_close(ours[name], theirs[name], rtol=1e-5, scale=1, err_msg=name)

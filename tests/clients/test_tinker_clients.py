@@ -176,6 +176,7 @@ def test_the_sdk_goes_on_when_its_server_is_killed(folder):
             with serving(folder, saved="killed", port=port):
                 running = running or pool.submit(client, port)
                 while log.read_bytes().count(b'"kind": "result"') < results:
+                    assert not running.done(), running.exception()
                     time.sleep(0.01)
         with serving(folder, saved="killed", port=port):
             assert running.result() == expected

@@ -21,6 +21,7 @@ from jaxrl.data.tool_calls import AnswerParser  # noqa: E402
 from jaxrl.serving.openai.calls import RequestReader  # noqa: E402
 from jaxrl.serving.openai.chat_prompts import RenderedPrompts  # noqa: E402
 from jaxrl.serving.openai.logit_edits import LogitEdits  # noqa: E402
+from jaxrl.serving.openai.protocol import ApiError  # noqa: E402
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
 ADD = {"name": "add", "description": "Adds.", "strict": True, "parameters": PARAMETERS}
@@ -166,6 +167,88 @@ def test_a_response_format_holds_after_the_reasoning_that_a_prompt_opens():
         call = reader.chat({**ASK, "response_format": {"type": "json_object"}})
         edits = call.requests[0].options.edits
         assert isinstance(edits, LogitEdits) and edits.grammar_after == after
+
+
+def reader_of(template):
+    """(reader of requests, tokenizer)."""
+    tokenizer = chat_tokenizer(template)
+    tokenizer.backend.add_tokens(["<think>", "</think>"])
+    parser = AnswerParser(tokenizer)
+    sizes = sizes_of(1900, 1000, 2000, tokenizer.stop_ids)
+    return RequestReader(
+        tokenizer, "m", sizes, RenderedPrompts(tokenizer, parser), parser
+    ), tokenizer
+
+
+STRICT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+STRICT |= {"additionalProperties": False}
+ADD_STRICT = {"type": "function", "function": ADD | {"parameters": STRICT}}
+# Not strict: any object.
+FIND = {"type": "function", "function": {"name": "find", "parameters": STRICT}}
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (CHATML, '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>'),
+        (LLAMA, '{"name": "NAME", "parameters": ARGS}'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "NAME", "arguments": ARGS}]'),
+    ],
+    ids=["qwen", "llama", "mistral"],
+)
+def test_strict_tools_are_called_as_their_schemas_say(template, form):
+    import_extra("dev", "llguidance")
+    reader, tokenizer = reader_of(template)
+    (end,) = tokenizer.encode(tokenizer.special_tokens["eos_token"]).tolist()
+
+    def is_allowed(text, **fields):
+        body = {**ASK, "tools": [ADD_STRICT, FIND], **fields}
+        edits = reader.chat(body).requests[0].options.edits
+        assert isinstance(edits, LogitEdits) and edits.grammar is not None
+        grammar = edits.grammar.deep_copy()
+        return all(grammar.consume_token(int(i)) for i in [*tokenizer.encode(text), end])
+
+    def call(name, arguments):
+        return form.replace("NAME", name).replace("ARGS", arguments)
+
+    right, wrong = call("add", '{"a": 1}'), call("add", '{"a": "x"}')
+    assert is_allowed(right) and is_allowed("Just a text.")
+    assert not is_allowed(wrong)
+    assert not is_allowed(call("add", '{"a": 1, "b": 2}')) and not is_allowed(call("sub", "{}"))
+    assert is_allowed(call("find", '{"a": "x", "b": [2]}'))
+    if template is CHATML:
+        assert is_allowed(f"<think>\nHm.\n</think>\n\nI add. {right} {call('find', '{}')}")
+        assert not is_allowed(f"I add. {right} {wrong}")
+    # What a choice has begun goes on.
+    begun = form.partition("NAME")[0]
+    assert is_allowed(right.removeprefix(begun), tool_choice="required")
+    assert not is_allowed(wrong.removeprefix(begun), tool_choice="required")
+    begun = right.partition(' {"a')[0]
+    assert is_allowed(right.removeprefix(begun), tool_choice=NAMED)
+    assert not is_allowed(wrong.removeprefix(begun), tool_choice=NAMED)
+
+
+def test_tools_are_refused_where_the_template_has_none():
+    reader, tokenizer = reader_of(CHATML)
+    bare = ChatTemplate("{{ messages }}", origin="this test", special_tokens={})
+    reader = dataclasses.replace(
+        reader, tokenizer=dataclasses.replace(tokenizer, chat_template=bare)
+    )
+    with pytest.raises(ApiError, match="the chat template of this model has no tools"):
+        reader.chat({**ASK, "tools": TOOLS})
+
+
+def test_strict_tools_may_be_given_and_not_called():
+    reader, _ = reader_of(CHATML)
+    body = {**ASK, "tools": TOOLS}
+    assert reader.chat({**body, "tool_choice": "none"}).requests[0].options.edits is None
+    odd = {"type": "function", "function": ADD | {"strict": "yes"}}
+    with pytest.raises(ApiError, match="strict must be true or false"):
+        reader.chat({**ASK, "tools": [odd]})
+    open_ended = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    odd = {"type": "function", "function": ADD | {"parameters": open_ended}}
+    with pytest.raises(ApiError, match="strict has a schema that cannot be enforced"):
+        reader.chat({**ASK, "tools": [odd]})
 
 
 def test_ids_of_prompts_and_answers():

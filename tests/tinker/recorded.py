@@ -1,15 +1,23 @@
 """A client that sends bodies as recorded with tinker 0.38 and its cookbook, and a server for it."""
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import json
+import os
 import pathlib
+import subprocess
+import sys
+import time
+import types
+from typing import Any
 
 import jax
 import numpy as np
 from byte_engine import random_weights
 from extras import import_extra
+from processes import free_port, started
 
 for package in ("google.protobuf", "starlette", "uvicorn"):
     import_extra("dev", package)
@@ -17,13 +25,13 @@ for package in ("google.protobuf", "starlette", "uvicorn"):
 from jaxrl.data.tokenizer import train_tokenizer  # noqa: E402
 from jaxrl.models.huggingface.weight_export import save_checkpoint  # noqa: E402
 from jaxrl.models.model_config import ModelConfig  # noqa: E402
-from jaxrl.roles.packing import PackedShape  # noqa: E402
+from jaxrl.tinker.devices import Together  # noqa: E402
 from jaxrl.tinker.futures import Futures  # noqa: E402
 from jaxrl.tinker.models import Models  # noqa: E402
 from jaxrl.tinker.settings import TinkerConfig  # noqa: E402
-from jaxrl.tinker.turns import Turns  # noqa: E402
 from jaxrl.tinker.wire import MESSAGES, parse, tensor_of  # noqa: E402
 
+ROOT = pathlib.Path(__file__).parents[2]
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PROMPT = [5, 6, 7]
 # Few sizes, so that little is compiled.
@@ -68,6 +76,44 @@ def config_of(folder: pathlib.Path, /, **changes) -> TinkerConfig:
         **SIZES,
     }
     return TinkerConfig(model=str(folder / "tiny"), **{**given, **changes})
+
+
+class Server:
+    """`jaxrl serve --tinker` in processes of its own, which share the work."""
+
+    def __init__(
+        self, folder: pathlib.Path, saved: pathlib.Path, *switches: str, processes=1, **changes
+    ):
+        self.port = free_port()
+        self.saved = saved
+        self.processes: list[subprocess.Popen] = []
+        flags = {"model": folder / "tiny", "folder": saved, "port": self.port, **SIZES}
+        flags |= {"name": "Qwen/Qwen3-8B", "checkpoint_steps": 2, **changes}
+        self._running = contextlib.ExitStack()
+        command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", *switches]
+        for name, value in flags.items():
+            command += [f"--{name}", str(value)]
+        self._commands = [command]
+        if processes > 1:
+            address = ["--coordinator", f"localhost:{free_port()}"]
+            address += ["--num_processes", str(processes), "--process_id"]
+            self._commands = [[*command, *address, str(i)] for i in range(processes)]
+        self.start()
+
+    def start(self):
+        devices = f"--xla_force_host_platform_device_count={4 // len(self._commands)}"
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        if len(self._commands) > 1:
+            env["XLA_FLAGS"] = devices
+        self.processes = self._running.enter_context(started(self._commands, cwd=ROOT, env=env))
+
+    def kill(self):
+        self._running.close()
+
+    def ids(self, kind: str) -> set[str]:
+        """The ids of all complete records of a kind."""
+        lines = (self.saved / "log.jsonl").read_bytes().split(b"\n")[:-1]
+        return {record["id"] for record in map(json.loads, lines) if record["kind"] == kind}
 
 
 class Client:
@@ -180,6 +226,19 @@ class Trainer(Client):
         return parse("SampleResponse", found) if isinstance(found, bytes) else found
 
 
+class Patient(Trainer):
+    """Asks again, as the SDK does, while there is no server."""
+
+    def send(self, *arguments, **options):
+        end = time.monotonic() + 120
+        while True:
+            try:
+                return super().send(*arguments, **options)
+            except (OSError, http.client.HTTPException):
+                assert time.monotonic() < end, "the server does not come back"
+                time.sleep(0.1)
+
+
 def finish(*clients):
     for client in clients:
         client.post(f"sessions/{client.session_id}/finish", {})
@@ -206,14 +265,10 @@ def asked(sampler, seq_id, *, prompt=PROMPT, num_samples=2, params=(), **fields)
 
 def models_alone(futures: Futures, folder: pathlib.Path, **options) -> Models:
     """The thread of training calls without a policy, for work that needs none."""
-    unused: dict = {"actor": None, "fresh": None, "shards": 1, "source": folder}
-    return Models(
-        shape=PackedShape(minibatches=1, microbatches=1, rows=1, tokens=4),
-        futures=futures,
-        folder=folder,
-        turns=Turns(exclusive=False),
-        **{"write": lambda *_, **__: None, "held": set, **unused, **options},
-    )
+    unused: Any = types.SimpleNamespace(drop=lambda model_ids: None)
+    together = Together(unused, exclusive=False)
+    given = {"write": lambda *_, **__: None, "held": set, **options}
+    return Models(together, futures, folder, **given)
 
 
 def result_of(futures: Futures, future, timeout_s=20.0):

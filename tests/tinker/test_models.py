@@ -1,17 +1,20 @@
 """Training calls in the order of their seq_id, and what is refused about their data."""
 
+import functools
+import itertools
 import pathlib
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from recorded import models_alone, result_of
 
 from jaxrl.errors import UserError
+from jaxrl.tinker.devices import Together
 from jaxrl.tinker.futures import Futures, Gone
 from jaxrl.tinker.models import TrainedModel
-from jaxrl.tinker.turns import Turns
 from jaxrl.tinker.wire import MESSAGES, read_data, tensor_of
 
 
@@ -178,20 +181,39 @@ def test_closing_ends_the_thread_soon():
     assert time.monotonic() - began < 10
 
 
-def test_the_trainer_waits_for_samples_at_work_and_goes_before_others():
-    turns, order = Turns(exclusive=True), []
-    turns.on_free = lambda: order.append("free")
+class Counting:
+    """Devices that notice two commands at work."""
 
-    def train():
-        with turns.training():
-            order.append("training")
+    def __init__(self):
+        self.order, self.at_work = [], 0
 
-    assert turns.may_sample() and turns.may_sample()
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    while turns.may_sample():
+    def count(self, name):
+        self.at_work += 1
+        assert self.at_work == 1
         time.sleep(0.001)
-    assert order == []
-    turns.end_sampling()
-    trainer.join(20)
-    assert order == ["training", "free"] and turns.may_sample()
+        self.order.append(name)
+        self.at_work -= 1
+        if name == "broken":
+            raise UserError("broken; mend it")
+
+
+def test_commands_take_turns_and_who_waits_goes_before_who_asks_again():
+    devices: Any = Counting()
+    together = Together(devices, exclusive=True)
+    run: Any = functools.partial(together.run, Counting.count)
+
+    def ask_again_at_once(name):
+        for _ in range(20):
+            run(name)
+
+    threads = [threading.Thread(target=ask_again_at_once, args=(name,)) for name in "ab"]
+    with pytest.raises(UserError, match="mend"):
+        run("broken")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    # One that waits is the next one.
+    first = next(i for i, name in enumerate(devices.order) if name == "b")
+    alternating = devices.order[first : 2 * 20 - first]
+    assert all(here != there for here, there in itertools.pairwise(alternating))

@@ -1,21 +1,15 @@
 """A server that ends at any moment, and one that goes on in its folder: clients notice nothing."""
 
-import contextlib
-import http.client
-import json
-import os
-import pathlib
-import sys
 import time
 
 import numpy as np
 import pytest
-from processes import free_port, started
 from recorded import (
     DATA,
     PROTOBUF,
-    SIZES,
     Client,
+    Patient,
+    Server,
     Trainer,
     asked,
     config_of,
@@ -24,8 +18,6 @@ from recorded import (
 )
 
 from jaxrl.tinker.server import running
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.long
@@ -90,46 +82,6 @@ def test_a_client_goes_on_with_the_server_after(folder, full):
     checkpoints = list((saved / "checkpoints").iterdir())
     # One for the snapshot after step 2, one after step 4.
     assert len(checkpoints) == 2
-
-
-class Patient(Trainer):
-    """Asks again, as the SDK does, while there is no server."""
-
-    def send(self, *arguments, **options):
-        end = time.monotonic() + 120
-        while True:
-            try:
-                return super().send(*arguments, **options)
-            except (OSError, http.client.HTTPException):
-                assert time.monotonic() < end, "the server does not come back"
-                time.sleep(0.1)
-
-
-class Server:
-    """`jaxrl serve --tinker` in a process of its own."""
-
-    def __init__(self, folder: pathlib.Path, saved: pathlib.Path, *switches: str):
-        self.port = free_port()
-        self.saved = saved
-        flags = {"model": folder / "tiny", "folder": saved, "port": self.port, **SIZES}
-        flags |= {"name": "Qwen/Qwen3-8B", "checkpoint_steps": 2}
-        self._running = contextlib.ExitStack()
-        self._command = [sys.executable, "-m", "jaxrl", "serve", "--tinker", *switches]
-        for name, value in flags.items():
-            self._command += [f"--{name}", str(value)]
-        self.start()
-
-    def start(self):
-        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        self._running.enter_context(started([self._command], cwd=ROOT, env=env))
-
-    def kill(self):
-        self._running.close()
-
-    def ids(self, kind: str) -> set[str]:
-        """The ids of all complete records of a kind."""
-        lines = (self.saved / "log.jsonl").read_bytes().split(b"\n")[:-1]
-        return {record["id"] for record in map(json.loads, lines) if record["kind"] == kind}
 
 
 # What is happening to a request when its server is killed, in each of the first steps.

@@ -31,8 +31,8 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
-from jaxrl.tinker.sampler_weights import AdapterPlaces, SamplerWeights
-from jaxrl.tinker.server import running
+from jaxrl.tinker.sampler_weights import Places, SamplerWeights
+from jaxrl.tinker.server import devices_of, main, running
 from jaxrl.tinker.wire import parse
 
 
@@ -199,35 +199,43 @@ def test_a_second_client_of_an_adapter_is_refused_and_its_owner_goes_on(server):
 
 def test_an_adapter_comes_again_from_its_file_to_a_place_that_no_call_uses():
     """Three places: the base model and two."""
-    like = {"layers": {"q": {"lora_a": jnp.zeros((1, 2, 1)), "lora_b": jnp.zeros((1, 1, 2))}}}
-    loads = []
+    base, a, b, c = (SamplerWeights(path=name) for name in ("base", "a", "b", "c"))
+    there, loads = ["base", "", ""], []
 
-    def weights(value):
-        def load():
-            loads.append(value)
-            return jax.tree.map(lambda x: jnp.full_like(x, value), like)
+    def bring(at, weights):
+        there[at] = weights.path
+        loads.append(weights.path)
 
-        return SamplerWeights(load)
-
-    base, a, b, c = weights(0.0), weights(1.0), weights(2.0), weights(3.0)
-    places = AdapterPlaces({}, lora.empty_stack(like, 3, jnp.float32), base)
+    places = Places(3, base, bring)
 
     def value(number):
-        return float(jax.tree.leaves(places.params_of(number))[0].max())
+        return there[places.at(number)]
 
-    assert places.take(base) == 0 and value(0) == 0
+    assert places.take(base) == 0 and value(0) == "base"
     first, second = places.take(a), places.take(b)
-    assert (value(first), value(second)) == (1, 2) and places.take(a) == first
+    assert (value(first), value(second)) == ("a", "b") and places.take(a) == first
     # Both are in use.
     assert places.take(c) is None
     places.leave(second)
     third = places.take(c)
     assert third % 3 == second % 3 and third not in (first, second)
-    assert (value(first), value(third)) == (1, 3)
+    assert (value(first), value(third)) == ("a", "c")
     places.leave(third)
     again = places.take(b)
-    assert value(again) == 2 and len({first, second, third, again}) == 4
-    assert loads == [1, 2, 3, 2]
+    assert value(again) == "b" and len({first, second, third, again}) == 4
+    assert loads == ["a", "b", "c", "b"]
+
+
+def test_whole_weights_have_one_place_and_wait_for_it():
+    loads = []
+    base, a = SamplerWeights(path="base"), SamplerWeights(path="a")
+    places = Places(1, base, lambda at, weights: loads.append((at, weights.path)))
+    first = places.take(a)
+    assert places.take(a) == first and places.take(base) is None
+    places.leave(first)
+    assert places.take(base) is None
+    places.leave(first)
+    assert places.take(base) != first and loads == [(0, "a"), (0, "base")]
 
 
 def test_samplers_in_flight_go_on_with_the_newest_save(server):
@@ -290,6 +298,26 @@ def test_two_clients_go_on_after_a_restart(folder):
         # What had added up before the restarts is applied.
         assert clients[1].step()["metrics"]["grad_norm:mean"] > 0
         assert "no gradient" in clients[0].step()["error"]
+
+
+def test_a_dry_run_tells_the_memory_of_a_server(folder, capsys):
+    """By hand, for two models in training and three places of samplers."""
+    config = config_of(folder, dry_run=True, folder=str(folder / "none"))
+    parts = devices_of(config).memory()
+    # Rank 4 in two layers: (in + out) of q, k, v, o, and of gate, up, down.
+    adapter = 4 * 2 * (32 + 24 + 24 + 32 + 3 * 48)
+    # Weights, two moments and gradients in float32; two counters.
+    assert parts.pop("2 adapters in training") == 2 * (4 * 4 * adapter + 2 * 4)
+    assert parts.pop("3 places of adapters") == 2 * 3 * 4 * adapter
+    tensors = safetensors.numpy.load_file(folder / "tiny/model.safetensors").values()
+    assert parts.pop("base model") == 4 * sum(x.size for x in tensors)
+    cache, temporaries = parts
+    assert cache == "cache of 8 samples of 32 tokens" and "4 x 1 x 32 tokens" in temporaries
+    # Keys and values of 8 slots, 2 layers, 1 head of 8.
+    assert parts[cache] > 2 * 8 * 32 * 2 * 8 * 4 and parts[temporaries] > 0
+    flags = ["--model", str(folder / "tiny"), "--dry_run", "--train_tokens", "32"]
+    assert main(["jaxrl serve", *flags]) == 0
+    assert "they fit" in capsys.readouterr().out
 
 
 def test_adapters_that_cannot_be_saved_are_refused_at_the_start(tmp_path):

@@ -39,7 +39,7 @@ from jaxrl.serving.openai.chat_prompts import (
     ChatTurn,
     RequestTokenizer,
 )
-from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar
+from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar, matcher_of, tool_grammar
 from jaxrl.serving.openai.protocol import (
     ApiError,
     ChatRequest,
@@ -259,25 +259,38 @@ class RequestReader:
     def _edits(self, sampling: Sampling, turn: ChatTurn | None) -> LogitEdits | None:
         """The edits of logits that a request asks for; None for none."""
         grammar = after = None
-        if sampling.answer_schema is not None:
-            if turn is not None and self.parser.opens_reasoning(turn.prompt_ids):
-                ids = self.tokenizer.encode(END_THINK)
-                if len(ids) != 1:
-                    raise ApiError(
-                        f"the prompt opens the model's reasoning, whose end has {len(ids)} tokens; leave "
-                        "response_format out",
-                        param="response_format",
-                    )
-                after = int(ids[0])
-            try:
-                grammar = json_grammar(self.tokenizer, self.sizes.stop_ids, sampling.answer_schema)
-            except UserError as error:
-                raise ApiError(str(error), param="response_format") from error
+        try:
+            ids = self.tokenizer, self.sizes.stop_ids
+            if sampling.answer_schema is not None:
+                after = self._reasoning_end(turn)
+                text = json_grammar(sampling.answer_schema)
+                grammar = matcher_of(*ids, text, "response_format")
+            # What is trained is drawn from the policy as it is.
+            elif turn is not None and turn.drawn is None and sampling.has_strict_tools:
+                assert self.parser.format is not None, "tools have a format"
+                query = turn.query
+                text = tool_grammar(*ids, self.parser.format, query.tools, query.start)
+                grammar = matcher_of(*ids, text, "strict")
+        except UserError as error:
+            param = "tools" if sampling.answer_schema is None else "response_format"
+            raise ApiError(str(error), param=param) from error
         bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
         penalties = sampling.presence_penalty, sampling.frequency_penalty
         if not (grammar or bias or any(penalties)):
             return None
         return LogitEdits(bias, *penalties, grammar, after)
+
+    def _reasoning_end(self, turn: ChatTurn | None) -> int | None:
+        """The token after which a response format holds; None if it does at once."""
+        if turn is None or not self.parser.opens_reasoning(turn.prompt_ids):
+            return None
+        ids = self.tokenizer.encode(END_THINK)
+        if len(ids) != 1:
+            raise UserError(
+                f"the prompt opens the model's reasoning, whose end has {len(ids)} tokens; leave "
+                "response_format out"
+            )
+        return int(ids[0])
 
     def _check_sizes(
         self, sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int
@@ -427,7 +440,7 @@ class ChatChoice(Choice):
         # For the events of a stream: the text so far, and how much of reasoning and content was sent.
         self._text = self._query.start
         self._opened = not self._text and parser.opens_reasoning(call.turn.prompt_ids)
-        hides = call.stream and parser.hides_calls
+        hides = call.stream and parser.opening_id is not None
         self._stream = TextStream(parser.decode, self._query.stop) if hides else None
         self._sent = 0, 0
 

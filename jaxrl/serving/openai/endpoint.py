@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from jaxrl.data.tokenizer import TextStream
 from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
-from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
+from jaxrl.rollout.live_loop import LiveCounts, LiveError, Overloaded, Stopped
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import Delta, LiveText
 from jaxrl.serving.openai.calls import (
@@ -43,7 +43,6 @@ from jaxrl.serving.openai.calls import (
     RequestReader,
 )
 from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
-from jaxrl.serving.openai.prometheus import MEDIA_TYPE, exposition
 from jaxrl.serving.openai.protocol import ApiError
 
 # A body that takes longer to arrive is refused.
@@ -156,7 +155,7 @@ def build_app(
         return JSONResponse(body, 200 if driver.alive else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(exposition(driver.counts), media_type=MEDIA_TYPE)
+        return Response(_exposition(driver.counts), media_type="text/plain; version=0.0.4")
 
     described = {
         "id": model,
@@ -323,3 +322,21 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError("the server has made a mistake; its log says which", status=500)
     status = 429 if isinstance(error, Overloaded) else 503 if isinstance(error, Stopped) else 500
     return ApiError(str(error), status=status)
+
+
+# Field of the counts, name and type of the metric, help.
+_METRICS = (
+    ("waiting", "jaxrl_samples_waiting", "gauge", "Samples that wait for a slot."),
+    ("running", "jaxrl_samples_running", "gauge", "Samples in the decode loop."),
+    ("sampled", "jaxrl_sampled_tokens_total", "counter", "Tokens sampled."),
+    ("prompt", "jaxrl_prompt_tokens_total", "counter", "Tokens of prompts."),
+    ("known", "jaxrl_prompt_tokens_cached_total", "counter", "Tokens of prompts from known pages."),
+)
+
+
+def _exposition(counts: LiveCounts) -> str:
+    """The body of an answer to Prometheus."""
+    return "".join(
+        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {getattr(counts, field)}\n"
+        for field, name, kind, text in _METRICS
+    )

@@ -13,11 +13,13 @@ import collections
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl.data.tool_calls import CallFormat
 from jaxrl.errors import UserError
 from jaxrl.serving.openai.chat_prompts import RequestTokenizer
 
@@ -108,34 +110,87 @@ class _SampleEdits:
 
     def _note_error(self, grammar: Grammar) -> None:
         if fault := grammar.get_error():
-            self.error = f"the grammar of response_format failed: {fault.splitlines()[0][:200]}"
+            self.error = f"the grammar of the answer failed: {fault.splitlines()[0][:200]}"
 
 
-def json_grammar(
-    tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], schema: Mapping[str, Any]
-) -> Grammar:
-    """A matcher of the JSON texts that a schema allows, each followed by a stop id.
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The grammar of the JSON texts that a schema allows."""
+    return f"start: {_json(schema)}"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}})
+
+
+def tool_grammar(
+    tokenizer: RequestTokenizer,
+    stop_ids: tuple[int, ...],
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    start: str,
+) -> str:
+    """The grammar of answers whose calls keep to the schemas of strict tools.
+
+    Args:
+      tokenizer, stop_ids: the model's.
+      form: format of calls.
+      tools: tools as the template reads them.
+      start: beginning of a call that the prompt ends with; then the answer is the rest of it. "" for an
+        answer that is text, calls, or both.
 
     Raises:
-      UserError: llguidance is not installed, or does not know something in the schema.
+      UserError: llguidance is not installed.
     """
-    return _compiled(tokenizer, stop_ids, json.dumps(schema))
+    tokens, _ = _tokens(tokenizer, stop_ids)
+    # Texts of a grammar match no special tokens, and llguidance takes all of the form <..> for special.
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    special = {token.content: i for i, token in added if tokens.is_special_token(i)}
+    shown = [i for i, token in added if token.content in special and not token.special]
+    split = re.compile(f"({'|'.join(map(re.escape, special)) or '(?!)'})")
+
+    def terms(text: str) -> str:
+        parts = filter(None, split.split(text))
+        return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x) for x in parts)
+
+    opening = "" if form.bare else form.opening
+    calls = []
+    for function in (tool["function"] for tool in tools):
+        head = f"{form.begin(function['name'])} "
+        schema = function.get("parameters") if function.get("strict") else None
+        if head.startswith(start):
+            rest = terms(head.removeprefix(start or opening))
+            calls.append(f"{rest} {_json(schema or {'type': 'object'})} {terms(form.closing)}")
+    rules = ["call: " + " | ".join(calls), r"TEXT: /(.|\n)*/", "said: TEXT"]
+    if others := [str(i) for i in shown if i != special.get(opening)]:
+        rules[-1] += f" (<[{','.join(others)}]> TEXT)*"
+    if start:
+        rules.append("start: call")
+    elif form.bare:
+        rules += [r"FIRST: /[^{\s]/", "start: call | FIRST said"]
+    elif opening in special:
+        rules.append(f"start: (said {terms(opening)} call)* said")
+    else:
+        # It ends with the first opening that comes.
+        rules += [f"open[lazy]: TEXT {json.dumps(opening)}", "start: (open call)* TEXT"]
+    return "\n".join(rules)
 
 
 @functools.lru_cache(_KEPT_SCHEMAS)
-def _compiled(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], schema: str) -> Grammar:
+def matcher_of(
+    tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], grammar: str, field: str
+) -> Grammar:
+    """A matcher of the texts of a grammar, each followed by a stop id.
+
+    Raises:
+      UserError: llguidance is not installed, or does not know something in a schema of the field.
+    """
     tokens, llguidance = _tokens(tokenizer, stop_ids)
-    try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": _WHITE_SPACE}
-        )
-    except ValueError as error:
-        raise UserError(f"response_format has no JSON schema ({error}); correct it") from error
+    grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
     matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
     if fault := matcher.get_error():
         raise UserError(
-            f"response_format has a schema that cannot be enforced ({fault.splitlines()[0][:200]}); change "
-            "or leave out that part of it"
+            f"{field} has a schema that cannot be enforced ({fault.splitlines()[0][:200]}); change or leave "
+            "out that part of it"
         )
     return matcher
 
@@ -147,8 +202,8 @@ def _tokens(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...]) -> tuple[Any
         import llguidance
     except ModuleNotFoundError as error:
         raise UserError(
-            "response_format needs the package llguidance, which this server lacks; run pip install "
-            "llguidance there, or leave response_format out"
+            "response_format and strict tools need the package llguidance, which this server lacks; run pip "
+            "install llguidance there, or leave them out"
         ) from error
     tokens = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=list(stop_ids))
     return tokens, llguidance

@@ -128,7 +128,7 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Checks a tool, which stays as it is: templates show it to the model.
 
-    What is not read here, such as `strict`, is only text for the model.
+    What is not read here is only text for the model.
     """
     if tool.get("type") != "function":
         raise _refused("must be 'function'; there are no other tools here", "type")
@@ -140,6 +140,8 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
         raise _refused("must be 1 to 64 letters, digits, _ and -", "function", "name")
     if not isinstance(function.get("description") or "", str):
         raise _refused("must be a text", "function", "description")
+    if function.get("strict") not in (None, False, True):
+        raise _refused("must be true or false", "function", "strict")
     schema = function.get("parameters")
     if schema is not None:
         properties = schema.get("properties", {}) if isinstance(schema, dict) else None
@@ -367,6 +369,11 @@ class Sampling(_RequestPart):
         return None
 
     @property
+    def has_strict_tools(self) -> bool:
+        """Whether calls must keep to the schema of a tool."""
+        return False
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -490,6 +497,12 @@ class ChatRequest(_Request):
     def num_top(self) -> int:
         """The number of most probable tokens to report at each place."""
         return self.top_logprobs
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether calls must keep to the schema of a tool."""
+        strict = any(tool["function"].get("strict") for tool in self.tools)
+        return strict and self.tool_choice != "none"
 
     @property
     def forced_tool(self) -> str | None:
