@@ -38,6 +38,25 @@ DEEP_MODELS = {
     "grouped": dataclasses.replace(GROUPED, qkv_bias=True),
     "grouped_norms": dataclasses.replace(GROUPED, qk_norm=True),
 }
+EXPERTS = dataclasses.replace(DEEP, d_ff=256, num_experts=16, experts_per_token=4)
+MIXTURES = {
+    "experts": EXPERTS,
+    # As GLM-4.5 and DeepSeek-V3 are made.
+    "shared": dataclasses.replace(
+        EXPERTS,
+        sigmoid_routing=True,
+        expert_groups=4,
+        groups_per_token=2,
+        routed_scale=1.5,
+        shared_d_ff=512,
+        first_dense_layers=1,
+        dense_d_ff=1024,
+    ),
+    "gated": dataclasses.replace(EXPERTS, qk_norm=True, shared_d_ff=256, shared_gate=True),
+    "biased": dataclasses.replace(
+        EXPERTS, expert_biases=True, output_bias=True, activation="clamped_silu"
+    ),
+}
 # Answers of more than 64 tokens have fewer slots towards the end, unless samples must be alike.
 LONG = dataclasses.replace(ORDERED, max_response_tokens=72, smallest_bucket="auto")
 # Training layout p-t-d, generation layout p_g-t_g-d_g-d, FSDP.
