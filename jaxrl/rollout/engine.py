@@ -301,9 +301,9 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
     shared = shards_of("experts", GENERATE_RULES, mesh)
     if model.num_experts % shared:
         raise UserError(
-            f"deterministic sampling leaves experts whole, and {model.num_experts} experts do not divide over "
-            f"{shared} devices; choose a layout whose mesh.expert times tensor parallelism divides "
-            f"{model.num_experts}, or set deterministic to False"
+            f"deterministic sampling cuts no expert, and {model.num_experts} experts do not divide over "
+            f"{shared} devices; choose a layout whose mesh.expert times tensor parallelism divides their "
+            "number, or set deterministic to False"
         )
     replicas = shards_of("batch", GENERATE_RULES, mesh)
     if slots < 2 * replicas:
