@@ -48,8 +48,8 @@ def exchange_tokens(
     """Sends tokens to their experts, inside a `shard_map` over the `axis` of a group.
 
     Args:
-      x_BTD, expert_BTA, share_BTA: tokens of this device, their experts, and the weights of these; padding has
-        expert `num_experts`.
+      x_BTD, expert_BTA, share_BTA: tokens of this device, their experts, and the weights of these; padding
+        has expert `num_experts`.
       num_experts: number of all experts.
       axis: axis of the group.
       move: `jax.lax.ragged_all_to_all`.

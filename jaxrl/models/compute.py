@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,21 @@ def scan_layers_as_bits(
     return x_BTD, from_bits(out)
 
 
+class HeadCopies(NamedTuple):
+    """The unembedding as each of the G devices that share the tokens has it.
+
+    Without it XLA leaves the width of the head split as it is stored, and every device computes a part of the
+    logits of all tokens. Gradients are summed on each device, and over the devices after the last chunk.
+
+    Attributes:
+      values_GDV: in the type of activations, without a gradient.
+      sums_GDV: the weight itself, float32: it gets the gradient, and its values are never read.
+    """
+
+    values_GDV: jax.Array
+    sums_GDV: jax.Array
+
+
 def _values_and_scale(
     weight: jax.Array | Quantized, num_summed: int
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -193,8 +208,20 @@ class Compute:
             out = out * jnp.expand_dims(scale, range(out.ndim - scale.ndim))
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
+    def head_copies(self, weight_DV: jax.Array, shards: tuple[int, ...]) -> HeadCopies:
+        """The head for `product_of_first`; `shards` are the numbers of devices that rows and lengths lie on."""
+
+        def copied(weight: jax.Array) -> jax.Array:
+            copies = jnp.broadcast_to(weight[None, None], (*shards, *weight.shape))
+            copies = self.constrain(copies, ("rows", "length", None, "vocab"))
+            return copies.reshape(-1, *weight.shape)
+
+        # Gathered in the type of activations: the other copy is not computed.
+        values_DV = self.constrain(weight_DV.astype(self.dtype), (None, "vocab"))
+        return HeadCopies(jax.lax.stop_gradient(copied(values_DV)), copied(weight_DV))
+
     def product_of_first(
-        self, x: jax.Array, weight: jax.Array, count: jax.Array, *, out_type: Any
+        self, x: jax.Array, weight: jax.Array | HeadCopies, count: jax.Array, *, out_type: Any
     ) -> jax.Array:
         """`product` of [G, C, D] and [D, V] for the first `count` of C; what is not needed may be 0.
 
@@ -203,6 +230,10 @@ class Compute:
         C = x.shape[1]
         sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
         multiply = functools.partial(self.product, out_type=out_type)
+        if isinstance(weight, HeadCopies):
+            multiply = functools.partial(
+                jnp.einsum, "gcd,gdv->gcv", preferred_element_type=out_type
+            )
 
         def of_size(values: Callable[..., Any], count: jax.Array, *arguments: jax.Array) -> Any:
             index = (count > jnp.array(sizes[:-1])).sum()
@@ -211,6 +242,9 @@ class Compute:
 
         def all_of(x_GKV: jax.Array) -> jax.Array:
             return jnp.pad(x_GKV, ((0, 0), (0, C - x_GKV.shape[1]), (0, 0)))
+
+        def values_of(weight: jax.Array | HeadCopies) -> jax.Array:
+            return weight.values_GDV if isinstance(weight, HeadCopies) else weight
 
         def forward(size: int, x: jax.Array, weight: jax.Array) -> jax.Array:
             return all_of(multiply(x[:, :size], weight))
@@ -222,13 +256,23 @@ class Compute:
             return all_of(to_x), to_weight
 
         @jax.custom_vjp
-        def of_first(x: jax.Array, weight: jax.Array, count: jax.Array) -> jax.Array:
-            return of_size(forward, count, x, weight)
+        def of_first(x: jax.Array, weight: Any, count: jax.Array) -> jax.Array:
+            return of_size(forward, count, x, values_of(weight))
+
+        def pull_back(kept: tuple[jax.Array, jax.Array, Any], g: jax.Array):
+            count, x, weight = kept
+            to_x, to_weight = of_size(backward, count, x, values_of(weight), g)
+            if isinstance(weight, HeadCopies):
+                to_weight = HeadCopies(None, to_weight.astype(weight.sums_GDV.dtype))
+            return to_x, to_weight, None
 
         of_first.defvjp(
             # Not `of_first` again: a derivative of this derivative cannot pass a `custom_vjp` forwards.
-            lambda x, weight, count: (of_size(forward, count, x, weight), (count, x, weight)),
-            lambda kept, g: (*of_size(backward, *kept, g), None),
+            lambda x, weight, count: (
+                of_size(forward, count, x, values_of(weight)),
+                (count, x, weight),
+            ),
+            pull_back,
         )
         return checkpoint_name(of_first(x, weight, count), "logits")
 

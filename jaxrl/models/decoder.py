@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
-from jaxrl.models.compute import REMAT_POLICIES, Compute
+from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
 from jaxrl.models.latent_attention import LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
@@ -419,18 +419,29 @@ class Decoder(nnx.Module):
         dims, theta = config.rotary_dims, config.rope_local_theta or theta
         return whole, Rotation(*rotary_angles(positions_BT, dims, theta, None), scale)
 
+    @property
+    def head_DV(self) -> jax.Array:
+        """The unembedding."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
+
     def logits(
-        self, hidden: jax.Array, needed: jax.Array | None = None, *, compute: Compute
+        self,
+        hidden: jax.Array,
+        needed: jax.Array | None = None,
+        *,
+        compute: Compute,
+        head: HeadCopies | None = None,
     ) -> jax.Array:
         """Maps [..., D] to float32 logits [..., V]; padding ids get -1e30, a probability of 0.
 
-        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward.
+        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward. `head` are
+        copies of `head_DV` for several devices.
         """
-        weight_DV = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
         if needed is None:
-            logits = compute.product(hidden, weight_DV, out_type=jnp.float32)
+            logits = compute.product(hidden, self.head_DV, out_type=jnp.float32)
         else:
-            logits = compute.product_of_first(hidden, weight_DV, needed, out_type=jnp.float32)
+            weight = self.head_DV if head is None else head
+            logits = compute.product_of_first(hidden, weight, needed, out_type=jnp.float32)
         if self.config.logits_softcap:
             cap = self.config.logits_softcap
             logits = cap * jnp.tanh(logits / cap)

@@ -321,10 +321,10 @@ class AccumulatingActor(Actor):
         `further` gets the log-probabilities [G, C, V] of a chunk, and what follows its first K targets.
         """
         model: Decoder = nnx.merge(self.graph, params)
+        logits_of = self._logits_of(model, micro)
 
         def chunk(hidden_GCD: jax.Array, targets_GCK: jax.Array, needed: jax.Array):
-            logits_GCV = model.logits(hidden_GCD, needed, compute=self._compute)
-            logprobs_GCV, _ = log_softmax_entropy(logits_GCV)
+            logprobs_GCV, _ = log_softmax_entropy(logits_of(hidden_GCD, needed))
             of_targets = jnp.take_along_axis(logprobs_GCV, targets_GCK[..., :K], axis=-1)
             return of_targets, *further(logprobs_GCV, targets_GCK[..., K:])
 

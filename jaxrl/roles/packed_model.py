@@ -209,7 +209,7 @@ class PackedModel:
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
         logprob, further = token_logprobs(
-            functools.partial(model.logits, compute=self._compute),
+            self._logits_of(model, micro),
             out.hidden_BTD,
             micro.tokens,
             micro.segment_ids,
@@ -251,7 +251,7 @@ class PackedModel:
         """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
         model: Decoder = nnx.merge(graph, params)
         return same_token_fraction(
-            functools.partial(model.logits, compute=self._compute),
+            self._logits_of(model, micro),
             self._run(model, micro).hidden_BTD,
             micro,
             draws,
@@ -286,14 +286,12 @@ class PackedModel:
             # Its experts are its own choice, also where it is this model without adapters.
             ref_out = ref_model._run(reference, micro.replace(routes=None))
             ref_hidden = jax.lax.stop_gradient(ref_out.hidden_BTD)
+        logits_of = self._logits_of(model, micro)
+        ref_logits_of = ref_model._logits_of(reference, micro)
 
         def chunk(past: tuple[jax.Array, jax.Array], tokens_GC: jax.Array, needed: jax.Array):
-            logprobs_GCV, entropy_GC = log_softmax_entropy(
-                model.logits(past[0], needed, compute=self._compute) / temperature
-            )
-            ref_logprobs_GCV, _ = log_softmax_entropy(
-                reference.logits(past[1], needed, compute=ref_model._compute) / temperature
-            )
+            logprobs_GCV, entropy_GC = log_softmax_entropy(logits_of(past[0], needed) / temperature)
+            ref_logprobs_GCV, _ = log_softmax_entropy(ref_logits_of(past[1], needed) / temperature)
             ids = min(logprobs_GCV.shape[-1], ref_logprobs_GCV.shape[-1])
             kl_GC = over_vocabulary(
                 logprobs_GCV[..., :ids], jax.lax.stop_gradient(ref_logprobs_GCV[..., :ids])
@@ -310,10 +308,20 @@ class PackedModel:
         )
         return logprob, entropy, kl, out.routing
 
+    def _logits_of(self, model: Decoder, micro: PackedBatch) -> Callable[..., jax.Array]:
+        """`model.logits` for chunks of the microbatch."""
+        shards, head = self._shards(micro), None
+        if math.prod(shards) > 1:
+            head = self._compute.head_copies(model.head_DV, shards)
+        return functools.partial(model.logits, compute=self._compute, head=head)
+
+    def _shards(self, micro: PackedBatch) -> tuple[int, ...]:
+        return parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
+
     def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
         """The arguments of `algos.logprobs.from_past` that say how logits are cut into chunks."""
         vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
-        shards = parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
+        shards = self._shards(micro)
         return {
             "chunk_tokens": self.train.positions_of_logits(
                 vocabulary,
