@@ -209,7 +209,7 @@ class Compute:
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
     def head_copies(self, weight_DV: jax.Array, shards: tuple[int, ...]) -> HeadCopies:
-        """The head for `product_of_first`; `shards` are the numbers of devices that rows and lengths lie on."""
+        """The head for `product_of_first`; rows and lengths lie on `shards` devices, two numbers."""
 
         def copied(weight: jax.Array) -> jax.Array:
             copies = jnp.broadcast_to(weight[None, None], (*shards, *weight.shape))
