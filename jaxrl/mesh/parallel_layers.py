@@ -162,6 +162,7 @@ def expert_parallel(
       move: `jax.lax.ragged_all_to_all`, by which tokens go to the devices of their experts alone where that
         pays; None gathers them.
     """
+    assert not (in_order and move), "an exchange sums before it returns"
     if mesh.size == 1 and not in_order:
         return layer
     sizes = dict(mesh.shape)
@@ -178,7 +179,7 @@ def expert_parallel(
         group, per_token = math.prod(sizes[a] for a in token_axes), expert.shape[-1]
         if move and group > 1 and exchange_pays(group, num_experts, per_token):
             (x, expert, share), back = exchange_tokens(
-                *(x, expert, share), num_experts=num_experts, axis=token_axes[0], move=move
+                *(x, expert, own_share), num_experts=num_experts, axis=token_axes[0], move=move
             )
         else:
             (x, expert, share), back = gather_tokens([x, expert, share], token_axes)

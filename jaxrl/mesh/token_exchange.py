@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,8 +112,8 @@ _rows.defvjp(
 
 
 def gather_tokens(
-    arrays: list[jax.Array], axes: tuple[str, ...]
-) -> tuple[list[jax.Array], Callable[[jax.Array], jax.Array]]:
+    arrays: list[Any], axes: tuple[str, ...]
+) -> tuple[list[Any], Callable[[jax.Array], jax.Array]]:
     """All tokens of a group, and a function that adds up results and returns those of each device."""
     for axis in axes:
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)

@@ -29,7 +29,7 @@ _LARGEST_HEAD, _LARGEST_BEFORE_HOPPER = 256, 128
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
 # Longest rows for "splash". It looks at every tile of a row before it compiles: about a minute for so many
-# tokens, more than an hour for a million. Its table of tiles lies in the scalar memory of a TPU, 1 MB.
+# tokens, more than an hour for a million.
 MOST_SPLASH_TOKENS = 131_072
 
 

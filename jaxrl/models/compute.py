@@ -114,11 +114,11 @@ class HeadCopies(NamedTuple):
     logits of all tokens. Gradients are summed on each device, and over the devices after the last chunk.
 
     Attributes:
-      values_GDV: in the type of activations, without a gradient.
+      values_GDV: the weight in the type of activations; it has no gradient.
       sums_GDV: the weight itself, float32: it gets the gradient, and its values are never read.
     """
 
-    values_GDV: jax.Array
+    values_GDV: Any
     sums_GDV: jax.Array
 
 

@@ -199,7 +199,7 @@ def apply_experts_in_chunks(
     held, num_held = _held(expert_BTA, weights, first_expert)
     chunks = _sorted(held, num_held, expert_BTA.shape[-1], expert_shards)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    out_MD = _in_chunks(x_ND, weights, chunks, _by(multiply), activation)
+    out_MD: Any = _in_chunks(x_ND, weights, chunks, _by(multiply), activation)
     return _summed(out_MD, expert_BTA, share_BTA)
 
 

@@ -44,6 +44,7 @@ MIXTURES = {
     # As GLM-4.5 and DeepSeek-V3 are made.
     "shared": dataclasses.replace(
         EXPERTS,
+        num_layers=5,
         sigmoid_routing=True,
         expert_groups=4,
         groups_per_token=2,
