@@ -208,8 +208,37 @@ class Compute:
             out = out * jnp.expand_dims(scale, range(out.ndim - scale.ndim))
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
-    def head_copies(self, weight_DV: jax.Array, shards: tuple[int, ...]) -> HeadCopies:
-        """The head for `product_of_first`; rows and lengths lie on `shards` devices, two numbers."""
+    def head_copies(
+        self,
+        hidden: jax.Array,
+        weight_DV: jax.Array,
+        shards: tuple[int, ...],
+        place: Callable[[jax.Array], jax.Array] | None,
+    ) -> tuple[jax.Array, HeadCopies]:
+        """The hidden states, and the head for `product_of_first` with them.
+
+        The gradient of the hidden states waits for that of the head: else the sums of all devices would stay
+        until the layers are done.
+
+        Args:
+          hidden: what the head will be multiplied with.
+          weight_DV: the head.
+          shards: number of devices that rows lie on, and lengths.
+          place: constrains the gradient of the head to its sharding; None for a frozen head.
+        """
+
+        @jax.custom_vjp
+        def together(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return hidden, weight
+
+        together.defvjp(
+            lambda *both: (both, None),
+            lambda _, g: jax.lax.optimization_barrier((g[0], place(g[1]))),  # pyright: ignore
+        )
+        if place is None:
+            weight_DV = jax.lax.stop_gradient(weight_DV)
+        else:
+            hidden, weight_DV = together(hidden, weight_DV)
 
         def copied(weight: jax.Array) -> jax.Array:
             copies = jnp.broadcast_to(weight[None, None], (*shards, *weight.shape))
@@ -218,7 +247,7 @@ class Compute:
 
         # Gathered in the type of activations: the other copy is not computed.
         values_DV = self.constrain(weight_DV.astype(self.dtype), (None, "vocab"))
-        return HeadCopies(jax.lax.stop_gradient(copied(values_DV)), copied(weight_DV))
+        return hidden, HeadCopies(jax.lax.stop_gradient(copied(values_DV)), copied(weight_DV))
 
     def product_of_first(
         self, x: jax.Array, weight: jax.Array | HeadCopies, count: jax.Array, *, out_type: Any
