@@ -173,33 +173,20 @@ def apply_experts_in_tiles(
     first_expert: jax.Array | int = 0,
     expert_shards: int = 1,
     most_rows: int = _MOST_ROWS,
+    multiply: GroupedMatmul | None = None,
 ) -> jax.Array:
-    """`apply_experts` in tiles of up to `most_rows` rows; weight gradients are summed in float32."""
+    """`apply_experts` in tiles of up to `most_rows` rows; weight gradients are summed in float32.
+
+    With the kernel `multiply` in chunks of the sorted pairs instead.
+    """
     del axes
     held, num_held = _held(expert_BTA, weights, first_expert)
-    chunks = _tiles(held, num_held, expert_BTA.shape[-1], expert_shards, most_rows)
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _summed(_in_chunks(x_ND, weights, chunks, _TILES, activation), expert_BTA, share_BTA)
-
-
-def apply_experts_in_chunks(
-    x_BTD: jax.Array,
-    expert_BTA: jax.Array,
-    share_BTA: jax.Array | None,
-    weights: ExpertWeights,
-    axes: Any = None,
-    activation: str = "silu",
-    *,
-    multiply: GroupedMatmul,
-    first_expert: jax.Array | int = 0,
-    expert_shards: int = 1,
-) -> jax.Array:
-    """`apply_experts` by the kernel `multiply`, in chunks of the sorted pairs."""
-    del axes
-    held, num_held = _held(expert_BTA, weights, first_expert)
-    chunks = _sorted(held, num_held, expert_BTA.shape[-1], expert_shards)
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    out_MD: Any = _in_chunks(x_ND, weights, chunks, _by(multiply), activation)
+    sizes = (num_held, expert_BTA.shape[-1], expert_shards)
+    if multiply is None:
+        chunks, way = _tiles(held, *sizes, most_rows), _TILES
+    else:
+        chunks, way = _sorted(held, *sizes), _by(multiply)
+    out_MD: Any = _in_chunks(x_BTD.reshape(-1, x_BTD.shape[-1]), weights, chunks, way, activation)
     return _summed(out_MD, expert_BTA, share_BTA)
 
 
@@ -209,23 +196,15 @@ def _kernel(device: Any) -> GroupedMatmul:
 
 
 def _apply_experts_by_kernel(
-    x_BTD: jax.Array,
-    expert_BTA: jax.Array,
-    share_BTA: jax.Array | None,
-    weights: ExpertWeights,
-    axes: Any = None,
-    activation: str = "silu",
-    *,
-    device: Any,
-    **held: Any,
+    x_BTD: jax.Array, expert_BTA: jax.Array, share_BTA: Any, weights: Any, *rest, device, **held
 ) -> jax.Array:
-    """`apply_experts_in_chunks` by `grouped_matmul`, or in tiles for widths that it does not take."""
-    apply = apply_experts_in_tiles
-    if all(
-        width % WIDTH_MULTIPLE == 0 for leaf in jax.tree.leaves(weights) for width in leaf.shape[1:]
-    ):
-        apply = functools.partial(apply_experts_in_chunks, multiply=_kernel(device))
-    return apply(x_BTD, expert_BTA, share_BTA, weights, axes, activation, **held)
+    """`apply_experts_in_tiles` by `grouped_matmul`, or in tiles for widths that it does not take."""
+    widths = [width for leaf in jax.tree.leaves(weights) for width in leaf.shape[1:]]
+    fits = all(width % WIDTH_MULTIPLE == 0 for width in widths)
+    multiply = _kernel(device) if fits else None
+    return apply_experts_in_tiles(
+        *(x_BTD, expert_BTA, share_BTA, weights, *rest), multiply=multiply, **held
+    )
 
 
 class _Chunks(NamedTuple):
