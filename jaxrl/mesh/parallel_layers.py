@@ -141,15 +141,23 @@ HELD_EXPERTS = "held_experts_of_"
 Layer = Callable[[jax.Array, jax.Array, jax.Array, Any, Any, str], jax.Array]
 
 
-def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -> Layer:
+def expert_parallel(
+    layer: Callable[..., jax.Array],
+    mesh: Mesh,
+    rules: Rules,
+    *,
+    in_order: bool = False,
+) -> Layer:
     """Runs `layer` on every device for the experts that it holds.
 
     Args:
       layer: a function that sums over given experts; its `first_expert` is the number of the first of them,
         and `expert_shards` the number of devices that share all of them.
       mesh, rules: mesh, and sharding rules of experts, tokens and the width of an expert.
+      in_order: add up a token's A experts on its own device, in float32 and in their order, so that the
+        result is the same on every mesh that leaves experts whole. A times as much is sent back.
     """
-    if mesh.size == 1:
+    if mesh.size == 1 and not in_order:
         return layer
     sizes = dict(mesh.shape)
     token_axes = axes_of("experts", {"experts": REPLICABLE["experts"]}, sizes)
@@ -161,10 +169,10 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
         return partition_spec(whole, array.shape, rules, sizes, "experts")
 
     def shard(activation, expert_axes, x, expert, share, weights):
+        own_share, share = share, None if in_order else share
         for axis in token_axes:
-            x, expert, share = (
-                jax.lax.all_gather(a, axis, axis=0, tiled=True) for a in (x, expert, share)
-            )
+            gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
+            x, expert, share = jax.tree.map(gather, (x, expert, share))
         num_held = weights["gate"]["weight"].shape[0]
         first = jax.lax.axis_index(expert_axes) * num_held if expert_axes else 0
         inner_axes = tuple(a for a in tensor_axes if a not in expert_axes)
@@ -187,7 +195,13 @@ def expert_parallel(layer: Callable[..., jax.Array], mesh: Mesh, rules: Rules) -
         out = jax.jit(held_experts)(x, expert, share, weights, first)
         for axis in reversed(token_axes):
             out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
-        return jax.lax.psum(out, tensor_axes) if tensor_axes else out
+        out = jax.lax.psum(out, tensor_axes) if tensor_axes else out
+        if not in_order:
+            return out
+        # All devices but one had zeros for a pair, so that the sums so far are exact.
+        parts = out.astype(jnp.float32) * own_share[..., None]
+        total = functools.reduce(jnp.add, [parts[:, :, i] for i in range(parts.shape[2])])
+        return total.astype(x.dtype)
 
     def on_mesh(x_BTD, expert_BTA, share_BTA, weights, axes, activation="silu"):
         tokens = ("batch", "length", None)

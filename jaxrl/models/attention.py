@@ -28,6 +28,9 @@ _LARGEST_HEAD, _LARGEST_BEFORE_HOPPER = 256, 128
 
 # Longest rows for "cudnn": its mask has 2 T^2 bytes a row, and as much again in the backward pass.
 MOST_MASKED_TOKENS = 32_768
+# Longest rows for "splash". It looks at every tile of a row before it compiles: about a minute for so many
+# tokens, more than an hour for a million.
+MOST_SPLASH_TOKENS = 131_072
 
 
 def attention(
@@ -97,7 +100,7 @@ def pick_implementation(
         do not depend on the implementation.
       dtype: type of queries, keys and values.
       requested: one of `IMPLEMENTATIONS`, or "auto": "splash" on TPUs, in 16 bits "tokamax" on Hopper GPUs if
-        it is installed, and "cudnn" on NVIDIA GPUs for rows whose mask fits, "xla" elsewhere.
+        it is installed, and "cudnn" on NVIDIA GPUs, both for rows whose masks fit, "xla" elsewhere.
       device: one of the devices, which says the generation of a GPU; None if it is not known.
       softcap: score cap of the model; 0 for none.
       sinks: whether the model has sinks.
@@ -117,7 +120,7 @@ def pick_implementation(
     is_plain = dtype in (jnp.bfloat16, jnp.float16) and not (sinks or tree)
     is_plain &= head_dim <= largest
     runs = {
-        "splash": platform == "tpu" and not (sinks or tree),
+        "splash": platform == "tpu" and not (sinks or tree or tokens > MOST_SPLASH_TOKENS),
         "tokamax": is_plain and tokamax.runs_on(device),
         "cudnn": platform in ("gpu", "cuda")
         and is_plain
@@ -127,7 +130,7 @@ def pick_implementation(
     if requested == "tokamax" and tokamax.is_hopper(device) and (why := tokamax.missing()):
         raise UserError(f"attention implementation 'tokamax' cannot run: {why}; or use auto or xla")
     rules = {
-        "splash": "TPUs",
+        "splash": f"TPUs in rows of up to {MOST_SPLASH_TOKENS:,} tokens",
         "tokamax": "Hopper GPUs (H100, H200) in bfloat16 or float16, with heads of up to "
         f"{_LARGEST_HEAD}",
         "cudnn": "NVIDIA GPUs in bfloat16 or float16, without capped scores, with heads of up to "

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,21 @@ def scan_layers_as_bits(
     return x_BTD, from_bits(out)
 
 
+class HeadCopies(NamedTuple):
+    """The unembedding as each of the G devices that share the tokens has it.
+
+    Without it XLA leaves the width of the head split as it is stored, and every device computes a part of the
+    logits of all tokens. Gradients are summed on each device, and over the devices after the last chunk.
+
+    Attributes:
+      values_GDV: the weight in the type of activations; its gradient is 0.
+      sums_GDV: the weight itself, float32: it gets the gradient, and its values are never read.
+    """
+
+    values_GDV: Any
+    sums_GDV: jax.Array
+
+
 def _values_and_scale(
     weight: jax.Array | Quantized, num_summed: int
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -193,35 +208,62 @@ class Compute:
             out = out * jnp.expand_dims(scale, range(out.ndim - scale.ndim))
         return out.astype(out_type or self.dtype).reshape(*lead, *weight.shape[num_summed:])
 
-    def product_of_first(
+    def head_copies(
         self,
-        x: jax.Array,
-        weight: jax.Array,
-        count: jax.Array,
-        *,
-        out_type: Any,
-        cast: jax.Array | None = None,
+        hidden: jax.Array,
+        weight_DV: jax.Array,
+        shards: tuple[int, ...],
+        place: Callable[[jax.Array], jax.Array] | None,
+    ) -> tuple[jax.Array, HeadCopies]:
+        """The hidden states, and the head for `product_of_first` with them.
+
+        The gradient of the hidden states waits for that of the head: else the sums of all devices would stay
+        until the layers are done.
+
+        Args:
+          hidden: what the head will be multiplied with.
+          weight_DV: the head.
+          shards: number of devices that rows lie on, and lengths.
+          place: constrains the gradient of the head to its sharding; None for a frozen head.
+        """
+
+        @jax.custom_vjp
+        def together(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return hidden, weight
+
+        together.defvjp(
+            lambda *both: (both, None),
+            lambda _, g: jax.lax.optimization_barrier((g[0], place(g[1]))),  # pyright: ignore
+        )
+        if place is None:
+            weight_DV = jax.lax.stop_gradient(weight_DV)
+        else:
+            hidden, weight_DV = together(hidden, weight_DV)
+
+        def copied(weight: jax.Array) -> jax.Array:
+            copies = jnp.broadcast_to(weight[None, None], (*shards, *weight.shape))
+            copies = self.constrain(copies, ("rows", "length", None, "vocab"))
+            return copies.reshape(-1, *weight.shape)
+
+        # Gathered in the type of activations: the other copy is not computed.
+        values_DV = self.constrain(weight_DV.astype(self.dtype), (None, "vocab"))
+        # No `stop_gradient`: a derivative of the gradient (trust regions) passes the values forwards.
+        return hidden, HeadCopies(copied(values_DV), copied(weight_DV))
+
+    def product_of_first(
+        self, x: jax.Array, weight: jax.Array | HeadCopies, count: jax.Array, *, out_type: Any
     ) -> jax.Array:
         """`product` of [G, C, D] and [D, V] for the first `count` of C; what is not needed may be 0.
 
         One of five numbers is computed, 0 to C in quarters, forward and backward.
-
-        Args:
-          x: [G, C, D], activations.
-          weight: [D, V], or [G, D, V] with one weight for each of G; gets the gradient.
-          count: scalar.
-          out_type: type of the result.
-          cast: `weight` in `dtype`, which is read in its place. Its own gradient is 0.
-
-        Returns:
-          [G, C, V].
         """
         C = x.shape[1]
         sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
         multiply = functools.partial(self.product, out_type=out_type)
-        if weight.ndim == 3:
-            multiply = jax.vmap(multiply)
-        trained = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        if isinstance(weight, HeadCopies):
+            multiply = functools.partial(
+                jnp.einsum, "gcd,gdv->gcv", preferred_element_type=out_type
+            )
 
         def of_size(values: Callable[..., Any], count: jax.Array, *arguments: jax.Array) -> Any:
             index = (count > jnp.array(sizes[:-1])).sum()
@@ -231,29 +273,38 @@ class Compute:
         def all_of(x_GKV: jax.Array) -> jax.Array:
             return jnp.pad(x_GKV, ((0, 0), (0, C - x_GKV.shape[1]), (0, 0)))
 
+        def values_of(weight: jax.Array | HeadCopies) -> jax.Array:
+            return weight.values_GDV if isinstance(weight, HeadCopies) else weight
+
         def forward(size: int, x: jax.Array, weight: jax.Array) -> jax.Array:
             return all_of(multiply(x[:, :size], weight))
 
         def backward(size: int, x: jax.Array, weight: jax.Array, g: jax.Array):
             x, g = x[:, :size], g[:, :size]
             (to_x,) = jax.linear_transpose(lambda x: multiply(x, weight), x)(g)
-            (to_weight,) = jax.linear_transpose(lambda weight: multiply(x, weight), trained)(g)
+            (to_weight,) = jax.linear_transpose(lambda weight: multiply(x, weight), weight)(g)
             return all_of(to_x), to_weight
 
         @jax.custom_vjp
-        def of_first(
-            x: jax.Array, weight: jax.Array, cast: jax.Array, count: jax.Array
-        ) -> jax.Array:
-            del weight
-            return of_size(forward, count, x, cast)
+        def of_first(x: jax.Array, weight: Any, count: jax.Array) -> jax.Array:
+            return of_size(forward, count, x, values_of(weight))
+
+        def pull_back(kept: tuple[jax.Array, jax.Array, Any], g: jax.Array):
+            count, x, weight = kept
+            to_x, to_weight = of_size(backward, count, x, values_of(weight), g)
+            if isinstance(weight, HeadCopies):
+                to_weight = HeadCopies(None, to_weight.astype(weight.sums_GDV.dtype))
+            return to_x, to_weight, None
 
         of_first.defvjp(
             # Not `of_first` again: a derivative of this derivative cannot pass a `custom_vjp` forwards.
-            lambda x, _, cast, count: (of_size(forward, count, x, cast), (count, x, cast)),
-            lambda kept, g: (*of_size(backward, *kept, g), None, None),
+            lambda x, weight, count: (
+                of_size(forward, count, x, values_of(weight)),
+                (count, x, weight),
+            ),
+            pull_back,
         )
-        read = weight if cast is None else cast
-        return checkpoint_name(of_first(x, weight, read, count), "logits")
+        return checkpoint_name(of_first(x, weight, count), "logits")
 
     def _product_in_parts(
         self, x: jax.Array, weight: jax.Array | Quantized, num_summed: int

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
-from jaxrl.models.compute import REMAT_POLICIES, Compute
+from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
 from jaxrl.models.latent_attention import LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
@@ -46,10 +45,6 @@ Params = Any  # nested dict of arrays, one entry per weight
 # a pipeline all arguments are those of one microbatch, so an attention function must not take anything that
 # differs between rows from a closure.
 Attend = Callable[..., tuple[jax.Array, Any]]
-
-
-# [G, D, V] each: the weight that gets the gradient, and the one in the type of the products.
-UnembeddingCopies = tuple[jax.Array, jax.Array]
 
 
 class LayerFlags(NamedTuple):
@@ -330,7 +325,13 @@ class Decoder(nnx.Module):
         def kept(function):
             if policy is None:
                 return function
-            return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+            def of_slice(x_BTD, weights, *rest):
+                # Else XLA on TPUs copies weights and moments of all layers into a layout that suits the
+                # loop: .5 GB for 7B over 8 v5p.
+                return function(x_BTD, jax.lax.optimization_barrier(weights), *rest)
+
+            return jax.checkpoint(of_slice, policy=policy, prevent_cse=False)
 
         def one_layer(x_BTD, weights_and_flags, layer_in, row_in):
             weights, flags = weights_and_flags
@@ -418,26 +419,29 @@ class Decoder(nnx.Module):
         dims, theta = config.rotary_dims, config.rope_local_theta or theta
         return whole, Rotation(*rotary_angles(positions_BT, dims, theta, None), scale)
 
+    @property
+    def head_DV(self) -> jax.Array:
+        """The unembedding."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
+
     def logits(
         self,
         hidden: jax.Array,
         needed: jax.Array | None = None,
         *,
         compute: Compute,
-        copies: UnembeddingCopies | None = None,
+        head: HeadCopies | None = None,
     ) -> jax.Array:
         """Maps [..., D] to float32 logits [..., V]; padding ids get -1e30, a probability of 0.
 
-        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward; with
-        `copies` each of G by its own copy of the weight.
+        With `needed`, only so many first entries of [G, C, D] are computed, forward and backward. `head` are
+        copies of `head_DV` for several devices.
         """
         if needed is None:
-            logits = compute.product(hidden, self._weight_DV, out_type=jnp.float32)
+            logits = compute.product(hidden, self.head_DV, out_type=jnp.float32)
         else:
-            weight, cast = copies or (self._weight_DV, None)
-            logits = compute.product_of_first(
-                hidden, weight, needed, out_type=jnp.float32, cast=cast
-            )
+            weight = self.head_DV if head is None else head
+            logits = compute.product_of_first(hidden, weight, needed, out_type=jnp.float32)
         if self.config.logits_softcap:
             cap = self.config.logits_softcap
             logits = cap * jnp.tanh(logits / cap)
@@ -445,36 +449,6 @@ class Decoder(nnx.Module):
             live_V = jnp.arange(self.config.vocab_size) < self.config.live_tokens
             logits = jnp.where(live_V, logits, -1e30)
         return logits
-
-    @property
-    def _weight_DV(self) -> jax.Array:
-        return self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-
-    def unembedding_copies(
-        self, shards: tuple[int, int], *, compute: Compute
-    ) -> UnembeddingCopies | None:
-        """A copy of the unembedding for each of G devices with own tokens, before a loop over chunks.
-
-        In the loop the compiler would gather a weight that is split (FSDP), and add up its gradient over
-        devices, for every chunk. The gradient of a copy stays on its device until the loop is over.
-
-        Args:
-          shards: number of devices that rows and their tokens are split over, [2]; G is the product.
-          compute: implementation choices; its type is that of the products.
-
-        Returns:
-          None for one device.
-        """
-        if math.prod(shards) == 1:
-            return None
-
-        def copies(weight_DV: jax.Array) -> jax.Array:
-            weight = jnp.broadcast_to(weight_DV, (*shards, *weight_DV.shape))
-            weight = compute.constrain(weight, ("rows", "length", None, "vocab"))
-            return weight.reshape(-1, *weight_DV.shape)
-
-        # The first is never read, so the compiler does not make it.
-        return copies(self._weight_DV), copies(self._weight_DV.astype(compute.dtype))
 
     def scores(self, hidden: jax.Array, *, compute: Compute) -> jax.Array:
         """Maps [..., D] to float32 scores [..., S] of a reward, cost or value model."""

@@ -42,6 +42,8 @@ GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 # Largest number of rows of a tile: enough for the matmul to outweigh reading the weights of its expert.
 _MOST_ROWS = 512
+# Smallest number of rows of a tile.
+_FEWEST_ROWS = 8
 # Rows of a chunk of tiles. The weights of all its tiles are copied next to each other, so this bounds memory.
 _CHUNK_ROWS = 8192
 # Smallest number of chunks of tiles, so that enough empty ones can be skipped.
@@ -53,20 +55,25 @@ _SORTED_ROWS = 131_072
 EXPERT_ROWS = "rows_of_experts"
 
 
-def experts_for(device: Any, dtype: Any) -> Callable[..., jax.Array]:
-    """The fastest implementation for a kind of device, or for None, and a type of activations."""
+def experts_for(device: Any, dtype: Any, *, equal_tiles: bool = False) -> Callable[..., jax.Array]:
+    """The fastest implementation for a kind of device, or for None, and a type of activations.
+
+    With `equal_tiles` tiles have as many rows on every mesh, so that matmuls round alike.
+    """
     dtype = jnp.dtype(dtype)
     if device is not None and device.platform == "tpu":
         return apply_experts
     if runs_on(device) and dtype == jnp.bfloat16:
         return functools.partial(_apply_experts_by_kernel, device=device)
+    if equal_tiles:
+        return functools.partial(apply_experts_in_tiles, most_rows=_FEWEST_ROWS)
     return apply_experts_in_tiles
 
 
 def apply_experts(
     x_BTD: jax.Array,
     expert_BTA: jax.Array,
-    share_BTA: jax.Array,
+    share_BTA: jax.Array | None,
     weights: ExpertWeights,
     axes: Any = None,
     activation: str = "silu",
@@ -79,7 +86,7 @@ def apply_experts(
     Args:
       x_BTD: activations.
       expert_BTA: int32, the experts of each token; experts that are not held here contribute 0.
-      share_BTA: weight of each of these experts in the sum.
+      share_BTA: weight of each of these experts in the sum; None for no sum.
       weights: weights of the experts held here, which have consecutive numbers.
       axes: logical axes of `weights`, for `mesh.parallel_layers`; not used here.
       activation: a name of `gates.GATES`.
@@ -87,7 +94,7 @@ def apply_experts(
       expert_shards: number of devices that share all experts; not used here.
 
     Returns:
-      [B, T, D], in the type of `x_BTD`.
+      [B, T, D], in the type of `x_BTD`; without a sum [B, T, A, D].
     """
     del axes, expert_shards
     D, A = x_BTD.shape[-1], expert_BTA.shape[-1]
@@ -96,7 +103,8 @@ def apply_experts(
     rows_G = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
     experts = (rows_G, held[order])
     out = _mlp(x_BTD.reshape(-1, D)[order // A], weights, experts, activation, jax.lax.ragged_dot)
-    return _summed(jnp.zeros_like(out).at[order].set(out, unique_indices=True), share_BTA)
+    out_MD = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+    return _summed(out_MD, expert_BTA, share_BTA)
 
 
 def _held(
@@ -111,9 +119,11 @@ def _held(
     return jnp.where((held >= 0) & (held < num_held), held, num_held), num_held
 
 
-def _summed(out_MD: jax.Array, share_BTA: jax.Array) -> jax.Array:
-    """The weighted sum over the experts of each token: [B, T, D]."""
-    by_token = out_MD.reshape(*share_BTA.shape, -1)
+def _summed(out_MD: jax.Array, expert_BTA: jax.Array, share_BTA: jax.Array | None) -> jax.Array:
+    """The weighted sum over the experts of each token: [B, T, D]; without weights [B, T, A, D]."""
+    by_token = out_MD.reshape(*expert_BTA.shape, -1)
+    if share_BTA is None:
+        return by_token
     return jnp.einsum("btad,bta->btd", by_token, share_BTA.astype(out_MD.dtype))
 
 
@@ -155,40 +165,29 @@ def _mlp(
 def apply_experts_in_tiles(
     x_BTD: jax.Array,
     expert_BTA: jax.Array,
-    share_BTA: jax.Array,
+    share_BTA: jax.Array | None,
     weights: ExpertWeights,
     axes: Any = None,
     activation: str = "silu",
     *,
     first_expert: jax.Array | int = 0,
     expert_shards: int = 1,
+    most_rows: int = _MOST_ROWS,
+    multiply: GroupedMatmul | None = None,
 ) -> jax.Array:
-    """`apply_experts` in tiles; weight gradients are summed in float32."""
+    """`apply_experts` in tiles of up to `most_rows` rows; weight gradients are summed in float32.
+
+    With the kernel `multiply` in chunks of the sorted pairs instead.
+    """
     del axes
     held, num_held = _held(expert_BTA, weights, first_expert)
-    chunks = _tiles(held, num_held, expert_BTA.shape[-1], expert_shards)
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _summed(_in_chunks(x_ND, weights, chunks, _TILES, activation), share_BTA)
-
-
-def apply_experts_in_chunks(
-    x_BTD: jax.Array,
-    expert_BTA: jax.Array,
-    share_BTA: jax.Array,
-    weights: ExpertWeights,
-    axes: Any = None,
-    activation: str = "silu",
-    *,
-    multiply: GroupedMatmul,
-    first_expert: jax.Array | int = 0,
-    expert_shards: int = 1,
-) -> jax.Array:
-    """`apply_experts` by the kernel `multiply`, in chunks of the sorted pairs."""
-    del axes
-    held, num_held = _held(expert_BTA, weights, first_expert)
-    chunks = _sorted(held, num_held, expert_BTA.shape[-1], expert_shards)
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _summed(_in_chunks(x_ND, weights, chunks, _by(multiply), activation), share_BTA)
+    sizes = (num_held, expert_BTA.shape[-1], expert_shards)
+    if multiply is None:
+        chunks, way = _tiles(held, *sizes, most_rows), _TILES
+    else:
+        chunks, way = _sorted(held, *sizes), _by(multiply)
+    out_MD: Any = _in_chunks(x_BTD.reshape(-1, x_BTD.shape[-1]), weights, chunks, way, activation)
+    return _summed(out_MD, expert_BTA, share_BTA)
 
 
 @functools.cache
@@ -197,23 +196,15 @@ def _kernel(device: Any) -> GroupedMatmul:
 
 
 def _apply_experts_by_kernel(
-    x_BTD: jax.Array,
-    expert_BTA: jax.Array,
-    share_BTA: jax.Array,
-    weights: ExpertWeights,
-    axes: Any = None,
-    activation: str = "silu",
-    *,
-    device: Any,
-    **held: Any,
+    x_BTD: jax.Array, expert_BTA: jax.Array, share_BTA: Any, weights: Any, *rest, device, **held
 ) -> jax.Array:
-    """`apply_experts_in_chunks` by `grouped_matmul`, or in tiles for widths that it does not take."""
-    apply = apply_experts_in_tiles
-    if all(
-        width % WIDTH_MULTIPLE == 0 for leaf in jax.tree.leaves(weights) for width in leaf.shape[1:]
-    ):
-        apply = functools.partial(apply_experts_in_chunks, multiply=_kernel(device))
-    return apply(x_BTD, expert_BTA, share_BTA, weights, axes, activation, **held)
+    """`apply_experts_in_tiles` by `grouped_matmul`, or in tiles for widths that it does not take."""
+    widths = [width for leaf in jax.tree.leaves(weights) for width in leaf.shape[1:]]
+    fits = all(width % WIDTH_MULTIPLE == 0 for width in widths)
+    multiply = _kernel(device) if fits else None
+    return apply_experts_in_tiles(
+        *(x_BTD, expert_BTA, share_BTA, weights, *rest), multiply=multiply, **held
+    )
 
 
 class _Chunks(NamedTuple):
@@ -274,7 +265,13 @@ def _inverse(order_M: jax.Array) -> jax.Array:
     return jnp.zeros_like(order_M).at[order_M].set(places, unique_indices=True)
 
 
-def _tiles(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) -> _Chunks:
+def _tiles(
+    held_M: jax.Array,
+    num_held: int,
+    per_token: int,
+    shards: int = 1,
+    most_rows: int = _MOST_ROWS,
+) -> _Chunks:
     """Cuts the sorted pairs of each expert into tiles.
 
     Args:
@@ -282,12 +279,13 @@ def _tiles(held_M: jax.Array, num_held: int, per_token: int, shards: int = 1) ->
       num_held: G.
       per_token: pairs of a token.
       shards: number of devices that share all experts, so that 1 / shards of the pairs are expected here.
+      most_rows: largest number of rows of a tile.
     """
     num_pairs = held_M.shape[0]
     # (K, n, t) that suffice for this number of pairs, however they are distributed over experts. Each expert
     # may end in a tile that is not full: up to one more tile per expert.
     half = max(1, num_pairs // (2 * num_held * shards))
-    rows = min(_MOST_ROWS, max(8, 1 << (half.bit_length() - 1)))
+    rows = min(most_rows, max(_FEWEST_ROWS, 1 << (half.bit_length() - 1)))
     most = num_pairs // rows + num_held
     in_chunk = max(1, min(most // (_FEWEST_CHUNKS * shards), _CHUNK_ROWS // rows))
     chunks = -(-most // in_chunk)

@@ -321,7 +321,7 @@ class AccumulatingActor(Actor):
         `further` gets the log-probabilities [G, C, V] of a chunk, and what follows its first K targets.
         """
         model: Decoder = nnx.merge(self.graph, params)
-        logits_of = self._logits_of(model, micro)
+        logits_of, hidden_BTD = self._head(model, self._run(model, micro).hidden_BTD, micro)
 
         def chunk(hidden_GCD: jax.Array, targets_GCK: jax.Array, needed: jax.Array):
             logprobs_GCV, _ = log_softmax_entropy(logits_of(hidden_GCD, needed))
@@ -330,7 +330,7 @@ class AccumulatingActor(Actor):
 
         found = at_places(
             chunk,
-            self._run(model, micro).hidden_BTD,
+            hidden_BTD,
             jnp.moveaxis(micro.targets, 0, -1),
             micro.segment_ids > 0,
             **self._chunks(micro),

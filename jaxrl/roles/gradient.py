@@ -167,6 +167,7 @@ def minibatch_gradient(
     describe: Callable[[Any], Stats],
     load_balancing_coef: float,
     place: Callable[[Params], Params],
+    in_loop: bool = False,
 ) -> MinibatchGradient:
     """The gradient of minibatch u of a packed batch.
 
@@ -177,6 +178,8 @@ def minibatch_gradient(
       objective: what is minimised.
       forward, describe, load_balancing_coef: as in `MicrobatchLoss`.
       place: constrains gradients to their shardings.
+      in_loop: prepare the weights anew for each microbatch. Else XLA makes what follows from them alone
+        before the loop and keeps it, such as the whole embedding on every device: 1 GB for 7B on v5p.
     """
     T = batch.tokens.shape[-1]
     segment_ids = batch.segment_ids[u]
@@ -196,7 +199,9 @@ def minibatch_gradient(
         num_backward = num_with_advantage(batch.advantage[u], batch.loss_mask[u])
     else:
         num_backward = batch.num_micro_U[u]
-    grads, sums, this_pass = _accumulate(loss, params, batch, num_backward, place)
+    grads, sums, this_pass = _accumulate(
+        *(loss, params, batch, num_backward, place), in_loop=in_loop
+    )
     stats = sums.means
     if correction is not None and deferred:
         assert not load_balancing_coef, "the load-balancing loss would be divided twice"
@@ -221,6 +226,8 @@ def _accumulate(
     batch: Any,
     num_backward: jax.Array,
     place: Callable[[Params], Params],
+    *,
+    in_loop: bool,
 ) -> tuple[Params, Sums, Stats]:
     """Gradients of the first `num_backward` microbatches; sums and `this_pass` of all that hold tokens."""
     u, M = loss.u, batch.tokens.shape[1]
@@ -230,8 +237,11 @@ def _accumulate(
 
     def add(m, total: tuple[Sums, Stats]):
         pull_back: Any
+        here = params
+        if in_loop:
+            here, m = jax.lax.optimization_barrier((params, m))
         _, pull_back, (sums, this_pass) = jax.vjp(
-            lambda p: loss(p, micro_of(batch, u, m)), params, has_aux=True
+            lambda p: loss(p, micro_of(batch, u, m)), here, has_aux=True
         )
         pull_back.with_refs(grads)(jnp.float32(1))
         return with_sums(m, total, (sums, this_pass))

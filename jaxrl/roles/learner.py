@@ -367,6 +367,8 @@ class Learner(PackedModel, abc.ABC):
                 jax.lax.with_sharding_constraint,
                 shardings=self.trained(self._gradient_shardings),
             ),
+            # On CPU the barrier costs a copy of the embedding.
+            in_loop=platform_of(self.mesh) not in (None, "cpu"),
         )
 
     @jax.named_scope("optimizer")

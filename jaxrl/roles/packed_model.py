@@ -203,8 +203,7 @@ class PackedModel:
         model: Decoder = nnx.merge(graph, params)
         out = self._run(model, micro)
         logprob, further = token_logprobs(
-            self._logits_of(model, micro),
-            out.hidden_BTD,
+            *self._head(model, out.hidden_BTD, micro),
             micro.tokens,
             micro.segment_ids,
             temperature=temperature,
@@ -245,8 +244,7 @@ class PackedModel:
         """Fraction of a microbatch's trained tokens that the sampler's noise draws again: `roles.redraw`."""
         model: Decoder = nnx.merge(graph, params)
         return same_token_fraction(
-            self._logits_of(model, micro),
-            self._run(model, micro).hidden_BTD,
+            *self._head(model, self._run(model, micro).hidden_BTD, micro),
             micro,
             draws,
             temperature=temperature,
@@ -280,11 +278,8 @@ class PackedModel:
             # Its experts are its own choice, also where it is this model without adapters.
             ref_out = ref_model._run(reference, micro.replace(routes=None))
             ref_hidden = jax.lax.stop_gradient(ref_out.hidden_BTD)
-
-        logits_of, ref_logits_of = (
-            self._logits_of(model, micro),
-            ref_model._logits_of(reference, micro),
-        )
+        logits_of, hidden = self._head(model, out.hidden_BTD, micro)
+        ref_logits_of, ref_hidden = ref_model._head(reference, ref_hidden, micro)
 
         def chunk(past: tuple[jax.Array, jax.Array], tokens_GC: jax.Array, needed: jax.Array):
             logprobs_GCV, entropy_GC = log_softmax_entropy(logits_of(past[0], needed) / temperature)
@@ -297,7 +292,7 @@ class PackedModel:
 
         logprob, entropy, kl = from_past(
             chunk,
-            (out.hidden_BTD, ref_hidden),
+            (hidden, ref_hidden),
             micro.tokens,
             micro.segment_ids,
             trained_BT=micro.loss_mask > 0,
@@ -305,15 +300,32 @@ class PackedModel:
         )
         return logprob, entropy, kl, out.routing
 
-    def _logits_of(self, model: Decoder, micro: PackedBatch) -> Callable[..., jax.Array]:
-        """The function of hidden states that makes the logits of a chunk."""
-        copies = model.unembedding_copies(self._chunks(micro)["shards"], compute=self._compute)
-        return functools.partial(model.logits, compute=self._compute, copies=copies)
+    def _head(
+        self, model: Decoder, hidden_BTD: jax.Array, micro: PackedBatch
+    ) -> tuple[Callable[..., jax.Array], jax.Array]:
+        """`model.logits` for chunks of the last hidden states of a microbatch, and these."""
+        shards, head = self._shards(micro), None
+        if math.prod(shards) > 1:
+            tied = self.model.tie_embeddings
+            where = self.train_shardings["embedding" if tied else "unembedding"]
+
+            def place(gradient_DV: jax.Array) -> jax.Array:
+                stored = gradient_DV.T if tied else gradient_DV
+                stored = jax.lax.with_sharding_constraint(stored, where)
+                return stored.T if tied else stored
+
+            hidden_BTD, head = self._compute.head_copies(
+                *(hidden_BTD, model.head_DV, shards), None if self.model.lora.rank else place
+            )
+        return functools.partial(model.logits, compute=self._compute, head=head), hidden_BTD
+
+    def _shards(self, micro: PackedBatch) -> tuple[int, ...]:
+        return parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
 
     def _chunks(self, micro: PackedBatch) -> dict[str, Any]:
         """The arguments of `algos.logprobs.from_past` that say how logits are cut into chunks."""
         vocabulary = self.model.vocab_size // shards_of("vocab", TRAIN_RULES, self.mesh)
-        shards = parts_of(("rows", "length"), micro.tokens.shape, TRAIN_RULES, self.mesh)
+        shards = self._shards(micro)
         return {
             "chunk_tokens": self.train.positions_of_logits(
                 vocabulary,

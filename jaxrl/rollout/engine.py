@@ -161,11 +161,14 @@ class Engine:
             dtype=jnp.dtype(config.dtype),
             constrain=layout.constrain,
             experts=expert_parallel(
-                experts_for(device_of(mesh), config.dtype), mesh, GENERATE_RULES
+                experts_for(device_of(mesh), config.dtype, equal_tiles=config.deterministic),
+                mesh,
+                GENERATE_RULES,
+                in_order=config.deterministic,
             ),
             layers=pipeline(scan_layers_as_bits if on_cpu else scan_layers, mesh, GENERATE_RULES),
             unroll=config.layers_per_iteration(model.num_layers, platform),
-            sum_parts=_sum_parts(model) if config.deterministic else 0,
+            sum_parts=math.gcd(*_summed_widths(model)) if config.deterministic else 0,
             wide_results=on_cpu,
             gathers_adapters=on_cpu,
         )
@@ -276,11 +279,6 @@ def _check_state(config: EngineConfig) -> None:
 
 def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
     """Checks that the parts of a sum divide over the devices that share it, and the rows of every device."""
-    if model.num_experts:
-        raise UserError(
-            f"deterministic sampling covers dense models, and this one has {model.num_experts} experts; "
-            "set deterministic to False"
-        )
     if model.has_state:
         raise UserError(
             "deterministic sampling covers models without delta layers, whose heads it has no parts for; "
@@ -291,12 +289,21 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
             "deterministic sampling covers norms within a head, and this model's run over all heads "
             "(qk_norm_over_heads); set deterministic to False"
         )
-    parts, devices = _sum_parts(model), shards_of("mlp", GENERATE_RULES, mesh)
-    if parts % devices:
+    widths, devices = _summed_widths(model), shards_of("mlp", GENERATE_RULES, mesh)
+    if (parts := math.gcd(*widths)) % devices:
+        heads, *neurons = widths
+        of_mlp = f" and {' and '.join(map(str, neurons))} neurons" if neurons else ""
         raise UserError(
-            f"deterministic sampling sums over {model.num_kv_heads} key-value heads and {model.d_ff} neurons "
+            f"deterministic sampling sums over {heads} key-value heads{of_mlp} "
             f"in {parts} parts, which do not divide over {devices} devices of a tensor-parallel group; "
             f"choose a generation layout with a degree that divides {parts}, or set deterministic to False"
+        )
+    shared = shards_of("experts", GENERATE_RULES, mesh)
+    if model.num_experts % shared:
+        raise UserError(
+            f"deterministic sampling cuts no expert, and {model.num_experts} experts do not divide over "
+            f"{shared} devices; choose a layout whose mesh.expert times tensor parallelism divides their "
+            "number, or set deterministic to False"
         )
     replicas = shards_of("batch", GENERATE_RULES, mesh)
     if slots < 2 * replicas:
@@ -307,10 +314,12 @@ def _check_deterministic(model: ModelConfig, mesh: Mesh, slots: int) -> None:
         )
 
 
-def _sum_parts(model: ModelConfig) -> int:
-    """The number of parts in which sums over heads and neurons are made on every mesh."""
+def _summed_widths(model: ModelConfig) -> list[int]:
+    """The heads and the neurons that tensor parallelism splits; experts are whole."""
     # Key-value heads that devices share would be multiplied in other shapes, which round differently.
-    return math.gcd(model.num_kv_heads, model.full_kv_heads, model.d_ff)
+    heads = math.gcd(model.num_kv_heads, model.full_kv_heads)
+    neurons = (model.shared_d_ff, model.dense_d_ff) if model.num_experts else (model.d_ff,)
+    return [heads, *(width for width in neurons if width)]
 
 
 def _compiler_options(config: EngineConfig, mesh: Mesh) -> dict[str, bool | str]:

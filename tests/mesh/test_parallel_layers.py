@@ -12,7 +12,7 @@ from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
 from jaxrl.models.attention import attention
 from jaxrl.models.attention_kind import AttentionKind
-from jaxrl.models.experts import apply_experts, apply_experts_in_tiles
+from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
 
 B, T, H, D, F, E, A = 8, 8, 4, 8, 8, 4, 2
 
@@ -69,6 +69,58 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
     assert_close(run(on_mesh), run(attention))
 
 
+def expert_weights(num_experts=E):
+    """Random weights with biases and adapters, and their logical axes."""
+    weights = {
+        "gate": {
+            "weight": normal(num_experts, D, F),
+            "lora_a": normal(num_experts, D, 2),
+            "lora_b": normal(num_experts, 2, F),
+        },
+        "up": {"weight": normal(num_experts, D, F, seed=1), "bias": normal(num_experts, F, seed=7)},
+        "down": {
+            "weight": normal(num_experts, F, D, seed=2),
+            "bias": normal(num_experts, D, seed=8),
+            "lora_a": normal(num_experts, F, 2, seed=3),
+            "lora_b": normal(num_experts, 2, D, seed=4),
+        },
+    }
+    inner, outer = (("experts", "embed", "mlp"), ("experts", "mlp", "embed"))
+    axes = {
+        "gate": {
+            "weight": inner,
+            "lora_a": ("experts", "embed", None),
+            "lora_b": ("experts", None, "mlp"),
+        },
+        "up": {"weight": inner, "bias": ("experts", "mlp")},
+        "down": {
+            "weight": outer,
+            "bias": ("experts", "embed"),
+            "lora_a": ("experts", "mlp", None),
+            "lora_b": ("experts", None, "embed"),
+        },
+    }
+    return weights, axes
+
+
+def runs_experts(expert, weights, axes):
+    """A function that runs a layer forward and backward with these experts of each token."""
+    x, share = normal(B, T, D), np.abs(normal(*expert.shape, seed=5))
+    leaves, structure = jax.tree.flatten(weights)
+
+    def run(layer):
+        return value_and_gradients(
+            lambda x, share, *leaves: layer(
+                x, expert, share, structure.unflatten(leaves), axes, "clamped_silu"
+            ),
+            x,
+            share,
+            *leaves,
+        )
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("rules", "layout"),
     [
@@ -87,45 +139,36 @@ def test_attention_on_a_mesh(rules, layout, num_kv_heads):
     ids=lambda v: ",".join(map(str, v.values())) if "train" in v else "",
 )
 def test_experts_on_a_mesh(rules, layout):
-    weights = {
-        "gate": {"weight": normal(E, D, F), "lora_a": normal(E, D, 2), "lora_b": normal(E, 2, F)},
-        "up": {"weight": normal(E, D, F, seed=1), "bias": normal(E, F, seed=7)},
-        "down": {
-            "weight": normal(E, F, D, seed=2),
-            "bias": normal(E, D, seed=8),
-            "lora_a": normal(E, F, 2, seed=3),
-            "lora_b": normal(E, 2, D, seed=4),
-        },
-    }
-    inner, outer = (("experts", "embed", "mlp"), ("experts", "mlp", "embed"))
-    axes = {
-        "gate": {
-            "weight": inner,
-            "lora_a": ("experts", "embed", None),
-            "lora_b": ("experts", None, "mlp"),
-        },
-        "up": {"weight": inner, "bias": ("experts", "mlp")},
-        "down": {
-            "weight": outer,
-            "bias": ("experts", "embed"),
-            "lora_a": ("experts", "mlp", None),
-            "lora_b": ("experts", None, "embed"),
-        },
-    }
-    x, share = normal(B, T, D), np.abs(normal(B, T, A, seed=5))
+    weights, axes = expert_weights()
     expert = np.random.default_rng(6).integers(0, E + 1, (B, T, A)).astype(np.int32)
-    leaves, structure = jax.tree.flatten(weights)
-
-    def run(layer):
-        return value_and_gradients(
-            lambda x, share, *leaves: layer(
-                x, expert, share, structure.unflatten(leaves), axes, "clamped_silu"
-            ),
-            x,
-            share,
-            *leaves,
-        )
-
+    run = runs_experts(expert, weights, axes)
     for apply in (apply_experts, apply_experts_in_tiles):
         found = run(expert_parallel(apply, mesh_of(**layout), rules))
         assert_close(found, run(apply_experts), scale=1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"train": "1-1-4", "expert": 4},
+        {"train": "1-2-2", "expert": 2},
+        pytest.param({"train": "1-8-1"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_experts_in_order_are_equal_to_the_last_bit(layout):
+    weights, axes = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.bfloat16) if isinstance(x, np.ndarray) else x,
+        expert_weights(8),
+    )
+    x, share = jnp.asarray(normal(B, T, D), jnp.bfloat16), np.abs(normal(B, T, 4, seed=5))
+    expert = np.random.default_rng(6).integers(0, 9, (B, T, 4)).astype(np.int32)
+    apply = experts_for(None, jnp.bfloat16, equal_tiles=True)
+
+    def run(mesh):
+        layer = expert_parallel(apply, mesh, GENERATE_RULES, in_order=True)
+        return np.asarray(
+            jax.jit(lambda *a: layer(*a, axes))(x, expert, share, weights).astype(jnp.float32)
+        )
+
+    np.testing.assert_array_equal(run(mesh_of(**layout)), run(mesh_of()))

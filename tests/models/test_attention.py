@@ -446,7 +446,7 @@ def test_the_device_and_the_type_pick_the_implementation(platform, dtype, picked
             "splash",
             "gpu",
             "bfloat16",
-            "'splash' on gpu in bfloat16: it runs on TPUs only; use auto",
+            "'splash' on gpu in bfloat16: it runs on TPUs in rows of up to 131,072 tokens only; use auto",
         ),
         ("cudnn", "cpu", "bfloat16", "'cudnn' on cpu in bfloat16: it runs on NVIDIA GPUs in"),
         (
@@ -501,6 +501,7 @@ def test_a_mask_of_a_long_row_is_never_made():
     assert pick_implementation("gpu", jnp.bfloat16, tokens=32_768) == "cudnn"
     assert pick_implementation("gpu", jnp.bfloat16, tokens=131_072) == "xla"
     assert pick_implementation("tpu", jnp.bfloat16, tokens=131_072) == "splash"
+    assert pick_implementation("tpu", jnp.bfloat16, tokens=131_073) == "xla"
 
 
 def test_every_implementation_can_be_picked():

@@ -18,7 +18,6 @@ from flax import nnx
 from jaxrl.models.compute import Compute
 from jaxrl.models.experts import (
     apply_experts,
-    apply_experts_in_chunks,
     apply_experts_in_tiles,
     experts_for,
 )
@@ -81,7 +80,7 @@ def careless_gradients(saved, d_out):
 
 
 careless.defvjp(lambda *of: (careless(*of), of), careless_gradients)
-in_chunks = functools.partial(apply_experts_in_chunks, multiply=careless)
+in_chunks = functools.partial(apply_experts_in_tiles, multiply=careless)
 
 all_ways = pytest.mark.parametrize(
     "apply",

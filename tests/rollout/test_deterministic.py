@@ -38,6 +38,26 @@ DEEP_MODELS = {
     "grouped": dataclasses.replace(GROUPED, qkv_bias=True),
     "grouped_norms": dataclasses.replace(GROUPED, qk_norm=True),
 }
+EXPERTS = dataclasses.replace(DEEP, d_ff=256, num_experts=16, experts_per_token=4)
+MIXTURES = {
+    "experts": EXPERTS,
+    # As GLM-4.5 and DeepSeek-V3 are made.
+    "shared": dataclasses.replace(
+        EXPERTS,
+        num_layers=5,
+        sigmoid_routing=True,
+        expert_groups=4,
+        groups_per_token=2,
+        routed_scale=1.5,
+        shared_d_ff=512,
+        first_dense_layers=1,
+        dense_d_ff=1024,
+    ),
+    "gated": dataclasses.replace(EXPERTS, qk_norm=True, shared_d_ff=256, shared_gate=True),
+    "biased": dataclasses.replace(
+        EXPERTS, expert_biases=True, output_bias=True, activation="clamped_silu"
+    ),
+}
 # Answers of more than 64 tokens have fewer slots towards the end, unless samples must be alike.
 LONG = dataclasses.replace(ORDERED, max_response_tokens=72, smallest_bucket="auto")
 # Training layout p-t-d, generation layout p_g-t_g-d_g-d, FSDP.
@@ -49,6 +69,17 @@ LAYOUTS = [
     ("1-4-2", "1-2-2-2", 2),
     ("2-2-2", "1-2-2-2", 1),
     ("2-2-2", "2-2-1-2", 1),
+]
+
+
+# Experts over tensor shards, over replicas, and over both; `expert` comes after FSDP.
+MIXTURE_LAYOUTS = [
+    ("1-8-1",),
+    ("1-2-4", "1-2-1-4", 1, 4),
+    ("1-4-2", "1-2-2-2", 2),
+    ("1-1-8", "", 1, 8),
+    ("1-4-2", "1-4-1-2", 1, 2),
+    ("2-2-2", "2-2-1-2", 1, 2),
 ]
 
 
@@ -98,6 +129,22 @@ def test_samples_of_deep_models_are_alike(case):
     assert num_different(tokens_of(layout, **given), alone) == 0
 
 
+MIXTURE_CASES = [(name, layout) for name in MIXTURES for layout in MIXTURE_LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(MIXTURE_CASES, fast=(), long=MIXTURE_CASES[7:8]),
+    ids=lambda case: "_".join(map(str, (case[0], *case[1]))),
+)
+def test_samples_of_mixtures_are_alike(case):
+    name, layout = case
+    given = {"config": LONG, "model": MIXTURES[name], "num_prompts": 32}
+    alone = tokens_of(**given)
+    assert len(alone) == 96 and sum(map(len, alone)) > 4_000
+    assert num_different(tokens_of(layout, **given), alone) == 0
+
+
 def test_samples_of_a_wide_model_are_alike():
     """The quickest case of the above that differs without `deterministic`."""
     model = dataclasses.replace(DEEP_MODELS["grouped_norms"], num_layers=1)
@@ -137,15 +184,17 @@ def test_samples_are_alike_with_adapters():
 @pytest.mark.slow
 def test_without_it_some_samples_differ():
     """Else the test above would say nothing."""
-    alone = tokens_of(config=PLAIN)
-    assert sum(num_different(tokens_of(x, config=PLAIN), alone) for x in LAYOUTS[:3]) > 0
+    for model in (WIDE, EXPERTS):
+        given = {"config": PLAIN, "model": model}
+        alone = tokens_of(**given)
+        assert sum(num_different(tokens_of(x, **given), alone) for x in LAYOUTS[:3]) > 0
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"num_kv_heads": 4}, "4 key-value heads and 256 neurons in 4 parts, .* over 8 devices"),
-        ({"num_experts": 4, "experts_per_token": 2}, "dense models, and this one has 4 experts"),
+        ({"num_experts": 4, "experts_per_token": 2}, "4 experts do not divide over 8 devices"),
     ],
 )
 def test_models_and_layouts_that_it_does_not_cover_are_refused(changes, message):

@@ -79,10 +79,10 @@ def weights(model=MODEL):
 
 @functools.cache
 def actor_of(
-    train="1-1-1", generate="", fsdp=1, *, config=BASE, model=MODEL, first_device=0
+    train="1-1-1", generate="", fsdp=1, expert=1, *, config=BASE, model=MODEL, first_device=0
 ) -> Actor:
     """An actor ready to sample; compiled programs are shared by all tests that ask for the same."""
-    mesh = mesh_of(train, generate, first=first_device, fsdp=fsdp)
+    mesh = mesh_of(train, generate, first=first_device, fsdp=fsdp, expert=expert)
     engine = Engine(model, decoder_graph(model)[0], mesh, config)
     actor = Actor(
         model,
