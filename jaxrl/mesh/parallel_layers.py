@@ -10,7 +10,8 @@ Kernels written by hand cannot be partitioned by the compiler, so all of them ru
 
 **Experts.** Every device of an `expert` group holds consecutive experts and a share of the batch. The tokens
 of the group are gathered, each device sums the outputs of its own experts, and the sums return to the owners
-of the tokens. Devices of a tensor group have the same tokens; they hold different experts, or parts of them:
+of the tokens; `token_exchange` has another way. Devices of a tensor group have the same tokens; they hold
+different experts, or parts of them:
 
     tokens [B/e, T, D] --all-gather over expert--> [B, T, D] --own experts--> part of the sum [B, T, D]
                         --reduce-scatter over expert--> [B/e, T, D], and summed over the tensor axes
@@ -33,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.mesh.ring import ONE_DEVICE, ContextSplit
 from jaxrl.mesh.rules import REPLICABLE, Rules, axes_of, partition_spec, per_device
+from jaxrl.mesh.token_exchange import RaggedMove, exchange_pays, exchange_tokens, gather_tokens
 
 # (q_BTQH, k_BTKH, v_BTKH, ids, *rest) -> out_BTQH. `ids` is a pytree of [B, T], such as segment ids. `rest`
 # are pytrees of scalars that are equal on every device, and of [Q], such as the attention kind.
@@ -147,6 +149,7 @@ def expert_parallel(
     rules: Rules,
     *,
     in_order: bool = False,
+    move: RaggedMove | None = None,
 ) -> Layer:
     """Runs `layer` on every device for the experts that it holds.
 
@@ -156,7 +159,10 @@ def expert_parallel(
       mesh, rules: mesh, and sharding rules of experts, tokens and the width of an expert.
       in_order: add up a token's A experts on its own device, in float32 and in their order, so that the
         result is the same on every mesh that leaves experts whole. A times as much is sent back.
+      move: `jax.lax.ragged_all_to_all`, by which tokens go to the devices of their experts alone where that
+        pays; None gathers them.
     """
+    assert not (in_order and move), "an exchange sums before it returns"
     if mesh.size == 1 and not in_order:
         return layer
     sizes = dict(mesh.shape)
@@ -168,11 +174,15 @@ def expert_parallel(
         whole = tuple(None if axis == "embed" else axis for axis in axes)
         return partition_spec(whole, array.shape, rules, sizes, "experts")
 
-    def shard(activation, expert_axes, x, expert, share, weights):
+    def shard(activation, expert_axes, num_experts, x, expert, share, weights):
         own_share, share = share, None if in_order else share
-        for axis in token_axes:
-            gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
-            x, expert, share = jax.tree.map(gather, (x, expert, share))
+        group, per_token = math.prod(sizes[a] for a in token_axes), expert.shape[-1]
+        if move and group > 1 and exchange_pays(group, num_experts, per_token):
+            (x, expert, share), back = exchange_tokens(
+                *(x, expert, own_share), num_experts=num_experts, axis=token_axes[0], move=move
+            )
+        else:
+            (x, expert, share), back = gather_tokens([x, expert, share], token_axes)
         num_held = weights["gate"]["weight"].shape[0]
         first = jax.lax.axis_index(expert_axes) * num_held if expert_axes else 0
         inner_axes = tuple(a for a in tensor_axes if a not in expert_axes)
@@ -193,8 +203,7 @@ def expert_parallel(
 
         held_experts.__name__ = f"{HELD_EXPERTS}{shards}"
         out = jax.jit(held_experts)(x, expert, share, weights, first)
-        for axis in reversed(token_axes):
-            out = jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True)
+        out = back(out)
         out = jax.lax.psum(out, tensor_axes) if tensor_axes else out
         if not in_order:
             return out
@@ -211,7 +220,7 @@ def expert_parallel(
         if isinstance(expert_axes, str):
             expert_axes = (expert_axes,)
         return per_device(
-            functools.partial(shard, activation, expert_axes),
+            functools.partial(shard, activation, expert_axes, weights["gate"]["weight"].shape[0]),
             mesh,
             in_specs=(*token_specs, weight_specs),
             out_specs=token_specs[0],

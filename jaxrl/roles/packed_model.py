@@ -131,7 +131,13 @@ class PackedModel:
             dtype=jnp.dtype(train.dtype),
             remat=train.remat,
             constrain=constraint(mesh, TRAIN_RULES),
-            experts=expert_parallel(experts_for(device_of(mesh), train.dtype), mesh, TRAIN_RULES),
+            experts=expert_parallel(
+                experts_for(device_of(mesh), train.dtype),
+                mesh,
+                TRAIN_RULES,
+                # XLA has none on CPU.
+                move=None if platform_of(mesh) in (None, "cpu") else jax.lax.ragged_all_to_all,
+            ),
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),

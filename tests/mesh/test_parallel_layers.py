@@ -10,6 +10,7 @@ from meshes import mesh_of
 from jaxrl.mesh import ring
 from jaxrl.mesh.parallel_layers import attention_parallel, expert_parallel
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
+from jaxrl.mesh.token_exchange import exchange_pays
 from jaxrl.models.attention import attention
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.experts import apply_experts, apply_experts_in_tiles, experts_for
@@ -145,6 +146,57 @@ def test_experts_on_a_mesh(rules, layout):
     for apply in (apply_experts, apply_experts_in_tiles):
         found = run(expert_parallel(apply, mesh_of(**layout), rules))
         assert_close(found, run(apply_experts), scale=1)
+
+
+def gathering_move(operand, output, input_offsets, send_sizes, output_offsets, _, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA has not on CPU, by gathering everything."""
+    me = jax.lax.axis_index(axis_name)
+    everything = [
+        jax.lax.all_gather(x, axis_name)
+        for x in (operand, input_offsets, send_sizes, output_offsets)
+    ]
+    row = jnp.arange(len(output))
+    for rows, begins, sizes, places in zip(*everything, strict=True):
+        within = row - places[me]
+        is_sent = (within >= 0) & (within < sizes[me])
+        moved = rows.at[begins[me] + within].get(mode="clip")
+        output = jnp.where(is_sent.reshape(-1, *(1,) * (output.ndim - 1)), moved, output)
+    return output
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"train": "1-1-8", "expert": 8},
+        pytest.param({"train": "1-2-4", "expert": 4}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chosen", ["at random", "all the same", "none"])
+def test_tokens_are_sent_to_the_devices_of_their_experts_alone(layout, chosen):
+    """Two of 16 experts: over four devices 45% of them are on a device with one, over eight 24%."""
+    weights, axes = expert_weights(16)
+    number = {"at random": np.random.default_rng(6).integers(0, 17, (B, T, A)), "all the same": 3}
+    expert = np.broadcast_to(number.get(chosen, 16), (B, T, A)).astype(np.int32)
+    run, mesh = runs_experts(expert, weights, axes), mesh_of(**layout)
+    moved = []
+
+    def move(*args, **named):
+        moved.append(args[0].shape)
+        return gathering_move(*args, **named)
+
+    layer = expert_parallel(apply_experts_in_tiles, mesh, TRAIN_RULES, move=move)
+    assert_close(run(layer), run(apply_experts), scale=1)
+    assert moved
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_experts", "per_token", "pays"),
+    # The expected number of receivers: 3.0 of 7, 2.1 of 3, 4.6 of 7, 7.0 of 31.
+    [(8, 32, 4, True), (4, 32, 4, False), (8, 256, 8, False), (32, 256, 8, True)],
+)
+def test_an_exchange_pays_where_it_sends_half_of_the_bytes(devices, num_experts, per_token, pays):
+    assert exchange_pays(devices, num_experts, per_token) == pays
 
 
 @pytest.mark.parametrize(
