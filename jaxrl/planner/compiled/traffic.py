@@ -3,7 +3,8 @@
 Of a collective it reads the device groups and the bytes that they deliver. Devices are numbered in the order
 of the program's flattened mesh. Covered: collectives that XLA uses on CPU, GPU and TPU.
 
-Bytes are a lower bound of what a device receives, with the best algorithm. The text shows the body of a loop
+Bytes are a lower bound of what a device receives, with the best algorithm; of a ragged all-to-all, whose rows
+depend on data, they are those that there is room for. The text shows the body of a loop
 once. Its number of rounds is the compiler's own note, or follows from its condition: a counter that starts at
 a constant, grows by a constant step, and stays below another constant. (A GPU's compiler writes the note, a
 TPU's leaves most of them out.) The caller gives the number for loops whose end depends on data (the last
@@ -87,11 +88,12 @@ def root_of(computation: Computation) -> Instruction | None:
 
 
 _COLLECTIVE = re.compile(
-    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+    r"= (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|"
+    r"collective-permute)"
     r"(?P<start>-start)?\("
 )
 _AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
-_UNKNOWN = re.compile(r" (collective-broadcast|ragged-all-to-all|send|recv)(-start)?\(")
+_UNKNOWN = re.compile(r" (collective-broadcast|send|recv)(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 
 
@@ -135,7 +137,7 @@ class Collective:
             for host, count in members.items() if len(members) > 1 else ():
                 if self.kind == "collective-permute":
                     entering[host] += self.result_bytes * (host == hosts[group[1]])
-                elif self.kind == "all-to-all":
+                elif self.kind.endswith("all-to-all"):
                     entering[host] += self.result_bytes * count * (1 - count / len(group))
                 else:
                     parts = count if self.kind == "reduce-scatter" else 1

@@ -74,8 +74,15 @@ def test_other_lines_are_no_collectives():
     assert collectives(text, 8) == []
 
 
+def test_rows_that_depend_on_data_count_as_their_room():
+    line = "%x = bf16[8,4] ragged-all-to-all(%a, %b, %c, %d, %e, %f), replica_groups={{0,1,2,3}}"
+    (found,) = collectives(line, 4)
+    assert (found.kind, found.result_bytes) == ("ragged-all-to-all", 64)
+    assert found.received(4).tolist() == [48.0] * 4
+
+
 def test_what_cannot_be_counted_is_not_passed_over():
     with pytest.raises(AssertionError, match="cannot count"):
-        collectives("%x = f32[2] ragged-all-to-all(%a), replica_groups={{0,1}}", 2)
+        collectives("%x = f32[2] collective-broadcast(%a), replica_groups={{0,1}}", 2)
     with pytest.raises(AssertionError, match="unknown notation"):
         collectives("%x = f32[2] all-gather(%a), replica_groups=odd", 2)
