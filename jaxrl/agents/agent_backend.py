@@ -376,11 +376,7 @@ class AgentRollout:
     @property
     def _oldest_version_of(self) -> dict[int, int]:
         groups, finished = self._backend.lasting, self._backend.finished
-        return {
-            n: int(group.saved().oldest_version_N[0])
-            for n, group in groups.items()
-            if n not in finished
-        }
+        return {n: group.oldest_version for n, group in groups.items() if n not in finished}
 
     def unfinished(self) -> UnfinishedGroups:
         """A copy of the groups in progress."""

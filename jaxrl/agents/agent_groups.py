@@ -59,6 +59,22 @@ class AgentGroup:
         assert self.completions is not None, "not all of its sessions have ended"
         return self.completions
 
+    @property
+    def oldest_version(self) -> int:
+        """That of `saved`, without copies: a step that waits asks after every dispatch."""
+        found: list[int] = []
+        for g in range(self.num_samples):
+            if g in self.talks:
+                versions = [x.version[x.mask > 0] for x in self.talks[g].branches]
+                found += [int(each.min()) for each in versions if len(each)]
+                continue
+            session = self.sessions[g]
+            with session.lock:
+                deltas = [delta for deltas in session.deltas.values() for delta in deltas]
+                found += session.asked.values()
+            found += [delta.version for delta in deltas if len(delta.tokens)]
+        return min(found, default=_NO_VERSION)
+
     def saved(self) -> UnfinishedGroups:
         """The group for a checkpoint, finished or not."""
         samples = tuple(self._sample(g) for g in range(self.num_samples))

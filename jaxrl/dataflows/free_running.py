@@ -247,8 +247,9 @@ class FreeRunning:
         full = False
         while not full:
             if not (self._ready and self._may_take(self._ready[0].oldest_version)):
-                # Groups may have ended without being taken, such as those of agents that failed.
-                self._count_ages()
+                if self._ready:
+                    # Groups may have ended without being taken, such as those of agents that failed.
+                    self._count_ages()
                 goes_on = self._dispatch() or self._ready
                 assert goes_on, "new prompts are drawn if a step has too few groups"
                 continue

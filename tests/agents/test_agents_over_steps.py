@@ -62,6 +62,8 @@ def test_every_token_has_the_version_of_the_weights_that_sampled_it(backend):
     first = backend.resume(prompts, OPTIONS, on_group=first_group)
     assert len(first.completions.prompts) >= 1 and len(first.unfinished.prompts) >= 1
     assert all((v == 3).all() for v in sampled_versions(first))
+    groups = backend.lasting.values()
+    assert all(g.oldest_version == g.saved().oldest_version_N[0] for g in groups)
     params[4] = other_weights(backend.unload())
     backend.load(params[4])
     # An evaluation, during which open sessions go on.
