@@ -425,9 +425,18 @@ class AdapterDevices(Devices):
         trained = self.trained[model_id]
         params = hosts.fetch(lora.with_rank(trained.params, trained.adapter.rank))
         config = lora.with_adapters(self.actor.model, trained.adapter)
-        if hosts.is_first():
-            here = jax.device_put(params, jax.local_devices()[0])
-            save_adapter(here, config, folder, dtype="float32", base=str(self.directory))
+
+        def write() -> None:
+            try:
+                here = jax.device_put(params, jax.local_devices()[0])
+                save_adapter(here, config, folder, dtype="float32", base=str(self.directory))
+            except Exception as error:  # the others have to hear of it
+                raise UserError(
+                    f"{folder} could not be written ({error}); free space or repair the disk, and save again"
+                ) from error
+
+        # Else the others would begin with a checkpoint, and wait for this process.
+        hosts.on_first(write)
 
     def _copied(self, trained: Trained) -> Any:
         return hosts.fetch(lora.scaled(trained.params, trained.trainee.scale))

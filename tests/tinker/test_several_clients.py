@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
+from jaxrl.tinker.devices import NewAdapter
 from jaxrl.tinker.sampler_weights import Places, SamplerWeights
 from jaxrl.tinker.server import devices_of, main, running
 from jaxrl.tinker.wire import parse
@@ -318,6 +320,23 @@ def test_a_dry_run_tells_the_memory_of_a_server(folder, capsys):
     flags = ["--model", str(folder / "tiny"), "--dry_run", "--train_tokens", "32"]
     assert main(["jaxrl serve", *flags]) == 0
     assert "they fit" in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_is_told_to_every_process(folder, tmp_path):
+    """By a UserError, which those that follow get too."""
+    devices = devices_of(config_of(folder))
+    devices.load_base()
+    devices.start("model", NewAdapter(rank=4, seed=0, targets=("q", "up")))
+    # Compiled programs are files, too.
+    devices.export("model", tmp_path / "before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"out could not be written .*File too large"):
+            devices.export("model", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [tmp_path / "before"]
 
 
 def test_adapters_that_cannot_be_saved_are_refused_at_the_start(tmp_path):
