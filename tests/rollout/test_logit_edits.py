@@ -22,7 +22,7 @@ from jaxrl.rollout.decode_loop import End
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.live_loop import LiveError, LiveLoop, Request
 from jaxrl.rollout.sampling import SamplingOptions, truncation_of
-from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar
+from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar, matcher_of
 
 PROMPT = (3, 4, 5, 3, 9)
 PENALTIES = LogitEdits(presence_penalty=0.4, frequency_penalty=0.3)
@@ -183,7 +183,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "é"]}}, "require
 @functools.cache
 def grammar_of(schema: str):
     import_extra("json", "llguidance")
-    return json_grammar(TOKENIZER, TOKENIZER.stop_ids, json.loads(schema))
+    return matcher_for(json.loads(schema))
+
+
+def matcher_for(schema, tokenizer=TOKENIZER):
+    return matcher_of(tokenizer, tokenizer.stop_ids, json_grammar(schema), "response_format")
 
 
 def allowed(edits: LogitEdits, text: str, vocabulary: int = 300) -> set[int]:
@@ -228,14 +232,14 @@ def test_a_grammar_may_begin_after_a_token():
 def test_a_schema_that_cannot_be_enforced_is_refused(schema, message):
     import_extra("json", "llguidance")
     with pytest.raises(UserError, match=message):
-        json_grammar(TOKENIZER, TOKENIZER.stop_ids, schema)
+        matcher_for(schema)
 
 
 def test_without_llguidance_a_response_format_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     other = dataclasses.replace(TOKENIZER)
-    with pytest.raises(UserError, match="needs the package llguidance, which this server lacks"):
-        json_grammar(other, other.stop_ids, SCHEMA)
+    with pytest.raises(UserError, match="need the package llguidance, which this server lacks"):
+        matcher_for(SCHEMA, other)
 
 
 @pytest.mark.parametrize("limit", [{"max_items_in_row": 3}, {"max_lexer_states": 20}], ids=str)
@@ -247,5 +251,7 @@ def test_a_grammar_that_fails_fails_its_request_alone(live, limit):
     limits = llguidance.LLParserLimits(**limit)
     edits = LogitEdits(grammar=llguidance.LLMatcher(tokens, text, log_level=0, limits=limits))
     failed, usual = answered(live, request_of(edits), request_of(seed=1))
-    assert isinstance(failed.error, LiveError) and "response_format failed" in str(failed.error)
+    assert isinstance(failed.error, LiveError) and "the grammar of the answer failed" in str(
+        failed.error
+    )
     assert usual.error is None and usual.end() is not None

@@ -188,9 +188,10 @@ def matcher_of(
     grammar = llguidance.LLMatcher.grammar_from_lark(grammar)
     matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
     if fault := matcher.get_error():
+        # Without the place in the grammar, which the user has not seen.
+        fault = fault.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
         raise UserError(
-            f"{field} has a schema that cannot be enforced ({fault.splitlines()[0][:200]}); change or leave "
-            "out that part of it"
+            f"{field} has a schema that cannot be enforced ({fault[:200]}); change or leave out that part of it"
         )
     return matcher
 
