@@ -96,9 +96,13 @@ def recipe_text(source: str, file: VerlFile, found: Import) -> str:
 
 
 def _write(path: str, file: VerlFile, out: str, num_train_prompts: int) -> None:
-    found = convert_settings(
-        file.settings, num_train_prompts=num_train_prompts, every=file.is_script
-    )
+    try:
+        found = convert_settings(
+            file.settings, num_train_prompts=num_train_prompts, every=file.is_script
+        )
+    except UserError as error:
+        # A config or variable that is missing may be the cause.
+        raise UserError(" ".join([f"{error}.", *file.remarks]).rstrip(".")) from error
     text = recipe_text(path, file, found)
     # Written even if it is refused: mending a line is less work than finding it.
     fault = _fault_of(text)

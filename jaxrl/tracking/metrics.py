@@ -78,11 +78,12 @@ def read_metrics(
 ) -> list[dict[str, Any]]:
     """Reads the rows of a metrics file, in order of step.
 
-    It is safe to read the file of a running job: an incomplete last line is skipped with a warning.
+    It is safe to read the file of a running job: an incomplete last line is skipped with a warning. Duplicate
+    rows are skipped.
 
     Args:
       path: the file.
-      skips_damaged: whether invalid lines, duplicate rows and a missing file are skipped instead of refused.
+      skips_damaged: whether invalid lines and a missing file are skipped instead of refused.
 
     Returns:
       One dict per step: "step" (int), "time_s" (Unix seconds at which the row was written) and the
@@ -128,7 +129,7 @@ class MetricsWriter:
       directory: folder of the stage, as in `StageFolder`.
       resume_step: step of the restored checkpoint; later rows are dropped. None for a new stage, which
         drops all rows.
-      drops_damaged: whether invalid lines and duplicate rows are dropped instead of refused.
+      drops_damaged: whether invalid lines are dropped instead of refused.
       loggers: entries of `run.loggers`.
       run: what the loggers show of the run besides its metrics.
 
@@ -231,7 +232,8 @@ def _read_lines(path: Path, *, skips_damaged: bool) -> list[tuple[bytes, dict[st
                 f"{path}:{number}: not a row of metrics ({error}); "
                 "remove that line, or start the run in another folder"
             ) from error
-        if not skips_damaged or not rows or row["step"] > rows[-1][1]["step"]:
+        # A row may stand twice in a file that was copied or edited.
+        if not rows or row["step"] > rows[-1][1]["step"]:
             rows.append((line, row))
     return rows
 

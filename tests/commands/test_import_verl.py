@@ -357,3 +357,12 @@ def test_rules_of_the_correction_are_converted():
         "algorithm.correction.reject.seq_mean_k3": 0.01,
     }
     check(settings, expected)
+
+
+def test_a_refusal_names_what_is_missing(tmp_path, capsys):
+    """The other file may hold the size that does not divide here."""
+    text = "python -m verl.trainer.main_ppo --config-name=mine data.train_batch_size=16\n"
+    said = refused(tmp_path, capsys, text)
+    assert (
+        "does not divide by ppo_mini_batch_size 256" in said and "config mine is not here" in said
+    )

@@ -69,6 +69,15 @@ def test_damage_inside_the_file_names_the_line(tmp_path, line):
         read_metrics(path)
 
 
+def test_a_row_that_stands_twice_counts_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    _run(tmp_path, [1, 2])
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[-1])
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    _run(tmp_path, [3], resume_step=2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_a_missing_file_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl does not exist; name the metrics file"):
         read_metrics(tmp_path / "metrics.jsonl")
