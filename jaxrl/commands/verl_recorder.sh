@@ -69,8 +69,22 @@ jaxrl_record() { # WORD...
             return 0
         fi
     done
-    [[ $1 == @(sbatch|ssh) ]] && bash # reads its script from a heredoc
+    # Their script is a heredoc; a command for the host leaves it to others, such as a loop over hosts.
+    [[ $1 == sbatch || ($1 == ssh && $(jaxrl_without_options "${@:2}") == 1) ]] && bash
     return 0
+}
+
+jaxrl_without_options() { # WORD...: the number of words that are neither options of ssh nor their values
+    local number=0
+    while (($#)); do
+        case $1 in
+            -[BbcDEeFIiJLlmOoPpQRSWw]) shift ;;
+            -*) ;;
+            *) ((++number)) ;;
+        esac
+        shift
+    done
+    echo $number
 }
 
 # Runs Python that stands in the script itself (python -c CODE, python - <<EOF), in the sandbox, and returns its

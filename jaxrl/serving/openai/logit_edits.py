@@ -191,7 +191,8 @@ def matcher_of(
         # Without the place in the grammar, which the user has not seen.
         fault = fault.splitlines()[0].rpartition("failed to compile JSON schema: ")[2]
         raise UserError(
-            f"{field} has a schema that cannot be enforced ({fault[:200]}); change or leave out that part of it"
+            f"{field} has a schema that cannot be enforced ({fault[:200]}); change or leave out that part "
+            "of it"
         )
     return matcher
 
