@@ -248,7 +248,7 @@ class FreeRunning:
         while not full:
             if not (self._ready and self._may_take(self._ready[0].oldest_version)):
                 if self._ready:
-                    # Groups may have ended without being taken, such as those of agents that failed.
+                    # Older groups may have finished or gone since they were counted.
                     self._count_ages()
                 goes_on = self._dispatch() or self._ready
                 assert goes_on, "new prompts are drawn if a step has too few groups"

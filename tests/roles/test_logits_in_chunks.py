@@ -1,14 +1,16 @@
 """What logits in chunks cost: the memory of a large vocabulary, and the unembedding on several devices."""
 
 import jax
+import numpy as np
 import pytest
 from meshes import mesh_of
-from small import actor_on
+from small import actor_on, whole_rows
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.compiled.programs import abstract_batch
 from jaxrl.planner.compiled.traffic import counted_collectives
 from jaxrl.roles.losses import SUPERVISED
+from jaxrl.roles.optimizer import OptimConfig
 from jaxrl.roles.packing import PackedShape
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
@@ -47,11 +49,54 @@ def test_a_vocabulary_of_152k_takes_a_gigabyte_more():
     assert peak_bytes(151_936) - peak_bytes(1024) < most
 
 
+def stepped(train: str, dtype: str, **layout):
+    """The loss of a step and how it changes the unembedding, with several chunks of logits on a device."""
+    model = ModelConfig(
+        vocab_size=512,
+        tie_embeddings=False,
+        num_layers=2,
+        d_model=256,
+        d_ff=256,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+    )
+    actor = actor_on(
+        mesh_of(train=train, **layout),
+        model=model,
+        train=TrainConfig(rows=8, dtype=dtype, logprob_chunk_tokens=16),
+        # With an epsilon as large as this a step of Adam has the scale of the gradient.
+        optim=OptimConfig(
+            lr=1.0, epsilon=1.0, lr_warmup_steps=0, weight_decay=0.0, grad_clip=np.inf
+        ),
+    )
+    actor.init()
+    before = jax.device_get(actor.state.params["unembedding"])
+    loss = float(actor.update(actor.place(whole_rows(tokens=64)), SUPERVISED)["loss"])
+    return loss, jax.device_get(actor.state.params["unembedding"]) - before
+
+
+@pytest.mark.parametrize(
+    "layout", [("1-1-8", {"fsdp": 4}), ("2-1-4", {"context": 2, "fsdp": 2})], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [pytest.param("float32", 1e-5, marks=pytest.mark.long), ("bfloat16", 2e-2)]
+)
+def test_copies_of_the_unembedding_change_no_step(layout, dtype, rtol):
+    """Against one device, which has no copies."""
+    loss, change = stepped(layout[0], dtype, **layout[1])
+    expected_loss, expected = stepped("1-1-1", dtype)
+    assert loss == pytest.approx(expected_loss, rel=rtol)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(change, expected, atol=rtol * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 2, "context": 4}, {}])
 def test_the_unembedding_travels_once_for_all_chunks(layout):
     """Sixteen chunks on each of eight devices. Its gradient and the embedding's have V x D values."""
     model = ModelConfig(
         vocab_size=4096,
+        tie_embeddings=False,
         num_layers=1,
         d_model=64,
         d_ff=64,
