@@ -184,7 +184,7 @@ def measure_update(rounds: int) -> Iterator[Figure]:
     yield Figure(
         "update, share of the rate of matmuls",
         f"{operations / 1e9:.0f} GFLOP in {taken['update'].clock:.2f} s; matmuls at "
-        f"{operations_of_chain / taken['products'].clock / 1e9:.0f} GFLOP/s on the clock",
+        f"{operations_of_chain / taken['matmuls'].clock / 1e9:.0f} GFLOP/s on the clock",
         share.cpu,
         share.clock,
         "at least 0.70",

@@ -25,6 +25,25 @@ def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return logprobs, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
+@jax.custom_jvp
+def logprob_entropy(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of `tokens` [...] and entropies [...], of logits [..., V]."""
+    logprobs, entropy = log_softmax_entropy(logits)
+    return of_tokens(logprobs, tokens), entropy
+
+
+@logprob_entropy.defjvp
+def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]):
+    # By hand, since JAX's own gradient of picking a token scatters into one more array of the logits' size:
+    # twice the memory on TPU. Transposed, this is d logprob / d logit = [v is the token] - p.
+    (logits, tokens), d_logits = primals, tangents[0].astype(jnp.float32)
+    logprobs, entropy = log_softmax_entropy(logits)
+    p = jnp.exp(logprobs)
+    d_logprob = jnp.sum((jax.nn.one_hot(tokens, p.shape[-1]) - p) * d_logits, axis=-1)
+    d_entropy = -jnp.sum(p * (logprobs + entropy[..., None]) * d_logits, axis=-1)
+    return (of_tokens(logprobs, tokens), entropy), (d_logprob, d_entropy)
+
+
 def token_logprobs(
     logits_of: Callable[[jax.Array, jax.Array], jax.Array],
     hidden_BTD: jax.Array,
@@ -58,7 +77,10 @@ def token_logprobs(
     """
 
     def chunk(past_GCD: jax.Array, tokens_GC: jax.Array, needed: jax.Array):
-        logprobs_GCV, entropy_GC = log_softmax_entropy(logits_of(past_GCD, needed) / temperature)
+        logits_GCV = logits_of(past_GCD, needed) / temperature
+        if statistic is None and truncation is None:
+            return logprob_entropy(logits_GCV, tokens_GC)
+        logprobs_GCV, entropy_GC = log_softmax_entropy(logits_GCV)
         logprob_GC, logprobs_GCV = renormalized(logprobs_GCV, tokens_GC, truncation)
         return logprob_GC, entropy_GC if statistic is None else statistic(logprobs_GCV)
 

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
-from jaxrl.algos.logprobs import log_softmax_entropy, squared_probabilities, token_logprobs
+from jaxrl.algos.logprobs import (
+    log_softmax_entropy,
+    logprob_entropy,
+    squared_probabilities,
+    token_logprobs,
+)
 from jaxrl.models.compute import Compute
 from jaxrl.rollout.sampling import truncation_of
 
@@ -192,6 +197,26 @@ def test_entropy_by_hand():
     logprobs_V, entropy = log_softmax_entropy(jnp.log(jnp.array([0.5, 0.25, 0.25])))
     np.testing.assert_allclose(np.exp(logprobs_V), [0.5, 0.25, 0.25], rtol=1e-6)
     np.testing.assert_allclose(entropy, 1.5 * np.log(2), rtol=1e-6)
+
+
+def test_first_and_second_derivatives_by_hand():
+    """Of p = (1/2, 1/4, 1/4): dH/dx_v = -p_v (log p_v + H), and the Hessian of log p is p p^T - diag(p)."""
+    logits_V, token = jnp.log(jnp.array([0.5, 0.25, 0.25])), jnp.array(1)
+    of_logprob = jax.grad(lambda x: logprob_entropy(x, token)[0])
+    np.testing.assert_allclose(of_logprob(logits_V), [-0.5, 0.75, -0.25], atol=1e-6)
+    of_entropy = jax.grad(lambda x: logprob_entropy(x, token)[1])(logits_V)
+    by_hand_V = np.log(2) * np.array([-0.25, 0.125, 0.125])
+    np.testing.assert_allclose(of_entropy, by_hand_V, atol=1e-6)
+    hessian_VV = jax.hessian(lambda x: logprob_entropy(x, token)[0])(logits_V)
+    by_hand_VV = [[-0.25, 0.125, 0.125], [0.125, -0.1875, 0.0625], [0.125, 0.0625, -0.1875]]
+    np.testing.assert_allclose(hessian_VV, by_hand_VV, atol=1e-6)
+
+
+def test_the_gradient_of_a_token_scatters_nothing():
+    """On TPU a scatter would hold one more array of the logits' size."""
+    shapes = jax.ShapeDtypeStruct((8, 997), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    program = jax.jit(jax.grad(lambda x, tokens: logprob_entropy(x, tokens)[0].sum()))
+    assert "scatter" not in program.lower(*shapes).as_text()
 
 
 def test_ids_without_probability_leave_entropy_finite():
