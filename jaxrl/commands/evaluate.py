@@ -39,7 +39,6 @@ from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, evaluation_prompts
 from jaxrl.dataflows.rewarding import Grading
 from jaxrl.errors import UserError
-from jaxrl.evaluation.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
 from jaxrl.files import read_text
 from jaxrl.flags import command_parser
 from jaxrl.hub.local_paths import local_model
@@ -51,6 +50,7 @@ from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
 from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.serving import model_loading
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically

@@ -1,8 +1,7 @@
 """Reads problems, demonstrations and preferences, tokenises them, and streams them in a shuffled order."""
 
-from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.chat import ChatTemplate, PromptFormat
 from jaxrl.data.demonstrations import Demonstration, DemonstrationStream, read_demonstrations
-from jaxrl.data.messages import PromptFormat
 from jaxrl.data.preferences import Preference, PreferenceStream, read_preferences
 from jaxrl.data.problems import Source, read_source
 from jaxrl.data.prompt_encoding import EncodedPrompts, encode_prompts

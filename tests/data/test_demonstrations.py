@@ -13,9 +13,8 @@ from jaxrl.data import (
     read_demonstrations,
     train_tokenizer,
 )
-from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.chat import ChatTemplate, PromptFormat
 from jaxrl.data.demonstrations import solutions_of
-from jaxrl.data.messages import PromptFormat
 from jaxrl.errors import UserError
 
 QWEN = pathlib.Path(__file__).parents[2] / "../shared/data/tokenizers/qwen2.5"

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl.data import Preference, PreferenceStream, read_preferences, train_tokenizer
-from jaxrl.data.chat import ChatTemplate
-from jaxrl.data.messages import PromptFormat
+from jaxrl.data.chat import ChatTemplate, PromptFormat
 from jaxrl.errors import UserError
 
 CHAT = ChatTemplate(

@@ -8,8 +8,7 @@ import pytest
 
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.batch_shapes import row_limits
-from jaxrl.config.schema import Config
-from jaxrl.config.stages import SftConfig
+from jaxrl.config.schema import Config, SftConfig
 from jaxrl.data import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig

@@ -18,7 +18,7 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.layouts.accounting import from_shardings, table_2
+from jaxrl.planner.resharding_costs import from_shardings, table_2
 from jaxrl.planner.search.mapping import SearchLimits
 from jaxrl.planner.search.pool_fronts import layouts_of
 from jaxrl.planner.simulation.assumptions import Assumptions
