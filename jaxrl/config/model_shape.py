@@ -15,7 +15,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import check_adapter, check_params
-from jaxrl.models.model_config import LoraConfig, ModelConfig
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 
 # Settings that a run adds to the model of a checkpoint.
@@ -43,7 +43,13 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
         shape.
     """
     if config.adapter and is_here(config.adapter, "adapter_config.json"):
-        _check_same_adapters(config.model.lora, read_adapter_config(config.adapter), config.adapter)
+        ours, stored = config.model.lora, read_adapter_config(config.adapter)
+        if dataclasses.replace(ours, targets=tuple(sorted(ours.targets))) != stored:
+            raise UserError(
+                f"model.lora is rank {ours.rank}, alpha {ours.alpha}, targets {', '.join(ours.targets)}, but "
+                f"the adapter in {config.adapter} has {stored.rank}, {stored.alpha}, "
+                f"{', '.join(stored.targets)}; set model.lora to these, or change `adapter`"
+            )
     if not config.weights:
         return config.model, "config.model, random weights"
     if is_here(config.weights):
@@ -113,13 +119,4 @@ def _check_stated(model: ModelConfig, stored: ModelConfig, directory: str) -> No
         raise UserError(
             f"the config does not describe the model in {directory}: {different}. Leave these settings out, "
             f"which takes them from the checkpoint, or say {overrides}, or change `weights`"
-        )
-
-
-def _check_same_adapters(ours: LoraConfig, stored: LoraConfig, directory: str) -> None:
-    if dataclasses.replace(ours, targets=tuple(sorted(ours.targets))) != stored:
-        raise UserError(
-            f"model.lora is rank {ours.rank}, alpha {ours.alpha}, targets {', '.join(ours.targets)}, but the "
-            f"adapter in {directory} has {stored.rank}, {stored.alpha}, {', '.join(stored.targets)}; "
-            "set model.lora to these, or change `adapter`"
         )
