@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
-from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import tokenizer_directory
 from jaxrl.data.chat import text_of_context
 from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig

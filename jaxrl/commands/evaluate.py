@@ -30,10 +30,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl.commands.run_commands import prepared
-from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
 from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to_config_dict
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import check_sampling_batches, engine_config
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, evaluation_prompts

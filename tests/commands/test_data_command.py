@@ -6,8 +6,10 @@ import pathlib
 import pytest
 
 from jaxrl import cli
-from jaxrl.data import ChatTemplate, read_source, train_tokenizer
+from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.problems import read_source
+from jaxrl.data.tokenizer import train_tokenizer
 
 RECIPE = """
 from jaxrl.config.config_tree import to_config_dict

@@ -8,15 +8,10 @@ import pytest
 
 from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.errors import UserError
-from jaxrl.rewards import (
-    FunctionGrader,
-    Grade,
-    Graders,
-    score_completions,
-    verdicts_of,
-)
+from jaxrl.rewards import Grade, Graders
 from jaxrl.rewards.answer import grade_answer
-from jaxrl.rewards.score import AskedVerdicts, samples_of
+from jaxrl.rewards.grading import FunctionGrader
+from jaxrl.rewards.score import AskedVerdicts, samples_of, score_completions, verdicts_of
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
 from jaxrl.types import Branch, Completions, Prompts

@@ -215,7 +215,7 @@ def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
             f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {_listed(found)}; name a "
             "directory with safetensors, since pickled weights can run any program when they are read"
         )
-    index = read_json_object(path, absent="copy the published file", max_bytes=_MAX_HEADER_BYTES)
+    index = read_json_object(path, absent="copy the published file")
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
         raise UserError(f"{path} has no weight_map of names; copy the published file again")

@@ -35,8 +35,8 @@ class LengthDistribution:
     def __post_init__(self):
         if not 0 < self.mean <= self.longest:
             raise UserError(
-                f"mean length {self.mean} is not above 0 and up to the longest, {self.longest}, where texts are "
-                "cut; change one of them"
+                f"mean length {self.mean} is not above 0 and up to the longest, {self.longest}, where "
+                "texts are cut; change one of them"
             )
 
     @staticmethod
