@@ -72,7 +72,7 @@ def test_parameters_are_those_of_the_model(name):
     model = model_shapes(name)
     numbers = model_numbers(model)
     assert numbers.stacked + numbers.outside + model.d_model == model.num_params
-    assert numbers.cache_values * 2 == model.kv_bytes_per_token(2)
+    assert numbers.cache_values_of_shard(1, 1) * 2 == model.kv_bytes_per_token(2)
     assert numbers.params_of_shard(1, 1) == model.num_params - model.d_model
 
 
@@ -415,8 +415,8 @@ def test_waves_of_samples_take_turns():
 def test_heads_are_split_as_far_as_they_divide():
     model = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2)
     numbers = model_numbers(model)
-    assert numbers.cache_values_of_shard(1, 4) == numbers.cache_values / 2
-    assert numbers.cache_values_of_shard(2, 2) == numbers.cache_values / 4
+    assert numbers.cache_values_of_shard(1, 4) == numbers.cache_values_of_shard(1, 1) / 2
+    assert numbers.cache_values_of_shard(2, 2) == numbers.cache_values_of_shard(1, 1) / 4
 
 
 @pytest.mark.parametrize(("t", "t_g"), [(4, 4), (4, 2), (4, 1), (2, 1)])
