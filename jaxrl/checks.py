@@ -298,12 +298,6 @@ def _strict(annotation: Any) -> Any:
     return annotation
 
 
-def check_fields(values: Any) -> None:
-    """Raises UserError for the first field of a dataclass that breaks its annotation."""
-    for name, annotation in annotations_of(type(values)).items():
-        check_value(name, getattr(values, name), annotation)
-
-
 @functools.cache
 def annotations_of(cls: type) -> dict[str, Any]:
     """The annotation of each field of a dataclass, including rules."""
