@@ -140,7 +140,7 @@ def test_what_is_converted_is_read_without_a_setting(capsys, suffix):
 def test_text_of_a_file_does_not_steer_the_terminal(capsys):
     rows("odd.jsonl", {"problem": "a\x1b[2Jb\u202e", "answer": "1"})
     assert data("odd.jsonl", "--show", "1") == 0
-    assert "a\\u001b[2Jb\\u202e" in capsys.readouterr().out
+    assert "a\\x1b[2Jb\\u202e" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

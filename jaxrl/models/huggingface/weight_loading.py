@@ -401,9 +401,11 @@ def _insert(
     return jax.lax.dynamic_update_slice(shard, piece.reshape(*[1] * stacked, *piece.shape), begin)
 
 
-_BLOCK = 32
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
+# MXFP4
+
+_MXFP4_BLOCK = 32
+_MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4_VALUES = np.array([*_MXFP4_POSITIVE, *(-value for value in _MXFP4_POSITIVE)], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -424,18 +426,20 @@ class Mxfp4Tensor:
     def __getitem__(self, at: tuple[slice, slice, slice]) -> np.ndarray:
         """The values at ranges of [E, K, N], bfloat16. All of them are exact."""
         experts, ins, outs = at
-        first, last = ins.start // _BLOCK, -(-ins.stop // _BLOCK)
+        first, last = ins.start // _MXFP4_BLOCK, -(-ins.stop // _MXFP4_BLOCK)
         packed = self.blocks[experts, outs, first:last]
         exponents = self.scales[experts, outs, first:last].astype(np.int32) - 127
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], _BLOCK)
-        values = np.ldexp(_VALUES[codes], exponents[..., None]).astype(ml_dtypes.bfloat16)
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(
+            *packed.shape[:-1], _MXFP4_BLOCK
+        )
+        values = np.ldexp(_MXFP4_VALUES[codes], exponents[..., None]).astype(ml_dtypes.bfloat16)
         values = values.reshape(*values.shape[:2], -1)
-        begin = ins.start - first * _BLOCK
+        begin = ins.start - first * _MXFP4_BLOCK
         return values[..., begin : begin + ins.stop - ins.start].swapaxes(1, 2)
 
 
 def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape of the tensor that blocks and scales of these shapes stand for; None if they do not fit."""
-    if len(blocks) != 4 or blocks[3] * 2 != _BLOCK or blocks[:3] != scales:
+    if len(blocks) != 4 or blocks[3] * 2 != _MXFP4_BLOCK or blocks[:3] != scales:
         return None
-    return blocks[0], blocks[2] * _BLOCK, blocks[1]
+    return blocks[0], blocks[2] * _MXFP4_BLOCK, blocks[1]
