@@ -22,9 +22,9 @@ from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.config.shapes import tokenizer_directory
-from jaxrl.data.chat import text_of_context
 from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
+from jaxrl.data.messages import text_of_context
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, tokenizer_from
 from jaxrl.data.row_layouts import SOURCE_NAME, Record

@@ -16,7 +16,8 @@ from jaxrl.checks import (
     settings,
     token_count,
 )
-from jaxrl.data.chat import PLAIN_FORMAT, RESERVED_VARIABLES, PromptFormat, check_template
+from jaxrl.data.chat import RESERVED_VARIABLES
+from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, check_template
 from jaxrl.user_code import names_function
 
 ROW_FIELDS = ("prompt", "answer", "solution")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl.data.chat import (
+from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
     Context,

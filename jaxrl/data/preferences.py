@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from jaxrl.checks import is_finite
-from jaxrl.data.chat import (
+from jaxrl.data.messages import (
     ASSISTANT,
     PLAIN_FORMAT,
     USER,

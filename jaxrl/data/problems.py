@@ -18,7 +18,6 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
-from jaxrl.data.chat import Context, PromptFormat, text_of_context
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.generated_problems import (
     NUM_FIRST,
@@ -27,6 +26,7 @@ from jaxrl.data.generated_problems import (
     TaskProblems,
     function_rows,
 )
+from jaxrl.data.messages import Context, PromptFormat, text_of_context
 from jaxrl.data.row_layouts import Record, recognise
 from jaxrl.data.rows import BadRow, Row, open_rows, shown
 from jaxrl.errors import UserError

@@ -10,16 +10,10 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxrl.data.chat import (
-    PLAIN_FORMAT,
-    PLAIN_TEMPLATE,
-    ChatTemplate,
-    PromptFormat,
-    render_context,
-    text_of_context,
-)
+from jaxrl.data.chat import PLAIN_TEMPLATE, ChatTemplate
 from jaxrl.data.data_config import DataConfig
 from jaxrl.data.demonstrations import Demonstration
+from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, render_context, text_of_context
 from jaxrl.data.problems import Problems, Source
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.stream import GeneratedPrompts, drop_overlong

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.data.chat import Context, as_context
+from jaxrl.data.messages import Context, as_context
 from jaxrl.data.rows import MALFORMED, BadRow, Row, checked_text, shown
 from jaxrl.errors import UserError
 

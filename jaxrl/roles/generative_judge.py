@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl.data.chat import PromptFormat, render_context
+from jaxrl.data.messages import PromptFormat, render_context
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.types import Prompts

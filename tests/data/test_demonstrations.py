@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from jaxrl.data import Record
-from jaxrl.data.chat import ChatTemplate, PromptFormat
+from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.demonstrations import (
     Demonstration,
     DemonstrationStream,
     read_demonstrations,
     solutions_of,
 )
+from jaxrl.data.messages import PromptFormat
 from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 

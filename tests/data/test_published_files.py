@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl.data.chat import PromptFormat
 from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.messages import PromptFormat
 from jaxrl.data.problems import DUPLICATES, read_source
 from jaxrl.data.prompt_encoding import encode_prompts
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE, NO_TRUTH

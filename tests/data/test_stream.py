@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl.data import Record
-from jaxrl.data.chat import ChatTemplate, PromptFormat
+from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
+from jaxrl.data.messages import PromptFormat
 from jaxrl.data.prompt_encoding import encode_prompts, evaluation_prompts
 from jaxrl.data.stream import PromptStream
 from jaxrl.data.tokenizer import train_tokenizer
