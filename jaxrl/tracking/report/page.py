@@ -1,8 +1,8 @@
 """Writes the report of a run, from the files of its folder, and the comparison of several runs.
 
-Both are one HTML page of one template (`page.html`).
-Equal input gives equal bytes. Prompts and responses are untrusted: the template escapes all values except the
-plots, and the page's content security policy forbids scripts and foreign resources.
+Both are one HTML page, of one template (`page.html`). Equal input gives equal bytes. Prompts and responses
+are untrusted: the template escapes all values except the plots, and the page's content security policy
+forbids scripts and foreign resources.
 """
 
 from __future__ import annotations
