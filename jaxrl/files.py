@@ -37,42 +37,36 @@ def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
         raise UserError(f"{path} cannot be read ({error.strerror}); {absent}") from error
 
 
-def read_bytes(path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = None) -> bytes:
+def read_bytes(path: str | os.PathLike[str], *, absent: str) -> bytes:
     """Reads a file.
 
     Args:
       path: path of the file.
       absent: remedy for the message if the file is missing or not readable.
-      max_bytes: largest allowed size; None for no limit.
 
     Raises:
-      UserError: as `open_file`, or if the file is larger.
+      UserError: as `open_file`.
     """
     with open_file(path, absent=absent) as file:
-        size = os.fstat(file.fileno()).st_size
-        if max_bytes is not None and size > max_bytes:
-            raise UserError(f"{path} has more than the {max_bytes:,} bytes that are read; {_AGAIN}")
         return file.read()
 
 
-def read_text(path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = None) -> str:
+def read_text(path: str | os.PathLike[str], *, absent: str) -> str:
     """Reads a text file, UTF-8. Arguments and errors as in `read_bytes`."""
-    content = read_bytes(path, absent=absent, max_bytes=max_bytes)
+    content = read_bytes(path, absent=absent)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); {_AGAIN}") from error
 
 
-def read_json_object(
-    path: str | os.PathLike[str], *, absent: str, max_bytes: int | None = None
-) -> dict[str, Any]:
+def read_json_object(path: str | os.PathLike[str], *, absent: str) -> dict[str, Any]:
     """Reads a JSON file whose value is an object. Arguments as in `read_bytes`.
 
     Raises:
       UserError: as `read_text`, or if the file is not valid JSON, is nested too deeply or is not an object.
     """
-    text = read_text(path, absent=absent, max_bytes=max_bytes)
+    text = read_text(path, absent=absent)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -33,7 +33,7 @@ LINES = (
     ("dataflows",),
     ("tracking",),
     ("agents", "tinker"),
-    ("config", "evaluation"),
+    ("config",),
     ("trainer",),
     ("planner",),
     ("commands",),
@@ -76,7 +76,7 @@ LATE_IMPORTS = {
     },
     ("jaxrl/hub/local_paths.py", "jaxrl.hub.downloads"): "only for names on the hub",
     (
-        "jaxrl/tracking/run_report.py",
+        "jaxrl/commands/run_commands.py",
         "jaxrl.tracking.report.page",
     ): "matplotlib takes a second to import",
 }

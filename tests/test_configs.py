@@ -14,7 +14,7 @@ from jaxrl.config.schema import Config
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shards_of
-from jaxrl.rewards import check_grader
+from jaxrl.rewards.graders import check_grader
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

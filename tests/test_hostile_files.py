@@ -216,13 +216,3 @@ def test_a_header_of_a_million_tensors_is_refused_early(folder):
     (folder / name).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(UserError, match=rf"{name}.*headers of 8"):
         READERS[name](folder)
-
-
-@pytest.mark.parametrize("max_bytes", [3, 4, None])
-def test_a_file_is_read_whole_or_not_at_all(tmp_path, max_bytes):
-    (tmp_path / "a").write_bytes(b"abcd")
-    if max_bytes == 3:
-        with pytest.raises(UserError, match="more than the 3 bytes"):
-            read_bytes(tmp_path / "a", absent="", max_bytes=max_bytes)
-    else:
-        assert read_bytes(tmp_path / "a", absent="", max_bytes=max_bytes) == b"abcd"

@@ -20,19 +20,20 @@ from collections.abc import Mapping, Sequence
 from jaxrl.commands.hub_files import with_hub_files
 from jaxrl.config.command_line import load_config, take_overrides
 from jaxrl.config.config_tree import leaf_types
-from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import tokenizer_directory
 from jaxrl.data.data_card import data_card
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.messages import text_of_context
 from jaxrl.data.problems import ProblemReader, Problems
-from jaxrl.data.prompt_encoding import EncodedPrompts, encode, tokenizer_from
+from jaxrl.data.prompt_encoding import encode, tokenizer_from
 from jaxrl.data.row_layouts import SOURCE_NAME, Record
 from jaxrl.data.rows import Row, write_rows
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.flags import add_flags, command_parser
 from jaxrl.hub.local_paths import TRAINING, local_model, local_rows
+from jaxrl.tracking.readable import visible
 from jaxrl.trainer.run_rewards import needs_truths, truth_faults
 
 _RULE = "-" * 80
@@ -134,26 +135,20 @@ def _report(
                 record = source.records[row]
                 print(_shown(template.fill(text_of_context(record.prompt)), record))
             elif row < len(prompts.prompts):
-                print(_seen(prompts, row, tokenizer, source.records))
+                ids = prompts.prompts.tokens[row].tolist()
+                text = tokenizer.backend.decode(ids, skip_special_tokens=False)
+                record = source.records[int(prompts.prompts.ids_N[row])]
+                print(_shown(text, record, f"{len(ids)} tokens, "))
     if args.to:
         records = problems.train_records
         write_rows(_rows_of(records), args.to)
         print(f"{len(records):,} problems written to {args.to}")
 
 
-def _seen(
-    encoded: EncodedPrompts, row: int, tokenizer: Tokenizer, records: Sequence[Record]
-) -> str:
-    prompts = encoded.prompts
-    text = tokenizer.backend.decode(prompts.tokens[row].tolist(), skip_special_tokens=False)
-    record = records[int(prompts.ids_N[row])]
-    return _shown(text, record, f"{len(prompts.tokens[row])} tokens, ")
-
-
 def _shown(text: str, record: Record, length: str = "") -> str:
     extra = f"  extra {json.dumps(record.extra, ensure_ascii=False)[:200]}" if record.extra else ""
     about = f"[{length}{record.source}]  answer {record.answer!r}{extra}"
-    return f"{_RULE}\n{_printable(text)}\n{_printable(about)}"
+    return f"{_RULE}\n{visible(text)}\n{visible(about)}"
 
 
 def _rows_of(records: Sequence[Record]) -> list[Row]:
@@ -173,10 +168,3 @@ def _rows_of(records: Sequence[Record]) -> list[Row]:
         own = ("problem", "prompt", "answer", "solution", SOURCE_NAME)
         rows.append(row | {name: x for name, x in record.extra.items() if name not in own})
     return rows
-
-
-def _printable(text: str) -> str:
-    """Replaces control characters except line feeds and tabs, because they could control the terminal."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else f"\\u{ord(char):04x}" for char in text
-    )

@@ -30,16 +30,15 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl.commands.run_commands import prepared
-from jaxrl.config.batch_shapes import check_sampling_batches, engine_config
 from jaxrl.config.command_line import load_config, load_recipe, take_overrides
 from jaxrl.config.config_tree import format_config, leaf_types, setting_type, to_config_dict
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import check_sampling_batches, engine_config
 from jaxrl.data.data_config import SourceConfig
 from jaxrl.data.problems import ProblemReader, Problems
 from jaxrl.data.prompt_encoding import encode, evaluation_prompts
 from jaxrl.dataflows.rewarding import Grading
 from jaxrl.errors import UserError
-from jaxrl.evaluation.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
 from jaxrl.files import read_text
 from jaxrl.flags import command_parser
 from jaxrl.hub.local_paths import local_model
@@ -51,6 +50,7 @@ from jaxrl.models import lora
 from jaxrl.models.decoder import Params, decoder_graph
 from jaxrl.models.huggingface.weight_loading import check_params, load_params
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.rewards.evaluation_metrics import ALL, EVALUATION_STEP, evaluation_metrics
 from jaxrl.rollout.drivers import build_backend, with_agent
 from jaxrl.serving import model_loading
 from jaxrl.tracking.durable import disk_errors, ensure_writable, write_atomically

@@ -17,13 +17,14 @@ import pathlib
 import sys
 import tempfile
 import textwrap
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.commands.verl_files import VerlFile, read_verl
 from jaxrl.commands.verl_settings import Import, Line, convert_settings
 from jaxrl.config.command_line import load_config
-from jaxrl.config.config_tree import leaf_types, type_name
+from jaxrl.config.config_tree import is_dict, leaf_types
 from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
@@ -195,7 +196,7 @@ def _assignments(lines: Sequence[Line]) -> Iterator[str]:
         if line.setting.rpartition(".")[0] and line.setting.partition(".")[0] != group:
             group = line.setting.partition(".")[0]
             yield ""
-        code = f"    config.{line.setting} = {_literal(line.value, type_name(kinds[line.setting]))}"
+        code = f"    config.{line.setting} = {_literal(line.value, kinds[line.setting])}"
         # A value of the file may hold a line break, which would end the comment.
         why = "".join(c if c.isprintable() else "?" for c in line.why)
         if why and len(code) + len(why) + 4 <= _WIDTH:
@@ -218,7 +219,7 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
         table = next(
             name
             for name, kind in kinds.items()
-            if line.setting.startswith(f"{name}.") and type_name(kind).startswith("dict")
+            if line.setting.startswith(f"{name}.") and is_dict(kind)
         )
         # data.sources.train_2.path is an entry of the table data.sources.
         *groups, leaf = line.setting.removeprefix(f"{table}.").split(".")
@@ -229,10 +230,11 @@ def _merged(lines: Iterable[Line], kinds: Mapping[str, Any]) -> Iterator[Line]:
     yield from (Line(table, entries, "") for table, entries in tables.items())
 
 
-def _literal(value: Any, kind: str) -> str:
+def _literal(value: Any, kind: Any) -> str:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
+    kinds = (kind, *typing.get_args(kind))
     # A recipe is strict about types, YAML is not.
-    if is_whole and "float" in kind and "int" not in kind:
+    if is_whole and float in kinds and int not in kinds:
         value = float(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=not value.isprintable())

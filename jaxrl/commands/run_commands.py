@@ -21,7 +21,6 @@ from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
-from jaxrl.tracking.run_report import write_run_report
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.findings import REINFORCEMENT, Faults
@@ -95,6 +94,9 @@ def _check_there(path: str) -> None:
 
 def write_report(run: RunContext) -> pathlib.Path:
     """Writes the report of a whole run as one HTML page; returns its path."""
+    # Imported late: the plotting libraries take a second to import.
+    from jaxrl.tracking.report.page import write_run_report
+
     config = run.config
     kind = run.meshes["actor"].devices.flat[0].device_kind
     return write_run_report(

@@ -18,7 +18,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.config.model_shape import is_here
+from jaxrl.config.shapes import is_here
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.models.shapes import SHAPES

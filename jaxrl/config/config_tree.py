@@ -181,18 +181,6 @@ def setting_type(cls: type, name: str) -> Any:
     return kind
 
 
-def type_name(annotation: Any) -> str:
-    """Formats an annotation without module names: `float`, `int | None`, `tuple[int, ...]`."""
-    members = _union_members(annotation)
-    if len(members) > 1:
-        return " | ".join(type_name(member) for member in members)
-    if annotation is types.NoneType:
-        return "None"
-    # isinstance(list[int], type) is True in some Python versions. A plain class has no origin.
-    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
-    return annotation.__name__ if is_class else str(annotation).replace("typing.", "")
-
-
 def accepts_none(annotation: Any) -> bool:
     """Whether `annotation` allows None."""
     return annotation is Any or types.NoneType in _union_members(annotation)

@@ -28,7 +28,7 @@ from jaxrl.data.messages import (
 )
 from jaxrl.data.row_layouts import Record
 from jaxrl.data.rows import Row, checked_text, field_of, parse_rows
-from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
+from jaxrl.data.stream import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 

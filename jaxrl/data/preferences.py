@@ -33,7 +33,7 @@ from jaxrl.data.messages import (
     split_last_answer,
 )
 from jaxrl.data.rows import BadRow, Row, checked_text, field_of, parse_rows, shown
-from jaxrl.data.shuffling import ShuffledExamples, checksum, drop_overlong
+from jaxrl.data.stream import ShuffledExamples, checksum, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
 

@@ -16,8 +16,7 @@ from jaxrl.data.demonstrations import Demonstration
 from jaxrl.data.messages import PLAIN_FORMAT, PromptFormat, render_context, text_of_context
 from jaxrl.data.problems import Problems, Source
 from jaxrl.data.row_layouts import Record
-from jaxrl.data.shuffling import drop_overlong
-from jaxrl.data.stream import GeneratedPrompts
+from jaxrl.data.stream import GeneratedPrompts, drop_overlong
 from jaxrl.data.tokenizer import Tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.types import Prompts

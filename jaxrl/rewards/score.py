@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.errors import UserError
 from jaxrl.rewards.graders import Graders
 from jaxrl.rewards.grading import RIGHT, GradingTask, Response, Verdict
-from jaxrl.types import AgentRows, Completions, Prompts, Scored
+from jaxrl.types import Completions, Prompts, Scored
 
 
 def rows_of(prompts: Prompts) -> list[GradingTask]:
@@ -47,23 +47,20 @@ def samples_of(completions: Completions) -> list[Response]:
     ]
 
 
-def verdicts_of(graders: Graders, completions: Completions) -> list[Verdict]:
-    """Returns the graders' verdicts on B responses.
-
-    Raises:
-      UserError: A ground truth is empty or malformed; the message names the prompt.
-    """
-    return AskedVerdicts(graders, completions).result()
-
-
 class AskedVerdicts:
     """Verdicts that are computed on a thread. Samples that their agent has scored have that verdict."""
 
     def __init__(self, graders: Graders, completions: Completions):
         self._graders = graders
         self._prompts = completions.prompts
-        agents = completions.of_agents
-        self._given = [None] * len(completions) if agents is None else _given_by(agents)
+        self._given: list[Verdict | None] = [None] * len(completions)
+        if (agents := completions.of_agents) is not None:
+            for b, score in enumerate(agents.score_B.tolist()):
+                if agents.failed_B[b]:
+                    # Wrong, and nothing learns from it.
+                    self._given[b] = Verdict(0.0, False)
+                elif not math.isnan(score):
+                    self._given[b] = Verdict(score, score >= RIGHT)
         # The thread of the graders also makes the texts, if nobody has read them yet.
         self._future = graders.submit(
             lambda: [
@@ -78,7 +75,11 @@ class AskedVerdicts:
         return self._future.done()
 
     def result(self) -> list[Verdict]:
-        """Waits for the verdicts; raises like `verdicts_of`."""
+        """Waits for the verdicts.
+
+        Raises:
+          UserError: A ground truth is empty or malformed; the message names the prompt.
+        """
         try:
             graded = iter(self._future.result())
             return [next(graded) if given is None else given for given in self._given]
@@ -88,14 +89,6 @@ class AskedVerdicts:
                     where = f"prompt {self._prompts.ids_N[n]} of {row.source!r}"
                     raise UserError(f"{where}: {fault}") from error
             raise
-
-
-def _given_by(agents: AgentRows) -> list[Verdict | None]:
-    """The verdicts of agents. A sample whose agent failed is wrong; nothing learns from it."""
-    scores = agents.score_B.tolist()
-    given = [None if math.isnan(score) else Verdict(score, score >= RIGHT) for score in scores]
-    wrong = Verdict(0.0, False)
-    return [wrong if bad else one for bad, one in zip(agents.failed_B, given, strict=True)]
 
 
 def score_completions(

@@ -219,7 +219,10 @@ def _read_lines(path: Path, *, skips_damaged: bool) -> list[tuple[bytes, dict[st
     rows: list[tuple[bytes, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = parse_row(line)
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError('expected an object with an integer "step"')
+            row = {key: value if key == "step" else float(value) for key, value in row.items()}
         except (TypeError, ValueError) as error:
             if skips_damaged:
                 continue
@@ -236,18 +239,6 @@ def _read_lines(path: Path, *, skips_damaged: bool) -> list[tuple[bytes, dict[st
         if not rows or row["step"] > rows[-1][1]["step"]:
             rows.append((line, row))
     return rows
-
-
-def parse_row(line: bytes) -> dict[str, Any]:
-    """Parses one line of a metrics file, as `read_metrics` does.
-
-    Raises:
-      TypeError, ValueError: if the line is not a row.
-    """
-    row = json.loads(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError('expected an object with an integer "step"')
-    return {key: value if key == "step" else float(value) for key, value in row.items()}
 
 
 class Timers:

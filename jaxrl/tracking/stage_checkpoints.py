@@ -8,7 +8,6 @@ save_after_failure           the last finished step, unless the failed one has c
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -160,18 +159,14 @@ def lost_rows(folder: StageFolder) -> str | None:
     for step in reversed(stored.manifest_steps):
         # Read the manifest before the rows: a run at work only appends to the rows.
         written = stored.rows(step)
-        fault = None if written is None else _rows_fault(folder.metrics, written)
-        if fault is None:
+        content = folder.metrics.read_bytes() if folder.metrics.exists() else b""
+        if written is None or written.matches(content):
             return None
         # Reading a whole checkpoint is slow, so it is done only after a mismatch.
         if stored.fault(step) is None:
-            return f"{folder.metrics} {fault}, with which the checkpoint of step {step} was saved"
+            has = "other content than" if content else "none of"
+            return (
+                f"{folder.metrics} has {has} the {written.num_rows} rows to step {written.last_step}, with "
+                f"which the checkpoint of step {step} was saved"
+            )
     return None
-
-
-def _rows_fault(path: pathlib.Path, written: RowChecksum) -> str | None:
-    content = path.read_bytes() if path.exists() else b""
-    if written.matches(content):
-        return None
-    has = "other content than" if content else "none of"
-    return f"has {has} the {written.num_rows} rows to step {written.last_step}"

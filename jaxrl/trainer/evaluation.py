@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.rewarding import Grading, GroupsBeside
-from jaxrl.evaluation.evaluation_metrics import (
+from jaxrl.mesh import hosts
+from jaxrl.rewards.evaluation_metrics import (
     EVALUATION_STEP,
     evaluation_metrics,
     score_without_length_penalty,
 )
-from jaxrl.mesh import hosts
 from jaxrl.rewards.graders import Graders
 from jaxrl.roles.policy import Actor
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions

@@ -14,8 +14,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxrl.config.model_shape import check_weights, tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import check_weights, tokenizer_directory
 from jaxrl.data.demonstrations import Demonstration, read_demonstrations
 from jaxrl.data.preferences import Preference, read_preferences
 from jaxrl.data.problems import ProblemReader

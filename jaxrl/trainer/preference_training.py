@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.config.batch_shapes import row_limits
+from jaxrl.config.shapes import row_limits
 from jaxrl.data.preferences import PreferencePair
 from jaxrl.dataflows.experience import Metrics
 from jaxrl.dataflows.step_metrics import work_metrics

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from jaxrl.algos.preference_losses import PREFERENCE_LOSSES
 from jaxrl.algos.registry import array_names, lookup
 from jaxrl.config.config_tree import format_config
-from jaxrl.config.model_shape import with_stored_shape
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import with_stored_shape
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts

@@ -16,13 +16,13 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl.config.batch_shapes import (
+from jaxrl.config.schema import Config
+from jaxrl.config.shapes import (
     check_judge_batches,
     check_training_batches,
     judge_engine_config,
     row_limits,
 )
-from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.dataflows.distill import TeacherPhase
 from jaxrl.dataflows.learning import CriticPhase

@@ -13,13 +13,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl.config.batch_shapes import (
+from jaxrl.config.schema import Config
+from jaxrl.config.shapes import (
     check_sampling_batches,
     check_training_batches,
     engine_config,
+    is_here,
+    model_of,
 )
-from jaxrl.config.model_shape import is_here, model_of
-from jaxrl.config.schema import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.dataflows.algorithm_config import TrustRegionConfig
 from jaxrl.dataflows.lookup import find_dataflow

@@ -6,8 +6,8 @@ import logging
 import pathlib
 
 from jaxrl.config.config_tree import format_config
-from jaxrl.config.model_shape import tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import tokenizer_directory
 from jaxrl.dataflows.lookup import find_dataflow
 from jaxrl.errors import UserError
 from jaxrl.files import read_text

@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxrl.config.batch_shapes import row_limits, step_shape
 from jaxrl.config.config_tree import format_config
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import row_limits, step_shape
 from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.config.batch_shapes import row_limits
+from jaxrl.config.shapes import row_limits
 from jaxrl.data.demonstrations import DemonstrationStream, MaskedExample, solutions_of
 from jaxrl.data.preferences import PreferenceStream
 from jaxrl.dataflows.experience import Metrics

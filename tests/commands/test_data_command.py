@@ -6,8 +6,10 @@ import pathlib
 import pytest
 
 from jaxrl import cli
-from jaxrl.data import ChatTemplate, read_source, train_tokenizer
+from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.problems import read_source
+from jaxrl.data.tokenizer import train_tokenizer
 
 RECIPE = """
 from jaxrl.config.config_tree import to_config_dict
@@ -138,7 +140,7 @@ def test_what_is_converted_is_read_without_a_setting(capsys, suffix):
 def test_text_of_a_file_does_not_steer_the_terminal(capsys):
     rows("odd.jsonl", {"problem": "a\x1b[2Jb\u202e", "answer": "1"})
     assert data("odd.jsonl", "--show", "1") == 0
-    assert "a\\u001b[2Jb\\u202e" in capsys.readouterr().out
+    assert "a\\x1b[2Jb\\u202e" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
-from jaxrl.config.model_shape import check_weights, model_of, tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import check_weights, model_of, tokenizer_directory
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params

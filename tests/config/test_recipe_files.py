@@ -4,8 +4,8 @@ import pytest
 
 from jaxrl import cli
 from jaxrl.config.command_line import bundled_recipes, load_config, recipe_path
-from jaxrl.config.model_shape import model_of
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import model_of
 from jaxrl.errors import UserError
 
 

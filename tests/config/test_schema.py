@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxrl.config.batch_shapes import step_shape
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import step_shape
 from jaxrl.data.data_config import DataConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.errors import UserError

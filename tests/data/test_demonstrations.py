@@ -5,17 +5,16 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl.data import (
+from jaxrl.data import Record
+from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.demonstrations import (
     Demonstration,
     DemonstrationStream,
-    Record,
-    load_tokenizer,
     read_demonstrations,
-    train_tokenizer,
+    solutions_of,
 )
-from jaxrl.data.chat import ChatTemplate
-from jaxrl.data.demonstrations import solutions_of
 from jaxrl.data.messages import PromptFormat
+from jaxrl.data.tokenizer import load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 
 QWEN = pathlib.Path(__file__).parents[2] / "../shared/data/tokenizers/qwen2.5"

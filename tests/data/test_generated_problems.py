@@ -9,12 +9,13 @@ import sys
 import pytest
 from extras import import_extra
 
-from jaxrl.data import PromptStream, encode_prompts, read_source, train_tokenizer
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.generated_problems import NUM_FIRST, TaskProblems
-from jaxrl.data.problems import UNREADABLE, Source
-from jaxrl.data.prompt_encoding import stream_inputs
+from jaxrl.data.problems import UNREADABLE, Source, read_source
+from jaxrl.data.prompt_encoding import encode_prompts, stream_inputs
 from jaxrl.data.row_layouts import NO_TRUTH
+from jaxrl.data.stream import PromptStream
+from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 
 TOKENIZER = train_tokenizer(["1 + 1"], vocab_size=258)

@@ -4,9 +4,11 @@ import re
 import numpy as np
 import pytest
 
-from jaxrl.data import Preference, PreferenceStream, read_preferences, train_tokenizer
+from jaxrl.data import Preference
 from jaxrl.data.chat import ChatTemplate
 from jaxrl.data.messages import PromptFormat
+from jaxrl.data.preferences import PreferenceStream, read_preferences
+from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 
 CHAT = ChatTemplate(

@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.data import PromptStream, train_tokenizer
 from jaxrl.data.data_card import data_card, histogram
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.data.problems import ProblemReader
 from jaxrl.data.prompt_encoding import encode, stream_inputs
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE
+from jaxrl.data.stream import PromptStream
+from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.trainer.run_rewards import truth_faults
 

@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl.data import PromptFormat, encode_prompts, load_tokenizer, read_source
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.problems import DUPLICATES
+from jaxrl.data.messages import PromptFormat
+from jaxrl.data.problems import DUPLICATES, read_source
+from jaxrl.data.prompt_encoding import encode_prompts
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE, NO_TRUTH
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.rewards import Graders, GradingTask, Response
 
 DATA = pathlib.Path(__file__).parents[2] / "../shared/data"

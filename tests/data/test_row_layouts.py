@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxrl.data import read_source
 from jaxrl.data.data_config import SourceConfig
+from jaxrl.data.problems import read_source
 from jaxrl.data.row_layouts import DAPO_AFTER, DAPO_BEFORE, last_box, recognise, value_at, without
 from jaxrl.errors import UserError
 

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from jaxrl.data import Record, read_source
+from jaxrl.data import Record
 from jaxrl.data.data_config import SourceConfig
-from jaxrl.data.problems import DUPLICATES, HELD_OUT, UNREADABLE
+from jaxrl.data.problems import DUPLICATES, HELD_OUT, UNREADABLE, read_source
 from jaxrl.data.row_layouts import NO_PROMPT, NO_TRUTH
 from jaxrl.data.rows import MALFORMED
 from jaxrl.errors import UserError

@@ -7,17 +7,13 @@ import grain
 import numpy as np
 import pytest
 
-from jaxrl.data import (
-    ChatTemplate,
-    DemonstrationStream,
-    PromptFormat,
-    PromptStream,
-    Record,
-    encode_prompts,
-    train_tokenizer,
-)
-from jaxrl.data.demonstrations import solutions_of
-from jaxrl.data.prompt_encoding import evaluation_prompts
+from jaxrl.data import Record
+from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.demonstrations import DemonstrationStream, solutions_of
+from jaxrl.data.messages import PromptFormat
+from jaxrl.data.prompt_encoding import encode_prompts, evaluation_prompts
+from jaxrl.data.stream import PromptStream
+from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[2]

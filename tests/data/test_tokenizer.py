@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.data import Tokenizer, load_tokenizer, train_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from jaxrl.errors import UserError
 
 QWEN = pathlib.Path(__file__).parents[2] / "../shared/data/tokenizers/qwen2.5"

@@ -16,7 +16,8 @@ from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
-from jaxrl.rewards import FunctionGrader, Graders
+from jaxrl.rewards import Graders
+from jaxrl.rewards.grading import FunctionGrader
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.driver import OfflineBackend
 from jaxrl.rollout.rollout_config import RolloutConfig

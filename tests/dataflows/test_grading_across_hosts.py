@@ -18,7 +18,8 @@ from jaxrl.dataflows.rewarding import OverlongPunishment, Rewards
 from jaxrl.dataflows.samplers import Generation, PartialSampling, Sampling
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
-from jaxrl.rewards import FunctionGrader, Grade, Graders
+from jaxrl.rewards import Grade, Graders
+from jaxrl.rewards.grading import FunctionGrader
 from jaxrl.rollout.backend import SamplingOptions
 from steps import NumberedPrompts, SamplingPolicy, make_backend
 

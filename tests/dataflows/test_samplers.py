@@ -16,7 +16,8 @@ from jaxrl.dataflows.samplers import (
 )
 from jaxrl.dataflows.step_timer import NoTimer
 from jaxrl.errors import UserError
-from jaxrl.rewards import FunctionGrader, Graders
+from jaxrl.rewards import Graders
+from jaxrl.rewards.grading import FunctionGrader
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.testing.arithmetic_backend import counting
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.evaluation.evaluation_metrics import evaluation_metrics
+from jaxrl.rewards.evaluation_metrics import evaluation_metrics
 from jaxrl.tracking.metrics import evaluation_accuracy
 
 

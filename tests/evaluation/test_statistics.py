@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.evaluation.statistics import (
+from jaxrl.rewards.evaluation_metrics import (
     Estimate,
     best_at_k,
     estimate,

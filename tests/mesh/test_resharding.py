@@ -13,7 +13,7 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import HYBRID, VANILLA, ShardingStrategy
 from jaxrl.planner.compiled.traffic import collectives
 from jaxrl.planner.hardware.cluster import read_topology
-from jaxrl.planner.layouts.accounting import of_resharding
+from jaxrl.planner.resharding_costs import of_resharding
 from jaxrl.quantized import StoredType
 
 AXES = {

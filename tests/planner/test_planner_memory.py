@@ -16,9 +16,9 @@ from plans import (
     tiny_config,
 )
 
-from jaxrl.config.batch_shapes import engine_config
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import engine_config
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.planner.make_plan import trace_plan

@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import (
-    GRADERS,
-    FunctionGrader,
-    Grade,
-    Grader,
-    Graders,
-    GradingTask,
-    Response,
-    Verdict,
-    check_grader,
-)
+from jaxrl.rewards import Grade, Grader, Graders, GradingTask, Response
+from jaxrl.rewards.graders import GRADERS, check_grader
+from jaxrl.rewards.grading import FunctionGrader, Verdict
 
 
 def sample(text, answer, source="", **extra):

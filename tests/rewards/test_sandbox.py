@@ -20,9 +20,8 @@ from processes import started
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
-from jaxrl.rewards.sandbox import choose as choosing
-from jaxrl.rewards.sandbox import lockdown
-from jaxrl.rewards.sandbox.choose import SANDBOXES, choose_sandbox, logged_choice
+from jaxrl.rewards.sandbox import SANDBOXES, choose_sandbox, lockdown, logged_choice
+from jaxrl.rewards.sandbox import __init__ as choosing
 from jaxrl.rewards.sandbox.native import SandboxLimits, SandboxUnavailable, run_forked
 
 LIMITS = SandboxLimits(seconds=2.0)
@@ -465,7 +464,7 @@ def test_a_program_ends_with_the_worker_that_waits_for_it(sandbox, tmp_path):
     if sandbox.name == "webassembly":
         pytest.skip("its process follows the worker's lifeline; tests/rewards/test_worker.py")
     waiter = (
-        "from jaxrl.rewards.sandbox.choose import SANDBOXES\n"
+        "from jaxrl.rewards.sandbox import SANDBOXES\n"
         "from jaxrl.rewards.sandbox.native import SandboxLimits\n"
         f"SANDBOXES[{sandbox.name!r}]().run('import time\\n"
         "time.sleep(600)', b'', SandboxLimits(seconds=60.0))"

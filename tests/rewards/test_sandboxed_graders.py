@@ -9,8 +9,7 @@ from extras import import_extra
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders, GradingTask, Response
-from jaxrl.rewards.code_tests import run_tests
-from jaxrl.rewards.sandboxed_graders import program_of
+from jaxrl.rewards.sandboxed_graders import program_of, run_tests
 
 
 def sample(text, answer, **row):

@@ -8,15 +8,10 @@ import pytest
 
 from jaxrl.agents.agent_rows import Talk, group_of
 from jaxrl.errors import UserError
-from jaxrl.rewards import (
-    FunctionGrader,
-    Grade,
-    Graders,
-    score_completions,
-    verdicts_of,
-)
+from jaxrl.rewards import Grade, Graders
 from jaxrl.rewards.answer import grade_answer
-from jaxrl.rewards.score import AskedVerdicts, samples_of
+from jaxrl.rewards.grading import FunctionGrader
+from jaxrl.rewards.score import AskedVerdicts, samples_of, score_completions
 from jaxrl.rollout.samples import Sample
 from jaxrl.rollout.samples import completions_of as sampled
 from jaxrl.types import Branch, Completions, Prompts
@@ -47,7 +42,7 @@ def no_shaping(lengths_B):
 
 
 def scored_by(function, completions, overlong=no_shaping):
-    verdicts = verdicts_of(Graders.of(FunctionGrader(function)), completions)
+    verdicts = AskedVerdicts(Graders.of(FunctionGrader(function)), completions).result()
     return score_completions(completions, verdicts, overlong=overlong)
 
 
@@ -101,7 +96,7 @@ def test_the_words_of_an_environment_are_not_graded(turns, correct):
     completions = conversation(*turns)
     assert completions.turns == (tuple(turns),)
     assert completions.texts == ("".join(text for _, text in turns),)
-    (verdict,) = verdicts_of(Graders(("answer", {})), completions)
+    (verdict,) = AskedVerdicts(Graders(("answer", {})), completions).result()
     assert verdict.correct is correct
     # Tokens neither, for graders that look at them.
     (sample,) = samples_of(completions)
@@ -136,10 +131,10 @@ def test_completions_that_an_environment_spoke_in_have_turns():
 def test_an_empty_ground_truth_names_its_prompt(answer):
     completions = completions_of(["1", answer], ["Answer: 1"] * 4, [1] * 4)
     with pytest.raises(UserError, match="prompt 101 of 'toy'"):
-        verdicts_of(Graders(("answer", {})), completions)
+        AskedVerdicts(Graders(("answer", {})), completions).result()
 
 
 def test_a_ground_truth_the_grader_cannot_read_names_its_prompt():
     completions = completions_of(["six"], ["Answer: 6"], [1])
     with pytest.raises(UserError, match=r"prompt 100 of 'toy'.*####"):
-        verdicts_of(Graders(("gsm8k", {})), completions)
+        AskedVerdicts(Graders(("gsm8k", {})), completions).result()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Responses, check_grader, user_reward
-from jaxrl.rewards.user import UserRewards
+from jaxrl.rewards import Responses
+from jaxrl.rewards.graders import check_grader
+from jaxrl.rewards.user import UserRewards, user_reward
 from jaxrl.types import TurnText
 from jaxrl.user_code import load_function
 

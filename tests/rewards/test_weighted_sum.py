@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl.errors import UserError
-from jaxrl.rewards import Term, grader_term, weighted_sum
+from jaxrl.rewards.score import Term, grader_term, weighted_sum
 from jaxrl.types import Scored
 
 

@@ -13,8 +13,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxrl import cli
 from jaxrl.commands.convert import main as convert
-from jaxrl.config.model_shape import check_weights
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import check_weights
 from jaxrl.data.problems import Problems
 from jaxrl.errors import UserError
 from jaxrl.hub.downloads import Hub

@@ -15,7 +15,7 @@ from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params, score_config
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.rewards.sandbox import choose
+from jaxrl.rewards import sandbox
 from jaxrl.rewards.sandbox.native import SandboxUnavailable
 from jaxrl.trainer import program
 
@@ -167,8 +167,8 @@ def test_code_without_a_sandbox_is_refused_first(run, setting, monkeypatch):
             raise SandboxUnavailable("is not installed")
 
     Absent.name = "bubblewrap"
-    monkeypatch.setattr(choose, "SANDBOXES", {"bubblewrap": Absent})
-    choose.logged_choice.cache_clear()
+    monkeypatch.setattr(sandbox, "SANDBOXES", {"bubblewrap": Absent})
+    sandbox.logged_choice.cache_clear()
     line = run(**{setting: "code"})
     assert "no sandbox for them works on this machine" in line
     assert "bubblewrap: is not installed; install bubblewrap, or set reward.code_sandbox" in line

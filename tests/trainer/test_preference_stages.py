@@ -8,8 +8,7 @@ import jax
 import pytest
 
 from jaxrl.commands.run_commands import write_report
-from jaxrl.config.schema import Config
-from jaxrl.config.stages import EvaluationConfig, PreferenceConfig
+from jaxrl.config.schema import Config, EvaluationConfig, PreferenceConfig
 from jaxrl.data.data_config import DataConfig, SourceConfig
 from jaxrl.errors import UserError
 from jaxrl.models.huggingface.config_json import read_config

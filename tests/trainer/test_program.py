@@ -16,8 +16,7 @@ from tiny_runs import problems_in, tiny_config
 
 from jaxrl.commands.run_commands import write_report
 from jaxrl.config.config_tree import format_config
-from jaxrl.config.schema import Config
-from jaxrl.config.stages import SftConfig
+from jaxrl.config.schema import Config, SftConfig
 from jaxrl.data.data_config import (
     DataConfig,
     EvaluationSourceConfig,
@@ -33,7 +32,7 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.durable import run_lock
 from jaxrl.tracking.metrics import read_metrics, without_timings
-from jaxrl.tracking.run_report import evaluation_lines
+from jaxrl.tracking.report.page import evaluation_lines
 from jaxrl.tracking.run_weights import export_run
 from jaxrl.trainer import program
 from jaxrl.trainer.algorithm import algorithm_of

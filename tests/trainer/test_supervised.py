@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl.commands.run_commands import write_report
-from jaxrl.config.batch_shapes import row_limits
-from jaxrl.config.schema import Config
-from jaxrl.config.stages import SftConfig
-from jaxrl.data import load_tokenizer
+from jaxrl.config.schema import Config, SftConfig
+from jaxrl.config.shapes import row_limits
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.batches import pack_examples

@@ -11,7 +11,7 @@ dimensions.
     model.layers.0.self_attn.q_proj.weight --slice--> device 0: layers.attention.q.weight [L, D/2, Q, H]
                                  [QH, D]   --slice--> device 1: layers.attention.q.weight [L, D/2, Q, H]
 
-Not covered: pickled weights, quantised weights but MXFP4 (`mxfp4.py`), which is widened as it is read.
+Not covered: pickled weights, quantised weights but MXFP4, which is widened as it is read.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import safetensors
 from flax import traverse_util
@@ -40,7 +41,6 @@ from jaxrl.errors import UserError
 from jaxrl.files import open_file, read_json_object
 from jaxrl.models.decoder import Params
 from jaxrl.models.huggingface.model_files import ADAPTER_FILE, INDEX_FILE, SINGLE_FILE
-from jaxrl.models.huggingface.mxfp4 import Mxfp4Tensor, mxfp4_shape
 from jaxrl.models.huggingface.weight_table import (
     FUSED,
     Bounds,
@@ -215,7 +215,7 @@ def _all_headers(directory: pathlib.Path) -> dict[str, Stored]:
             f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; it has {_listed(found)}; name a "
             "directory with safetensors, since pickled weights can run any program when they are read"
         )
-    index = read_json_object(path, absent="copy the published file", max_bytes=_MAX_HEADER_BYTES)
+    index = read_json_object(path, absent="copy the published file")
     file_of = index.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
         raise UserError(f"{path} has no weight_map of names; copy the published file again")
@@ -399,3 +399,47 @@ def _insert(
     piece = piece.transpose(order).astype(shard.dtype)
     begin = [*(offset[i] for i in range(stacked)), *[jnp.int32(0)] * piece.ndim]
     return jax.lax.dynamic_update_slice(shard, piece.reshape(*[1] * stacked, *piece.shape), begin)
+
+
+# MXFP4
+
+_MXFP4_BLOCK = 32
+_MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4_VALUES = np.array([*_MXFP4_POSITIVE, *(-value for value in _MXFP4_POSITIVE)], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Tensor:
+    """Slices of a tensor in MXFP4, which are read when it is indexed. gpt-oss is published so:
+
+    NAME_blocks   uint8 [E, N, K / 32, 16]   two values of 4 bits a byte, the first in the low half
+    NAME_scales   uint8 [E, N, K / 32]       exponent of the block's power of two, plus 127
+    NAME          bfloat16 [E, K, N]         what they stand for: input dimension first
+
+    Attributes:
+      blocks, scales: slices of the two stored tensors, in the sense of safetensors.
+    """
+
+    blocks: Any
+    scales: Any
+
+    def __getitem__(self, at: tuple[slice, slice, slice]) -> np.ndarray:
+        """The values at ranges of [E, K, N], bfloat16. All of them are exact."""
+        experts, ins, outs = at
+        first, last = ins.start // _MXFP4_BLOCK, -(-ins.stop // _MXFP4_BLOCK)
+        packed = self.blocks[experts, outs, first:last]
+        exponents = self.scales[experts, outs, first:last].astype(np.int32) - 127
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(
+            *packed.shape[:-1], _MXFP4_BLOCK
+        )
+        values = np.ldexp(_MXFP4_VALUES[codes], exponents[..., None]).astype(ml_dtypes.bfloat16)
+        values = values.reshape(*values.shape[:2], -1)
+        begin = ins.start - first * _MXFP4_BLOCK
+        return values[..., begin : begin + ins.stop - ins.start].swapaxes(1, 2)
+
+
+def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of the tensor that blocks and scales of these shapes stand for; None if they do not fit."""
+    if len(blocks) != 4 or blocks[3] * 2 != _MXFP4_BLOCK or blocks[:3] != scales:
+        return None
+    return blocks[0], blocks[2] * _MXFP4_BLOCK, blocks[1]

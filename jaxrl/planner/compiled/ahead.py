@@ -162,11 +162,6 @@ class CompiledProgram:
         return f"{self.role} {self.name}"
 
     @property
-    def memory_parts(self) -> tuple[int, ...]:
-        """Bytes per device: arguments, temporaries, peak, co-resident, left."""
-        return self.arguments, self.temporaries, self.peak, self.co_resident, self.spare
-
-    @property
     def total(self) -> int:
         """Peak bytes per device, with co-resident buffers."""
         return self.peak + self.co_resident

@@ -57,11 +57,6 @@ class Instruction:
     def operands(self) -> tuple[str, ...]:
         return tuple(_OPERAND.findall(self.inputs))
 
-    @property
-    def parameter(self) -> int | None:
-        """Number of the computation's argument that it stands for; None for other instructions."""
-        return int(self.inputs) if self.opcode == "parameter" else None
-
 
 Computation = dict[str, Instruction]
 

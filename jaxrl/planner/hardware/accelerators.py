@@ -20,7 +20,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from jaxrl.checks import MAX_COUNT, at_least, check_fields, count, positive
+from jaxrl.checks import MAX_COUNT, annotations_of, at_least, check_value, count, positive
 from jaxrl.errors import UserError
 from jaxrl.mesh.hardware import CHIPS, Roof, chip_of
 
@@ -63,9 +63,6 @@ class Accelerator:
     shapes: tuple[tuple[Annotated[int, count(1)], ...], ...] = ()
     side_multiple: Annotated[int, at_least(0, at_most=MAX_COUNT)] = 0
     measured: bool = False
-
-    def __post_init__(self):
-        check_fields(self)
 
     @property
     def roof(self) -> Roof:
@@ -196,6 +193,9 @@ def accelerator(name_or_path: str) -> Accelerator:
         try:
             values = json.loads(pathlib.Path(name_or_path).read_bytes())
             values["shapes"] = tuple(map(tuple, values.get("shapes", ())))
+            for field, annotation in annotations_of(Accelerator).items():
+                if field in values:
+                    check_value(field, values[field], annotation)
             return Accelerator(**values)
         except (OSError, ValueError, TypeError, UserError) as error:
             fields = ", ".join(field.name for field in dataclasses.fields(Accelerator))

@@ -9,9 +9,7 @@ import collections.abc
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
-from jaxrl.checks import check_fields, count
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster
 from jaxrl.planner.simulation.assumptions import Assumptions
@@ -54,13 +52,10 @@ class SearchLimits:
       fsdp: whether weights and optimiser states may be sharded over replicas.
     """
 
-    max_tensor: Annotated[int, count(1)] = 8
-    max_pipeline: Annotated[int, count(1)] = 64
-    max_context: Annotated[int, count(1)] = 8
+    max_tensor: int = 8
+    max_pipeline: int = 64
+    max_context: int = 8
     fsdp: bool = True
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

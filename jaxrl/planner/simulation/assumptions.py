@@ -8,13 +8,11 @@ updates compiled for TPUs and GPUs. No other number was fitted to a result.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from jaxrl.checks import at_least, between, check_fields, positive, token_count
 from jaxrl.planner.hardware.accelerators import Accelerator
 
 Remat = Literal["none", "full", "offload_inputs"]
-Share = Annotated[float, between(0, 1, has_low=False)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,40 +62,37 @@ class Assumptions:
       embedding_arrays: number of further arrays of the size of the unsharded embedding, in the matmul type.
     """
 
-    flops_rate: Share = 0.6
-    weights_rate: Share = 0.8
-    cache_rate: Share = 0.7
-    link_rate: Share = 0.8
-    overlap: Annotated[float, between(0, 1)] = 0.5
-    memory_share: Share = 0.9
-    scratch_gb: Annotated[float, at_least(0)] = 1.5
-    latency_scale: Annotated[float, at_least(0)] = 1.0
-    torus_step_s: Annotated[float, at_least(0)] = 0.3e-3
-    hosts_step_s: Annotated[float, at_least(0)] = 2e-3
-    call_s: Annotated[float, at_least(0)] = 1.25e-3
-    pass_s: Annotated[float, at_least(0)] = 0.0
-    host_s: Annotated[float, at_least(0)] = 0.8e-3 / 4096
-    slot_host_s: Annotated[float, at_least(0)] = 0.0
+    flops_rate: float = 0.6
+    weights_rate: float = 0.8
+    cache_rate: float = 0.7
+    link_rate: float = 0.8
+    overlap: float = 0.5
+    memory_share: float = 0.9
+    scratch_gb: float = 1.5
+    latency_scale: float = 1.0
+    torus_step_s: float = 0.3e-3
+    hosts_step_s: float = 2e-3
+    call_s: float = 1.25e-3
+    pass_s: float = 0.0
+    host_s: float = 0.8e-3 / 4096
+    slot_host_s: float = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    compute_bytes: Annotated[float, positive()] = 2.0
-    sampled_bytes: Annotated[float, at_least(0)] = 0.0
-    cache_bytes: Annotated[float, positive()] = 2.0
+    compute_bytes: float = 2.0
+    sampled_bytes: float = 0.0
+    cache_bytes: float = 2.0
     fixed_slots: bool = False
-    master_bytes: Annotated[float, positive()] = 4.0
-    moments_bytes: Annotated[float, at_least(0)] = 8.0
-    gradient_bytes: Annotated[float, at_least(0)] = 4.0
-    reduced_bytes: Annotated[float, positive()] = 4.0
-    frozen_bytes: Annotated[float, positive()] = 4.0
+    master_bytes: float = 4.0
+    moments_bytes: float = 8.0
+    gradient_bytes: float = 4.0
+    reduced_bytes: float = 4.0
+    frozen_bytes: float = 4.0
     attention: Literal["xla", "cudnn", "splash"] = "xla"
     remat: Remat = "full"
-    offload_gbs: Annotated[float, positive()] = 25.0
+    offload_gbs: float = 25.0
     reduce_each_microbatch: bool = True
-    logits_tokens: Annotated[int, token_count(1)] = 1024
-    logits_arrays: Annotated[float, at_least(1)] = 3.5
-    embedding_arrays: Annotated[float, at_least(1)] = 2.5
-
-    def __post_init__(self):
-        check_fields(self)
+    logits_tokens: int = 1024
+    logits_arrays: float = 3.5
+    embedding_arrays: float = 2.5
 
     @staticmethod
     def on(kind: Accelerator, **others: Any) -> Assumptions:

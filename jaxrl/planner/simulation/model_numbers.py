@@ -56,11 +56,6 @@ class ModelNumbers:
         """Cached values per token and device; kv heads are split as far as t divides them (mesh.rules)."""
         return sum(values / _kv_parts(heads, t) for heads, values in self.cached) / p
 
-    @property
-    def cache_values(self) -> float:
-        """Keys and values per token in all layers."""
-        return sum(values for _, values in self.cached)
-
 
 @functools.lru_cache(maxsize=1024)
 def _kv_parts(kv_heads: int, t: int) -> int:

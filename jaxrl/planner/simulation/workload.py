@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 
-from jaxrl.checks import at_least, check_fields, count, positive, token_count
 from jaxrl.errors import UserError
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.rollout.engine_sizes import MOST_PAGE_TOKENS
@@ -28,17 +27,16 @@ class LengthDistribution:
       sigma: standard deviation of the logarithm before truncation, of a log-normal.
     """
 
-    mean: Annotated[float, positive()]
-    longest: Annotated[int, token_count(1)]
+    mean: float
+    longest: int
     kind: Literal["constant", "log-normal"] = "constant"
-    sigma: Annotated[float, positive(at_most=5)] = 0.95
+    sigma: float = 0.95
 
     def __post_init__(self):
-        check_fields(self)
-        if self.mean > self.longest:
+        if not 0 < self.mean <= self.longest:
             raise UserError(
-                f"mean length {self.mean} is above the longest, {self.longest}, where texts are cut; lower "
-                "the mean or raise the longest"
+                f"mean length {self.mean} is not above 0 and up to the longest, {self.longest}, where "
+                "texts are cut; change one of them"
             )
 
     @staticmethod
@@ -130,28 +128,27 @@ class Workload:
       max_staleness: with `always_full`, largest age of a token in steps.
     """
 
-    prompts: Annotated[int, count(1)]
-    samples: Annotated[int, count(1)] = 1
+    prompts: int
+    samples: int = 1
     prompt_lengths: LengthDistribution
     response_lengths: LengthDistribution
-    sampled_per_kept: Annotated[float, at_least(1)] = 1.0
-    updates: Annotated[int, count(1)] = 1
-    epochs: Annotated[int, count(1)] = 1
-    microbatch_tokens: Annotated[int, token_count(1)] = 8192
-    microbatch_rows: Annotated[int, count(0)] = 0
-    pipeline_microbatches: Annotated[int, count(0)] = 0
-    tokens_per_dispatch: Annotated[int, token_count(1)] = 64
-    prefill_prompts: Annotated[int, count(1)] = 32
-    prefill_chunk_tokens: Annotated[int, token_count(0)] = 0
+    sampled_per_kept: float = 1.0
+    updates: int = 1
+    epochs: int = 1
+    microbatch_tokens: int = 8192
+    microbatch_rows: int = 0
+    pipeline_microbatches: int = 0
+    tokens_per_dispatch: int = 64
+    prefill_prompts: int = 32
+    prefill_chunk_tokens: int = 0
     shares_prompts: bool = False
     fill_minibatches: bool = False
-    max_slots: Annotated[int, count(1)] = 1024
+    max_slots: int = 1024
     paged: bool = False
     always_full: bool = False
-    max_staleness: Annotated[int, count(1)] = 8
+    max_staleness: int = 8
 
     def __post_init__(self):
-        check_fields(self)
         if self.updates > self.sequences:
             raise UserError(
                 f"{self.updates} updates are more than the {self.sequences} sequences of a step; each "

@@ -21,12 +21,18 @@ from jaxrl.errors import UserError
 from jaxrl.files import read_text
 from jaxrl.flags import command_parser
 from jaxrl.tracking.durable import disk_errors, ensure_writable
-from jaxrl.tracking.metrics import evaluation_accuracy
+from jaxrl.tracking.metrics import evaluation_accuracy, read_metrics
 from jaxrl.tracking.readable import number
-from jaxrl.tracking.report.page import PromptResponses, Response, write_comparison
+from jaxrl.tracking.report.page import (
+    PromptResponses,
+    Response,
+    Rows,
+    shown_accuracy,
+    stored_samples,
+    write_comparison,
+)
 from jaxrl.tracking.report.plots import NUM_COLORS
 from jaxrl.tracking.run_folder import RunFolder, parse_config
-from jaxrl.tracking.run_report import Rows, rows_of, shown_accuracy, stored_samples
 from jaxrl.tracking.sample_rows import read_head
 
 Table = list[tuple[str, list[str]]]
@@ -152,7 +158,8 @@ def read_runs(paths: Sequence[pathlib.Path]) -> list[ComparedRun]:
     for path, label in zip(paths, labels_of([path.resolve() for path in paths]), strict=True):
         folder = RunFolder(path)
         settings = parse_config(read_text(folder.config, absent=_NO_RUN))
-        rows = {name: rows_of(getattr(folder, name), accepts_lost_rows=False) for name in _STAGES}
+        metrics = {name: getattr(folder, name).metrics for name in _STAGES}
+        rows = {name: read_metrics(file) for name, file in metrics.items() if file.exists()}
         stages = {name: of_stage for name, of_stage in rows.items() if of_stage}
         if not stages:
             raise UserError(f"{path} has no metrics; compare it after its first step")

@@ -507,15 +507,7 @@ def test_a_shape_that_no_architecture_has_is_not_written(config, message):
         config_json(config, dtype="float32")
 
 
-def test_files_are_read_and_broken_ones_named(tmp_path):
-    with pytest.raises(UserError, match=r"config\.json does not exist"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is no JSON"):
-        read_config(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json holds no JSON object"):
-        read_config(tmp_path)
+def test_a_file_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     assert read_config(tmp_path) == parse_config(QWEN2)
 

@@ -13,8 +13,8 @@ from test_weight_loading import load
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.config_json import config_json, read_config
-from jaxrl.models.huggingface.mxfp4 import Mxfp4Tensor
 from jaxrl.models.huggingface.weight_export import save_checkpoint
+from jaxrl.models.huggingface.weight_loading import Mxfp4Tensor
 from jaxrl.models.shapes import SHAPES
 
 # Input dimensions are whole blocks of 32 values.

@@ -20,7 +20,7 @@ from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import shardings
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, VANILLA, ShardingStrategy
-from jaxrl.planner.layouts.accounting import (
+from jaxrl.planner.resharding_costs import (
     from_shardings,
     of_gather_and_keep,
     of_resharding,

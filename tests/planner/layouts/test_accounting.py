@@ -19,7 +19,7 @@ from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.resharding import Resharding
 from jaxrl.mesh.rules import TRAIN_RULES, shardings
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, STRATEGIES, VANILLA, ZERO
-from jaxrl.planner.layouts.accounting import (
+from jaxrl.planner.resharding_costs import (
     ReshardingCosts,
     boxes,
     from_shardings,

@@ -5,7 +5,7 @@ import jax
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.sharding_strategies import GATHER_ALL, HYBRID, VANILLA
-from jaxrl.planner.layouts.mesh_command import in_words, phase_groups
+from jaxrl.planner.mesh_command import in_words, phase_groups
 
 
 def layout_of(train: str, generate: str, **shares: int) -> ParallelLayout:

@@ -13,7 +13,7 @@ from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.shapes import model_shapes
 from jaxrl.planner.hardware.cluster import Cluster
-from jaxrl.planner.layouts.accounting import of_resharding
+from jaxrl.planner.resharding_costs import of_resharding
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.simulate_generation import GenerationSimulator
 

@@ -45,7 +45,7 @@ from jaxrl.models.huggingface.config_json import read_config
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.shapes import SHAPES, model_shapes
 from jaxrl.planner.hardware.cluster import read_topology
-from jaxrl.planner.layouts.accounting import (
+from jaxrl.planner.resharding_costs import (
     Measured,
     ReshardingCosts,
     from_shardings,
