@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import resource
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +256,36 @@ def test_samplers_in_flight_go_on_with_the_newest_save(server):
     assert client.sample(first, 2, **seeded) == client.sample(second, 0, **seeded) == after
     assert after != before
     finish(client)
+
+
+def test_newer_weights_that_find_no_memory_end_the_samples_that_wait_for_them(server, monkeypatch):
+    devices, client, held = server.together.devices, Trainer(server.http_port), threading.Event()
+    sampler = client.snapshot("inflight")
+    other = Trainer(server.http_port)
+    others = other.snapshot()
+    before = other.sample(others, params={"seed": 5})
+    turn = devices.turn
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(devices, "turn", lambda: held.wait(60) and turn())
+    monkeypatch.setattr(devices, "bring", full)
+    waiting = client.post("asample", asked(sampler, 0))
+    beside = other.post("asample", asked(others, 1, params={"seed": 5}))
+    client.train(DATA)
+    client.step(0.1)
+    client.snapshot("inflight")
+    held.set()
+    failed = client.result(waiting)
+    assert failed["category"] == "server" and "RESOURCE_EXHAUSTED" in failed["error"]
+    assert parse("SampleResponse", other.result(beside)) == before
+    # As long as there is no memory each call says so; then the newest weights answer.
+    assert "RESOURCE_EXHAUSTED" in client.sample(sampler, 1)["error"]
+    monkeypatch.undo()
+    seeded = {"params": {"seed": 5}}
+    assert client.sample(sampler, 2, **seeded) == client.sample(client.snapshot(), **seeded)
+    finish(client, other)
 
 
 @pytest.mark.long
