@@ -33,7 +33,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
-from jaxrl.tinker.devices import NewAdapter
+from jaxrl.models.model_config import LoraConfig
 from jaxrl.tinker.sampler_weights import Places, SamplerWeights
 from jaxrl.tinker.server import devices_of, main, running
 from jaxrl.tinker.wire import parse
@@ -357,7 +357,7 @@ def test_what_cannot_be_written_is_told_to_every_process(folder, tmp_path):
     """By a UserError, which those that follow get too."""
     devices = devices_of(config_of(folder))
     devices.load_base()
-    devices.start("model", NewAdapter(rank=4, seed=0, targets=("q", "up")))
+    devices.start("model", LoraConfig(rank=4, targets=("q", "up")))
     # Compiled programs are files, too.
     devices.export("model", tmp_path / "before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
