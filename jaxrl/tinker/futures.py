@@ -72,6 +72,7 @@ class Result:
         return Result(body, failed=True)
 
 
+@dataclasses.dataclass(eq=False)
 class Future:
     """A request and, once it is finished, its result.
 
@@ -80,18 +81,20 @@ class Future:
       route: route that it came by.
       session_id: session that it ends with.
       channel: what `Futures.finished_of` finds it by, such as a sampling session; "" for none.
+      digest: hash of its body.
+      result: the result; None before.
+      fetched: whether a client has had it.
       waits_for: why it is not being worked at; "" if it is only its turn that it waits for.
     """
 
-    def __init__(self, request_id: str, route: str, session_id: str, channel: str, digest: bytes):
-        self.request_id = request_id
-        self.route = route
-        self.session_id = session_id
-        self.channel = channel
-        self.digest = digest
-        self.result: Result | None = None
-        self.fetched = False
-        self.waits_for = ""
+    request_id: str
+    route: str
+    session_id: str
+    channel: str
+    digest: bytes
+    result: Result | None = None
+    fetched: bool = False
+    waits_for: str = ""
 
 
 class Futures:
