@@ -7,7 +7,7 @@
 A client repeats a submission whose answer it has lost, so its request id comes from what it is, such as the
 model and the seq_id: it runs once, and another body under the same id is refused. It repeats a lost result as
 well, so results stay until their session ends, or until all results together take too much memory: then those
-that were fetched go, the oldest first.
+that were fetched go, the oldest first. If that is not enough, sessions that fetch nothing are refused.
 
 Submissions and results are written to a log (`tinker.log`). After a restart the submissions of the log are
 submitted again, and those that were finished have their results already.
@@ -139,7 +139,7 @@ class Futures:
           session_id, channel: as in `Future`.
 
         Raises:
-          UserError: the id was used with another body.
+          UserError: the id was used with another body, or the session leaves too many results unfetched.
         """
         digest = hashlib.sha256(body).digest()
         with self._lock:
@@ -152,6 +152,8 @@ class Futures:
                     )
                 return found
             if request_id not in self._expected:
+                if self._bytes > self._max_bytes:
+                    self._check_fetches(session_id)
                 fields = {"route": route, "id": request_id, "channel": channel, "body": body}
                 self._write("call", session_id, **fields)
             future = Future(request_id, route, session_id, channel, digest)
@@ -167,6 +169,15 @@ class Futures:
             if not isinstance(error, UserError):
                 raise
         return future
+
+    def _check_fetches(self, session_id: str) -> None:
+        own = (f for f in self._futures.values() if f.session_id == session_id and not f.fetched)
+        size = sum(len(future.result.body) for future in own if future.result is not None)
+        if size > self._max_bytes // 4:
+            raise UserError(
+                f"{size} bytes of results of session {session_id} wait to be fetched, and there is no memory "
+                "for more; fetch them by retrieve_future, or finish the session"
+            )
 
     def finish(self, future: Future, result: Result, *, ran: bool = False) -> None:
         """Gives a future its result; a later one is ignored.

@@ -82,6 +82,20 @@ def test_too_many_results_drop_the_oldest_that_were_fetched():
         retrieve(futures, fetched)
 
 
+def test_a_session_that_fetches_nothing_is_refused_before_it_fills_the_memory():
+    futures = Futures(max_bytes=10)
+    for key in "abc":
+        futures.finish(submit(futures, key), Result(b"12345"))
+    with pytest.raises(UserError, match="15 bytes of results of session s wait to be fetched"):
+        submit(futures, "d")
+    # Not others, nor what was submitted before.
+    submit(futures, "e", session_id="t")
+    retrieve(futures, submit(futures, "a"))
+    retrieve(futures, submit(futures, "b"))
+    retrieve(futures, submit(futures, "c"))
+    submit(futures, "d")
+
+
 def test_a_cursor_runs_over_the_finished_requests_of_a_channel():
     async def finished(cursor, timeout_s=0.0):
         return await futures.finished_of("sampler", cursor, timeout_s)
