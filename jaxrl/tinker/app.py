@@ -172,7 +172,8 @@ def build_app(
 
     def create_model(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, _: str) -> Json:
-            return models.start(model, *(_adapter(body, lora) if lora.rank else ()))
+            adapter, seed = _adapter(body, lora) if lora.rank else (None, 0)
+            return models.start(model, adapter, seed)
 
         return new_model(body, content, "create_model", work)
 

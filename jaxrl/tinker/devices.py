@@ -187,7 +187,7 @@ class Devices(abc.ABC):
 
     # Training
 
-    def start(self, model_id: str, adapter: LoraConfig | None, seed: int = 0) -> None:
+    def start(self, model_id: str, adapter: LoraConfig | None, seed: int) -> None:
         """Begins a model with a new adapter of random factors, or with the base model's weights."""
         trained = self.trained[model_id] = Trained()
         with self._training(trained) as actor:

@@ -403,7 +403,7 @@ class Models:
 
     # Work, on the thread
 
-    def start(self, model: TrainedModel, adapter: LoraConfig | None = None, seed: int = 0) -> Any:
+    def start(self, model: TrainedModel, adapter: LoraConfig | None, seed: int) -> Any:
         """Begins with a new adapter, or with the base model's weights."""
         self.together.run(Devices.start, model.model_id, adapter, seed)
         return {"type": "create_model", "model_id": model.model_id}

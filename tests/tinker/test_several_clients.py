@@ -357,7 +357,7 @@ def test_what_cannot_be_written_is_told_to_every_process(folder, tmp_path):
     """By a UserError, which those that follow get too."""
     devices = devices_of(config_of(folder))
     devices.load_base()
-    devices.start("model", LoraConfig(rank=4, targets=("q", "up")))
+    devices.start("model", LoraConfig(rank=4, targets=("q", "up")), seed=0)
     # Compiled programs are files, too.
     devices.export("model", tmp_path / "before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
