@@ -93,7 +93,7 @@ class Sessions:
         # Keys of sessions that their worker has to end, by worker.
         self._ended: dict[str, list[str]] = collections.defaultdict(list)
         self._held_since: float | None = None
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_news: Callable[[], object] = lambda: None
         self.closed = False
 
     def open(self, sessions: Iterable[Session]) -> None:
