@@ -27,6 +27,18 @@ def test_a_repeated_submission_runs_once_and_gets_the_same_id():
         submit(futures, body=b'{"x": 1}')
 
 
+def test_a_save_that_is_repeated_may_have_another_number_for_its_sampler():
+    """As tinker 0.38 sends it if the answer to the first was lost."""
+    futures, route = Futures(), "save_weights_for_sampler"
+    bodies = [b'{"kind": "%s", "sampling_session_seq_id": %d}' % x for x in ((b"a", 1), (b"a", 2))]
+    first, again = (
+        futures.submit(route, "k", x, lambda future: None, session_id="s") for x in bodies
+    )
+    assert first is again
+    with pytest.raises(UserError, match="another body"):
+        futures.submit(route, "k", b'{"kind": "b"}', print, session_id="s")
+
+
 def test_a_result_is_the_same_as_often_as_it_is_fetched():
     futures = Futures()
     future = submit(futures)
