@@ -116,12 +116,19 @@ def new_group(
       options: how answers are drawn; `step` is that of the group.
       model, history: of the conversations.
     """
+    problem = {
+        "prompt": prompts.texts[0],
+        "answer": prompts.answers[0],
+        "source": prompts.sources[0],
+        "extra": dict(prompts.extras[0]),
+        "seed": zlib.crc32(f"{prompts.sources[0]} {prompts.ids_N[0]}".encode()),
+    }
     sessions = {
         g: Session(
             prompt=number,
             sample=g,
             prompt_id=int(prompts.ids_N[0]),
-            problem=_problem(prompts, g),
+            problem={**problem, "sample": g},
             conversation=Conversation(model, history=history),
             options=options,
         )
@@ -166,16 +173,3 @@ def _deltas_of(sample: Sample) -> dict[str, tuple[Delta, ...]]:
             at += length
         found[key] = (*deltas[:-1], dataclasses.replace(deltas[-1], finish=finish))
     return found
-
-
-def _problem(prompts: Prompts, sample: int) -> dict[str, Any]:
-    """The fields of `worker.Problem`."""
-    name = f"{prompts.sources[0]} {prompts.ids_N[0]}"
-    return {
-        "prompt": prompts.texts[0],
-        "answer": prompts.answers[0],
-        "source": prompts.sources[0],
-        "extra": dict(prompts.extras[0]),
-        "seed": zlib.crc32(name.encode()),
-        "sample": sample,
-    }

@@ -36,11 +36,6 @@ class Talk:
     branches: tuple[Branch, ...]
     score: float | None
 
-    @property
-    def failed(self) -> bool:
-        """Whether the agent failed."""
-        return not self.branches
-
     def to_plain(self) -> dict[str, Any]:
         """In types of JSON, which keep float32 exactly."""
         arrays = lambda x: x.tolist() if isinstance(x, np.ndarray) else x  # noqa: E731
@@ -136,7 +131,7 @@ def group_of(
         version=tuple(row.version[common:] for row in rows),
         of_agents=AgentRows(
             np.array([np.nan if t.score is None else t.score for t in talks], np.float32),
-            np.array([talk.failed for talk in talks], bool),
+            np.array([not talk.branches for talk in talks], bool),
             further,
         ),
     )

@@ -137,21 +137,13 @@ class Turn:
     # The answer as it is compared.
     shown: _Message | None = None
 
-    def path(self) -> list[Turn]:
-        """The turns whose messages lead to this one, itself last."""
-        return _chain(self, lambda turn: turn.parent)
-
-    def context_path(self) -> list[Turn]:
-        """The turns whose tokens are in the prompt of this one, itself last."""
-        return _chain(self, lambda turn: turn.context)
-
-
-def _chain(turn: Turn | None, before) -> list[Turn]:
-    found = []
-    while turn is not None:
-        found.append(turn)
-        turn = before(turn)
-    return found[::-1]
+    def path(self, by: Literal["parent", "context"]) -> list[Turn]:
+        """The turns whose messages lead to this one, or whose tokens are in its prompt; itself last."""
+        found, turn = [], self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent if by == "parent" else turn.context
+        return found[::-1]
 
 
 class Conversation:
@@ -301,7 +293,7 @@ class Conversation:
         answered = [turn for turn in self._turns if turn.answer is not None]
         continued = {id(turn.context) for turn in answered}
         leaves = [turn for turn in answered if id(turn) not in continued]
-        leaves.sort(key=lambda turn: (-len(turn.path()), turn.key))
+        leaves.sort(key=lambda turn: (-len(turn.path("parent")), turn.key))
         if self._model.renderer.rewrites and self._history == "kept":
             # Only now: to render whole conversations takes too long for each request.
             for leaf in (leaf for leaf in leaves if leaf.messages):
@@ -315,7 +307,7 @@ class Conversation:
 
     def _branch(self, leaf: Turn, trained: set[int]) -> Branch:
         """The branch that ends with the answer of `leaf`; adds the answers that it trains."""
-        path = leaf.context_path()
+        path = leaf.path("context")
         given, sampled = [], []
         for turn in path:
             answer = _answer_of(turn)
@@ -373,14 +365,14 @@ class Conversation:
     def _text_before(self, turn: Turn) -> str:
         """The text of all tokens up to the answer of `turn`, without a terminator at its end."""
         text = ""
-        for each in turn.context_path():
+        for each in turn.path("context"):
             # The text of a block begins with the terminator of the answer before it, sampled or not.
             text += each.text + self._model.parser.decode(_answer_of(each).tokens)
         return text
 
     def _count_rewritten(self, turn: Turn) -> str:
         """What the template shows up to `turn`; counts each answer that it shows in another way, once."""
-        *before, _ = turn.path()
+        *before, _ = turn.path("parent")
         messages: list[Mapping[str, Any]] = []
         for each in before:
             messages += [*each.messages, template_message(_answer_of(each).view.to_message())]

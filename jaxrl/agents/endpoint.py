@@ -10,7 +10,7 @@ A chat's prompt comes from its session (`session_prompts`). Completions are refu
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Iterable
 
 from starlette.requests import Request
@@ -29,7 +29,6 @@ from jaxrl.serving.online_driver import LiveText
 from jaxrl.serving.openai.endpoint import body_of, build_app, keys_of
 from jaxrl.serving.openai.protocol import ApiError
 
-_LOOK_EVERY_S = 0.05
 _MAX_BODY_BYTES = 10_000_000
 _MOST_CONNECTIONS = 10_000
 # The name of the policy in requests.
@@ -58,6 +57,8 @@ class Endpoint:
           UserError: the agent cannot be loaded.
         """
         self.sessions = Sessions(settings.agent_seconds)
+        # Set, and replaced by another, when there are news of the sessions.
+        self._news = asyncio.Event()
         self._prompts = SessionPrompts(model, self.sessions, most_turns=settings.agent_turns)
         self._runner = Runner(settings.agent, self.sessions, seconds=settings.agent_seconds)
         app = build_app(
@@ -102,18 +103,25 @@ class Endpoint:
 
     async def _next(self, request: Request) -> Response:
         _, worker = keys_of(request)
-        most = self._heard(worker)
-        until = time.monotonic() + self._runner.silent_s / 4
+        loop = asyncio.get_running_loop()
+        self.sessions.on_news = lambda: loop.call_soon_threadsafe(self._pass_on)
+        until = loop.time() + self._runner.silent_s / 4
         while True:
+            news, most = self._news, self._heard(worker)
             taken = self.sessions.take(worker, most)
             stopped = self.sessions.take_stopped(worker)
-            if taken or stopped or time.monotonic() >= until:
+            if taken or stopped or loop.time() >= until:
                 sessions = [{"key": each.key, "problem": each.problem} for each in taken]
                 return JSONResponse({"sessions": sessions, "stopped": stopped})
             if self.sessions.closed:
                 return JSONResponse({"closed": True})
-            most = self._heard(worker)
-            await asyncio.sleep(_LOOK_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await news.wait()
+
+    def _pass_on(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _done(self, request: Request) -> Response:
         _, worker = keys_of(request)

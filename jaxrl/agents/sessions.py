@@ -15,7 +15,7 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxrl.agents.conversation import Conversation
@@ -73,7 +73,12 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a run."""
+    """The sessions of a run.
+
+    Attributes:
+      on_news: function that is called when a worker may have something to take, or to end.
+      closed: whether workers get no more.
+    """
 
     def __init__(self, seconds: float):
         """Args: seconds that a session has from when a worker takes it."""
@@ -88,13 +93,17 @@ class Sessions:
         # Keys of sessions that their worker has to end, by worker.
         self._ended: dict[str, list[str]] = collections.defaultdict(list)
         self._held_since: float | None = None
+        self.on_news: Callable[[], object] = lambda: None
         self.closed = False
 
     def open(self, sessions: Iterable[Session]) -> None:
         """Queues sessions for the workers."""
+        by_key = {session.key: session for session in sessions}
         with self._lock:
-            for session in sessions:
-                self._by_key[session.key] = self._waiting[session.key] = session
+            self._by_key |= by_key
+            self._waiting |= by_key
+        if by_key:
+            self.on_news()
 
     def find(self, key: str) -> Session | None:
         """The open session of a key; None if there is none."""
@@ -132,6 +141,8 @@ class Sessions:
             session.score, session.error, session.ended = score, error, True
             session.seconds = max(0.0, time.monotonic() + self._seconds - session.until)
             self._done.append(session)
+            if self._waiting:
+                self.on_news()
 
     def lost(self, worker: str) -> None:
         """Queues the sessions of a dead worker again; those that have seen too many die have failed.
@@ -147,6 +158,7 @@ class Sessions:
                     self.end(session.key, None, "ended its process, or did not let it answer")
                 else:
                     self._waiting[session.key] = session
+        self.on_news()
 
     def stop(self, session: Session, error: str) -> None:
         """Ends a session, and has its worker end the agent."""
@@ -154,6 +166,7 @@ class Sessions:
             if session.key in self._by_key and session.worker:
                 self._ended[session.worker].append(session.key)
             self.end(session.key, None, error)
+        self.on_news()
 
     def take_stopped(self, worker: str) -> list[str]:
         """Keys of the sessions that a worker has to end, since the last call."""
@@ -192,6 +205,7 @@ class Sessions:
             self.closed = True
             for key in list(self._by_key):
                 self.end(key, None, "the run has ended")
+        self.on_news()
 
     @property
     def num_open(self) -> int:

@@ -101,26 +101,21 @@ async def _run(
     ended: dict[str, Any] = {"key": session["key"]}
     try:
         client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
-        score = agent(client, Problem(**session["problem"]))
-        if inspect.isawaitable(score):
-            score = await score
-        ended |= _score(score)
+        value = agent(client, Problem(**session["problem"]))
+        if inspect.isawaitable(value):
+            value = await value
+        try:
+            score = None if value is None else float(value)
+        except (TypeError, ValueError):
+            score = math.nan
+        if score is None or math.isfinite(score):
+            ended["score"] = score
+        else:
+            rule = "which is no score; return a number or None"
+            ended["error"] = f"returned {reprlib.repr(value)}, {rule}"
     except (Exception, SystemExit) as error:  # a user's agent may raise anything
-        ended |= {"error": f"{type(error).__name__}: {error}"[:1000]}
+        ended["error"] = f"{type(error).__name__}: {error}"[:1000]
     await _post(trainer, "/agents/done", ended)
-
-
-def _score(value: Any) -> dict[str, Any]:
-    """The score, or the error, of what an agent has returned."""
-    try:
-        score = None if value is None else float(value)
-    except (TypeError, ValueError):
-        score = math.nan
-    if score is not None and not math.isfinite(score):
-        return {
-            "error": f"returned {reprlib.repr(value)}, which is no score; return a number or None"
-        }
-    return {"score": score}
 
 
 class _Connections(openai.DefaultAsyncHttpxClient):

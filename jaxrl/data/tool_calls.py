@@ -17,32 +17,15 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from jaxrl.data.chat import ChatTemplate
+from jaxrl.data.tokenizer import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
 # The last tokens of a prompt, of which the text tells whether it opens the reasoning.
 _LAST_TOKENS = 8
-
-
-class ChatTokenizer(Protocol):
-    """The parts of a tokenizer that chats need."""
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The chat template; None if the model has none."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Int32 [T] ids of a text, without added tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, without special tokens."""
-        ...
 
 
 # Messages
@@ -254,7 +237,7 @@ class AnswerParser:
         begin with text.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
         self._tokenizer = tokenizer
         self._reasons = END_THINK in template

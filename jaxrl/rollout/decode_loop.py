@@ -129,7 +129,8 @@ class DecodeLoop:
         """Drops all samples and frees the memory of their slots."""
         self._slots.clear()
         pages = self._pages = self._slots.pages
-        known = pages if self._reuses else None
+        # With one shard there is nothing to choose.
+        known = pages if self._reuses and self._engine.shards > 1 else None
         # The functions hold pages alone: with `self` the weights would live until Python's cycle collection.
         self.scheduler = Scheduler(
             (),

@@ -21,7 +21,6 @@ W tokens of a dispatch   T tokens of a prompt   R tokens that a turn adds to a s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import threading
@@ -315,12 +314,20 @@ class LiveLoop:
         Raises:
           jax.errors.JaxRuntimeError: a device has failed, which may have destroyed the slots; call `clear`.
         """
-        cancelled, arrived = hosts.on_first(functools.partial(self._take, wait_s))
+
+        def taken():
+            cancelled, arrived = self._take(wait_s)
+            return cancelled, [(ticket, _to_plain(request)) for ticket, request in arrived]
+
+        if hosts.num_processes() == 1:
+            cancelled, arrived = self._take(wait_s)
+        else:
+            cancelled, sent = hosts.on_first(taken)
+            arrived = [(ticket, _from_plain(plain)) for ticket, plain in sent]
         new: list[Sample] = []
         # Equal prompts that arrive together share a prefill.
         starts: dict[tuple[int, bytes], Start] = {}
-        for ticket, plain in arrived:
-            request = _from_plain(plain)
+        for ticket, request in arrived:
             key = (request.adapter, request.prompt.tobytes())
             start = starts.setdefault(key, Start(request.prompt, request.adapter))
             new += _samples_of(ticket, request, start)
@@ -385,7 +392,7 @@ class LiveLoop:
         for opened in left.values():
             opened.listener(Stopped("the server has stopped before the answer was complete"))
 
-    def _take(self, wait_s: float) -> tuple[list[int], list[tuple[int, Any]]]:
+    def _take(self, wait_s: float) -> tuple[list[int], list[tuple[int, Request]]]:
         """Waits for something to do. Returns cancelled tickets, and tickets and requests that start now."""
         with self._changed:
             if not self._in_loop:
@@ -402,7 +409,7 @@ class LiveLoop:
                 request = self._waiting.pop(ticket)
                 room -= request.options.num_samples
                 self._num_waiting -= request.options.num_samples
-                taken.append((ticket, _to_plain(request)))
+                taken.append((ticket, request))
         return cancelled, taken
 
     def _drop(self, tickets: Collection[int]) -> None:

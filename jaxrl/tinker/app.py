@@ -14,7 +14,6 @@ Submissions are in a log before they are answered, and `build_app` submits those
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -32,7 +31,7 @@ from jaxrl.roles.accumulating import AdamNumbers
 from jaxrl.serving.openai.endpoint import as_api_error, object_of, read_body
 from jaxrl.serving.openai.protocol import ApiError
 from jaxrl.tinker.clients import Clients
-from jaxrl.tinker.devices import Devices, NewAdapter, check_rank
+from jaxrl.tinker.devices import check_rank
 from jaxrl.tinker.futures import Future, Futures, Gone
 from jaxrl.tinker.log import Log
 from jaxrl.tinker.models import Models, TrainedModel
@@ -53,43 +52,26 @@ _LONG_BODY = 100_000
 Json = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Service:
-    """What the routes need.
-
-    Attributes:
-      config: settings of the server.
-      log, clients, futures, models, sampler: the parts.
-      base: weights of the base model, to sample from.
-    """
-
-    config: TinkerConfig
-    log: Log
-    clients: Clients
-    futures: Futures
-    models: Models
-    sampler: Sampler
-    base: SamplerWeights
-
-    @property
-    def devices(self) -> Devices:
-        return self.models.together.devices
-
-    @property
-    def lora(self) -> LoraConfig:
-        """The highest rank of an adapter, and the projections that adapters have; rank 0 without adapters."""
-        return self.devices.actor.model.lora
-
-
-def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
+def build_app(
+    config: TinkerConfig,
+    log: Log,
+    clients: Clients,
+    futures: Futures,
+    models: Models,
+    sampler: Sampler,
+    base: SamplerWeights,
+) -> Starlette:
     """Makes the application.
 
     Args:
-      service: what it serves.
-      max_body_bytes: maximum size of a body.
+      config: settings of the server.
+      log, clients, futures, models, sampler: its parts.
+      base: weights of the base model, to sample from.
     """
-    futures, models, clients = service.futures, service.models, service.clients
-    served, sizes = service.config.model_name, service.devices.sizes
+    devices, served = models.together.devices, config.model_name
+    sizes, model_config = devices.sizes, devices.actor.model
+    # The highest rank of an adapter, and the projections that adapters have; rank 0 without adapters.
+    lora = model_config.lora
 
     # One object for a path: it is what tells the sampler that the devices have these weights.
     @functools.cache
@@ -97,7 +79,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return SamplerWeights(models.folder_of(path, "sampler_weights"), path)
 
     async def json_of(request: Request) -> tuple[Json, bytes]:
-        content = await read_body(request, max_body_bytes)
+        content = await read_body(request, config.max_body_bytes)
         # A long body must not delay other answers.
         if len(content) > _LONG_BODY:
             return await asyncio.to_thread(object_of, content), content
@@ -105,7 +87,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     async def logged(answer: Json) -> Response:
         """An answer that is given once what it promises is on disk."""
-        await asyncio.to_thread(service.log.sync, service.log.written)
+        await asyncio.to_thread(log.sync, log.written)
         return JSONResponse(answer)
 
     def route(handle: Callable[[Json, bytes], Json]):
@@ -179,9 +161,9 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             optimizer = body.get("optimizer_config")
             if optimizer not in (None, {}) and optimizer != {"type": "adamw"}:
                 raise UserError(f"optimizer {str(optimizer)[:200]} is not served; use adamw")
-            if kind == "create_model" and service.lora.rank:
+            if kind == "create_model" and lora.rank:
                 # Before it takes a place.
-                _adapter(body, service)
+                _adapter(body, lora)
             work = functools.partial(work_of, model, future.request_id)
             models.create(model, future, work, may_replace)
 
@@ -190,17 +172,18 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def create_model(body: Json, content: bytes) -> Json:
         def work(model: TrainedModel, _: str) -> Json:
-            return models.start(model, _adapter(body, service) if service.lora.rank else None)
+            adapter, seed = _adapter(body, lora) if lora.rank else (None, 0)
+            return models.start(model, adapter, seed)
 
         return new_model(body, content, "create_model", work)
 
     def get_info(body: Json, _: bytes) -> Json:
         model = models.model_of(str(body.get("model_id")))
         data = {"model_name": served, "arch": "jaxrl"}
-        if service.config.tokenizer:
-            data["tokenizer_id"] = service.config.tokenizer
-        trained = service.devices.trained.get(model.model_id)
-        rank = {"lora_rank": trained.adapter.rank} if trained and service.lora.rank else {}
+        if config.tokenizer:
+            data["tokenizer_id"] = config.tokenizer
+        trained = devices.trained.get(model.model_id)
+        rank = {"lora_rank": trained.adapter.rank} if trained and lora.rank else {}
         return {
             "type": "get_info",
             "model_id": model.model_id,
@@ -219,7 +202,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         )
 
     async def receive_batch(request: Request) -> Response:
-        content = await read_body(request, max_body_bytes)
+        content = await read_body(request, config.max_body_bytes)
         if coding := request.headers.get("content-encoding"):
             fault = f"content-encoding {coding!r} is not served; send the body as it is"
             raise ApiError(fault, status=415)
@@ -239,7 +222,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def save_for_sampler(body: Json, content: bytes) -> Json:
         kind, number = body.get("kind", "snapshot"), body.get("sampling_session_seq_id")
-        kinds = ("snapshot", "inflight") if service.lora.rank else ("snapshot",)
+        kinds = ("snapshot", "inflight") if lora.rank else ("snapshot",)
         follows = kind == "inflight" and kind in kinds and not body.get("path")
 
         def work(model: TrainedModel, request_id: str) -> Json:
@@ -255,7 +238,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             saved = models.snapshot(model, request_id)
             if follows:
                 model.newest.saved = saved
-                service.sampler.refresh()
+                sampler.refresh()
             else:
                 clients.add_sampler(sampler_id, model.session_id, saved)
             return {
@@ -288,7 +271,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
             raise ApiError(f"sampling_session_seq_id is {number!r}; count from 0")
         if path is None:
             check_base(body.get("base_model"))
-            weights = service.base
+            weights = base
         else:
             weights = exported(str(path))
         sampler_id = f"{session_id}:sample:{number}"
@@ -297,7 +280,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
 
     def create_sampling_session(body: Json, content: bytes) -> Json:
         sampler_id = open_sampler(body)
-        service.log.write("sampler", str(body["session_id"]), body=content)
+        log.write("sampler", str(body["session_id"]), body=content)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def get_sampler(request: Request) -> Response:
@@ -316,14 +299,14 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         if sampler_id is None or type(seq_id) is not int:
             raise ApiError("send sampling_session_id and seq_id; create a sampling session first")
         session_id, weights = clients.sampler(sampler_id)
-        if service.sampler.is_full:
+        if sampler.is_full:
             raise ApiError("too many samples wait already; come again later", status=429)
 
         def start(future: Future) -> None:
             seed = f"{sampler_id}/{seq_id}".encode()
-            vocabulary = service.devices.actor.model.live_tokens
+            vocabulary = model_config.live_tokens
             call = read_call(body, sizes, vocabulary, seed)
-            service.sampler.submit(call, weights, future)
+            sampler.submit(call, weights, future)
 
         # The name by which a session's finished samples are found: clones count from multiples of 1e9.
         channel = f"{sampler_id}/{seq_id // 1_000_000_000}"
@@ -337,7 +320,7 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     def cancel(body: Json, _: bytes) -> Json:
-        service.sampler.cancel(str(body.get("request_id")))
+        sampler.cancel(str(body.get("request_id")))
         return {}
 
     # Results
@@ -389,8 +372,8 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
         else:
             submissions[route](json.loads(content), content)
 
-    replay(service.log.records, clients, futures, models, submit_again)
-    service.log.records.clear()
+    replay(log.records, clients, futures, models, submit_again)
+    log.records.clear()
     posts = {
         **{path: route(handle) for path, handle in submissions.items()},
         "client/config": route(lambda *_: {}),
@@ -418,24 +401,24 @@ def build_app(service: Service, *, max_body_bytes: int) -> Starlette:
     )
 
 
-def _adapter(body: Mapping[str, Any], service: Service) -> NewAdapter:
-    """The adapter that a create_model asks for."""
-    config = {} if body.get("lora_config") is None else body["lora_config"]
-    if not isinstance(config, dict):
-        raise UserError(f"lora_config is {str(config)[:200]!r}; send an object, with rank and seed")
-    rank = config.get("rank", min(_RANK, service.lora.rank))
-    check_rank(rank, service.lora.rank)
-    seed = 0 if config.get("seed") is None else config["seed"]
+def _adapter(body: Mapping[str, Any], most: LoraConfig) -> tuple[LoraConfig, int]:
+    """The adapter that a create_model asks for, and its seed."""
+    given = {} if body.get("lora_config") is None else body["lora_config"]
+    if not isinstance(given, dict):
+        raise UserError(f"lora_config is {str(given)[:200]!r}; send an object, with rank and seed")
+    rank = given.get("rank", min(_RANK, most.rank))
+    check_rank(rank, most.rank)
+    seed = 0 if given.get("seed") is None else given["seed"]
     if type(seed) is not int:
         raise UserError(f"lora_config: seed is {seed!r}; send a whole number, or none")
-    trained = [config.get(f"train_{part}", True) is not False for part in ("attn", "mlp")]
+    trained = [given.get(f"train_{part}", True) is not False for part in ("attn", "mlp")]
     of_attention = ("q", "k", "v", "o")
-    targets = tuple(name for name in service.lora.targets if trained[name not in of_attention])
+    targets = tuple(name for name in most.targets if trained[name not in of_attention])
     if not targets:
         raise UserError(
             "lora_config: train_attn and train_mlp leave nothing to train; set one of them to true"
         )
-    return NewAdapter(rank, seed % 2**32, targets)
+    return LoraConfig(rank=rank, targets=targets), seed % 2**32
 
 
 def _adam(body: Mapping[str, Any]) -> AdamNumbers:

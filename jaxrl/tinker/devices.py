@@ -60,21 +60,6 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-@dataclasses.dataclass(frozen=True)
-class NewAdapter:
-    """An adapter to begin with.
-
-    Attributes:
-      rank: its rank; alpha is 32, as Tinker's.
-      seed: seed of its random factors.
-      targets: projections that it trains.
-    """
-
-    rank: int
-    seed: int
-    targets: tuple[str, ...]
-
-
 @dataclasses.dataclass
 class Trained:
     """A model that is trained.
@@ -202,17 +187,18 @@ class Devices(abc.ABC):
 
     # Training
 
-    def start(self, model_id: str, new: NewAdapter | None) -> None:
-        """Begins a model with a new adapter, or with the base model's weights."""
+    def start(self, model_id: str, adapter: LoraConfig | None, seed: int) -> None:
+        """Begins a model with a new adapter of random factors, or with the base model's weights."""
         trained = self.trained[model_id] = Trained()
         with self._training(trained) as actor:
-            actor.start_from(self._fresh(new))
-            if new is not None:
-                trained.adapter = LoraConfig(rank=new.rank, targets=actor.model.lora.targets)
+            actor.start_from(self._fresh(adapter, seed))
+            if adapter is not None:
+                # Its other projections have factors of 0, and are in its files.
+                trained.adapter = dataclasses.replace(adapter, targets=actor.model.lora.targets)
                 actor.trainee = dataclasses.replace(actor.trainee, scale=trained.adapter.scale)
 
     @abc.abstractmethod
-    def _fresh(self, new: NewAdapter | None) -> Params:
+    def _fresh(self, adapter: LoraConfig | None, seed: int) -> Params:
         """What is trained at first, in the training layout."""
 
     def drop(self, model_ids: Sequence[str]) -> None:
@@ -415,11 +401,11 @@ class AdapterDevices(Devices):
         self._stack = self._empty()
         return lora.join(self._stack, self.actor.frozen)
 
-    def _fresh(self, new: NewAdapter | None) -> Params:
-        assert new is not None, "adapters are trained"
+    def _fresh(self, adapter: LoraConfig | None, seed: int) -> Params:
+        assert adapter is not None, "adapters are trained"
         targets = self.actor.model.lora.targets
-        ranks = {name: np.int32(new.rank * (name in new.targets)) for name in targets}
-        return self._make(ranks, jax.random.key(new.seed))
+        ranks = {name: np.int32(adapter.rank * (name in adapter.targets)) for name in targets}
+        return self._make(ranks, jax.random.key(seed))
 
     def export(self, model_id: str, folder: pathlib.Path) -> None:
         trained = self.trained[model_id]
@@ -477,7 +463,7 @@ class WholeDevices(Devices):
     def _loaded(self) -> Params:
         return self._params
 
-    def _fresh(self, new: NewAdapter | None) -> Params:
+    def _fresh(self, adapter: LoraConfig | None, seed: int) -> Params:
         where = self.actor.train_shardings
         return load_params(self.directory, self.actor.model, where, dtype=jnp.float32)
 

@@ -7,7 +7,7 @@
 A client repeats a submission whose answer it has lost, so its request id comes from what it is, such as the
 model and the seq_id: it runs once, and another body under the same id is refused. It repeats a lost result as
 well, so results stay until their session ends, or until all results together take too much memory: then those
-that were fetched go, the oldest first.
+that were fetched go, the oldest first. If that is not enough, sessions that fetch nothing are refused.
 
 Submissions and results are written to a log (`tinker.log`). After a restart the submissions of the log are
 submitted again, and those that were finished have their results already.
@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from jaxrl.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 
+_SAMPLER_NUMBER = re.compile(rb'"sampling_session_seq_id": ?\d+')
 # Bytes of all results together.
 _MAX_BYTES = 1 << 30
 
@@ -72,6 +74,7 @@ class Result:
         return Result(body, failed=True)
 
 
+@dataclasses.dataclass(eq=False)
 class Future:
     """A request and, once it is finished, its result.
 
@@ -80,18 +83,20 @@ class Future:
       route: route that it came by.
       session_id: session that it ends with.
       channel: what `Futures.finished_of` finds it by, such as a sampling session; "" for none.
+      digest: hash of its body.
+      result: the result; None before.
+      fetched: whether a client has had it.
       waits_for: why it is not being worked at; "" if it is only its turn that it waits for.
     """
 
-    def __init__(self, request_id: str, route: str, session_id: str, channel: str, digest: bytes):
-        self.request_id = request_id
-        self.route = route
-        self.session_id = session_id
-        self.channel = channel
-        self.digest = digest
-        self.result: Result | None = None
-        self.fetched = False
-        self.waits_for = ""
+    request_id: str
+    route: str
+    session_id: str
+    channel: str
+    digest: bytes
+    result: Result | None = None
+    fetched: bool = False
+    waits_for: str = ""
 
 
 class Futures:
@@ -136,9 +141,11 @@ class Futures:
           session_id, channel: as in `Future`.
 
         Raises:
-          UserError: the id was used with another body.
+          UserError: the id was used with another body, or the session leaves too many results unfetched.
         """
-        digest = hashlib.sha256(body).digest()
+        # The SDK counts this number up when it repeats a save whose answer was lost.
+        said = _SAMPLER_NUMBER.sub(b"", body) if route == "save_weights_for_sampler" else body
+        digest = hashlib.sha256(said).digest()
         with self._lock:
             found = self._futures.get(request_id)
             if found is not None:
@@ -149,6 +156,8 @@ class Futures:
                     )
                 return found
             if request_id not in self._expected:
+                if self._bytes > self._max_bytes:
+                    self._check_fetches(session_id)
                 fields = {"route": route, "id": request_id, "channel": channel, "body": body}
                 self._write("call", session_id, **fields)
             future = Future(request_id, route, session_id, channel, digest)
@@ -164,6 +173,15 @@ class Futures:
             if not isinstance(error, UserError):
                 raise
         return future
+
+    def _check_fetches(self, session_id: str) -> None:
+        own = (f for f in self._futures.values() if f.session_id == session_id and not f.fetched)
+        size = sum(len(future.result.body) for future in own if future.result is not None)
+        if size > self._max_bytes // 4:
+            raise UserError(
+                f"{size} bytes of results of session {session_id} wait to be fetched, and there is no memory "
+                "for more; fetch them by retrieve_future, or finish the session"
+            )
 
     def finish(self, future: Future, result: Result, *, ran: bool = False) -> None:
         """Gives a future its result; a later one is ignored.

@@ -43,7 +43,20 @@ class Log:
         Raises:
           UserError: it is damaged.
         """
-        records = _read(path)
+        records: list[Record] = []
+        # What follows the last line break was being written.
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if "body" in record:
+                    record["body"] = base64.b64decode(record["body"], validate=True)
+                records.append(record)
+            except ValueError as error:
+                raise UserError(
+                    f"line {number} of {path} is damaged ({error}); restore the file from a backup, or "
+                    "move it away to begin anew"
+                ) from error
         begun, ended = (
             {record["session"] for record in records if record["kind"] == kind}
             for kind in ("session", "end")
@@ -109,22 +122,3 @@ def _line(record: Record) -> bytes:
     if "body" in record:
         record = {**record, "body": base64.b64encode(record["body"]).decode()}
     return json.dumps(record).encode() + b"\n"
-
-
-def _read(path: pathlib.Path) -> list[Record]:
-    records: list[Record] = []
-    if not path.exists():
-        return records
-    # What follows the last line break was being written.
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            if "body" in record:
-                record["body"] = base64.b64decode(record["body"], validate=True)
-            records.append(record)
-        except ValueError as error:
-            raise UserError(
-                f"line {number} of {path} is damaged ({error}); restore the file from a backup, or move it "
-                "away to begin anew"
-            ) from error
-    return records

@@ -40,8 +40,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxrl.errors import UserError
+from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.accumulating import AdamNumbers
-from jaxrl.tinker.devices import Devices, NewAdapter, Together
+from jaxrl.tinker.devices import Devices, Together
 from jaxrl.tinker.futures import Future, Futures, Gone, Result
 from jaxrl.tinker.sampler_weights import Newest, SamplerWeights
 from jaxrl.tinker.wire import forward_backward_output, read_data
@@ -402,9 +403,9 @@ class Models:
 
     # Work, on the thread
 
-    def start(self, model: TrainedModel, new: NewAdapter | None = None) -> Any:
+    def start(self, model: TrainedModel, adapter: LoraConfig | None, seed: int) -> Any:
         """Begins with a new adapter, or with the base model's weights."""
-        self.together.run(Devices.start, model.model_id, new)
+        self.together.run(Devices.start, model.model_id, adapter, seed)
         return {"type": "create_model", "model_id": model.model_id}
 
     def forward_backward(self, model: TrainedModel, request: Any) -> bytes:

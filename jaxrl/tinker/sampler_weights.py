@@ -110,7 +110,6 @@ class Places:
             place = min(free, key=lambda each: each.last_use)
             self._load(place, shown)
             place.numbers.clear()
-        self.refresh()
         if weights not in place.numbers:
             place.number += self.count
             place.numbers[weights] = place.number
@@ -118,11 +117,20 @@ class Places:
         place.last_use = next(self._uses)
         return place.numbers[weights]
 
-    def refresh(self) -> None:
-        """Brings newer weights to the places of samplers that follow a model."""
-        for place in self._places:
+    def refresh(self) -> dict[int, Exception]:
+        """Brings newer weights to the places of samplers that follow a model.
+
+        Returns:
+          why it has failed, by place. The next call loads the weights anew.
+        """
+        failed: dict[int, Exception] = {}
+        for at, place in enumerate(self._places):
             if isinstance(place.shown, Newest) and place.saved is not place.shown.saved:
-                self._load(place, place.shown)
+                try:
+                    self._load(place, place.shown)
+                except Exception as error:  # one model's failure is not the sampler's
+                    failed[at] = error
+        return failed
 
     def _load(self, place: _Place, shown: SamplerWeights | Newest) -> None:
         saved = shown.saved if isinstance(shown, Newest) else shown

@@ -100,7 +100,7 @@ class Sampler:
 
     def refresh(self) -> None:
         """Lets samplers of `kind: inflight` go on with weights that were saved now."""
-        self._events.put(self._places.refresh)
+        self._events.put(self._refresh)
 
     def cancel(self, request_id: str) -> None:
         """Ends a call that nobody waits for."""
@@ -188,6 +188,13 @@ class Sampler:
             except Exception as error:  # one call's failure is not the sampler's
                 result = Result.error(error)
             self._end(job, result)
+
+    def _refresh(self) -> None:
+        for at, error in self._places.refresh().items():
+            result = Result.error(error)
+            # They would go on with older weights than their client knows of.
+            for job in [job for job in self._open.values() if self._places.at(job.number) == at]:
+                self._end(job, result)
 
     def _cancel(self, request_id: str) -> None:
         cancelled = Result.error(UserError("the client has cancelled the request"))

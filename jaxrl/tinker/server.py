@@ -35,7 +35,7 @@ from jaxrl.roles.train_config import TrainConfig
 from jaxrl.serving.http_server import HttpServer
 from jaxrl.serving.model_loading import ModelDirectory, model_directory, read_model
 from jaxrl.serving.serve_config import end_of_service, read_flags
-from jaxrl.tinker.app import Service, build_app
+from jaxrl.tinker.app import build_app
 from jaxrl.tinker.clients import Clients
 from jaxrl.tinker.devices import AdapterDevices, Devices, Together, WholeDevices
 from jaxrl.tinker.futures import Futures
@@ -122,10 +122,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
         sampler = Sampler(together, futures, base, max_waiting=config.max_waiting)
         stack.callback(sampler.close)
         server = HttpServer(
-            build_app(
-                Service(config, log, clients, futures, models, sampler, base),
-                max_body_bytes=config.max_body_bytes,
-            ),
+            build_app(config, log, clients, futures, models, sampler, base),
             host=config.host,
             port=config.http_port,
             api_key=config.key,

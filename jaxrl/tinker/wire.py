@@ -273,28 +273,6 @@ def topk_of(ids: np.ndarray, logprobs: np.ndarray) -> Any:
     )
 
 
-def check_loss(name: str, config: Mapping[str, Any]) -> None:
-    """Raises UserError for a loss that is not served, or settings that it does not have."""
-    if name == "stable_reinforce":
-        raise UserError(
-            "loss_fn stable_reinforce is not published, so only its maker can serve it; use "
-            "loss_fn=importance_sampling"
-        )
-    if name not in SUMMED_LOSSES:
-        raise UserError(
-            f"loss_fn {name[:80]!r} is not served; use one of {', '.join(SUMMED_LOSSES)}, or a loss of your "
-            "own by forward_backward_custom"
-        )
-    known = SUMMED_LOSSES[name].numbers
-    for key, value in config.items():
-        if key not in known:
-            raise UserError(
-                f"loss_fn_config {key[:80]!r} is no setting of {name}; it has {', '.join(known) or 'none'}"
-            )
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise UserError(f"loss_fn_config {key} is {value!r}; send a finite number")
-
-
 def read_data(request: Any, longest: int, vocabulary: int) -> list[Targets]:
     """The data of a ForwardBackwardRequest.
 
@@ -310,13 +288,30 @@ def read_data(request: Any, longest: int, vocabulary: int) -> list[Targets]:
         key: value.number if value.WhichOneof("value") == "number" else value.text
         for key, value in request.loss_fn_config_v2.items()
     }
-    check_loss(request.loss_fn, config)
+    name = request.loss_fn
+    if name == "stable_reinforce":
+        raise UserError(
+            "loss_fn stable_reinforce is not published, so only its maker can serve it; use "
+            "loss_fn=importance_sampling"
+        )
+    if name not in SUMMED_LOSSES:
+        raise UserError(
+            f"loss_fn {name[:80]!r} is not served; use one of {', '.join(SUMMED_LOSSES)}, or a loss of your "
+            "own by forward_backward_custom"
+        )
+    loss = SUMMED_LOSSES[name]
+    for key, value in config.items():
+        if key not in loss.numbers:
+            known = ", ".join(loss.numbers) or "none"
+            raise UserError(f"loss_fn_config {key[:80]!r} is no setting of {name}; it has {known}")
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise UserError(f"loss_fn_config {key} is {value!r}; send a finite number")
     if not request.data:
         raise UserError("the request has no data; send at least one datum")
-    numbers = {**SUMMED_LOSSES[request.loss_fn].numbers, **config}
+    numbers = {**loss.numbers, **config}
     if request.forward_only:
         # Custom losses ask for log-probabilities alone: their own inputs stay with the client.
-        numbers |= dict.fromkeys(SUMMED_LOSSES[request.loss_fn].inputs, 1.0)
+        numbers |= dict.fromkeys(loss.inputs, 1.0)
     return [
         _read_datum(datum, f"datum {i}", request, numbers, longest, vocabulary)
         for i, datum in enumerate(request.data)

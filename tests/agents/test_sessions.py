@@ -89,3 +89,24 @@ def test_a_worker_is_told_once_of_a_session_that_was_dropped():
     # Nobody runs the third.
     assert sessions.take_stopped("a") == [one.key] and sessions.take_stopped("a") == []
     assert sessions.take_done() == [one, three] and sessions.find(two.key) is two
+
+
+def test_waiting_workers_hear_of_what_they_may_take_or_have_to_end():
+    (sessions, (one, two, _)), news = opened(3), []
+    sessions.on_news = lambda: news.append(1)
+    sessions.open([])
+    sessions.take("a", 2)
+    assert not news
+    # Its place is free for the third.
+    sessions.end(one.key, 1.0)
+    sessions.take("a", 2)
+    for happens in (
+        lambda: sessions.stop(two, "was dropped"),
+        lambda: sessions.open([Session(0, 4, 7, {}, NOTHING)]),
+        lambda: sessions.lost("a"),
+        sessions.close,
+    ):
+        assert news
+        news.clear()
+        happens()
+    assert news

@@ -96,7 +96,7 @@ def messages_of(session, *, whole=True):
     (branch,), counts = session.conversation.branches(), session.conversation.counts
     assert branch.mask.sum() == counts.sampled
     assert not whole or counts.encoded + counts.sampled == len(branch.tokens)
-    answered = [turn.path() for turn in session.conversation._turns if turn.answer]
+    answered = [turn.path("parent") for turn in session.conversation._turns if turn.answer]
     return [
         text
         for turn in max(answered, key=len)

@@ -274,6 +274,7 @@ NOWHERE = {"model_id": "s1:train:0", "seq_id": 1}
         ("create_session", b"[]", 400),
         ("forward_backward", b"\x0a\xff", 400),
         ("create_session", b" " * 100_001, 413),
+        ("forward_backward", b"\x0a" * 100_001, 413),
         ("copy_weights", {}, 404),
     ],
 )

@@ -27,6 +27,18 @@ def test_a_repeated_submission_runs_once_and_gets_the_same_id():
         submit(futures, body=b'{"x": 1}')
 
 
+def test_a_save_that_is_repeated_may_have_another_number_for_its_sampler():
+    """As tinker 0.38 sends it if the answer to the first was lost."""
+    futures, route = Futures(), "save_weights_for_sampler"
+    bodies = [b'{"kind": "%s", "sampling_session_seq_id": %d}' % x for x in ((b"a", 1), (b"a", 2))]
+    first, again = (
+        futures.submit(route, "k", x, lambda future: None, session_id="s") for x in bodies
+    )
+    assert first is again
+    with pytest.raises(UserError, match="another body"):
+        futures.submit(route, "k", b'{"kind": "b"}', print, session_id="s")
+
+
 def test_a_result_is_the_same_as_often_as_it_is_fetched():
     futures = Futures()
     future = submit(futures)
@@ -80,6 +92,20 @@ def test_too_many_results_drop_the_oldest_that_were_fetched():
     assert retrieve(futures, kept) == retrieve(futures, newest) == Result(b"12345")
     with pytest.raises(Gone):
         retrieve(futures, fetched)
+
+
+def test_a_session_that_fetches_nothing_is_refused_before_it_fills_the_memory():
+    futures = Futures(max_bytes=10)
+    for key in "abc":
+        futures.finish(submit(futures, key), Result(b"12345"))
+    with pytest.raises(UserError, match="15 bytes of results of session s wait to be fetched"):
+        submit(futures, "d")
+    # Not others, nor what was submitted before.
+    submit(futures, "e", session_id="t")
+    retrieve(futures, submit(futures, "a"))
+    retrieve(futures, submit(futures, "b"))
+    retrieve(futures, submit(futures, "c"))
+    submit(futures, "d")
 
 
 def test_a_cursor_runs_over_the_finished_requests_of_a_channel():

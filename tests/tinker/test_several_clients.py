@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import resource
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import read_adapter_config, read_config
 from jaxrl.models.huggingface.weight_loading import load_adapter, load_params
-from jaxrl.tinker.devices import NewAdapter
+from jaxrl.models.model_config import LoraConfig
 from jaxrl.tinker.sampler_weights import Places, SamplerWeights
 from jaxrl.tinker.server import devices_of, main, running
 from jaxrl.tinker.wire import parse
@@ -257,6 +258,36 @@ def test_samplers_in_flight_go_on_with_the_newest_save(server):
     finish(client)
 
 
+def test_newer_weights_that_find_no_memory_end_the_samples_that_wait_for_them(server, monkeypatch):
+    devices, client, held = server.together.devices, Trainer(server.http_port), threading.Event()
+    sampler = client.snapshot("inflight")
+    other = Trainer(server.http_port)
+    others = other.snapshot()
+    before = other.sample(others, params={"seed": 5})
+    turn = devices.turn
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(devices, "turn", lambda: held.wait(60) and turn())
+    monkeypatch.setattr(devices, "bring", full)
+    waiting = client.post("asample", asked(sampler, 0))
+    beside = other.post("asample", asked(others, 1, params={"seed": 5}))
+    client.train(DATA)
+    client.step(0.1)
+    client.snapshot("inflight")
+    held.set()
+    failed = client.result(waiting)
+    assert failed["category"] == "server" and "RESOURCE_EXHAUSTED" in failed["error"]
+    assert parse("SampleResponse", other.result(beside)) == before
+    # As long as there is no memory each call says so; then the newest weights answer.
+    assert "RESOURCE_EXHAUSTED" in client.sample(sampler, 1)["error"]
+    monkeypatch.undo()
+    seeded = {"params": {"seed": 5}}
+    assert client.sample(sampler, 2, **seeded) == client.sample(client.snapshot(), **seeded)
+    finish(client, other)
+
+
 @pytest.mark.long
 def test_two_clients_go_on_after_a_restart(folder):
     """One of them twice replaced its model, and one snapshot is of a model that is gone."""
@@ -326,7 +357,7 @@ def test_what_cannot_be_written_is_told_to_every_process(folder, tmp_path):
     """By a UserError, which those that follow get too."""
     devices = devices_of(config_of(folder))
     devices.load_base()
-    devices.start("model", NewAdapter(rank=4, seed=0, targets=("q", "up")))
+    devices.start("model", LoraConfig(rank=4, targets=("q", "up")), seed=0)
     # Compiled programs are files, too.
     devices.export("model", tmp_path / "before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

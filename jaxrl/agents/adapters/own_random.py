@@ -32,7 +32,9 @@ class OwnRandom:
         with _LOCK:
             before = _get()
             if self._state is None:
-                _seed(self._seed)
+                random.seed(self._seed)
+                if numpy_random := _numpy():
+                    numpy_random.seed(self._seed)
             else:
                 _set(self._state)
             try:
@@ -45,12 +47,6 @@ class OwnRandom:
 def _numpy() -> Any:
     """numpy.random if anybody has imported it; else None."""
     return sys.modules.get("numpy.random")
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    if numpy_random := _numpy():
-        numpy_random.seed(seed)
 
 
 def _get() -> tuple[Any, Any]:

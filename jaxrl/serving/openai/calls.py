@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxrl.data.tokenizer import TextStream
+from jaxrl.data.tokenizer import TextStream, Tokenizer
 from jaxrl.data.tool_calls import END_THINK, AnswerParser, AssistantMessage
 from jaxrl.errors import UserError
 from jaxrl.rollout.live_loop import Request
@@ -37,7 +37,6 @@ from jaxrl.serving.openai.chat_prompts import (
     ChatPrompts,
     ChatQuery,
     ChatTurn,
-    RequestTokenizer,
 )
 from jaxrl.serving.openai.logit_edits import LogitEdits, json_grammar, matcher_of, tool_grammar
 from jaxrl.serving.openai.protocol import (
@@ -73,11 +72,6 @@ class Call:
     token_ids: bool = False
     turn: ChatTurn | None = None
 
-    @property
-    def needs_texts(self) -> bool:
-        """Whether the texts of deltas are shown. The view of a whole chat is made of its ids."""
-        return self.stream or self.logprobs or self.turn is None
-
 
 # Samples of a request.
 _MAX_CHOICES = 128
@@ -104,7 +98,7 @@ class RequestReader:
       parser: parser of the model's answers.
     """
 
-    tokenizer: RequestTokenizer
+    tokenizer: Tokenizer
     model: str
     sizes: EngineConfig
     prompts: ChatPrompts
@@ -262,7 +256,15 @@ class RequestReader:
         try:
             ids = self.tokenizer, self.sizes.stop_ids
             if sampling.answer_schema is not None:
-                after = self._reasoning_end(turn)
+                if turn is not None and self.parser.opens_reasoning(turn.prompt_ids):
+                    # The format holds after the reasoning.
+                    end = self.tokenizer.encode(END_THINK)
+                    if len(end) != 1:
+                        raise UserError(
+                            f"the prompt opens the model's reasoning, whose end has {len(end)} tokens; leave "
+                            "response_format out"
+                        )
+                    after = int(end[0])
                 text = json_grammar(sampling.answer_schema)
                 grammar = matcher_of(*ids, text, "response_format")
             # What is trained is drawn from the policy as it is.
@@ -279,18 +281,6 @@ class RequestReader:
         if not (grammar or bias or any(penalties)):
             return None
         return LogitEdits(bias, *penalties, grammar, after)
-
-    def _reasoning_end(self, turn: ChatTurn | None) -> int | None:
-        """The token after which a response format holds; None if it does at once."""
-        if turn is None or not self.parser.opens_reasoning(turn.prompt_ids):
-            return None
-        ids = self.tokenizer.encode(END_THINK)
-        if len(ids) != 1:
-            raise UserError(
-                f"the prompt opens the model's reasoning, whose end has {len(ids)} tokens; leave "
-                "response_format out"
-            )
-        return int(ids[0])
 
     def _check_sizes(
         self, sampling: Sampling, prompts: Sequence[np.ndarray], max_tokens: int

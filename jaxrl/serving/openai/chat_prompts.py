@@ -14,25 +14,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, ChatTokenizer, template_message
+from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.data.tool_calls import AnswerParser, AssistantMessage, template_message
 from jaxrl.rollout.live_loop import Request
 from jaxrl.serving.online_driver import Delta
-
-
-class RequestTokenizer(ChatTokenizer, Protocol):
-    """The methods of a tokenizer that requests need."""
-
-    @property
-    def backend(self) -> Any:
-        """The `tokenizers` object; for response formats only."""
-        ...
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> np.ndarray:
-        """Int32 [T] ids of a conversation, up to the start of the answer; UserError if the template fails.
-
-        `variables` are additional variables of the chat template, such as enable_thinking.
-        """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +89,7 @@ class ChatPrompts(Protocol):
 class RenderedPrompts:
     """Renders and encodes all messages of every request."""
 
-    def __init__(self, tokenizer: RequestTokenizer, parser: AnswerParser):
+    def __init__(self, tokenizer: Tokenizer, parser: AnswerParser):
         self._tokenizer = tokenizer
         self._parser = parser
 

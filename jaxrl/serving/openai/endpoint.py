@@ -26,10 +26,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxrl.data.tokenizer import TextStream
+from jaxrl.data.tokenizer import TextStream, Tokenizer
 from jaxrl.data.tool_calls import AnswerParser
 from jaxrl.errors import UserError
-from jaxrl.rollout.live_loop import LiveCounts, LiveError, Overloaded, Stopped
+from jaxrl.rollout.live_loop import LiveError, Overloaded, Stopped
 from jaxrl.rollout.settings import EngineConfig
 from jaxrl.serving.online_driver import Delta, LiveText
 from jaxrl.serving.openai.calls import (
@@ -42,7 +42,7 @@ from jaxrl.serving.openai.calls import (
     Json,
     RequestReader,
 )
-from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts, RequestTokenizer
+from jaxrl.serving.openai.chat_prompts import ChatPrompts, RenderedPrompts
 from jaxrl.serving.openai.protocol import ApiError
 
 # A body that takes longer to arrive is refused.
@@ -73,7 +73,8 @@ class _Inbox:
             return
         self._tickets = driver.submit_all(
             [(r, functools.partial(self._put, i * n)) for i, r in enumerate(call.requests)],
-            texts=call.needs_texts,
+            # The view of a whole chat is made of its ids.
+            texts=call.stream or call.logprobs or call.turn is None,
         )
 
     def _put(self, first: int, event: Delta | LiveError) -> None:
@@ -127,7 +128,7 @@ class _Events(StreamingResponse):
 
 def build_app(
     driver: LiveText,
-    tokenizer: RequestTokenizer,
+    tokenizer: Tokenizer,
     model: str,
     sizes: EngineConfig,
     *,
@@ -155,7 +156,12 @@ def build_app(
         return JSONResponse(body, 200 if driver.alive else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(_exposition(driver.counts), media_type="text/plain; version=0.0.4")
+        counts = driver.counts
+        content = "".join(
+            f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {getattr(counts, field)}\n"
+            for field, name, kind, text in _METRICS
+        )
+        return Response(content, media_type="text/plain; version=0.0.4")
 
     described = {
         "id": model,
@@ -332,11 +338,3 @@ _METRICS = (
     ("prompt", "jaxrl_prompt_tokens_total", "counter", "Tokens of prompts."),
     ("known", "jaxrl_prompt_tokens_cached_total", "counter", "Tokens of prompts from known pages."),
 )
-
-
-def _exposition(counts: LiveCounts) -> str:
-    """The body of an answer to Prometheus."""
-    return "".join(
-        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {getattr(counts, field)}\n"
-        for field, name, kind, text in _METRICS
-    )

@@ -15,13 +15,13 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import CallFormat
 from jaxrl.errors import UserError
-from jaxrl.serving.openai.chat_prompts import RequestTokenizer
 
 # Added to the logits of tokens that a grammar forbids. It is finite, as in `sampling`, and lower than what
 # `min_tokens` gives to stop ids: at the end of a grammar nothing else is left.
@@ -32,18 +32,8 @@ _WHITE_SPACE = r"[ \t\r\n]{0,32}"
 _KEPT_SCHEMAS, _KEPT_TOKENIZERS = 64, 2
 
 
-class Grammar(Protocol):
-    """A matcher of llguidance: a grammar, and the tokens that have been read."""
-
-    def deep_copy(self) -> Grammar: ...
-
-    def consume_token(self, sampled_token: int) -> bool: ...
-
-    def compute_logit_bias(self) -> bytes:
-        """One byte a token of the vocabulary, 0 for those that may not follow."""
-        ...
-
-    def get_error(self) -> str: ...
+# A matcher of llguidance, an optional package: a grammar, and the tokens that have been read.
+Grammar: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +113,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def tool_grammar(
-    tokenizer: RequestTokenizer,
+    tokenizer: Tokenizer,
     stop_ids: tuple[int, ...],
     form: CallFormat,
     tools: Sequence[Mapping[str, Any]],
@@ -177,7 +167,7 @@ def tool_grammar(
 
 @functools.lru_cache(_KEPT_SCHEMAS)
 def matcher_of(
-    tokenizer: RequestTokenizer, stop_ids: tuple[int, ...], grammar: str, field: str
+    tokenizer: Tokenizer, stop_ids: tuple[int, ...], grammar: str, field: str
 ) -> Grammar:
     """A matcher of the texts of a grammar, each followed by a stop id.
 
@@ -198,7 +188,7 @@ def matcher_of(
 
 
 @functools.lru_cache(_KEPT_TOKENIZERS)
-def _tokens(tokenizer: RequestTokenizer, stop_ids: tuple[int, ...]) -> tuple[Any, Any]:
+def _tokens(tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Any, Any]:
     """The tokenizer as llguidance has it, and the package."""
     try:
         import llguidance
