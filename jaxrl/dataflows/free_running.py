@@ -34,6 +34,7 @@ from jaxrl.dataflows.samplers import (
     with_metrics,
 )
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts
@@ -117,7 +118,7 @@ class SamplingSchedule:
         """
         assert self._version is not None, "a version begins before the learner works"
         if self._recorded is None:
-            return not is_done()
+            return not hosts.on_first(is_done)
         return self.dispatches < self._row(self._recorded, self._version).dispatches
 
     def end(self) -> None:

@@ -154,7 +154,7 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
     free = runs_free(config)
     if free:
         config.algorithm.check_runs_free()
-        rollout.check_runs_free(num_processes)
+        rollout.check_runs_free()
     if rollout.agent and rollout.partial and num_processes > 1:
         raise UserError(
             f"rollout.max_staleness {rollout.max_staleness} keeps sessions of rollout.agent open in one "
