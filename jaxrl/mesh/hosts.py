@@ -51,6 +51,10 @@ class HostsConfig:
     """Seconds without a heartbeat after which a process counts as lost and all others end.
     Choose it longer than any C function that blocks Python's other threads.
     """
+    pools_apart: bool = False
+    """Whether each pool of `placement` has whole processes, the first ones the first pool. Otherwise
+    every pool has an equal part of every process.
+    """
 
     def __post_init__(self):
         if not 0 <= self.process_id < self.num_processes:
@@ -172,7 +176,7 @@ def fetch(tree: Any) -> Any:
     The first process with devices of an array sends it to the processes that have none of them.
     """
     leaves, structure = jax.tree.flatten(tree)
-    holders = [_processes_of(leaf) for leaf in leaves]
+    holders = [processes_of(leaf) for leaf in leaves]
     # Arrays that no process can read whole from its own devices.
     spread = [
         i for i, leaf in enumerate(leaves) if len(holders[i]) > 1 and not leaf.is_fully_replicated
@@ -199,7 +203,7 @@ def fetch(tree: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _processes_of(leaf: Any) -> tuple[int, ...]:
+def processes_of(leaf: Any) -> tuple[int, ...]:
     """The processes that have a part of an array, ascending; none if it is no array on devices."""
     if not isinstance(leaf, jax.Array):
         return ()
@@ -240,11 +244,12 @@ def check_same(what: str, content: Iterable[Any]) -> None:
         )
 
 
-def on_first(function: Callable[[], Result]) -> Result:
-    """Runs `function` in process 0 and returns its result on every process. Collective.
+def on_first(function: Callable[[], Result], *, process: int = 0) -> Result:
+    """Runs `function` in process 0, or another one, and returns its result on every process. Collective.
 
     Args:
       function: a function whose result can be written as JSON.
+      process: the process, the same on all.
 
     Raises:
       UserError: the function raised it; raised on every process.
@@ -252,11 +257,11 @@ def on_first(function: Callable[[], Result]) -> Result:
     if num_processes() == 1:
         return function()
     number = _next_exchange()
-    if is_first():
+    if jax.process_index() == process:
         content = json.dumps(_outcome_of(function)).encode()
         _send(number, content)
     else:
-        content = _receive(number, 0)
+        content = _receive(number, process)
     return _result_of(json.loads(content))
 
 
