@@ -15,16 +15,16 @@ either side ends the run, and the number of dispatches in each wait is the only 
 clock. It is recorded, and can be repeated (`SamplingSchedule`).
 
 With several processes each of them runs this thread. Their devices are in both pools, or in one
-(`hosts.pools_apart`); for a program on devices of other processes JAX does nothing. What they must agree on:
+(`hosts.pools_apart`); for a program on devices of other processes JAX does nothing. They agree on:
 
-    another dispatch, or read the results?    one process of the learner decides, after each dispatch
-    which samples end, which prompts come     follows from the tokens of a dispatch, which a process of the
-                                              sampler sends to those that have none of its devices
-    verdicts                                  each group is graded by one process, and sent when a step takes it
+    another dispatch, or read results?   one process of the learner decides, after each dispatch
+    what ends, which prompts come        follows from the tokens of a dispatch, which a process of the sampler
+                                         sends to those that have none of its devices
+    verdicts                             each group is graded by one process; sent when a step takes it
 
-Process 0 writes the schedule. All this travels between hosts (`mesh.hosts`), beside the devices, which meet in the
-hand-over alone. All processes make these exchanges, and call programs, in the same order; so a lost one
-keeps the others waiting until they are ended (`mesh.host_watch`).
+Process 0 writes the schedule. All this travels between hosts (`mesh.hosts`), beside the devices, which meet
+in the hand-over alone. All processes make these exchanges, and call programs, in the same order; so a lost
+one keeps the others waiting until they are ended (`mesh.host_watch`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxrl.tracking.durable import AppendedFile, write_atomically
 from jaxrl.tracking.run_folder import RunFolder, parse_config
 
 # Settings that may differ between a recorded run and one that repeats it.
-_FREE = ("name", "rollout.schedule")
+_FREE = ("name", "rollout.schedule", "mesh.simulated_devices")
 _FREE_GROUPS = ("run.", "hosts.")
 
 

@@ -161,9 +161,9 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
         _, *others = pools = pools_of(config)
         if [pool.roles for pool in others] != [("rollout",)] or any(pool.span for pool in pools):
             raise UserError(
-                "hosts.pools_apart is for two pools without `devices`: the first, which writes checkpoints, of "
-                "all roles but rollout, and the second of rollout; change the placement, or set "
-                "hosts.pools_apart=False"
+                "hosts.pools_apart is for two pools without `devices`: the first, which writes "
+                "checkpoints, of all roles but rollout, and the second of rollout; change the placement, or "
+                "set hosts.pools_apart=False"
             )
     if free:
         config.algorithm.check_runs_free()
