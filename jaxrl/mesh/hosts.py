@@ -170,10 +170,13 @@ def is_turn_of_this(turn: int) -> bool:
     return turn % num_processes() == jax.process_index()
 
 
-def fetch(tree: Any) -> Any:
-    """Fetches a tree of arrays as whole NumPy arrays, on every process. Collective.
+def fetch(tree: Any, *, everywhere: bool = True) -> Any:
+    """Fetches a tree of arrays as whole NumPy arrays. Collective.
 
-    The first process with devices of an array sends it to the processes that have none of them.
+    Args:
+      tree: the arrays.
+      everywhere: whether the first process with devices of an array sends it to the processes that have none
+        of them. Otherwise these keep it as it is.
     """
     leaves, structure = jax.tree.flatten(tree)
     holders = [processes_of(leaf) for leaf in leaves]
@@ -190,7 +193,8 @@ def fetch(tree: Any) -> Any:
     here = [i for i, each in enumerate(holders) if not each or me in each]
     for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
         leaves[i] = value
-    for some in sorted({each for each in holders if 0 < len(each) < num_processes()}):
+    partly = {each for each in holders if 0 < len(each) < num_processes()}
+    for some in sorted(partly) if everywhere else ():
         sent, number = [i for i, each in enumerate(holders) if each == some], _next_exchange()
         if me == some[0]:
             _send(number, b"".join(leaves[i].tobytes() for i in sent))

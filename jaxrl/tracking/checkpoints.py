@@ -255,6 +255,9 @@ class Checkpoints:
         self._saving = step
         if not self._has_states:
             return
+        if len(self._active) == 1 < hosts.num_processes():
+            # Orbax refuses arrays of one process.
+            states = jax.tree.map(np.array, states)
         # JSON has no arrays: they go beside the record, where Orbax stores them as they are.
         arrays: dict[str, np.ndarray] = {}
         record = _without_arrays(record, "", arrays)
