@@ -174,21 +174,19 @@ def told(folder: pathlib.Path) -> tuple:
 @pytest.mark.parametrize(("apart", "staleness"), [(True, 1), (False, 2)])
 def test_two_processes_run_free_and_one_repeats_them(apart, staleness, tmp_path):
     """Each pool has a process of its own, or a device of both."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    recipes = []
-    for folder in (one, two):
-        folder.mkdir()
-        settings = FREE | {"rollout.max_staleness": staleness, "hosts.pools_apart": apart}
-        recipes.append(write_recipe(folder, **settings))
-    run([recipes[1]] * 2)
-    rows, samples, schedule = told(two)
+    settings = FREE | {"rollout.max_staleness": staleness, "hosts.pools_apart": apart}
+    recipe = write_recipe(tmp_path, **settings)
+    run([recipe, recipe])
+    rows, samples, schedule = told(tmp_path)
     assert len(rows) == len(samples) == 4
     assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
     assert 0 < max(row["rollout/staleness"] for row in rows) <= staleness
-    where = {"rollout.schedule": str(two / "runs" / "tiny" / "seed0")}
-    config = load_config(Config, str(recipes[0]), where)
+    again = tmp_path / "again"
+    recorded = tmp_path / "runs" / "tiny" / "seed0"
+    where = {"rollout.schedule": str(recorded), "run.output": str(again / "runs")}
+    config = load_config(Config, str(recipe), where)
     assert program.train(config, devices=jax.devices()[:4]) == 0
-    assert told(one) == (rows, samples, schedule)
+    assert told(again) == (rows, samples, schedule)
 
 
 @pytest.mark.slow

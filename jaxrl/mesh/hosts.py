@@ -208,8 +208,9 @@ def fetch(tree: Any, *, everywhere: bool = True) -> Any:
 
 
 def processes_of(leaf: Any) -> tuple[int, ...]:
-    """The processes that have a part of an array, ascending; none if it is no array on devices."""
-    if not isinstance(leaf, jax.Array):
+    """The processes that have a part of an array, ascending; none if it is no array on a mesh."""
+    # Others belong to each process alone.
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
         return ()
     return tuple(sorted({device.process_index for device in leaf.sharding.device_set}))
 
@@ -282,7 +283,9 @@ def gather(function: Callable[[], Result]) -> list[Result]:
         return [function()]
     number = _next_exchange()
     _send(number, json.dumps(_outcome_of(function)).encode())
-    outcomes = on_first(lambda: [json.loads(_receive(number, i)) for i in range(num_processes())])
+    # Before the next exchange, which may delete them.
+    each = [json.loads(_receive(number, i)) for i in range(num_processes())] if is_first() else []
+    outcomes = on_first(lambda: each)
     return [_result_of(outcome) for outcome in outcomes]
 
 
