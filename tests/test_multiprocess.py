@@ -1,6 +1,7 @@
 """Two processes of two devices each are one program: the same run as one process of four."""
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -144,6 +145,73 @@ def test_pools_hand_weights_over_between_processes(tmp_path):
         check_equal(two, one, stage)
     received = {row["perf/handover_gb"] for row in rows_of(two, "rl")[1:]}
     assert len(received) == 1
+
+
+FREE = {
+    "sft.num_steps": 0,
+    "data.evaluation.path": "",
+    "algorithm.correction.weights": "token",
+    "run.num_steps": 4,
+    "run.save_every": 2,
+    "run.rollouts_every": 1,
+    # A machine may be busy: no step is given up.
+    "run.stop_within_s": 10_000.0,
+    "placement": {
+        "learn": {"roles": ("actor",), "train": "1-1-2", "generate": "", "fsdp": 2},
+        "sample": {"roles": ("rollout",), "train": "1-2-1", "generate": "", "fsdp": 1},
+    },
+}
+
+
+def told(folder: pathlib.Path) -> tuple:
+    """Rows without times, samples, and the schedule."""
+    run = folder / "runs" / "tiny" / "seed0"
+    samples = [path.read_text() for path in sorted((run / "rollouts").glob("step_*.jsonl"))]
+    return rows_of(folder, "rl"), samples, (run / "rl" / "schedule.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("apart", "staleness"), [(True, 1), (False, 2)])
+def test_two_processes_run_free_and_one_repeats_them(apart, staleness, tmp_path):
+    """Each pool has a process of its own, or a device of both."""
+    settings = FREE | {"rollout.max_staleness": staleness, "hosts.pools_apart": apart}
+    recipe = write_recipe(tmp_path, **settings)
+    run([recipe, recipe])
+    rows, samples, schedule = told(tmp_path)
+    assert len(rows) == len(samples) == 4
+    assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
+    assert 0 < max(row["rollout/staleness"] for row in rows) <= staleness
+    again = tmp_path / "again"
+    recorded = tmp_path / "runs" / "tiny" / "seed0"
+    where = {"rollout.schedule": str(recorded), "run.output": str(again / "runs")}
+    config = load_config(Config, str(recipe), where)
+    assert program.train(config, devices=jax.devices()[:4]) == 0
+    assert told(again) == (rows, samples, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_learner_or_sampler_ends_the_other_and_the_run_goes_on(lost, tmp_path):
+    """Process 0 learns, and process 1 samples."""
+    more = {
+        "rollout.max_staleness": 1,
+        "hosts.pools_apart": True,
+        "run.save_every": 1,
+        "run.num_steps": 8,
+    }
+    recipe = write_recipe(tmp_path, **FREE | more | {"hosts.lost_after_s": 30.0})
+    with start([recipe, recipe]) as processes:
+        wait_for_step(tmp_path, processes)
+        processes[lost].kill()
+        killed_s = time.monotonic()
+        (_, errors), *_ = finish([processes[1 - lost]], EXIT_TRY_AGAIN)
+        assert time.monotonic() - killed_s < 60
+        assert f"process {lost} " in errors
+    run([recipe, recipe])
+    rows, samples, schedule = told(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 9)) and len(samples) == 8
+    assert sum(json.loads(line)["restarted"] for line in schedule.splitlines()) == 1
+    assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
 
 
 @pytest.mark.long

@@ -13,13 +13,25 @@ There is one thread. JAX starts the learner's programs and returns. Before the h
 makes dispatches on the sampler's devices until they are there (`FreeRunning.meanwhile`). So an error on
 either side ends the run, and the number of dispatches in each wait is the only decision that depends on the
 clock. It is recorded, and can be repeated (`SamplingSchedule`).
+
+With several processes each of them runs this thread. Their devices are in both pools, or in one
+(`hosts.pools_apart`); for a program on devices of other processes JAX does nothing. They agree on:
+
+    another dispatch, or read results?   one process of the learner decides, after each dispatch
+    what ends, which prompts come        follows from the tokens of a dispatch, which a process of the sampler
+                                         sends to those that have none of its devices
+    verdicts                             each group is graded by one process; sent when a step takes it
+
+Process 0 writes the schedule. All this travels between hosts (`mesh.hosts`), beside the devices, which meet
+in the hand-over alone. All processes make these exchanges, and call programs, in the same order; so a lost
+one keeps the others waiting until they are ended (`mesh.host_watch`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +46,7 @@ from jaxrl.dataflows.samplers import (
     with_metrics,
 )
 from jaxrl.errors import UserError
+from jaxrl.mesh import hosts
 from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts
@@ -109,15 +122,18 @@ class SamplingSchedule:
         self._was_restarted = restarted or (row is not None and row.restarted)
         return self._was_restarted and not restarted
 
-    def goes_on(self, is_done: Callable[[], bool]) -> bool:
-        """Whether the sampler makes another dispatch before the learner's results are read.
+    def goes_on(self, results: Sequence[jax.Array]) -> bool:
+        """Whether the sampler makes another dispatch before the learner's results are read. Collective.
+
+        One process decides it by the clock, the first one that has devices of the learner.
 
         Args:
-          is_done: function that tells whether the results are there.
+          results: the results.
         """
         assert self._version is not None, "a version begins before the learner works"
         if self._recorded is None:
-            return not is_done()
+            learner = next((n for x in results for n in hosts.processes_of(x)), 0)
+            return hosts.on_first(lambda: not all(x.is_ready() for x in results), process=learner)
         return self.dispatches < self._row(self._recorded, self._version).dispatches
 
     def end(self) -> None:
@@ -211,7 +227,7 @@ class FreeRunning:
     def meanwhile(self, results: Any) -> None:
         """Goes on sampling until arrays of the learner are there, which the host is about to read."""
         arrays = [x for x in jax.tree.leaves(results) if hasattr(x, "is_ready")]
-        while self._schedule.goes_on(lambda: all(x.is_ready() for x in arrays)):
+        while self._schedule.goes_on(arrays):
             if not self._dispatch():
                 return
 

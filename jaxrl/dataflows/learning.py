@@ -14,6 +14,7 @@ from jaxrl.dataflows.experience import Experience, Metrics
 from jaxrl.dataflows.preparation import EntropyCoefficient
 from jaxrl.dataflows.step_metrics import advantage_metrics, prefixed
 from jaxrl.dataflows.step_timer import StepTimer
+from jaxrl.mesh import hosts
 from jaxrl.roles.advantage_estimator import VocabularyBatch
 from jaxrl.roles.batches import pack_examples
 from jaxrl.roles.losses import CorrectionConfig, EntropyBatch, Objective, corrected
@@ -136,7 +137,7 @@ class ActorPhase:
             if self.needs_signal:
                 has_signal = _has_signal(experience.batch)
                 self.meanwhile(has_signal)
-                if not has_signal:
+                if not hosts.fetch(has_signal):
                     self.actor.skip_update()
                     nothing = {"actor/skipped_updates": 1.0, "perf/update_tflop": 0.0}
                     return nothing | self._metrics(experience)

@@ -295,7 +295,10 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     elif sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     value = np.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    # The type for processes that have none of the devices.
+    return jax.make_array_from_callback(
+        value.shape, sharding, lambda index: value[index], dtype=value.dtype
+    )
 
 
 @dataclasses.dataclass(frozen=True)

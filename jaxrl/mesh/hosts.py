@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TypeVar
@@ -18,7 +19,6 @@ from typing import Annotated, Any, TypeVar
 import jax
 import numpy as np
 from jax._src import distributed
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,6 +50,10 @@ class HostsConfig:
     lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0
     """Seconds without a heartbeat after which a process counts as lost and all others end.
     Choose it longer than any C function that blocks Python's other threads.
+    """
+    pools_apart: bool = False
+    """Whether each pool of `placement` has whole processes, the first ones the first pool. Otherwise
+    every pool has an equal part of every process.
     """
 
     def __post_init__(self):
@@ -128,11 +132,9 @@ def watched(config: HostsConfig) -> Iterator[None]:
     if num_processes() == 1:
         yield
         return
-    # JAX has no public name for its client; Orbax, too, takes it from here.
-    store: Any = distributed.global_state.client
     try:
         with HostWatch(
-            store,
+            _store(),
             jax.process_index(),
             num_processes(),
             lost_after_s=config.lost_after_s,
@@ -168,22 +170,49 @@ def is_turn_of_this(turn: int) -> bool:
     return turn % num_processes() == jax.process_index()
 
 
-def fetch(tree: Any) -> Any:
-    """Fetches a tree of arrays as whole NumPy arrays, on every process. Collective."""
+def fetch(tree: Any, *, everywhere: bool = True) -> Any:
+    """Fetches a tree of arrays as whole NumPy arrays. Collective.
+
+    Args:
+      tree: the arrays.
+      everywhere: whether the first process with devices of an array sends it to the processes that have none
+        of them. Otherwise these keep it as it is.
+    """
     leaves, structure = jax.tree.flatten(tree)
+    holders = [processes_of(leaf) for leaf in leaves]
     # Arrays that no process can read whole from its own devices.
     spread = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.Array)
-        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+        i for i, leaf in enumerate(leaves) if len(holders[i]) > 1 and not leaf.is_fully_replicated
     ]
     if spread:
         parts = [leaves[i] for i in spread]
         whole = [NamedSharding(leaf.sharding.mesh, P()) for leaf in parts]
         for i, leaf in zip(spread, jax.jit(_same, out_shardings=whole)(parts), strict=True):
             leaves[i] = leaf
-    return jax.tree.unflatten(structure, jax.device_get(leaves))
+    me = jax.process_index()
+    here = [i for i, each in enumerate(holders) if not each or me in each]
+    for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
+        leaves[i] = value
+    partly = {each for each in holders if 0 < len(each) < num_processes()}
+    for some in sorted(partly) if everywhere else ():
+        sent, number = [i for i, each in enumerate(holders) if each == some], _next_exchange()
+        if me == some[0]:
+            _send(number, b"".join(leaves[i].tobytes() for i in sent))
+        elif me not in some:
+            content, start = _receive(number, some[0]), 0
+            for i in sent:
+                leaf, end = leaves[i], start + leaves[i].nbytes
+                leaves[i] = np.frombuffer(content[start:end], leaf.dtype).reshape(leaf.shape)
+                start = end
+    return jax.tree.unflatten(structure, leaves)
+
+
+def processes_of(leaf: Any) -> tuple[int, ...]:
+    """The processes that have a part of an array, ascending; none if it is no array on a mesh."""
+    # Others belong to each process alone.
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+        return ()
+    return tuple(sorted({device.process_index for device in leaf.sharding.device_set}))
 
 
 def _same(tree: Any) -> Any:  # one function, so that JAX compiles it once for equal shapes
@@ -192,7 +221,7 @@ def _same(tree: Any) -> Any:  # one function, so that JAX compiles it once for e
 
 def largest(value: int) -> int:
     """The largest of the processes' values. Collective."""
-    return int(_of_each(np.array([value], np.int32)).max())
+    return max(gather(lambda: value))
 
 
 def check_same(what: str, content: Iterable[Any]) -> None:
@@ -212,36 +241,33 @@ def check_same(what: str, content: Iterable[Any]) -> None:
     digest = hashlib.blake2b(digest_size=8)
     for part in content:
         digest.update(part.encode() if isinstance(part, str) else np.asarray(part).tobytes())
-    each = _of_each(np.frombuffer(digest.digest(), np.uint32))
-    others = np.flatnonzero((each != each[0]).any(axis=1))
-    if len(others):
+    first, *each = gather(digest.hexdigest)
+    if others := [str(i) for i, other in enumerate(each, start=1) if other != first]:
         raise UserError(
-            f"{what} differ between processes: {', '.join(map(str, others))} disagree with process 0. "
+            f"{what} differ between processes: {', '.join(others)} disagree with process 0. "
             "Every process must be started with the same command, on the same files, with the same packages"
         )
 
 
-def _of_each(values: np.ndarray) -> np.ndarray:
-    """Gathers the values of every process, [processes, n]."""
-    return np.asarray(multihost_utils.process_allgather(values)).reshape(-1, len(values))
-
-
-def on_first(function: Callable[[], Result]) -> Result:
-    """Runs `function` in process 0 and returns its result on every process. Collective.
+def on_first(function: Callable[[], Result], *, process: int = 0) -> Result:
+    """Runs `function` in process 0, or another one, and returns its result on every process. Collective.
 
     Args:
       function: a function whose result can be written as JSON.
+      process: the process, the same on all.
 
     Raises:
       UserError: the function raised it; raised on every process.
     """
     if num_processes() == 1:
         return function()
-    content = json.dumps(_outcome_of(function)).encode() if is_first() else b""
-    # The size first: an array that is exchanged has one shape on every process.
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    padded = multihost_utils.broadcast_one_to_all(_padded(content, size)).astype(np.uint8)
-    return _result_of(json.loads(bytes(padded[:size])))
+    number = _next_exchange()
+    if jax.process_index() == process:
+        content = json.dumps(_outcome_of(function)).encode()
+        _send(number, content)
+    else:
+        content = _receive(number, process)
+    return _result_of(json.loads(content))
 
 
 def gather(function: Callable[[], Result]) -> list[Result]:
@@ -255,10 +281,11 @@ def gather(function: Callable[[], Result]) -> list[Result]:
     """
     if num_processes() == 1:
         return [function()]
-    content = json.dumps(_outcome_of(function)).encode()
-    sizes = _of_each(np.array([len(content)], np.int32)).reshape(-1).tolist()
-    each = _of_each(_padded(content, max(sizes))).astype(np.uint8)
-    outcomes = [json.loads(bytes(row[:size])) for row, size in zip(each, sizes, strict=True)]
+    number = _next_exchange()
+    _send(number, json.dumps(_outcome_of(function)).encode())
+    # Before the next exchange, which may delete them.
+    each = [json.loads(_receive(number, i)) for i in range(num_processes())] if is_first() else []
+    outcomes = on_first(lambda: each)
     return [_result_of(outcome) for outcome in outcomes]
 
 
@@ -275,8 +302,37 @@ def _result_of(outcome: dict[str, Any]) -> Any:
     return outcome["result"]
 
 
-def _padded(content: bytes, size: int) -> np.ndarray:
-    """Pads to a power of two, at least `size` bytes: few different shapes, so few compiled programs."""
-    padded = np.zeros(1 << max(size - 1, 1).bit_length(), np.uint8)
-    padded[: len(content)] = np.frombuffer(content, np.uint8)
-    return padded
+# Exchanges go through the key-value store of JAX's service in process 0, not over the devices: these may be
+# at work for another pool. All processes make the same exchanges in the same order, and number them.
+_EXCHANGES = "jaxrl/exchange/"
+_KEPT = 64
+_FOREVER_MS = 2**31 - 1
+_numbers = itertools.count()
+
+
+def _store() -> Any:
+    # JAX has no public name for its client; Orbax, too, takes it from here.
+    return distributed.global_state.client
+
+
+def _next_exchange() -> int:
+    number = next(_numbers)
+    part, place = divmod(number, _KEPT)
+    if part and not place:
+        # Everyone has read what was sent before.
+        _store().wait_at_barrier(f"{_EXCHANGES}{part}", _FOREVER_MS)
+        if is_first():
+            _store().key_value_delete(f"{_EXCHANGES}{part - 1}/")
+    return number
+
+
+def _key(number: int, process: int) -> str:
+    return f"{_EXCHANGES}{number // _KEPT}/{number}/{process}"
+
+
+def _send(number: int, content: bytes) -> None:
+    _store().key_value_set_bytes(_key(number, jax.process_index()), content)
+
+
+def _receive(number: int, process: int) -> bytes:
+    return _store().blocking_key_value_get_bytes(_key(number, process), _FOREVER_MS)

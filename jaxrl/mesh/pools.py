@@ -51,6 +51,7 @@ class Pool:
       config: layout settings of the pool.
       span: first and last position of its devices among those of the run; None takes the next free ones.
       own: layout settings of roles that differ from the pool's, by role.
+      whole_hosts: whether it has all devices of its processes, else an equal part of every process's.
       devices: its devices; empty until `take_devices`.
     """
 
@@ -59,6 +60,7 @@ class Pool:
     config: LayoutConfig
     span: tuple[int, int] | None = None
     own: Mapping[str, LayoutConfig] = dataclasses.field(default_factory=dict)
+    whole_hosts: bool = False
     devices: tuple[Any, ...] = ()
 
     @functools.cached_property
@@ -102,7 +104,11 @@ def _checked(config: LayoutConfig, where: str) -> ParallelLayout:
 
 
 def read_placement(
-    table: Mapping[str, Mapping[str, Any]], mesh: LayoutConfig, roles: Sequence[str]
+    table: Mapping[str, Mapping[str, Any]],
+    mesh: LayoutConfig,
+    roles: Sequence[str],
+    *,
+    whole_hosts: bool = False,
 ) -> tuple[Pool, ...]:
     """Reads and checks a placement, without devices.
 
@@ -113,6 +119,7 @@ def read_placement(
         before it. An empty table puts all roles into one pool of all devices.
       mesh: default settings of all pools.
       roles: roles of the run.
+      whole_hosts: whether each pool has processes of its own.
 
     Raises:
       UserError: a role is missing, duplicated or unknown, a setting is unknown, or a layout is malformed.
@@ -121,7 +128,10 @@ def read_placement(
         everything = Pool(EVERYTHING, tuple(roles), mesh)
         _ = everything.layout  # checks it
         return (everything,)
-    pools = tuple(_read_pool(name, row, mesh) for name, row in table.items())
+    pools = tuple(
+        dataclasses.replace(_read_pool(name, row, mesh), whole_hosts=whole_hosts)
+        for name, row in table.items()
+    )
     homes: dict[str, list[str]] = {role: [] for role in roles}
     for pool in pools:
         for role in pool.roles:
@@ -251,7 +261,7 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
     """Assigns devices to the pools.
 
     A single pool takes all devices. In a multi-process run every pool takes the same number of devices from
-    each process, so that each process takes part in every role.
+    each process, or (`Pool.whole_hosts`) all devices of some processes.
 
     Raises:
       UserError: there are too few devices, pools overlap, or a pool does not divide over the processes.
@@ -282,20 +292,48 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
             first, last = taken, taken + pool.num_devices - 1
         else:
             first, last = pool.span
-        taken, num_hosts = last + 1, len(by_process)
-        # An equal number of devices from each process.
-        if first % num_hosts or taken % num_hosts:
-            raise UserError(
-                f"pool {pool.name} takes devices {first} to {last} of {num_hosts} processes, which do not "
-                f"have equal shares of it; make the size of every pool a multiple of {num_hosts}"
-            )
-        shared = num_hosts * min(map(len, by_process.values()))
-        if taken > shared:
-            raise UserError(
-                f"pool {pool.name} takes devices {first} to {last}, this run has 0 to {shared - 1}; move it, "
-                "or make pools smaller"
-            )
-        part = slice(first // num_hosts, taken // num_hosts)
-        own = (device for host in by_process.values() for device in host[part])
+        taken = last + 1
+        take = _of_whole_hosts if pool.whole_hosts else _shares
+        own = take(pool, first, taken, by_process)
         placed.append(dataclasses.replace(pool, devices=tuple(own)))
     return Placement(tuple(placed))
+
+
+def _shares(pool: Pool, first: int, end: int, by_process: Mapping[int, list[Any]]) -> list[Any]:
+    """Equally many devices of each process."""
+    num_hosts = len(by_process)
+    if first % num_hosts or end % num_hosts:
+        raise UserError(
+            f"pool {pool.name} takes devices {first} to {end - 1} of {num_hosts} processes, which do not "
+            f"have equal shares of it; make the size of every pool a multiple of {num_hosts}, or set "
+            "hosts.pools_apart"
+        )
+    shared = num_hosts * min(map(len, by_process.values()))
+    if end > shared:
+        raise _beyond(pool, first, end, shared)
+    part = slice(first // num_hosts, end // num_hosts)
+    return [device for host in by_process.values() for device in host[part]]
+
+
+def _of_whole_hosts(
+    pool: Pool, first: int, end: int, by_process: Mapping[int, list[Any]]
+) -> list[Any]:
+    """All devices of some processes; in a run of one process any of its devices."""
+    devices = [device for host in by_process.values() for device in host]
+    if end > len(devices):
+        raise _beyond(pool, first, end, len(devices))
+    own = devices[first:end]
+    of_hosts = sum(len(by_process[i]) for i in {device.process_index for device in own})
+    if of_hosts > len(own) and len(by_process) > 1:
+        raise UserError(
+            f"pool {pool.name} takes devices {first} to {end - 1}, which are not all of a process's; with "
+            f"hosts.pools_apart a pool has whole processes, here of {of_hosts} devices: change its layout"
+        )
+    return own
+
+
+def _beyond(pool: Pool, first: int, end: int, there: int) -> UserError:
+    return UserError(
+        f"pool {pool.name} takes devices {first} to {end - 1}, this run has 0 to {there - 1}; move it, "
+        "or make pools smaller"
+    )

@@ -182,14 +182,8 @@ class RolloutConfig(EngineSettings):
                 "rollout a pool of its own in `placement`"
             )
 
-    def check_runs_free(self, num_processes: int) -> None:
+    def check_runs_free(self) -> None:
         """Raises UserError if sampling cannot go on while a step learns."""
-        if num_processes > 1:
-            raise UserError(
-                "rollout.max_staleness with a pool of its own for the role rollout goes by the clock of one "
-                f"process, and this run has {num_processes}; use hosts.num_processes=1, or put rollout into "
-                "the pool of the actor"
-            )
         if self.driver != "offline":
             raise UserError(
                 "rollout.max_staleness with a pool of its own for the role rollout keeps samples in their "

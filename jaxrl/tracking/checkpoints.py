@@ -32,7 +32,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -205,15 +205,22 @@ class Checkpoints:
       stored: read access to the same checkpoints.
     """
 
-    def __init__(self, folder: pathlib.Path, *, keep: int | None):
+    def __init__(
+        self, folder: pathlib.Path, *, keep: int | None, processes: Collection[int] | None = None
+    ):
         """Creates no file or folder.
 
         Args:
           folder: folder of the checkpoints.
           keep: number of newest checkpoints to keep; None keeps all.
+          processes: processes with devices of the training states, the first one among them; None for all.
         """
         self.stored = StoredCheckpoints(folder)
         self._keep = keep
+        me = jax.process_index()
+        self._has_states = processes is None or me in processes
+        # A process without states reads records alone.
+        self._active = set(processes or range(hosts.num_processes())) if self._has_states else {me}
         self._manager: ocp.CheckpointManager | None = None
         self._committer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._committing: concurrent.futures.Future[None] | None = None
@@ -245,6 +252,12 @@ class Checkpoints:
           record: state of the run: JSON types, and NumPy arrays, which are stored as such.
         """
         self.wait()
+        self._saving = step
+        if not self._has_states:
+            return
+        if len(self._active) == 1 < hosts.num_processes():
+            # Orbax refuses arrays of one process.
+            states = jax.tree.map(np.array, states)
         # JSON has no arrays: they go beside the record, where Orbax stores them as they are.
         arrays: dict[str, np.ndarray] = {}
         record = _without_arrays(record, "", arrays)
@@ -259,7 +272,6 @@ class Checkpoints:
                 ),
             )
         assert saved, f"Orbax did not save step {step}"
-        self._saving = step
 
     def commit(self, rows: RowChecksum | None = None) -> None:
         """Starts a thread that waits for `save`, writes the manifest and removes old checkpoints.
@@ -362,6 +374,8 @@ class Checkpoints:
             difference = _difference(self.stored.shapes(step, role), _shapes(state.params))
             if difference is not None:
                 raise _does_not_fit(path, f"{role}: {difference}")
+        if not self._has_states:
+            return jax.tree.map(_elsewhere, like)
         args = {role: ocp.args.StandardRestore(state) for role, state in like.items()}
         try:
             restored = self._open().restore(step, args=ocp.args.Composite(**args))
@@ -411,22 +425,29 @@ class Checkpoints:
                 create=False,
                 # Do not open every checkpoint: some may be damaged.
                 lightweight_initialize=True,
-                multiprocessing_options=_processes(),
+                multiprocessing_options=_among(self._active),
             )
             self._manager = ocp.CheckpointManager(self.stored.paths.path, options=options)
             _ORBAX_LOGGER.addFilter(_is_no_disk_fault)
         return self._manager
 
 
-def _processes() -> ocp.options.MultiprocessingOptions:
-    # Options that name the processes of the run.
+def _among(processes: set[int]) -> ocp.options.MultiprocessingOptions:
+    # Options that name the processes that read and write together.
     #
     # Orbax synchronises listed processes through its own service. Without a list it would run a collective on
     # the devices in the middle of training.
-    count = hosts.num_processes()
+    if hosts.num_processes() == 1:
+        return ocp.options.MultiprocessingOptions()
+    first = min(processes)
     return ocp.options.MultiprocessingOptions(
-        active_processes=set(range(count)) if count > 1 else None
+        primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"from{first}"
     )
+
+
+def _elsewhere(like: Any) -> jax.Array:
+    # An array of which this process has no part.
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
 
 
 def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:
@@ -439,12 +460,11 @@ def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:
     Returns:
       Whether all processes called it in time.
     """
-    everyone = _processes().active_processes
-    if everyone is None:
+    if hosts.num_processes() == 1:
         return True
     try:
         ocp.multihost.sync_global_processes(
-            f"jaxrl: {occasion}", timeout=timeout_s, processes=everyone
+            f"jaxrl: {occasion}", timeout=timeout_s, processes=set(range(hosts.num_processes()))
         )
     except jax.errors.JaxRuntimeError as error:
         logger.warning("the other processes were not met: %s", str(error).splitlines()[0])

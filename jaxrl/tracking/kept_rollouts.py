@@ -77,9 +77,10 @@ class KeptRollouts:
             return
         trained = None
         if self._has_old_logprob:
-            # Collective, so it comes before the question of who writes.
-            old_logprob = np.asarray(hosts.fetch(experience.batch.old_logprob))
-            trained = PackedBatch(**hosts.fetch(experience.batch.packing())), old_logprob
+            # Collective, so it comes before the question of who writes: a process that has a part of it.
+            batch = experience.batch
+            found = hosts.fetch((batch.packing(), batch.old_logprob), everywhere=False)
+            trained = PackedBatch(**found[0]), found[1]
         self._write(experience.scored, trained)
 
     def look_at_failed(self, scored: Scored) -> pathlib.Path:

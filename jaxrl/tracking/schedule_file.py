@@ -14,8 +14,8 @@ from jaxrl.tracking.durable import AppendedFile, write_atomically
 from jaxrl.tracking.run_folder import RunFolder, parse_config
 
 # Settings that may differ between a recorded run and one that repeats it.
-_FREE = ("name", "rollout.schedule")
-_FREE_GROUPS = ("run.",)
+_FREE = ("name", "rollout.schedule", "mesh.simulated_devices")
+_FREE_GROUPS = ("run.", "hosts.")
 
 
 class ScheduleFile:
@@ -67,7 +67,7 @@ def read_schedule(folder: RunFolder, config_text: str) -> dict[int, VersionRow]:
     if changed:
         raise UserError(
             f"rollout.schedule {folder}: that run has other settings ({'; '.join(changed)}); a schedule only "
-            "repeats a run with the same settings, except for name and run.*"
+            "repeats a run with the same settings, except for name, run.* and hosts.*"
         )
     return rows
 

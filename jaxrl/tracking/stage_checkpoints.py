@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxrl.errors import UserError
@@ -36,15 +36,23 @@ class StageCheckpoints(Checkpoints):
       record: state of the stage besides the learners', for the next save; set after every step.
     """
 
-    def __init__(self, folder: StageFolder, *, keep: int, may_restart: bool):
+    def __init__(
+        self,
+        folder: StageFolder,
+        *,
+        keep: int,
+        may_restart: bool,
+        processes: Collection[int] | None = None,
+    ):
         """Writes nothing.
 
         Args:
           folder: folder of the stage.
           keep: number of the newest checkpoints that are kept.
           may_restart: whether a stage without a usable checkpoint starts again.
+          processes: as for `Checkpoints`.
         """
-        super().__init__(folder.checkpoints.path, keep=keep)
+        super().__init__(folder.checkpoints.path, keep=keep, processes=processes)
         self.saved_step: int | None = None
         self._folder = folder
         self._may_restart = may_restart

@@ -140,7 +140,12 @@ def pools_of(config: Config, roles: Sequence[str] = ()) -> tuple[Pool, ...]:
       config: config of the run.
       roles: roles of the run; () works them out.
     """
-    return read_placement(config.placement, config.mesh, roles or roles_of(config))
+    return read_placement(
+        config.placement,
+        config.mesh,
+        roles or roles_of(config),
+        whole_hosts=config.hosts.pools_apart,
+    )
 
 
 def runs_free(config: Config) -> bool:
@@ -152,9 +157,17 @@ def runs_free(config: Config) -> bool:
 def _check_sampling(config: Config, flow: Dataflow) -> None:
     rollout, num_processes = config.rollout, config.hosts.num_processes
     free = runs_free(config)
+    if config.hosts.pools_apart:
+        _, *others = pools = pools_of(config)
+        if [pool.roles for pool in others] != [("rollout",)] or any(pool.span for pool in pools):
+            raise UserError(
+                "hosts.pools_apart is for two pools without `devices`: the first, which writes "
+                "checkpoints, of all roles but rollout, and the second of rollout; change the placement, or "
+                "set hosts.pools_apart=False"
+            )
     if free:
         config.algorithm.check_runs_free()
-        rollout.check_runs_free(num_processes)
+        rollout.check_runs_free()
     if rollout.agent and rollout.partial and num_processes > 1:
         raise UserError(
             f"rollout.max_staleness {rollout.max_staleness} keeps sessions of rollout.agent open in one "

@@ -24,10 +24,10 @@ from jaxrl.data.prompt_encoding import (
 from jaxrl.data.stream import GeneratedPrompts
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import UserError
-from jaxrl.mesh.pools import Placement, read_placement
+from jaxrl.mesh.pools import Placement
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.trainer.algorithm import Algorithm, algorithm_of
+from jaxrl.trainer.algorithm import Algorithm, algorithm_of, pools_of
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.roles import RoleBuilder, RoleModels, check_role_batches, role_models
@@ -112,7 +112,7 @@ def build_context(
     """
     algorithm = algorithm_of(config)
     devices = jax.devices() if devices is None else devices
-    pools = read_placement(config.placement, config.mesh, algorithm.roles)
+    pools = pools_of(config, algorithm.roles)
     found = find_everything(config, kind, pools, devices)
     choice = (config.reward.grader, config.reward.grader_options)
     truths = functools.partial(truth_faults, choice) if kind.grades else None

@@ -379,6 +379,7 @@ def open_loop(
         folder,
         keep=config.run.keep_checkpoints,
         may_restart=config.run.resume == "or_restart",
+        processes={device.process_index for device in run.placement.pool_of("actor").devices},
     )
     logged = LoggedRun(
         project=config.name,

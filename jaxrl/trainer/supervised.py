@@ -217,7 +217,7 @@ class SupervisedStage(ExamplesStage):
     def _update(self, batch: TrainBatch) -> Metrics:
         with self._timer.phase("update_actor", shown="update"):
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
-        values = prefixed("actor", jax.device_get(update))
+        values = prefixed("actor", hosts.fetch(update))
         on_host = hosts.fetch(batch)
         return {
             "sft/loss": values["actor/pg_loss"],

@@ -60,6 +60,12 @@ try:
 except UserError as error:
     refused = str(error)
 hosts.check_same("the steps", ["1"])
+# More than are kept, at even and at odd numbers.
+for i in range(150):
+    assert hosts.gather(lambda: [i, int(sys.argv[2])]) == [[i, 0], [i, 1]]
+    if i == 70:
+        assert hosts.on_first(lambda: int(sys.argv[2])) == 0
+assert hosts.largest(int(sys.argv[2])) == 1
 try:
     hosts.check_same("the settings", [sys.argv[2]])
 except UserError as error:

@@ -84,6 +84,22 @@ def test_every_process_takes_part_in_every_pool():
     assert ids(placement, "critic") == [2, 3, 6, 7]
 
 
+def test_pools_may_have_whole_processes():
+    pools = read_placement(NEMO, MESH, ROLES, whole_hosts=True)
+    placement = take_devices(pools, [device(i, i // 2) for i in range(8)])
+    assert ids(placement, "actor") == [0, 1, 2, 3]
+    assert ids(placement, "critic") == [4, 5, 6, 7]
+    # One process has all.
+    assert ids(take_devices(pools, jax.devices()), "critic") == [4, 5, 6, 7]
+    with pytest.raises(UserError, match="devices 0 to 3, which are not all of a process's"):
+        take_devices(pools, [device(i, i // 3) for i in range(9)])
+    with pytest.raises(UserError, match="devices 4 to 7, this run has 0 to 5"):
+        take_devices(
+            read_placement(changed("value", devices="4-7"), MESH, ROLES, whole_hosts=True),
+            [device(i, i // 2) for i in range(6)],
+        )
+
+
 def test_a_pool_that_processes_cannot_share_is_refused():
     table = {
         "policy": {"roles": ("actor",), "train": "1-1-3", "fsdp": 1},

@@ -213,7 +213,13 @@ def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hosts__num_processes": 2, "hosts__coordinator": "a:1"}, "use hosts.num_processes=1"),
+        (
+            {
+                "hosts__pools_apart": True,
+                "placement": dict(reversed(APART["placement"].items())),
+            },
+            "the first, which writes checkpoints, of all roles but rollout",
+        ),
         ({"rollout__driver": "jetstream"}, "rollout.driver='offline'"),
         ({"algorithm__correction__weights": "none"}, "nothing corrects for it"),
         ({"placement": {}}, "give the role rollout a pool of its own"),

@@ -366,7 +366,7 @@ def _load_leaf(
             # Wait; otherwise parts of many tensors would queue up in host memory.
             jax.block_until_ready(shards)
         loaded += shards
-    return jax.make_array_from_single_device_arrays(shape, sharding, loaded)
+    return jax.make_array_from_single_device_arrays(shape, sharding, loaded, dtype=dtype)
 
 
 def _read_piece(tensor: Any, row: WeightRule, bounds: Mapping[str, tuple[int, int]]) -> np.ndarray:
