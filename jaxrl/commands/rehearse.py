@@ -50,9 +50,14 @@ def main(argv: Sequence[str]) -> int:
     parser = command_parser(program, __doc__)
     parser.add_argument("--config", required=True, help="recipe file")
     parser.add_argument("--hosts", type=int, help="processes (default: one for 8 devices)")
-    parser.add_argument("--out", help="new folder of the run and its logs (default: a temporary one)")
     parser.add_argument(
-        "--patience_s", type=float, default=1800.0, help="longest time between two signs of progress"
+        "--out", help="new folder of the run and its logs (default: a temporary one)"
+    )
+    parser.add_argument(
+        "--patience_s",
+        type=float,
+        default=1800.0,
+        help="longest time between two signs of progress",
     )
     args = parser.parse_args(rest)
     config = load_config(Config, args.config, overrides)
@@ -91,7 +96,9 @@ def on_hosts(config: Config, hosts: int | None) -> tuple[Config, int, str]:
         return config, hosts, ""
     smaller = with_fewer_devices(config, devices // total)
     layout = smaller.mesh.train if not config.placement else "each pool"
-    line = f"{total} devices in place of {devices}: {devices // total} times fewer replicas ({layout})"
+    line = (
+        f"{total} devices in place of {devices}: {devices // total} times fewer replicas ({layout})"
+    )
     return smaller, hosts, line
 
 

@@ -115,9 +115,9 @@ def small_model(model: ModelConfig, layouts: Sequence[ParallelLayout]) -> ModelC
     rope = model.rope_scaling
     # Dimensions of latent attention and factors of single wavelengths depend on the size of a head.
     if not (model.kv_latent or (rope and rope.kind == "longrope")):
-        # Many architectures have no head size of their own.
-        follows = model.head_dim * model.num_heads == model.d_model
-        sizes["head_dim"] = width // model.num_heads if follows else _HEAD_DIM
+        # Many architectures have no head size of their own. Half of what is rotated is a whole number.
+        own = model.head_dim * model.num_heads != model.d_model or model.rotary_fraction != 1
+        sizes["head_dim"] = _HEAD_DIM if own else width // model.num_heads
         sizes["full_head_dim"] = _HEAD_DIM if model.full_head_dim else 0
     if model.has_state:
         sizes |= {"delta_key_dim": _HEAD_DIM, "delta_value_dim": _HEAD_DIM}

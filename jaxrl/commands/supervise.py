@@ -32,22 +32,28 @@ _PAUSE_S = 5.0
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
-    """Runs `jaxrl train` until it ends for another reason than a loss; returns its exit status.
+    """Runs `jaxrl train` with these arguments until it ends for another reason than a loss."""
+    command = [sys.executable, "-m", "jaxrl", "train", *arguments]
+    return keep_running(command, config.run_folder.path, process=config.hosts.process_id)
 
-    SIGTERM and SIGINT are passed on, and the process is not started again after them.
+
+def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) -> int:
+    """Runs a command until it ends for another reason than a loss; returns its exit status.
+
+    SIGTERM and SIGINT are passed on, and it is not started again after them.
 
     Args:
-      config: config of the run.
-      arguments: arguments of the command, without --supervise.
+      command: the training command of this host.
+      folder: folder of the run.
+      process: number of the process in the run.
 
     Raises:
-      UserError: another supervisor has this process of the run, or it failed too often.
+      UserError: another supervisor has this process of the run, or the command failed too often.
     """
-    folder, hosts = config.run_folder.path, config.hosts
-    with _claimed(folder, f"{socket.gethostname()}.{hosts.process_id}"), _Child() as child:
+    with _claimed(folder, f"{socket.gethostname()}.{process}"), _Child() as child:
         failures, saved, has_run = 0, _saved(folder), False
         while True:
-            status = child.run([sys.executable, "-m", "jaxrl", "train", *arguments])
+            status = child.run(command)
             # A started process that does not find the others, who have not noticed a loss yet, has status 2.
             lost = status < 0 or status == EXIT_TRY_AGAIN or (has_run and status == EXIT_USER_ERROR)
             if child.stopping or not lost:
