@@ -3,16 +3,15 @@
 jaxrl rehearse --config configs/dapo_qwen32b.py --hosts 4
 jaxrl rehearse --config configs/ppo_llama8b.py --config.tokenizer.path=DIRECTORY --config.data.train.path=FILE
 
-Data, template, rewards, layout, placement and the number of processes are the recipe's. It trains three steps,
-kills one process with signal 9 in the fourth, waits for the others to end, resumes, and compares the repeated
-rows. The table shows where a first hour on real hosts would have ended. docs/pods.md has examples.
+Data, template, rewards, layout, placement and the number of processes are the recipe's. It trains three
+steps, kills one process with signal 9 in the fourth, waits for the others to end, resumes, and compares the
+repeated rows (docs/pods.md).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import signal
 import socket
@@ -35,6 +34,7 @@ from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 from jaxrl.flags import command_parser
 from jaxrl.tracking.metrics import read_metrics, without_timings
+from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.program import training_of
 
@@ -69,13 +69,15 @@ def main(argv: Sequence[str]) -> int:
     theirs = {name: text for name, text in overrides.items() if not name.startswith(_OURS)}
     (folder / "recipe.py").write_text(recipe_text(args.config, config, list(theirs)))
     own = [f"--config.{name}={text}" for name, text in theirs.items()]
+    run = dataclasses.replace(config.run, output=str(folder))
+    config = dataclasses.replace(config, run=run)
     Rehearsal(config, folder, hosts, own, args.patience_s).run()
     print(f"rehearsed; recipe, logs and run are in {folder}")
     return 0
 
 
 def on_hosts(config: Config, hosts: int | None) -> tuple[Config, int, str]:
-    """The config on the devices of a rehearsal, its number of processes, and a line if there are fewer devices.
+    """The config on the devices of a rehearsal, the number of processes, and a line on fewer devices.
 
     Args:
       config: config of the recipe.
@@ -102,31 +104,27 @@ def on_hosts(config: Config, hosts: int | None) -> tuple[Config, int, str]:
     return smaller, hosts, line
 
 
+@dataclasses.dataclass(frozen=True)
 class Rehearsal:
     """The processes of a rehearsal, and what they have to show.
 
-    Args:
-      config: config of the recipe, with the layout of the rehearsal.
+    Attributes:
+      config: config of the recipe, with the layout and the folder of the rehearsal.
       folder: folder with recipe.py; the run and the logs are written there.
       hosts: number of processes.
       overrides: further arguments of the command.
       patience_s: longest time between two signs of progress.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        folder: pathlib.Path,
-        hosts: int,
-        overrides: Sequence[str],
-        patience_s: float,
-    ):
-        run = dataclasses.replace(config.run, output=str(folder))
-        self._config = dataclasses.replace(config, run=run)
-        self._stage = training_of(self._config).folder
-        self._folder, self._hosts, self._patience_s = folder, hosts, patience_s
-        command = [sys.executable, "-m", "jaxrl", "train", f"--config={folder / 'recipe.py'}"]
-        self._command = [*command, f"--config.run.output={folder}", *overrides]
+    config: Config
+    folder: pathlib.Path
+    hosts: int
+    overrides: Sequence[str]
+    patience_s: float
+
+    @property
+    def _stage(self) -> StageFolder:
+        return training_of(self.config).folder
 
     def run(self) -> None:
         """Goes through all phases and prints a line of each.
@@ -134,7 +132,7 @@ class Rehearsal:
         Raises:
           UserError: a phase failed.
         """
-        print(f"{'phase':10}{'s':>7}  {self._config.name} in {self._hosts} processes", flush=True)
+        print(f"{'phase':10}{'s':>7}  {self.config.name} in {self.hosts} processes", flush=True)
         with self._processes("first") as processes:
             before = self._first_steps(processes)
             self._kill(processes)
@@ -155,14 +153,17 @@ class Rehearsal:
 
     def _first_steps(self, processes: Sequence[subprocess.Popen]) -> dict[int, Any]:
         """Rows of the steps before the one that is interrupted."""
-        began_s, shown = time.time(), 0.0
+        last_s = time.time()
         manifest = self._stage.checkpoints.manifest(NUM_STEPS - 2)
         for step in range(NUM_STEPS):
-            self._wait(f"step {step}", processes, lambda step=step: step in self._rows())
-            row = self._rows()[step]
-            what = {0: "to the first evaluation", 1: "compiles"}.get(step, "")
-            _show(f"step {step}" if step else "start", row["time_s"] - (shown or began_s), what)
-            shown = row["time_s"]
+            # A run without evaluation problems has no row of step 0.
+            self._wait(
+                f"step {step}", processes, lambda step=step: max(self._rows(), default=-1) >= step
+            )
+            if row := self._rows().get(step):
+                what = {0: "to the first evaluation", 1: "compiles"}.get(step, "")
+                _show(f"step {step}" if step else "start", row["time_s"] - last_s, what)
+                last_s = row["time_s"]
         self._wait("checkpoint", processes, manifest.exists)
         return self._rows()
 
@@ -171,7 +172,7 @@ class Rehearsal:
         *others, last = processes
         last.send_signal(signal.SIGKILL)
         began_s = time.monotonic()
-        within_s = 60 + self._config.hosts.lost_after_s
+        within_s = 60 + self.config.hosts.lost_after_s
         for number, process in enumerate(others):
             try:
                 process.wait(timeout=max(0.0, within_s - (time.monotonic() - began_s)))
@@ -187,7 +188,7 @@ class Rehearsal:
 
     def _compare(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Checks that repeated rows are equal."""
-        if runs_free(self._config):
+        if runs_free(self.config):
             _show("rows", None, "not compared: samples go by the clock")
             return
         for old, new in pairs:
@@ -209,17 +210,18 @@ class Rehearsal:
         self, phase: str, processes: Sequence[subprocess.Popen], done: Callable[[], bool]
     ) -> None:
         """Waits until `done`; raises UserError if a process fails first, or nothing happens."""
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + self.patience_s
         while not done():
             for number, process in enumerate(processes):
                 if process.poll():
                     raise self._failure(phase, number, f"ended with status {process.returncode}")
             if time.monotonic() > until:
-                raise self._failure(phase, 0, f"showed nothing for {self._patience_s:.0f} s")
+                raise self._failure(phase, 0, f"showed nothing for {self.patience_s:.0f} s")
             time.sleep(0.2)
 
     def _failure(self, phase: str, number: int, what: str) -> UserError:
-        (log,) = sorted(self._folder.glob(f"*.{number}.log"), key=os.path.getmtime)[-1:]
+        # "resumed" comes after "first".
+        log = max(self.folder.glob(f"*.{number}.log"))
         lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
         line = next((x for x in reversed(lines) if x.startswith("error: ")), lines[-1])
         return UserError(f"rehearsal, {phase}: process {number} {what} ({log}): {line}")
@@ -230,16 +232,19 @@ class Rehearsal:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             address = f"localhost:{probe.getsockname()[1]}"
-        several = (f"--config.hosts.coordinator={address}",) if self._hosts > 1 else ()
+        several = (f"--config.hosts.coordinator={address}",) if self.hosts > 1 else ()
         with contextlib.ExitStack() as stack:
             processes = []
-            for number in range(self._hosts):
-                log = stack.enter_context((self._folder / f"{name}.{number}.log").open("w"))
+            for number in range(self.hosts):
+                log = stack.enter_context((self.folder / f"{name}.{number}.log").open("w"))
                 process = subprocess.Popen(
                     [
-                        *self._command,
+                        *(sys.executable, "-m", "jaxrl", "train"),
+                        f"--config={self.folder / 'recipe.py'}",
+                        f"--config.run.output={self.folder}",
+                        *self.overrides,
                         *several,
-                        f"--config.hosts.num_processes={self._hosts}",
+                        f"--config.hosts.num_processes={self.hosts}",
                         f"--config.hosts.process_id={number}",
                     ],
                     stdout=log,

@@ -120,7 +120,7 @@ def test_overrides_stay():
 def test_weights_of_a_role_on_the_hub_are_refused():
     changes = {"reward.model": "Skywork/Skywork-Reward-V2-Qwen3-8B"}
     config = load_config(Config, str(CONFIGS / "dapo_qwen7b.py"), changes)
-    with pytest.raises(UserError, match="reward.model Skywork/.* is not on this machine"):
+    with pytest.raises(UserError, match=r"reward\.model Skywork/.* is not on this machine"):
         recipe_text("dapo_qwen7b", config, ["reward.model"])
 
 

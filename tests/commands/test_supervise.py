@@ -75,10 +75,12 @@ def test_two_supervisors_of_one_process(tmp_path):
 
 def test_a_signal_ends_both(tmp_path):
     child = "import time; print('up', flush=True); time.sleep(600)"
-    code = (
-        "import pathlib, sys; from jaxrl.commands.supervise import keep_running; "
-        f"sys.exit(-keep_running([sys.executable, '-c', {child!r}], pathlib.Path({str(tmp_path)!r}), process=0))"
-    )
+    code = f"""
+import pathlib, sys
+from jaxrl.commands.supervise import keep_running
+command = [sys.executable, "-c", {child!r}]
+sys.exit(-keep_running(command, pathlib.Path({str(tmp_path)!r}), process=0))
+"""
     with started([[sys.executable, "-c", code]], env=dict(os.environ)) as (supervisor,):
         assert supervisor.stdout is not None and supervisor.stdout.readline() == "up\n"
         supervisor.send_signal(signal.SIGTERM)
