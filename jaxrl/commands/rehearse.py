@@ -257,4 +257,5 @@ class Rehearsal:
 
 
 def _show(phase: str, seconds: float | None, what: str = "") -> None:
-    print(f"{phase:10}{'' if seconds is None else f'{seconds:.1f}':>7}  {what}", flush=True)
+    shown = "" if seconds is None else f"{seconds:.1f}"
+    print(f"{phase:10}{shown:>7}  {what}".rstrip(), flush=True)
