@@ -39,8 +39,11 @@ from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.program import training_of
 
 _DEVICES_OF_A_HOST = 8
-# Settings of the layout and of the processes: the rehearsal gives them itself.
-_OURS = ("hosts.coordinator", "hosts.num_processes", "hosts.process_id", "run.output", "mesh.")
+# Settings that the rehearsal gives, layouts among them as it has changed them.
+_OURS = (
+    *("mesh.", "placement", "hosts.coordinator", "hosts.num_processes", "hosts.process_id"),
+    *("run.output", "run.num_steps", "run.save_every"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,6 +69,8 @@ def main(argv: Sequence[str]) -> int:
         print(shrunk)
     folder = pathlib.Path(args.out or tempfile.mkdtemp(prefix="jaxrl_rehearsal_")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise UserError(f"--out {folder} is not empty; a rehearsal starts in a new folder")
     theirs = {name: text for name, text in overrides.items() if not name.startswith(_OURS)}
     (folder / "recipe.py").write_text(recipe_text(args.config, config, list(theirs)))
     own = [f"--config.{name}={text}" for name, text in theirs.items()]
@@ -84,8 +89,13 @@ def on_hosts(config: Config, hosts: int | None) -> tuple[Config, int, str]:
       hosts: number of processes; None for one of every 8 devices.
 
     Raises:
-      UserError: the devices do not divide over the processes.
+      UserError: the devices do not divide over the processes, or the recipe leaves its layout open.
     """
+    if config.mesh.searched:
+        raise UserError(
+            f"mesh.layout {config.mesh.layout!r} is open, and a rehearsal needs layouts; write those of "
+            "jaxrl plan --search into the recipe"
+        )
     devices = devices_of(config)
     hosts = hosts or max(1, devices // _DEVICES_OF_A_HOST)
     total = hosts * min(_DEVICES_OF_A_HOST, devices // hosts)

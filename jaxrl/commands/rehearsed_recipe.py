@@ -35,7 +35,6 @@ _HEAD_DIM, _WIDTH = 16, 64
 _PROMPT_TOKENS, _RESPONSE_TOKENS, _CONVERSATION_TOKENS = 256, 16, 128
 _PROBLEMS, _EVALUATION_PROBLEMS = 256, 4
 _SHARES = ("fsdp", "expert", "context")
-_LAYOUT = ("train", "generate", *_SHARES)
 
 _RECIPE = '''"""Written by `jaxrl rehearse`: {recipe} with a small model, in the same layout."""
 
@@ -140,8 +139,8 @@ def small_settings(config: Config, pools: Sequence[Pool]) -> dict[str, Any]:
         "weights": "",
         "adapter": "",
         "tokenizer.path": tokenizer_directory(config) or config.weights,
+        **{f"mesh.{name}": value for name, value in vars(config.mesh).items()},
         "mesh.simulated_devices": sum(pool.num_devices for pool in pools),
-        **{f"mesh.{name}": getattr(config.mesh, name) for name in _LAYOUT},
         "critic.weights": "",
         "critic.warmup_steps": min(config.critic.warmup_steps, 1),
         "rollout.num_prompts": prompts,
