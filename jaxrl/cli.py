@@ -58,6 +58,10 @@ COMMANDS = {
         "jaxrl.planner.plan_command:main",
         "what a recipe would take: traced, or compiled for accelerators that are not here",
     ),
+    "rehearse": Command(
+        "jaxrl.commands.rehearse:main",
+        "runs a recipe's processes here with a small model: a few steps, a kill, a resume",
+    ),
     "new": Command("jaxrl.commands.new_command:main", "writes a recipe to start from"),
     "import-verl": Command(
         "jaxrl.commands.import_verl:main", "writes a recipe from verl's YAML or command line"

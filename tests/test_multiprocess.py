@@ -50,7 +50,7 @@ def write_recipe(folder: pathlib.Path, **changes) -> pathlib.Path:
     return write_recipe_file(folder, settings)
 
 
-def start(recipes: list[pathlib.Path]) -> contextlib.AbstractContextManager:
+def start(recipes: list[pathlib.Path], *options: str) -> contextlib.AbstractContextManager:
     """One process for each recipe, of a run of as many."""
     address = f"localhost:{free_port()}"
     commands = [
@@ -62,6 +62,7 @@ def start(recipes: list[pathlib.Path]) -> contextlib.AbstractContextManager:
             f"--config.hosts.coordinator={address}",
             f"--config.hosts.num_processes={len(recipes)}",
             f"--config.hosts.process_id={i}",
+            *options,
         ]
         for i, recipe in enumerate(recipes)
     ]
@@ -251,3 +252,25 @@ def test_a_signal_to_one_process_stops_all_and_the_next_run_goes_on(two, tmp_pat
     ours, theirs = resumed[1], rows_of(folder, "rl")[1]
     assert_close(ours["actor/pg_loss"], theirs["actor/pg_loss"], scale=1)
     assert resumed[: len(stopped)] == stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_supervised_processes_go_on_after_a_kill(tmp_path, lost):
+    once, again = tmp_path / "once", tmp_path / "again"
+    recipes = []
+    for folder in (once, again):
+        folder.mkdir()
+        steps = {"run.num_steps": 5, "evaluation.every": 5, "hosts.lost_after_s": 20.0}
+        recipes.append(write_recipe(folder, **steps))
+    run([recipes[0]] * 2)
+    with start([recipes[1]] * 2, "--supervise") as supervisors:
+        wait_for_step(again, supervisors)
+        supervisor = supervisors[lost].pid
+        (child,) = (
+            pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        )
+        os.kill(int(child), signal.SIGKILL)
+        for _, errors in finish(supervisors):
+            assert "supervisor: ended with status" in errors
+    assert rows_of(again, "rl") == rows_of(once, "rl")

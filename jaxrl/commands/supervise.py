@@ -1,0 +1,138 @@
+"""`jaxrl train --supervise`: starts the training process of a host, and starts it again when the run is lost.
+
+    supervisor of each host  --->  jaxrl train ...   status 0        ends
+          ^                                          75, a signal    starts again, from the newest checkpoint
+          +------------------------------------------+
+
+Start it on every host in place of `jaxrl train`. A host that is gone for good is missed: the others try until
+they have failed too often. It does not import JAX, so that it takes no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import filelock
+
+from jaxrl.config.schema import Config
+from jaxrl.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
+
+# Starts in a row without a new checkpoint after which it gives up.
+_MOST_FAILURES = 10
+# Pause before the n-th of them, times n: the others need time to notice a loss.
+_PAUSE_S = 5.0
+
+
+def supervise(config: Config, arguments: Sequence[str]) -> int:
+    """Runs `jaxrl train` with these arguments until it ends for another reason than a loss."""
+    command = [sys.executable, "-m", "jaxrl", "train", *arguments]
+    return keep_running(command, config.run_folder.path, process=config.hosts.process_id)
+
+
+def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) -> int:
+    """Runs a command until it ends for another reason than a loss; returns its exit status.
+
+    SIGTERM and SIGINT are passed on, and it is not started again after them.
+
+    Args:
+      command: the training command of this host.
+      folder: folder of the run.
+      process: number of the process in the run.
+
+    Raises:
+      UserError: another supervisor has this process of the run, or the command failed too often.
+    """
+    with _claimed(folder, f"{socket.gethostname()}.{process}"), _Child() as child:
+        failures, saved, has_run = 0, _saved(folder), False
+        while True:
+            status = child.run(command)
+            # A started process that does not find the others, who have not noticed a loss yet, has status 2.
+            lost = status < 0 or status == EXIT_TRY_AGAIN or (has_run and status == EXIT_USER_ERROR)
+            if child.stopping or not lost:
+                return status
+            before, saved = saved, _saved(folder)
+            failures, has_run = 1 if saved != before else failures + 1, True
+            if failures > _MOST_FAILURES:
+                raise UserError(
+                    f"the training process ended {_MOST_FAILURES} times without a new checkpoint, at last "
+                    f"with status {status}; look at its output above, then start it again"
+                )
+            print(
+                f"supervisor: ended with status {status}; start {failures} of {_MOST_FAILURES} without a "
+                f"new checkpoint follows in {_PAUSE_S * failures:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+            child.wait(_PAUSE_S * failures)
+            if child.stopping:
+                return EXIT_TRY_AGAIN
+
+
+def _saved(folder: pathlib.Path) -> set[pathlib.Path]:
+    """Manifests of the checkpoints of all stages."""
+    return set(folder.glob("*/checkpoints.seals/*.json"))
+
+
+@contextlib.contextmanager
+def _claimed(folder: pathlib.Path, name: str) -> Iterator[None]:
+    """Holds the lock of a supervisor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / f"supervisor.{name}.lock")
+    try:
+        held = lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise UserError(
+            f"{folder} has a supervisor of this process ({lock.lock_file}); stop that one, or give this run "
+            "another --config.name"
+        ) from error
+    with held:
+        yield
+
+
+class _Child:
+    """The training process, and the signals that it gets. A context manager.
+
+    Attributes:
+      stopping: whether a signal to stop has arrived.
+    """
+
+    def __init__(self):
+        self.stopping = False
+        self._process: subprocess.Popen | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> _Child:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._handlers[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Runs a command; returns its exit status, or minus the signal that ended it."""
+        # A session of its own: Ctrl-C reaches it once, by the supervisor.
+        self._process = subprocess.Popen(command, start_new_session=True)
+        if self.stopping:
+            self._process.terminate()
+        return self._process.wait()
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, or less if a signal arrives."""
+        until_s = time.monotonic() + seconds
+        while not self.stopping and time.monotonic() < until_s:
+            time.sleep(0.2)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.stopping = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)

@@ -1,0 +1,87 @@
+"""A supervisor starts a command again after a loss, up to a limit, and never twice at the same time."""
+
+import os
+import signal
+import sys
+
+import pytest
+from processes import started
+
+from jaxrl.commands import supervise
+from jaxrl.commands.supervise import keep_running
+from jaxrl.errors import UserError
+
+# Ends with the statuses of its list, one after the other; of "save" it leaves a checkpoint.
+SCRIPT = """
+import os, pathlib, sys
+folder, *ends = sys.argv[1:]
+log = pathlib.Path(folder) / "starts"
+number = len(log.read_text()) if log.exists() else 0
+log.write_text("x" * (number + 1))
+end = ends[min(number, len(ends) - 1)]
+if end == "save":
+    seals = pathlib.Path(folder) / "rl" / "checkpoints.seals"
+    seals.mkdir(parents=True, exist_ok=True)
+    (seals / f"{number}.json").touch()
+    sys.exit(75)
+if end == "kill":
+    os.kill(os.getpid(), 9)
+sys.exit(int(end))
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch):
+    monkeypatch.setattr(supervise, "_PAUSE_S", 0.0)
+
+
+def ended(folder, *ends: str) -> tuple[int, int]:
+    """The status of a supervised command with these ends, and how often it was started."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), *ends]
+    status = keep_running(command, folder, process=0)
+    return status, len((folder / "starts").read_text())
+
+
+@pytest.mark.parametrize(
+    "ends, expected",
+    [
+        (["0"], (0, 1)),
+        (["75", "kill", "0"], (0, 3)),
+        # A wrong setting is not tried again; a restarted process that is too early for the others is.
+        (["2"], (2, 1)),
+        (["75", "2", "0"], (0, 3)),
+        (["75", "1"], (1, 2)),
+    ],
+)
+def test_it_starts_again_after_a_loss(ends, expected, tmp_path):
+    assert ended(tmp_path, *ends) == expected
+
+
+def test_it_gives_up_without_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "_MOST_FAILURES", 3)
+    with pytest.raises(UserError, match="ended 3 times without a new checkpoint"):
+        ended(tmp_path / "a", "75")
+    # Progress counts from the start again.
+    assert ended(tmp_path / "b", "75", "75", "save", "75", "75", "0") == (0, 6)
+
+
+def test_two_supervisors_of_one_process(tmp_path):
+    with supervise._claimed(tmp_path, f"{supervise.socket.gethostname()}.0"):
+        with pytest.raises(UserError, match="has a supervisor of this process"):
+            ended(tmp_path, "0")
+        command = [sys.executable, "-c", "", str(tmp_path)]
+        assert keep_running(command, tmp_path, process=1) == 0
+
+
+def test_a_signal_ends_both(tmp_path):
+    child = "import time; print('up', flush=True); time.sleep(600)"
+    code = f"""
+import pathlib, sys
+from jaxrl.commands.supervise import keep_running
+command = [sys.executable, "-c", {child!r}]
+sys.exit(-keep_running(command, pathlib.Path({str(tmp_path)!r}), process=0))
+"""
+    with started([[sys.executable, "-c", code]], env=dict(os.environ)) as (supervisor,):
+        assert supervisor.stdout is not None and supervisor.stdout.readline() == "up\n"
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(timeout=60) == signal.SIGTERM
