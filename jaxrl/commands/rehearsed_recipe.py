@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.config.shapes import model_of, tokenizer_directory
 from jaxrl.config.schema import Config
+from jaxrl.config.shapes import model_of, tokenizer_directory
 from jaxrl.errors import UserError
 from jaxrl.hub.hub_names import hub_name
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
