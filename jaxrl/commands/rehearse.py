@@ -158,8 +158,8 @@ class Rehearsal:
         _show(f"step {NUM_STEPS}", after[NUM_STEPS]["time_s"] - after[NUM_STEPS - 1]["time_s"])
         if "perf/handover_gb" in after[NUM_STEPS]:
             last = after[NUM_STEPS]
-            gb = f"{last['perf/handover_gb']:.3g} GB between pools"
-            _show("hand-over", last["timing_s/update_weights"], gb)
+            text = f"{1e3 * last['perf/handover_gb']:.3g} MB between pools"
+            _show("hand-over", last["timing_s/update_weights"], text)
 
     def _first_steps(self, processes: Sequence[subprocess.Popen]) -> dict[int, Any]:
         """Rows of the steps before the one that is interrupted."""
