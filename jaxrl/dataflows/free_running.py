@@ -122,7 +122,7 @@ class SamplingSchedule:
         self._was_restarted = restarted or (row is not None and row.restarted)
         return self._was_restarted and not restarted
 
-    def goes_on(self, results: Sequence[jax.Array]) -> bool:
+    def goes_on(self, results: Sequence[Any]) -> bool:
         """Whether the sampler makes another dispatch before the learner's results are read. Collective.
 
         One process decides it by the clock, the first one that has devices of the learner.
