@@ -216,7 +216,10 @@ def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
         (
             {
                 "hosts__pools_apart": True,
-                "placement": dict(reversed(APART["placement"].items())),
+                "placement": {
+                    "a": APART["placement"]["sample"],
+                    "b": APART["placement"]["learn"],
+                },
             },
             "the first, which writes checkpoints, of all roles but rollout",
         ),
