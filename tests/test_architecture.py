@@ -220,14 +220,14 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 44_680,
-    "lines of code of planner/": 4_820,
+    "lines of code": 45_090,
+    "lines of code of planner/": 4_800,
     "lines of code of the largest other package": 5_620,
-    "files": 352,
-    "lines of code that trainer/ imports, itself included": 25_140,
-    "files that trainer/ imports, itself included": 200,
-    "settings": 185,
-    "functions per 1,000 lines of code": 85,
+    "files": 344,
+    "lines of code that trainer/ imports, itself included": 25_190,
+    "files that trainer/ imports, itself included": 195,
+    "settings": 186,
+    "functions per 1,000 lines of code": 84,
     "lines of code of tests per 100 of the package": 92,
 }
 MIN_COMMENT_PERCENT = 2.8
