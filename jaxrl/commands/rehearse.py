@@ -241,8 +241,7 @@ class Rehearsal:
         """Starts the processes of a run; those left at the end are killed."""
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
-            address = f"localhost:{probe.getsockname()[1]}"
-        several = (f"--config.hosts.coordinator={address}",) if self.hosts > 1 else ()
+            address = f"localhost:{probe.getsockname()[1]}" if self.hosts > 1 else ""
         with contextlib.ExitStack() as stack:
             processes = []
             for number in range(self.hosts):
@@ -253,7 +252,7 @@ class Rehearsal:
                         f"--config={self.folder / 'recipe.py'}",
                         f"--config.run.output={self.folder}",
                         *self.overrides,
-                        *several,
+                        f"--config.hosts.coordinator={address}",
                         f"--config.hosts.num_processes={self.hosts}",
                         f"--config.hosts.process_id={number}",
                     ],
