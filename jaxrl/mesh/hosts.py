@@ -262,12 +262,12 @@ def on_first(function: Callable[[], Result], *, process: int = 0) -> Result:
     """
     if num_processes() == 1:
         return function()
-    exchange = _next_exchange()
     if jax.process_index() == process:
+        # Before the exchange is counted: it may raise another error, after which a server goes on.
         content = json.dumps(_outcome_of(function)).encode()
-        _send(exchange, content)
+        _send(_next_exchange(), content)
     else:
-        content = _receive(exchange, process)
+        content = _receive(_next_exchange(), process)
     _count(len(content))
     return _result_of(json.loads(content))
 
@@ -283,8 +283,9 @@ def gather(function: Callable[[], Result]) -> list[Result]:
     """
     if num_processes() == 1:
         return [function()]
+    content = json.dumps(_outcome_of(function)).encode()
     exchange = _next_exchange()
-    _send(exchange, json.dumps(_outcome_of(function)).encode())
+    _send(exchange, content)
     # Before the next exchange, which may delete them.
     each = [json.loads(_receive(exchange, i)) for i in range(num_processes())] if is_first() else []
     outcomes = on_first(lambda: each)
