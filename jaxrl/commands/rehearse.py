@@ -76,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
     own = [f"--config.{name}={text}" for name, text in theirs.items()]
     run = dataclasses.replace(config.run, output=str(folder))
     config = dataclasses.replace(config, run=run)
+    # Else its processes would go on without it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     Rehearsal(config, folder, hosts, own, args.patience_s).run()
     print(f"rehearsed; recipe, logs and run are in {folder}")
     return 0
