@@ -76,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
     own = [f"--config.{name}={text}" for name, text in theirs.items()]
     run = dataclasses.replace(config.run, output=str(folder))
     config = dataclasses.replace(config, run=run)
+    # Else its processes would go on without it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     Rehearsal(config, folder, hosts, own, args.patience_s).run()
     print(f"rehearsed; recipe, logs and run are in {folder}")
     return 0
@@ -241,8 +243,7 @@ class Rehearsal:
         """Starts the processes of a run; those left at the end are killed."""
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
-            address = f"localhost:{probe.getsockname()[1]}"
-        several = (f"--config.hosts.coordinator={address}",) if self.hosts > 1 else ()
+            address = f"localhost:{probe.getsockname()[1]}" if self.hosts > 1 else ""
         with contextlib.ExitStack() as stack:
             processes = []
             for number in range(self.hosts):
@@ -253,7 +254,7 @@ class Rehearsal:
                         f"--config={self.folder / 'recipe.py'}",
                         f"--config.run.output={self.folder}",
                         *self.overrides,
-                        *several,
+                        f"--config.hosts.coordinator={address}",
                         f"--config.hosts.num_processes={self.hosts}",
                         f"--config.hosts.process_id={number}",
                     ],

@@ -5,30 +5,36 @@
           +------------------------------------------+
 
 Start it on every host in place of `jaxrl train`. A host that is gone for good is missed: the others try until
-they have failed too often. It does not import JAX, so that it takes no device.
+they have failed too often. It asks JAX for no device, so that it takes none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import filelock
 
 from jaxrl.config.schema import Config
 from jaxrl.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
+from jaxrl.tracking.durable import ensure_writable, take_lock
 
 # Starts in a row without a new checkpoint after which it gives up.
 _MOST_FAILURES = 10
 # Pause before the n-th of them, times n: the others need time to notice a loss.
 _PAUSE_S = 5.0
+# Becomes the command of its arguments, which gets SIGTERM when its parent ends, however that ends.
+_STOP_WITH_PARENT = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG, SIGTERM = 1, 15
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def supervise(config: Config, arguments: Sequence[str]) -> int:
@@ -48,9 +54,12 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) 
       process: number of the process in the run.
 
     Raises:
-      UserError: another supervisor has this process of the run, or the command failed too often.
+      UserError: the folder cannot be written to, another supervisor has this process of the run, or the
+        command failed too often.
     """
-    with _claimed(folder, f"{socket.gethostname()}.{process}"), _Child() as child:
+    ensure_writable(folder)
+    lock = folder / f"supervisor.{socket.gethostname()}.{process}.lock"
+    with take_lock(lock), _Child() as child:
         failures, saved, has_run = 0, _saved(folder), False
         while True:
             status = child.run(command)
@@ -81,22 +90,6 @@ def _saved(folder: pathlib.Path) -> set[pathlib.Path]:
     return set(folder.glob("*/checkpoints.seals/*.json"))
 
 
-@contextlib.contextmanager
-def _claimed(folder: pathlib.Path, name: str) -> Iterator[None]:
-    """Holds the lock of a supervisor."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / f"supervisor.{name}.lock")
-    try:
-        held = lock.acquire(timeout=0)
-    except filelock.Timeout as error:
-        raise UserError(
-            f"{folder} has a supervisor of this process ({lock.lock_file}); stop that one, or give this run "
-            "another --config.name"
-        ) from error
-    with held:
-        yield
-
-
 class _Child:
     """The training process, and the signals that it gets. A context manager.
 
@@ -121,6 +114,7 @@ class _Child:
     def run(self, command: Sequence[str]) -> int:
         """Runs a command; returns its exit status, or minus the signal that ended it."""
         # A session of its own: Ctrl-C reaches it once, by the supervisor.
+        command = [sys.executable, "-c", _STOP_WITH_PARENT, *command]
         self._process = subprocess.Popen(command, start_new_session=True)
         if self.stopping:
             self._process.terminate()

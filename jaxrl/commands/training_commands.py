@@ -6,6 +6,7 @@ Kept apart from `run_commands`, so that a mistyped setting is reported before JA
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 
 from jaxrl.config import command_line
@@ -18,7 +19,7 @@ def train(argv: Sequence[str]) -> int:
     def command(config: Config, *, dry_run: bool, supervise: bool) -> int:
         """Trains a recipe, or only checks it and prints what it would take."""
         if supervise and not dry_run:
-            arguments = [text for text in argv[1:] if not text.lstrip("-").startswith("supervise")]
+            arguments = [text for text in argv[1:] if not re.match("--?supervise(=|$)", text)]
             module = importlib.import_module("jaxrl.commands.supervise")
             return module.supervise(config, arguments)
         # Only now: settings are read without JAX, whose import takes seconds.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TypeVar
@@ -195,11 +194,13 @@ def fetch(tree: Any, *, everywhere: bool = True) -> Any:
         leaves[i] = value
     partly = {each for each in holders if 0 < len(each) < num_processes()}
     for some in sorted(partly) if everywhere else ():
-        sent, number = [i for i, each in enumerate(holders) if each == some], _next_exchange()
+        sent = [i for i, each in enumerate(holders) if each == some]
+        exchange = _next_exchange()
+        _count(sum(leaves[i].nbytes for i in sent))
         if me == some[0]:
-            _send(number, b"".join(leaves[i].tobytes() for i in sent))
+            _send(exchange, b"".join(leaves[i].tobytes() for i in sent))
         elif me not in some:
-            content, start = _receive(number, some[0]), 0
+            content, start = _receive(exchange, some[0]), 0
             for i in sent:
                 leaf, end = leaves[i], start + leaves[i].nbytes
                 leaves[i] = np.frombuffer(content[start:end], leaf.dtype).reshape(leaf.shape)
@@ -261,12 +262,13 @@ def on_first(function: Callable[[], Result], *, process: int = 0) -> Result:
     """
     if num_processes() == 1:
         return function()
-    number = _next_exchange()
     if jax.process_index() == process:
+        # Before the exchange is counted: it may raise another error, after which a server goes on.
         content = json.dumps(_outcome_of(function)).encode()
-        _send(number, content)
+        _send(_next_exchange(), content)
     else:
-        content = _receive(number, process)
+        content = _receive(_next_exchange(), process)
+    _count(len(content))
     return _result_of(json.loads(content))
 
 
@@ -281,10 +283,11 @@ def gather(function: Callable[[], Result]) -> list[Result]:
     """
     if num_processes() == 1:
         return [function()]
-    number = _next_exchange()
-    _send(number, json.dumps(_outcome_of(function)).encode())
+    content = json.dumps(_outcome_of(function)).encode()
+    exchange = _next_exchange()
+    _send(exchange, content)
     # Before the next exchange, which may delete them.
-    each = [json.loads(_receive(number, i)) for i in range(num_processes())] if is_first() else []
+    each = [json.loads(_receive(exchange, i)) for i in range(num_processes())] if is_first() else []
     outcomes = on_first(lambda: each)
     return [_result_of(outcome) for outcome in outcomes]
 
@@ -304,10 +307,12 @@ def _result_of(outcome: dict[str, Any]) -> Any:
 
 # Exchanges go through the key-value store of JAX's service in process 0, not over the devices: these may be
 # at work for another pool. All processes make the same exchanges in the same order, and number them.
-_EXCHANGES = "jaxrl/exchange/"
-_KEPT = 64
+# Process 0 keeps what was sent until there are this many exchanges, or bytes.
+_EXCHANGES = "jaxrl/exchange"
+_KEPT, _KEPT_BYTES = 64, 2**26
 _FOREVER_MS = 2**31 - 1
-_numbers = itertools.count()
+# The exchanges and bytes that process 0 keeps, and how often it has deleted them. The same on every process.
+_kept = _kept_bytes = _deleted = 0
 
 
 def _store() -> Any:
@@ -315,24 +320,26 @@ def _store() -> Any:
     return distributed.global_state.client
 
 
-def _next_exchange() -> int:
-    number = next(_numbers)
-    part, place = divmod(number, _KEPT)
-    if part and not place:
+def _next_exchange() -> str:
+    global _kept, _kept_bytes, _deleted
+    if _kept == _KEPT or _kept_bytes > _KEPT_BYTES:
         # Everyone has read what was sent before.
-        _store().wait_at_barrier(f"{_EXCHANGES}{part}", _FOREVER_MS)
+        _store().wait_at_barrier(f"{_EXCHANGES}/{_deleted}", _FOREVER_MS)
         if is_first():
-            _store().key_value_delete(f"{_EXCHANGES}{part - 1}/")
-    return number
+            _store().key_value_delete(f"{_EXCHANGES}/{_deleted}/")
+        _kept, _kept_bytes, _deleted = 0, 0, _deleted + 1
+    _kept += 1
+    return f"{_EXCHANGES}/{_deleted}/{_kept}"
 
 
-def _key(number: int, process: int) -> str:
-    return f"{_EXCHANGES}{number // _KEPT}/{number}/{process}"
+def _count(num_bytes: int) -> None:
+    global _kept_bytes
+    _kept_bytes += num_bytes
 
 
-def _send(number: int, content: bytes) -> None:
-    _store().key_value_set_bytes(_key(number, jax.process_index()), content)
+def _send(exchange: str, content: bytes) -> None:
+    _store().key_value_set_bytes(f"{exchange}/{jax.process_index()}", content)
 
 
-def _receive(number: int, process: int) -> bytes:
-    return _store().blocking_key_value_get_bytes(_key(number, process), _FOREVER_MS)
+def _receive(exchange: str, process: int) -> bytes:
+    return _store().blocking_key_value_get_bytes(f"{exchange}/{process}", _FOREVER_MS)

@@ -175,9 +175,13 @@ class Futures:
         return future
 
     def _check_fetches(self, session_id: str) -> None:
-        own = (f for f in self._futures.values() if f.session_id == session_id and not f.fetched)
-        size = sum(len(future.result.body) for future in own if future.result is not None)
-        if size > self._max_bytes // 4:
+        sizes = collections.Counter()
+        for future in self._futures.values():
+            if future.result is not None and not future.fetched:
+                sizes[future.session_id] += len(future.result.body)
+        size = sizes[session_id]
+        # Some session always has more than its share, so all together stay near the limit.
+        if size * len(sizes) > self._max_bytes:
             raise UserError(
                 f"{size} bytes of results of session {session_id} wait to be fetched, and there is no memory "
                 "for more; fetch them by retrieve_future, or finish the session"

@@ -178,7 +178,7 @@ def run_lock(folder: Path, setting: str = "--config.name") -> Iterator[None]:
 
     def take() -> None:
         ensure_writable(folder)
-        held.append(_take(folder, setting))
+        held.append(take_lock(RunFolder(folder).lock, setting))
 
     hosts.on_first(take)
     try:
@@ -188,10 +188,12 @@ def run_lock(folder: Path, setting: str = "--config.name") -> Iterator[None]:
             file.close()
 
 
-def _take(folder: Path, setting: str) -> IO[str]:
-    # Takes the lock and returns its open file, which child processes do not inherit.
-    path = RunFolder(folder).lock
-    file = path.open("a+", errors="replace")
+def take_lock(path: Path, setting: str = "--config.name") -> IO[str]:
+    """Takes the lock of a file in a run folder; returns the open file, which child processes do not inherit.
+
+    Arguments and errors as in `run_lock`.
+    """
+    folder, file = path.parent, path.open("a+", errors="replace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (

@@ -1,15 +1,21 @@
 """A supervisor starts a command again after a loss, up to a limit, and never twice at the same time."""
 
 import os
+import pathlib
 import signal
+import socket
 import sys
 
 import pytest
 from processes import started
 
+from jaxrl import cli
 from jaxrl.commands import supervise
 from jaxrl.commands.supervise import keep_running
 from jaxrl.errors import UserError
+from jaxrl.tracking.durable import take_lock
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 # Ends with the statuses of its list, one after the other; of "save" it leaves a checkpoint.
 SCRIPT = """
@@ -66,14 +72,27 @@ def test_it_gives_up_without_progress(tmp_path, monkeypatch):
 
 
 def test_two_supervisors_of_one_process(tmp_path):
-    with supervise._claimed(tmp_path, f"{supervise.socket.gethostname()}.0"):
-        with pytest.raises(UserError, match="has a supervisor of this process"):
+    with take_lock(tmp_path / f"supervisor.{socket.gethostname()}.0.lock"):
+        with pytest.raises(UserError, match=r"is in use by process \d+"):
             ended(tmp_path, "0")
         command = [sys.executable, "-c", "", str(tmp_path)]
         assert keep_running(command, tmp_path, process=1) == 0
 
 
-def test_a_signal_ends_both(tmp_path):
+def test_arguments_are_passed_on(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(supervise, "keep_running", lambda c, *_, **__: commands.append(c[4:]) or 0)
+    recipe = tmp_path / "supervised.py"
+    recipe.write_text((CONFIGS / "dapo_tiny.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    rest = ["--config", "supervised.py", "--config.seed=1"]
+    for switch in ("--supervise", "-supervise=true"):
+        assert cli.main(["jaxrl", "train", switch, *rest]) == 0
+        assert commands.pop() == rest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_both(number, tmp_path):
     child = "import time; print('up', flush=True); time.sleep(600)"
     code = f"""
 import pathlib, sys
@@ -82,6 +101,9 @@ command = [sys.executable, "-c", {child!r}]
 sys.exit(-keep_running(command, pathlib.Path({str(tmp_path)!r}), process=0))
 """
     with started([[sys.executable, "-c", code]], env=dict(os.environ)) as (supervisor,):
-        assert supervisor.stdout is not None and supervisor.stdout.readline() == "up\n"
-        supervisor.send_signal(signal.SIGTERM)
-        assert supervisor.wait(timeout=60) == signal.SIGTERM
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == "up\n"
+        supervisor.send_signal(number)
+        assert abs(supervisor.wait(timeout=60)) == number
+        # The child has the other end, too.
+        assert supervisor.stdout.read() == ""

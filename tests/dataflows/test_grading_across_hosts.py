@@ -66,6 +66,11 @@ for i in range(150):
     if i == 70:
         assert hosts.on_first(lambda: int(sys.argv[2])) == 0
 assert hosts.largest(int(sys.argv[2])) == 1
+# Long ones are not kept as long.
+hosts._KEPT_BYTES = 1000
+for _ in range(3):
+    hosts.on_first(lambda: 2000 * "x")
+assert len(hosts._store().key_value_dir_get_bytes("jaxrl/exchange/")) == 1
 try:
     hosts.check_same("the settings", [sys.argv[2]])
 except UserError as error:

@@ -108,6 +108,14 @@ def test_a_session_that_fetches_nothing_is_refused_before_it_fills_the_memory():
     submit(futures, "d")
 
 
+def test_many_sessions_that_fetch_nothing_are_refused():
+    futures = Futures(max_bytes=10)
+    for key in "abcdef":
+        futures.finish(submit(futures, key, session_id=key), Result(b"12"))
+    with pytest.raises(UserError, match="2 bytes of results of session a"):
+        submit(futures, "g", session_id="a")
+
+
 def test_a_cursor_runs_over_the_finished_requests_of_a_channel():
     async def finished(cursor, timeout_s=0.0):
         return await futures.finished_of("sampler", cursor, timeout_s)

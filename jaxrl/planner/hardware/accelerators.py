@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
-import pathlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from jaxrl.checks import MAX_COUNT, annotations_of, at_least, check_value, count, positive
 from jaxrl.errors import UserError
+from jaxrl.files import read_json_object
 from jaxrl.mesh.hardware import CHIPS, Roof, chip_of
 
 
@@ -191,13 +190,13 @@ def accelerator(name_or_path: str) -> Accelerator:
     lowered = name_or_path.lower()
     if lowered.endswith(".json"):
         try:
-            values = json.loads(pathlib.Path(name_or_path).read_bytes())
+            values = read_json_object(name_or_path, absent="give its path")
             values["shapes"] = tuple(map(tuple, values.get("shapes", ())))
             for field, annotation in annotations_of(Accelerator).items():
                 if field in values:
                     check_value(field, values[field], annotation)
             return Accelerator(**values)
-        except (OSError, ValueError, TypeError, UserError) as error:
+        except (ValueError, TypeError) as error:
             fields = ", ".join(field.name for field in dataclasses.fields(Accelerator))
             raise UserError(
                 f"{name_or_path} describes no accelerator ({error}); its fields are {fields} "

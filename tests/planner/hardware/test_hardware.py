@@ -96,7 +96,10 @@ def test_an_entry_that_lacks_a_field_names_it(tmp_path):
     path.write_text('{"name": "mine"}')
     with pytest.raises(UserError, match=r"missing .*'memory_gb'"):
         accelerator(str(path))
-    with pytest.raises(UserError, match="No such file"):
+    path.write_text("[]")
+    with pytest.raises(UserError, match="holds no JSON object"):
+        accelerator(str(path))
+    with pytest.raises(UserError, match="does not exist"):
         accelerator(str(tmp_path / "none.json"))
 
 
