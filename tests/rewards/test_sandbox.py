@@ -20,8 +20,8 @@ from processes import started
 
 from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
+from jaxrl.rewards import sandbox as choosing
 from jaxrl.rewards.sandbox import SANDBOXES, choose_sandbox, lockdown, logged_choice
-from jaxrl.rewards.sandbox import __init__ as choosing
 from jaxrl.rewards.sandbox.native import SandboxLimits, SandboxUnavailable, run_forked
 
 LIMITS = SandboxLimits(seconds=2.0)
