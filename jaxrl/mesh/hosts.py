@@ -46,8 +46,9 @@ class HostsConfig:
     """Number of processes."""
     process_id: Annotated[int, count(0)] = 0
     """Number of this process, from 0."""
-    lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 60.0
-    """Seconds without a heartbeat after which a process counts as lost and all others end.
+    lost_after_s: Annotated[float, at_least(1, at_most=86_400)] = 40.0
+    """Seconds without a heartbeat after which a process counts as lost and all others end,
+    within 15 s.
     Choose it longer than any C function that blocks Python's other threads.
     """
     pools_apart: bool = False
