@@ -19,15 +19,26 @@ from tests.extras import needs_extra
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)\s#]*)#?([^)\s]*)\)")
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files(page):
-    links = LINK.findall(CODE.sub("", page.read_text()))
-    files = [link for link in links if "://" not in link and not link.startswith("mailto:")]
-    assert not [link for link in files if not pathlib.Path(page.parent, link).exists()]
+    for link, anchor in LINK.findall(CODE.sub("", page.read_text())):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = pathlib.Path(page.parent, link) if link else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors_of(target), f"{link}#{anchor}"
+
+
+def anchors_of(page: pathlib.Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", text) for text in kept}
 
 
 @pytest.mark.parametrize("page", ["tutorial", "from_trl", "from_verl", "troubleshooting", "faq"])
