@@ -66,7 +66,8 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) 
             # A started process that does not find the others, who have not noticed a loss yet, has status 2.
             lost = status < 0 or status == EXIT_TRY_AGAIN or (has_run and status == EXIT_USER_ERROR)
             if child.stopping or not lost:
-                return status
+                # A signal as a shell tells it.
+                return 128 - status if status < 0 else status
             before, saved = saved, _saved(folder)
             failures, has_run = 1 if saved != before else failures + 1, True
             if failures > _MOST_FAILURES:

@@ -212,6 +212,29 @@ def test_first_and_second_derivatives_by_hand():
     np.testing.assert_allclose(hessian_VV, by_hand_VV, atol=1e-6)
 
 
+def test_gradients_of_bfloat16_logits_of_a_large_vocabulary():
+    """Against float64 in NumPy: dx = a (onehot - p) - b p (log p + H), rounded to the logits' type."""
+    rng, vocabulary = np.random.default_rng(0), 152_064
+    logits_NV = jnp.asarray(rng.normal(0, 4, (4, vocabulary)), jnp.bfloat16)
+    tokens_N, a, b = rng.integers(0, vocabulary, 4), 3.0, 0.01
+
+    def loss(logits_NV):
+        logprob_N, entropy_N = logprob_entropy(logits_NV, tokens_N)
+        return a * logprob_N.sum() + b * entropy_N.sum()
+
+    gradient_NV = jax.grad(loss)(logits_NV)
+    x_NV = np.asarray(logits_NV, np.float64)
+    log_NV = x_NV - np.log(np.exp(x_NV).sum(axis=1, keepdims=True))
+    p_NV = np.exp(log_NV)
+    entropy_N1 = -(p_NV * log_NV).sum(axis=1, keepdims=True)
+    expected_NV = -a * p_NV - b * p_NV * (log_NV + entropy_N1)
+    expected_NV[np.arange(4), tokens_N] += a
+    assert gradient_NV.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(gradient_NV, np.float64), expected_NV, rtol=6e-3, atol=1e-9
+    )
+
+
 def test_the_gradient_of_a_token_scatters_nothing():
     """On TPU a scatter would hold one more array of the logits' size."""
     shapes = jax.ShapeDtypeStruct((8, 997), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)

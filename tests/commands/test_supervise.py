@@ -91,19 +91,19 @@ def test_arguments_are_passed_on(tmp_path, monkeypatch):
         assert commands.pop() == rest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_both(number, tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_both(number, status, tmp_path):
     child = "import time; print('up', flush=True); time.sleep(600)"
     code = f"""
 import pathlib, sys
 from jaxrl.commands.supervise import keep_running
 command = [sys.executable, "-c", {child!r}]
-sys.exit(-keep_running(command, pathlib.Path({str(tmp_path)!r}), process=0))
+sys.exit(keep_running(command, pathlib.Path({str(tmp_path)!r}), process=0))
 """
     with started([[sys.executable, "-c", code]], env=dict(os.environ)) as (supervisor,):
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "up\n"
         supervisor.send_signal(number)
-        assert abs(supervisor.wait(timeout=60)) == number
+        assert supervisor.wait(timeout=60) == status
         # The child has the other end, too.
         assert supervisor.stdout.read() == ""
