@@ -73,6 +73,7 @@ class Aggregation:
 def count(mask_BT: jax.Array, segment_ids_BT: jax.Array) -> Counts:
     """Trained tokens and sequences of a microbatch, or of any larger part of a batch."""
     ones_BT = masked(jnp.ones_like(mask_BT), mask_BT)
+    # The sum over last tokens counts each sequence once, wherever its tokens lie in the row.
     return Counts(ones_BT.sum(), last_tokens(mask_BT, segment_ids_BT).sum())
 
 
@@ -96,6 +97,7 @@ def seq_mean_token_mean() -> Aggregation:
 
     def weigh(mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
         length_BT = segment_count(mask_BT, segment_ids_BT)
+        # Padding has length 0. Its weight is 0 already, but 0 / 0 is NaN.
         return _equally(mask_BT, segment_ids_BT) / jnp.maximum(length_BT, 1.0)
 
     return Aggregation(weigh, lambda counts: counts.sequences)

@@ -67,6 +67,8 @@ def select_highest(
     """
     able_BT = mask_BT.astype(bool) & (covariance_BT > 0)
     order_BT = jnp.where(able_BT, covariance_BT, -jnp.inf)
+    # With fewer able tokens than the quota the n-th largest is -inf, which all others reach as well; hence
+    # `able &`.
     return able_BT & (order_BT >= _nth_largest(order_BT, _quota(mask_BT, fraction)))
 
 
@@ -114,6 +116,7 @@ def clip_cov(
       (loss, stats); stats as for `clipped`, without the dual clip, and `selected`.
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
+    # Without an advantage the surrogate is 0 for any ratio, and the token stays in the mask.
     loss, stats = surrogate(
         jnp.exp(log_ratio), masked(advantage, ~selected), clip_low=clip_low, clip_high=clip_high
     )

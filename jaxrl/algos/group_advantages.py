@@ -184,20 +184,18 @@ def opo(
 
 
 def gpg(score_B: jax.Array, group_B: jax.Array, *, num_groups: int) -> jax.Array:
-    """Score less the mean of its group, scaled to make up for groups without gradient.
-
-    A = alpha * (s - mean).
+    """Score less the group's mean, scaled up for groups without gradient: A = alpha * (s - mean).
 
     GPG, arXiv 2504.02546: alpha = B / (B - M), where M counts the sequences in groups with equal scores,
     whose gradient is 0. If all groups have equal scores, alpha is B and multiplies zeros.
 
     verl differs: its M counts scores that *are* 0. The two agree only if wrong answers score 0 and no group
-      is
-    all right. With scores of +1 and -1 verl's alpha is always 1.
+    is all right. With scores of +1 and -1 verl's alpha is always 1.
 
     Args and returns as for `grpo`.
     """
     groups = _Groups.of(score_B, group_B, num_groups)
+    # Relative to the lowest, equal scores are exactly 0 whatever they are.
     teaches_B = groups.live & (
         groups.unless_alone(groups.max(groups.above_lowest), groups.score) != 0
     )
@@ -249,6 +247,7 @@ def gdpo(
         return grpo(score_B, group_B, num_groups=num_groups, epsilon=epsilon)
 
     advantage_BK = jax.vmap(component, in_axes=1, out_axes=1)(score_BK)
+    # As in `_Groups.of`: an absent sequence must not enter the whitening's mean and count.
     live_B = (group_B >= 0) & (group_B < num_groups)
     total_B = jnp.einsum("bk,k->b", advantage_BK, weight_K)
     return whiten(total_B, masked(length_B.astype(score_BK.dtype), live_B))

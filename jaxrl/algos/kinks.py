@@ -22,5 +22,7 @@ def clip(
     x: jax.Array, lowest: float | jax.Array = -jnp.inf, highest: float | jax.Array = jnp.inf
 ) -> jax.Array:
     """x clipped to bounds. The slope is 1 between and on the bounds and 0 beyond; bounds get no gradient."""
+    # Strict comparisons: a value on a bound takes the second branch and keeps its whole gradient.
     beyond = (x < lowest) | (x > highest)
+    # stop_gradient, since a bound may be an array with a gradient of its own.
     return jnp.where(beyond, jax.lax.stop_gradient(jnp.clip(x, lowest, highest)), x)

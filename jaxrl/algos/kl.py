@@ -136,6 +136,7 @@ def mean_by_sequence(
       (sum of the sequence means, number of sequences with a trained token). Both can be added over parts of
       a batch.
     """
+    # Every token of a sequence holds its mean, and one of them is to count.
     last_BT = last_tokens(mask_BT, segment_ids_BT)
     mean_BT = segment_mean(kl_BT, mask_BT, segment_ids_BT)
     return masked(mean_BT, last_BT).sum(), last_BT.sum()

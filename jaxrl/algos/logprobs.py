@@ -153,6 +153,7 @@ def from_past(
     # The roll has brought the end of a row to its beginning.
     has_past_BT = has_past_BT.at[:, 0].set(False)
     needed_BT = has_past_BT if trained_BT is None else has_past_BT & trained_BT
+    # A pad, not a roll: no state crosses from the end of a row to its beginning, nor its gradient back.
     past = jax.tree.map(lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0))), hidden)
     return at_places(function, past, tokens_BT, needed_BT, chunk_tokens=chunk_tokens, shards=shards)
 
@@ -183,6 +184,7 @@ def at_places(
     # Stable: neighbours stay neighbours, and equal inputs give equal chunks on every device.
     order_GN = jnp.argsort(~needed_GN, axis=1, stable=True)
     inverse_GN = jnp.argsort(order_GN, axis=1)
+    # One number for all devices: they run one program, so a chunk is left out only where no device needs it.
     most_needed = needed_GN.sum(axis=1).max()
     inputs = (
         jax.tree.map(lambda x: _permuted(_grouped(x, shards), order_GN, inverse_GN), hidden),
@@ -190,6 +192,8 @@ def at_places(
     )
     C = min(chunk_tokens, N)
     if C == N:
+        # `chunk_tokens` allows the logits of all positions at once, so they may be stored for the backward
+        # pass.
         keep = jax.checkpoint_policies.save_only_these_names("logits", LEAST_KEPT)
         values = jax.checkpoint(function, policy=keep)(*inputs, most_needed)
     else:
@@ -203,6 +207,7 @@ def at_places(
             inputs, first = chunk
             return None, function(*inputs, jnp.clip(most_needed - first, 0, C))
 
+        # Without the checkpoint the scan would stack the logits of all chunks for the backward pass.
         keep = jax.checkpoint_policies.save_only_these_names(LEAST_KEPT)
         _, values = jax.lax.scan(
             jax.checkpoint(of_chunk, policy=keep), None, (jax.tree.map(chunked, inputs), firsts)

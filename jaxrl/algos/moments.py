@@ -54,6 +54,7 @@ class Moments:
             count=count,
             mean=mean,
             squares=(masked(x - mean, inside) ** 2).sum(),
+            # The extremes of an empty set are infinite; as 0 they do no harm in sums and metrics.
             min=masked(jnp.min(jnp.where(inside, x, jnp.inf)), count),
             max=masked(jnp.max(jnp.where(inside, x, -jnp.inf)), count),
         )
@@ -62,10 +63,12 @@ class Moments:
         """The moments of all parts together; parts lie along the first axis of every field."""
         count = self.count.sum(0)
         mean = (self.count * self.mean).sum(0) / jnp.maximum(count, 1.0)
+        # The extremes of an empty part are 0 and must not win.
         some = self.count > 0
         return Moments(
             count=count,
             mean=mean,
+            # Chan et al.: squares about the part's mean, and that mean's own distance from the mean of all.
             squares=(self.squares + self.count * (self.mean - mean) ** 2).sum(0),
             min=masked(jnp.min(jnp.where(some, self.min, jnp.inf), 0), count),
             max=masked(jnp.max(jnp.where(some, self.max, -jnp.inf), 0), count),

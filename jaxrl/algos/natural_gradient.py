@@ -50,6 +50,7 @@ def conjugate_gradients(
         x, residual, direction, size = state
         multiplied = product(direction)
         curvature = inner(direction, multiplied)
+        # 0 after the exact solution, and rounding may make it negative. Neither gives a length.
         goes_on = curvature > 0
         length = jnp.where(goes_on, size / jnp.where(goes_on, curvature, 1.0), 0.0)
         x = combined(x, length, direction)
@@ -58,6 +59,8 @@ def conjugate_gradients(
         turned = combined(residual, new_size / jnp.where(goes_on, size, 1.0), direction)
         return x, residual, turned, new_size
 
+    # From x = 0 the first residual, and the first direction, is the target itself: no product is needed to
+    # begin.
     start = (jax.tree.map(jnp.zeros_like, target), target, target, inner(target, target))
     x, residual, *_ = jax.lax.fori_loop(0, iterations, iterate, start)
     return x, combined(target, -1.0, residual)

@@ -123,6 +123,7 @@ def cispo(
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     ratio = jnp.exp(log_ratio)
+    # `jnp.clip`, not `kinks.clip`: the weight has no gradient, so ties do not matter.
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     stats = {
         "pg_clipfrac": flag(weight != ratio, ratio),
@@ -152,6 +153,7 @@ def sapo(
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     tau = jnp.where(advantage > 0, tau_positive, tau_negative).astype(logprob.dtype)
+    # The slope of a sigmoid at 0 is 1/4, so that of the gate at r = 1 is 1.
     gate = 4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0))
     return -advantage * gate, {"ppo_kl": -log_ratio}
 
@@ -256,6 +258,7 @@ def gspo(
     Returns:
       (loss, stats) [B, T], 0 outside the mask; stats as for `clipped`, without the dual clip.
     """
+    # Not bounded by token as elsewhere: only the mean over the sequence goes through exp.
     log_ratio_BT = masked(logprob_BT, mask_BT) - masked(old_logprob_BT, mask_BT)
     mean_BT = segment_mean(log_ratio_BT, mask_BT, segment_ids_BT)
     return _sequence_surrogate(
@@ -374,6 +377,7 @@ def vespo(
     positive_BT = advantage_BT >= 0
     k_BT = jnp.where(positive_BT, k_positive, k_negative).astype(log_w_BT.dtype)
     lambda_BT = jnp.where(positive_BT, lambda_positive, lambda_negative).astype(log_w_BT.dtype)
+    # In logarithms, since W^k alone may overflow; expm1(log W) is W - 1 with all its digits near W = 1.
     gate_BT = jax.lax.stop_gradient(jnp.exp(k_BT * log_w_BT - lambda_BT * jnp.expm1(log_w_BT)))
     loss_BT = -gate_BT * advantage_BT * masked(logprob_BT, mask_BT)
     return masked(loss_BT, mask_BT), {"gate": gate_BT, "ppo_kl": -log_ratio_BT}
@@ -412,6 +416,7 @@ def sequence_masked(
         for x_BT in (logprob_BT, old_logprob_BT, advantage_BT, rollout_logprob_BT)
     )
     gap_BT = segment_mean(rollout_logprob_BT - logprob_BT, mask_BT, segment_ids_BT)
+    # An advantage of 0 removes loss and gradient, and leaves the token in the divisor.
     left_out_BT = (advantage_BT < 0) & (gap_BT > threshold)
     loss_BT, stats = clipped(
         logprob_BT,
@@ -466,6 +471,7 @@ POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
     "dppo_tv": dppo_tv,
     "dro": dro,
     "geo_mean": geo_mean,
+    # The paper's loss is the plain gradient; what is new in GPG is its advantage.
     "gpg": policy_gradient,
     "gspo": gspo,
     "gspo_token": gspo_token,

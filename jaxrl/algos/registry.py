@@ -88,6 +88,7 @@ def check_options(
         function's annotation (`checks`).
     """
     try:
+        # Annotations are text under `from __future__ import annotations`; the checks need the objects.
         signature = inspect.signature(function, eval_str=True)
     except NameError:
         # A user's annotation may name a type that is imported under TYPE_CHECKING only. Its value is then not

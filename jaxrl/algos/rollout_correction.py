@@ -78,6 +78,7 @@ def token_weights(rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Arr
 def sequence_weights(rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """The ratio of the whole sequence, exp(sum of rho, clipped to +-20), on each of its trained tokens."""
     sum_BT = segment_sum(rho_BT, mask_BT, segment_ids_BT)
+    # Each rho is bounded, but their sum over thousands of tokens is not.
     ratio_BT = jnp.exp(jnp.clip(sum_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return jax.lax.stop_gradient(masked(ratio_BT, mask_BT))
 
@@ -189,6 +190,7 @@ def mismatch_moments(
     by_token = {
         "kl": -rho_BT,
         "k3_kl": k3(rho_BT),
+        # rho is at most 20, and e^40 is finite in float32.
         "chi2_token": jnp.expm1(2.0 * rho_BT),
     }
     by_sequence = {
@@ -340,6 +342,7 @@ def rejection_moments(
     """
     last_BT = last_tokens(mask_BT, segment_ids_BT)
     lowest, highest = rejection.lowest, rejection.highest
+    # A statistic over a sequence is on each of its tokens already.
     seq_BT = statistic_BT
     if rejection.over == "token":
         seq_BT = segment_mean(statistic_BT, mask_BT, segment_ids_BT)

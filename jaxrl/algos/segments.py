@@ -52,6 +52,7 @@ def segment_mean(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array)
 
 def segment_max(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Largest value of a sequence's trained tokens, on every token of it; 0 for a sequence without any."""
+    # -inf rather than the 0 of `masked`, which would win where all values are negative.
     low_BT = jnp.where(mask_BT.astype(bool), x_BT, jnp.full_like(x_BT, -jnp.inf))
     count_BT = segment_count(mask_BT, segment_ids_BT)
     return masked(_reduce(jax.ops.segment_max, low_BT, segment_ids_BT), count_BT)
@@ -74,6 +75,7 @@ def next_values(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) 
 
 def running_sum(x_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Cumulative sum over the trained tokens of each sequence, inclusive; 0 outside the mask."""
+    # A scale of 0 on the first token of a segment cuts the recurrence off from the segment before it.
     goes_on_BT = jnp.pad(_same_as_next(segment_ids_BT), ((0, 0), (1, 0)))
     x_BT = masked(x_BT, mask_BT)
     _, total_BT = jax.lax.associative_scan(
@@ -97,6 +99,7 @@ def segment_scan(
       [B, T], 0 outside the mask.
     """
     goes_on_BT = jnp.pad(_same_as_next(segment_ids_BT), ((0, 0), (0, 1)))
+    # A hole has a decay of 1: the sum passes through it as it is.
     keep_BT = jnp.where(mask_BT.astype(bool), decay, 1.0).astype(x_BT.dtype)
     _, y_BT = jax.lax.associative_scan(
         _then, (masked(keep_BT, goes_on_BT), masked(x_BT, mask_BT)), reverse=True, axis=1
@@ -116,6 +119,7 @@ def windowed_scan(
     index_BT = _next_index(mask_BT, segment_ids_BT)
     x_BT = masked(x_BT, mask_BT)
     add = lambda _, y_BT: x_BT + decay * _take(y_BT, index_BT)  # noqa: E731
+    # x is already the sum over one token, hence `steps` - 1 turns.
     return masked(jax.lax.fori_loop(1, steps, add, x_BT), mask_BT)
 
 
@@ -123,6 +127,7 @@ def to_sequences(
     x_BT: jax.Array, mask_BT: jax.Array, sequence_BT: jax.Array, *, num_sequences: int
 ) -> jax.Array:
     """Sum of the trained tokens of each sequence of a batch, [C]; 0 for an absent one."""
+    # Tokens of no sequence go to a bucket of their own, which is cut off again.
     bucket_BT = jnp.where(sequence_BT < 0, num_sequences, sequence_BT)
     return jax.ops.segment_sum(
         masked(x_BT, mask_BT).reshape(-1), bucket_BT.reshape(-1), num_segments=num_sequences + 1
@@ -158,11 +163,13 @@ def _next_index(mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Position of the sequence's next trained token, strictly after each position; T where there is none."""
     B, T = mask_BT.shape
     position_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    # From the right, the smallest trained position so far is the nearest one.
     here_or_later_BT = jax.lax.cummin(
         jnp.where(mask_BT.astype(bool), position_BT, T), axis=1, reverse=True
     )
     later_BT = jnp.concatenate([here_or_later_BT[:, 1:], jnp.full((B, 1), T, jnp.int32)], axis=1)
     theirs_BT = _take(segment_ids_BT, later_BT)
+    # `> 0`: padding, and the 0 that `_take` returns past the end, are no segment.
     return jnp.where((theirs_BT == segment_ids_BT) & (theirs_BT > 0), later_BT, T)
 
 

@@ -24,4 +24,5 @@ def soft_overlong_penalty(
       float32 [B], from 0 down to -penalty.
     """
     excess_B = length_B.astype(jnp.float32) - (max_response_tokens - buffer_tokens)
+    # `jnp.clip`, not `kinks.clip`: a length has no gradient.
     return -penalty * jnp.clip(excess_B / buffer_tokens, 0.0, 1.0)

@@ -83,6 +83,7 @@ def cispo(
 ) -> jax.Array:
     """-sg(clip(r, low, high)) A logprob, arXiv 2506.13585 eq. 4."""
     ratio = jnp.exp(bounded_log_ratio(logprob, logprobs))
+    # `jnp.clip`, not `kinks.clip`: the weight has no gradient, so ties do not matter.
     weight = jax.lax.stop_gradient(jnp.clip(ratio, clip_low_threshold, clip_high_threshold))
     return -weight * advantages * logprob
 
@@ -117,6 +118,7 @@ def gspo(
     mask_BT = sequence_ratio_mask
     log_ratio_BT = masked(logprob_BT, mask_BT) - masked(logprobs, mask_BT)
     mean_BT = segment_mean(log_ratio_BT, mask_BT, segment_ids_BT)
+    # Only the mean goes through exp, so only the mean is bounded: bounding each token would change it.
     ratio_BT = jnp.exp(clip(mean_BT, highest=MAX_SEQUENCE_LOG_RATIO))
     loss_BT = _clipped(ratio_BT, advantages, clip_low_threshold, clip_high_threshold)
     return masked(loss_BT, mask_BT)

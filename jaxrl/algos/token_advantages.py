@@ -53,6 +53,7 @@ def gae(
       (advantage, return) [B, T]; return = advantage + value is the critic's target.
     """
     reward_BT, value_BT = masked(reward_BT, mask_BT), masked(value_BT, mask_BT)
+    # `next_values` skips holes, so the text of a tool between two turns is not a step in time.
     delta_BT = reward_BT + gamma * next_values(value_BT, mask_BT, segment_ids_BT) - value_BT
     where = (delta_BT, mask_BT, segment_ids_BT)
     if steps is None:
@@ -133,6 +134,7 @@ def optimal_token_baseline(
         energy_BT = energy_BT * masked(importance_weight_BT, mask_BT) ** 2
     weight_BT = running_sum(energy_BT, live_BT, segment_ids_BT)
     place_BT = running_sum(live_BT.astype(jnp.int32), live_BT, segment_ids_BT) - 1
+    # One bucket for each position of each group, and a last one for all absent tokens.
     bucket = jnp.where(live_BT, group_BT * T + place_BT, num_groups * T).reshape(-1)
 
     def over_place(reduce, x_BT: jax.Array) -> jax.Array:

@@ -103,9 +103,11 @@ def least_kept(p: jax.Array, truncation: Truncation) -> jax.Array:
 
     def by_top_p() -> jax.Array:
         found = _threshold(p, p, jnp.broadcast_to(truncation.top_p * mass, mass.shape))
+        # A top-p of 0 wants no mass; the search then ends at its upper bound, above every probability.
         found = jnp.minimum(found, p.max(axis=-1, keepdims=True))
         return jnp.maximum(least, jnp.where(truncation.top_p < 1, found, 0.0))
 
+    # `cond`, not `where`: without top-p in the batch the search is not run at all.
     return jax.lax.cond(jnp.any(truncation.top_p < 1), by_top_p, lambda: least)
 
 
@@ -153,6 +155,8 @@ def digit_search(
         for candidate in range(1, 2**digit_bits):
             x = jax.lax.bitcast_convert_type(below + (candidate << shift), jnp.float32)
             enough = _total_of_rows(jnp.where(p > x[..., None], weight, 0.0)) >= wanted
+            # The sum falls as x grows, so the number of candidates that still reach `wanted` is the digit
+            # itself.
             value += enough.astype(jnp.int32)
         return below + (value << shift)
 

@@ -29,6 +29,8 @@ def clipped_value(
     """
     bounded = kinks.clip(value, old_value - clip, old_value + clip)
     plain, clipped = (value - returns) ** 2, (bounded - returns) ** 2
+    # Not `jnp.maximum`: in the first update every value equals its old one, both errors tie, and the gradient
+    # would be the mean of two branches.
     active = clipped > plain
     loss = 0.5 * jnp.where(active, clipped, plain)
     return loss, {"vf_clipfrac": flag(active, loss), "vf_error": value - returns}

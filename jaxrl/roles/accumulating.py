@@ -11,8 +11,8 @@ the same shape, whatever its sequences, and its empty microbatches are skipped a
 compiles once. `pack_targets` cuts a larger request into several batches. The optimiser's numbers are
 arguments of its program.
 
-The state is what is trained: all weights or, of a model with adapters, these alone. Then `frozen` has the
-weights below them, which any number of states share, and `trainee` exchanges the state.
+The state holds what is trained: all weights, or the adapters alone. With adapters, `frozen` holds the weights
+below them, which any number of states share, and an assignment to `trainee` exchanges the state.
 
 Example of one sequence, trained on what follows "a b" (model input "a b c", target tokens "b c d"):
 
@@ -55,7 +55,7 @@ from jaxrl.roles.packing import (
 from jaxrl.roles.policy import Actor
 from jaxrl.types import PackedBatch
 
-# Float32 holds every fraction of it.
+# Random numbers are below it. Float32 holds every one of them, divided by it, exactly.
 DRAW_NUMBERS = 1 << 24
 
 
@@ -104,7 +104,7 @@ class Trainee:
 
     Attributes:
       state: its training state, without frozen weights; None before the first weights.
-      gradients: what has added up since the last step, of adapters with their scale; None for nothing.
+      gradients: sum of the gradients since the last step, of adapters after scaling; None for none.
       scale: factor of an adapter's output.
     """
 
@@ -132,7 +132,7 @@ class AccumulatingActor(Actor):
         where = self.trained(self._gradient_shardings)
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         self._zeros = jax.jit(lambda: zeros(self.trained(self.shapes)), out_shardings=where)
-        # Named after what they compile for: one entry per loss and K in each.
+        # Each compiles once per loss and K.
         self.accumulate_program = jax.jit(
             self._accumulate,
             static_argnames="loss",
@@ -179,7 +179,7 @@ class AccumulatingActor(Actor):
           (log-probabilities [1, M, K, R, T] of the targets at every place, sum of the loss).
         """
         gradients = self._zeros() if self._gradients is None else self._gradients
-        # A failed program has consumed them.
+        # The program consumes them even if it fails.
         self._gradients = None
         self._gradients, *found = self.accumulate_program(
             gradients, *self._weights(), batch, loss=loss
@@ -232,6 +232,7 @@ class AccumulatingActor(Actor):
         self._before_change()
         self._gradients = None
         self._num_updates += 1
+        # Arrays, not constants: a step with other numbers compiles nothing.
         traced: Any = AdamNumbers(*map(np.float32, numbers))  # pyright: ignore[reportArgumentType]
         scale = np.float32(self._scale)
         self.state, grad_norm = self.apply_program(state, gradients, scale, traced)
@@ -285,6 +286,7 @@ class AccumulatingActor(Actor):
         draws: int,
     ) -> tuple[jax.Array, ...]:
         def further(logprobs_GCV: jax.Array, numbers_GCN: jax.Array) -> tuple[jax.Array, ...]:
+            # Ids first: `top_k` returns the values first.
             found = jax.lax.top_k(logprobs_GCV, top_k)[::-1] if top_k else ()
             if draws:
                 ids_GCN = _drawn(logprobs_GCV / temperature, numbers_GCN)
@@ -348,6 +350,7 @@ class AccumulatingActor(Actor):
         with jax.numpy_dtype_promotion("standard"):
             direction, opt_state = _adamw(numbers).update(gradients, state.opt_state, trained)
         new = jax.tree.map(lambda p, d: p - numbers.learning_rate * d, trained, direction)
+        # A gradient that is not finite would leave NaN in the moments forever.
         trained, opt_state = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(grad_norm), new, old),
             (new, opt_state),
@@ -450,6 +453,7 @@ def pack_targets(
 
         batch = TargetBatch(
             tokens=packing.pack([x.tokens for x in chosen], np.int32),  # pyright: ignore
+            # Every token has log-probabilities to return; weights and advantages say which ones count.
             loss_mask=(packing.segment_ids > 0).astype(np.float32),  # pyright: ignore
             targets=pack([x.targets for x in chosen], np.int32),
             inputs={

@@ -168,6 +168,7 @@ class Estimator:
         T = batch.tokens.shape[-1]
         by_token = {name: x.reshape(-1, T) for name, x in (arrays or {}).items()}
         given = {"score_BK": score_BK, "weight_K": weight_K, **by_token}
+        # The coefficient is an argument of the program: an adaptive one compiles nothing.
         return _estimate(
             self, num_groups, batch, score_B, group_B, value, baseline_B, given, np.float32(kl_coef)
         )
@@ -180,6 +181,7 @@ def _estimate(estimator, num_groups, batch, score_B, group_B, value, baseline_B,
     mask_BT, segment_ids_BT = rows.loss_mask, rows.segment_ids
     # Further conversations of a sample count as its own: `types.PackedBatch.sequence`.
     sequence_BT = jnp.where(rows.sequence < 0, -1, rows.sequence % len(score_B))
+    # Masked before the estimate, whose exponential could overflow on tokens that do not count.
     kl_BT = KL_ESTIMATES[estimator.kl_estimate](
         masked(rows.old_logprob, mask_BT), masked(rows.ref_logprob, mask_BT)
     )

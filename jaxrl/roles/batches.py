@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl.data.demonstrations import MaskedExample
 from jaxrl.roles.packing import PackedShape, Packing, PrefixGroups, plan_packing
-from jaxrl.types import AgentRows, Branch, Completions, PackedBatch, TrainBatch
+from jaxrl.types import Branch, Completions, PackedBatch, TrainBatch
 
 ShareOption = bool | Literal["auto"]
 
@@ -67,9 +67,13 @@ def pack_completions(
         packing = plan(fill_minibatches=fill_minibatches)
     batch = _packed(packing, rows.tokens, rows.logprob, rows.mask)
     if completions.routes:
-        batch = batch.replace(routes=_packed_routes(packing, completions.routes))
+        # -1 on padding, and on the last token of each sequence, which was never run through the model. The
+        # number of an expert fits into 16 bits.
+        flat = [of_one.reshape(len(of_one), -1) for of_one in completions.routes]
+        routes = np.moveaxis(packing.pack(flat, np.int16, padding=-1), -1, 2)
+        batch = batch.replace(routes=routes)
     if len(rows.number) > len(completions):
-        # Shared prompts keep their -1.
+        # Index -1 takes the entry that is appended, so shared prompts keep their -1.
         number = np.append(rows.number, -1).astype(np.int32)
         batch = batch.replace(sequence=number[batch.sequence])
     if top_entropy < 1:
@@ -108,7 +112,15 @@ class _Rows:
 def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
     B, group_B = len(completions), completions.prompt_index_B
     prompts = [completions.prompts.tokens[n] for n in group_B]
-    further = [] if completions.of_agents is None else _further(completions.of_agents)
+    # (sample, its number among those of the sample from 1, branch)
+    further: list[tuple[int, int, Branch]] = []
+    if completions.of_agents is not None:
+        branches = completions.of_agents.branches
+        further = [(b, j, x) for b, some in enumerate(branches) for j, x in enumerate(some, 1)]
+        # A shape has room for as many as there are samples; those with the most trained tokens are worth the
+        # most.
+        further.sort(key=lambda item: -item[2].mask.sum())
+        further = sorted(further[: len(branches)], key=lambda item: item[:2])
     sample = np.array([*range(B), *(b for b, _, _ in further)])
     mask = [*completions.mask, *(branch.mask for _, _, branch in further)]
     if trained_B is not None:
@@ -116,22 +128,17 @@ def _rows_of(completions: Completions, trained_B: np.ndarray | None) -> _Rows:
     tokens = [np.concatenate(pair) for pair in zip(prompts, completions.tokens, strict=True)]
     return _Rows(
         sample=sample,
+        # Modulo B each of these numbers is its sample.
         number=np.array([*range(B), *(b + j * B for b, j, _ in further)]),
+        # A further conversation is a group of its own, and shares nothing.
         group=np.append(group_B, len(completions.prompts) + np.arange(len(further))),
+        # Each answer keeps a last token of the prompt: its hidden state predicts the answer's first token.
         shared=np.array([len(prompt) - 1 for prompt in prompts] + [0] * len(further)),
         tokens=[*tokens, *(branch.tokens for _, _, branch in further)],
         logprob=[*completions.rollout_logprob, *(x.rollout_logprob for _, _, x in further)],
         entropy=[*completions.entropy, *(branch.entropy for _, _, branch in further)],
         mask=mask,
     )
-
-
-def _further(agents: AgentRows) -> list[tuple[int, int, Branch]]:
-    """(sample, its number among those of the sample from 1, branch); at most as many as there are samples."""
-    found = [(b, j, x) for b, some in enumerate(agents.branches) for j, x in enumerate(some, 1)]
-    # A shape has room for so many; those with the most trained tokens are worth the most.
-    found.sort(key=lambda item: -item[2].mask.sum())
-    return sorted(found[: len(agents.branches)], key=lambda item: item[:2])
 
 
 def pack_examples(
@@ -143,12 +150,6 @@ def pack_examples(
     sequences = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     packing = plan_packing([len(s) for s in sequences], shape, shards=shards)
     return _packed(packing, sequences, zeros, masks)
-
-
-def _packed_routes(packing: Packing, routes: Sequence[np.ndarray]) -> np.ndarray:
-    """`PackedBatch.routes` of sequences; -1 on padding, and on the last token of each, which was not run."""
-    flat = [of_one.reshape(len(of_one), -1) for of_one in routes]
-    return np.moveaxis(packing.pack(flat, np.int16, padding=-1), -1, 2)
 
 
 def _packed(packing: Packing, sequences, rollout_logprob, mask) -> TrainBatch:

@@ -125,12 +125,14 @@ def _moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
     *entries, last = (*sharding.spec, *[None] * (moment.codes.ndim - len(sharding.spec)))
     axes = (last,) if isinstance(last, str) else last or ()
     shards = math.prod(dict(sharding.mesh.shape)[axis] for axis in axes)
+    # A dimension that does not divide cannot be split; scales are small enough to be replicated.
     last = None if moment.scale.shape[-1] % shards else last
     places: Any = sharding, NamedSharding(sharding.mesh, P(*entries, last))
     return BlockQuantized(*places)
 
 
 def _compress(state: Any, kind: MomentKind, count: jax.Array) -> Any:
+    # Not a seed of the run: a resumed run must round like the original one.
     key = jax.random.fold_in(jax.random.key(0), count)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 
@@ -185,12 +187,14 @@ def quantized(x: jax.Array, key: jax.Array, *, block: int, signed: bool) -> Bloc
     levels, power, dtype = _SIGNED if signed else _UNSIGNED
     blocks = jnp.abs(x).reshape(*x.shape[:-1], -1, block)
     scale = blocks.max(-1)
+    # A block of zeros has scale 0.
     share = (blocks / jnp.where(scale > 0, scale, 1.0)[..., None]).reshape(x.shape)
     below = jnp.floor(levels * share ** (1 / power))
     low, high = (below / levels) ** power, ((below + 1) / levels) ** power
     # The probability follows the distances to the values of the two codes, not to the codes themselves: the
     # codes are not evenly spaced, and the rounding would be biased.
     up = jax.random.uniform(key, x.shape) * (high - low) < share - low
+    # At a share of 1 `below` is the last code already.
     codes = jnp.minimum(below + up.astype(below.dtype), levels)
     if not signed:
         # A positive second moment never becomes 0. With a nonzero first moment Adam would divide by epsilon

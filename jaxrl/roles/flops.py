@@ -53,6 +53,8 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     for layer in model.of_attention_layers:
         queries, keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
         if model.kv_latent:
+            # Latent attention: one projection makes the latent and the rotated part of the keys; another one
+            # makes values, and the rest of the keys, from the latent.
             values = model.num_heads * model.value_dim
             sides += [("q", model.q_latent or width, queries, 1), ("k", width, model.cached_dim, 1)]
             sides += [("q", width, model.q_latent, 1)] * bool(model.q_latent)
@@ -89,6 +91,7 @@ def attention_flops(model: ModelConfig, lengths_B: np.ndarray) -> np.ndarray:
       lengths_B: tokens of each sequence.
     """
     tokens_B = np.asarray(lengths_B, np.float64)
+    # A token sees itself and all tokens before it.
     full_B = tokens_B * (tokens_B + 1) / 2
     beyond_B = np.maximum(tokens_B - model.sliding_window, 0)
     # A token that lies m tokens beyond the first full window does not see the first m tokens.

@@ -11,6 +11,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.rollout.backend import RolloutBackend, SamplingOptions
 from jaxrl.types import Prompts
 
+# At temperature 0 nothing is drawn, so seed, step and the ids of prompts do not matter.
 _GREEDY = SamplingOptions(num_samples=1, seed=0, step=0, temperature=0.0)
 
 
@@ -42,6 +43,7 @@ class GenerativeJudge:
     def answer(self, texts: Sequence[str]) -> tuple[str, ...]:
         """The greedy answer to each text. Prompts that are too long lose their beginning."""
         rendered = [render_context(text, self.tokenizer, self._prompt_format) for text in texts]
+        # Cut from the left: the end of a prompt holds the response, and what makes a chat model answer.
         tokens = tuple(
             ids[-self._max_prompt_tokens :] for ids in self.tokenizer.encode_batch(rendered)
         )

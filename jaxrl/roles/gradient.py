@@ -132,6 +132,7 @@ class MicrobatchLoss:
             shares = {name: share * x for name, x in routing_metrics(routing).items()}
             loss = loss + self.load_balancing_coef * balance
         maxima = objective.maxima(outputs, micro).items()
+        # They are at least 0, so the 0 of masked tokens cannot win.
         maxima = {name: masked(x, micro.loss_mask).max() for name, x in maxima}
         trained = count(micro.loss_mask, micro.segment_ids)
         sums = Sums(means, shares, trained, maxima, correction)
@@ -195,6 +196,7 @@ def minibatch_gradient(
         counts=jax.tree.map(jnp.ones_like, counts) if deferred else counts,
         num_tokens=jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1.0),
     )
+    # A load-balancing loss has a gradient whatever the advantages.
     if objective.needs_advantage and not load_balancing_coef:
         num_backward = num_with_advantage(batch.advantage[u], batch.loss_mask[u])
     else:
@@ -239,6 +241,7 @@ def _accumulate(
         pull_back: Any
         here = params
         if in_loop:
+            # With the number of the microbatch inside it, the barrier cannot be moved out of the loop.
             here, m = jax.lax.optimization_barrier((params, m))
         _, pull_back, (sums, this_pass) = jax.vjp(
             lambda p: loss(p, micro_of(batch, u, m)), here, has_aux=True

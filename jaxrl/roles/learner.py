@@ -52,7 +52,6 @@ class TrainState:
     step: jax.Array
 
     def replace(self, **changes) -> TrainState:
-        """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -101,7 +100,7 @@ class Learner(PackedModel, abc.ABC):
     ) -> tuple[Any, Routing | None]:
         """The arrays [R, T] that losses read, as a pytree, and the routing of a mixture of experts.
 
-        `supervised` is for objectives that learn tokens which nothing has sampled.
+        `supervised` is for objectives whose tokens are examples, not samples.
         """
 
     def _outputs_against(
@@ -201,6 +200,7 @@ class Learner(PackedModel, abc.ABC):
 
     def init(self) -> None:
         """Random weights, born sharded."""
+        # One program makes and places them: no device ever holds a whole weight.
         make = jax.jit(
             lambda key: self._fresh_state(init_params(self.model, key)),
             out_shardings=self.state_shardings(),
@@ -281,6 +281,7 @@ class Learner(PackedModel, abc.ABC):
             self._updates[objectives, epochs] = jax.jit(
                 update,
                 donate_argnums=0,
+                # Sharded like the old state: its donated buffers fit, and the next step compiles nothing.
                 out_shardings=(self.state_shardings(), None, None),
             )
         return self._updates[objectives, epochs]
@@ -394,13 +395,11 @@ class Learner(PackedModel, abc.ABC):
 
 
 def _as_stored(state: Any) -> Any:
-    """Pins the arrays of a state to the memory layout that they have between programs.
-
-    On TPUs with pipeline stages XLA chooses another layout for the loop over minibatches, to suit its
-    matmuls, and copies the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the
-    layout, and pinning it does harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as
-    much on H100.
-    """
+    """Pins the arrays of a state to the memory layout that they have between programs."""
+    # On TPUs with pipeline stages XLA chooses another layout for the loop over minibatches, to suit its
+    # matmuls, and copies the whole state: 13 of 42 GB for 7B on two stages of v5p. Elsewhere XLA keeps the
+    # layout, and pinning it does harm: the same model took 29 GB instead of 25 with FSDP alone, and twice as
+    # much on H100.
     return jax.tree.map(
         lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim)))), state
     )

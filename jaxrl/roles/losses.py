@@ -491,6 +491,7 @@ def policy(
     def loss(outputs: PolicyOutputs, micro: TrainBatch):
         given = {"selected": micro.selected} if isinstance(micro, SelectedBatch) else {}
         loss_RT, stats = on_packed_rows(function, _loss_inputs(outputs, micro), **options, **given)
+        # Importance weights are of the policy's loss alone, as in verl; the other terms are added unweighted.
         loss_RT = loss_RT * micro.weight
         if has_bonus:
             # A plan traces the update with a batch that has no coefficient.
@@ -518,6 +519,7 @@ def policy(
         loss,
         make(**(aggregation_options or {})),
         maxima=_ratio_deviation,
+        # A function of the user may have a gradient without an advantage.
         needs_advantage=skips_groups
         and name in POLICY_LOSSES
         and name not in HAVE_OTHER_TERMS
@@ -544,10 +546,7 @@ def _loss_inputs(outputs: PolicyOutputs, micro: TrainBatch) -> dict[str, jax.Arr
 def _selection(
     name: str, options: Mapping[str, Any]
 ) -> tuple[Callable[[TrainBatch, jax.Array], SelectedBatch] | None, tuple[str, ...]]:
-    """The token selection of Clip-Cov or KL-Cov, and the names of its options; (None, ()) for other losses.
-
-    Tokens are selected once, over whole minibatches, so the split into microbatches does not matter.
-    """
+    """The token selection of Clip-Cov or KL-Cov, and the names of its options. Other losses: (None, ())."""
     if name not in SELECTIONS:
         return None, ()
     select = SELECTIONS[name]
@@ -555,6 +554,7 @@ def _selection(
     settings = {k: value for k, value in options.items() if k in names}
     check_options(select, settings, f"policy loss {name!r}")
 
+    # Over whole minibatches, before the first update, so that the split into microbatches does not matter.
     def prepare(batch: TrainBatch, key: jax.Array) -> SelectedBatch:
         def of_minibatch(key, *rows):
             old_BT, advantage_BT, mask_BT = (x.reshape(-1, x.shape[-1]) for x in rows)
@@ -612,6 +612,7 @@ def _inside_the_loss(correction: CorrectionConfig | None, *, truncated: bool) ->
             found["rollout_corr/truncation_masked_fraction"] = fraction
         return found
 
+    # The default weighs and rejects nothing.
     config = correction or CorrectionConfig()
     return InnerCorrection(
         apply,

@@ -74,6 +74,7 @@ def build_optimizer(config: OptimConfig, axes: Any = None) -> optax.GradientTran
       axes: tuple of logical axes of each trained weight, in nested dicts. Muon finds the matrices by them;
         AdamW takes None.
     """
+    # The rate is left out: it comes with each step, as an argument of the compiled update.
     scaled = optax.scale_by_adam(*config.betas, config.epsilon)
     if config.kind == "muon":
         scaled = _muon(axes, others=scaled)
@@ -126,6 +127,7 @@ def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimen
     """
     if path[0] not in ("layers", "first") or path[-1] not in ("weight", "lora_a", "lora_b"):
         return None
+    # Dimension 0 stacks layers.
     dims = tuple(i for i, name in enumerate(axes) if i and name != "experts")
     # "heads" and "head_dim" together are one side of the matrix. The other side is the width, or the rank of
     # an adapter (None).

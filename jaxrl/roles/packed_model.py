@@ -67,7 +67,7 @@ def layers_per_iteration(num_layers: int, d_model: int, platform: str | None) ->
 
 
 def _check_state(train: TrainConfig, mesh: Mesh) -> None:
-    """Checks that nothing cuts the state of a delta layer off from the tokens that it goes on to."""
+    """Raises UserError if shared prompts or split rows would cut off the state of a delta layer."""
     if train.shares_prompts:
         raise UserError(
             "train.share_prompts puts the answers to a prompt side by side, and a delta layer has one state "
@@ -135,12 +135,13 @@ class PackedModel:
                 experts_for(device_of(mesh), train.dtype),
                 mesh,
                 TRAIN_RULES,
-                # XLA has none on CPU.
+                # XLA on CPU has no ragged exchange.
                 move=None if platform_of(mesh) in (None, "cpu") else jax.lax.ragged_all_to_all,
             ),
             layers=pipeline(
                 scan_layers, mesh, TRAIN_RULES, num_microbatches=train.pipeline_microbatches
             ),
+            # XLA on CPU is slow with what suits accelerators here; `Compute` says why for each of these.
             unroll=layers_per_iteration(model.num_layers, model.d_model, platform_of(mesh)),
             flat=platform_of(mesh) == "cpu" and mesh.shape["context"] == 1,
             wide_results=platform_of(mesh) == "cpu",
@@ -167,6 +168,7 @@ class PackedModel:
             tokens=tokens,
         )
         block_tokens = pick_block_tokens(platform, tree=tree)
+        # What one device has of the heads is what a context axis can exchange.
         heads = [
             max(1, number // shards_of("heads", TRAIN_RULES, self.mesh))
             for number in (self.model.num_heads, self.model.num_kv_heads)
@@ -281,7 +283,7 @@ class PackedModel:
         reference: Decoder = nnx.merge(ref_graph, ref_params)
         out = self._run(model, micro)
         with jax.named_scope("reference"):
-            # Its experts are its own choice, also where it is this model without adapters.
+            # The reference chooses its own experts, also where it is this model without adapters.
             ref_out = ref_model._run(reference, micro.replace(routes=None))
             ref_hidden = jax.lax.stop_gradient(ref_out.hidden_BTD)
         logits_of, hidden = self._head(model, out.hidden_BTD, micro)
@@ -357,8 +359,8 @@ class PackedModel:
             with jax.named_scope("attend"):
                 return attention_to(q, k, v, segments, kind), None
 
-        # Ids and positions change places once, and the last hidden states once more: all layers between
-        # compute in the order of the ring, and labels and chunks of logits know nothing of it.
+        # Tokens are put into the order of the ring once, and the last hidden states back. All layers compute
+        # in that order; labels and chunks of logits are in the order of the batch.
         order = functools.partial(spread, split=split, mesh=self.mesh, rules=TRAIN_RULES)
         segment_ids = order(micro.segment_ids)
         segments: Any = segment_ids
@@ -430,6 +432,8 @@ def each_micro(
         jax.eval_shape(lambda: function(micro_of(batch, 0, 0))),
     )
 
+    # One after another, so that the activations of a single microbatch are in memory; an empty one costs no
+    # more than the test.
     def one(i, out):
         u, m = i // M, i % M
         values = jax.lax.cond(

@@ -295,6 +295,7 @@ def _segments(row: list[int], lengths: np.ndarray, groups: PrefixGroups) -> list
     """The segments of a row in order; a shared prefix precedes the sequences that continue it."""
     segments: list[_Segment] = []
     for members in _by_group(row, groups):
+        # A prompt with one answer in the row needs no branch.
         shared = int(groups.shared_B[members[0]]) if len(members) > 1 else 0
         if shared:
             segments.append(_Segment(0, shared, sharers=tuple(members)))
@@ -406,6 +407,7 @@ def best_fit_decreasing(
             tokens = own[i]
             fits = [(opened.rooms[row], row) for row in used if opened.rooms[row] >= tokens]
             if fits:
+                # Best fit: the fullest row that takes it.
                 _, row = min(fits)
             else:
                 tokens += shared
@@ -513,6 +515,7 @@ def _exchanged(
         moved = np.where(back < len(taken), given - taken[np.minimum(back, len(taken) - 1)], 0)
         best = int(np.argmax(moved))
         if most <= 0 or moved[best] <= 0:
+            # Back in the order of the samples, which ties in best-fit depend on.
             return [np.sort(pool) for pool in pools]
         long, short = pools[giver][best], pools[taker][back[best]]
         pools[giver] = _replaced(pools[giver], long, short, lengths)

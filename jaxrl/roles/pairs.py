@@ -72,6 +72,7 @@ def pack_pairs(
     fields: dict[str, Any] = {
         "tokens": packing.pack(items, np.int32),
         "positions": pack(lambda pair: (np.arange(_length(a)) for a in pair[:2]), np.int32),
+        # The packing numbers the pairs of a row from 1: number k + 1 becomes segments 2k + 1 and 2k + 2.
         "segment_ids": np.where(inside, 2 * packing.segment_ids - 1 + second, 0).astype(np.int32),
         "sequence": packing.sequence,
         "loss_mask": pack(
@@ -104,6 +105,7 @@ def pair_sums(x_RT: jax.Array, segment_ids_RT: jax.Array) -> tuple[jax.Array, ja
         x_RT, segment_ids_RT
     )
     P = T // 2
+    # Segment 0 is padding.
     return sums_RS[:, 1 : 2 * P : 2], sums_RS[:, 2 : 2 * P + 1 : 2]
 
 
@@ -165,10 +167,12 @@ def _pair_objective(
         values = on_pairs(function, inputs(outputs, micro), present_RP, **options)
         # A pair's value goes to the last trained token of its chosen answer, whose segment id is odd.
         ends_RT = masked(ends_RT, ids_RT % 2)
+        # Segments that the mask leaves out need only stay within the array.
         pair_RT = jnp.minimum(ids_RT // 2, present_RP.shape[1] - 1)
         return jax.tree.map(
             lambda x_RP: masked(jnp.take_along_axis(x_RP, pair_RT, axis=1), ends_RT), values
         )
 
+    # A pair is two sequences.
     pair_mean = Aggregation(token_mean().weigh, lambda counts: counts.sequences / 2.0)
     return Objective(by_token, pair_mean, stats=pair_mean)

@@ -96,8 +96,10 @@ def _of_agents(completions: Completions) -> list[_Turn]:
         b = number % B
         prompt_id = int(prompts.ids_N[b // completions.num_samples])
         for start in np.flatnonzero(np.diff(mask, prepend=0) > 0).tolist():
+            # As when the turn was sampled: its key follows from the tokens before it.
             seed = turn_seed(prompt_id, b % completions.num_samples, tokens[:start])
             turns.append(_Turn(number, start, int(completions.started_B[b]), seed, 0))
+    # They sort behind the turns of every sequence, so the search for a token's turn never ends at one.
     rest = _Turn(np.iinfo(np.int32).max, 0, 0, 0, 0)
     return turns + [rest] * (2 ** len(turns).bit_length() - len(turns))
 

@@ -32,6 +32,7 @@ class ScoreLearner(Learner):
 
     def start_from(self, params: Params) -> None:
         """Starts from weights, which are donated; those of a language model get a score head of zeros."""
+        # With zeros the first values are 0 rather than noise, and the trunk is at first left alone.
         if "score_head" not in params:
             params = score_params(params, self.model)
         super().start_from(params)

@@ -152,6 +152,7 @@ class TrustRegionActor(Actor):
                 )
                 return masked(kl_RT, micro.loss_mask).sum()
 
+            # Forward over reverse: the product with a Hessian that is never built.
             return jax.jvp(jax.grad(kl), (params,), (vector,))[1]
 
         return jax.lax.with_sharding_constraint(
@@ -162,13 +163,13 @@ class TrustRegionActor(Actor):
         """Mean KL(old || new) over trained tokens."""
 
         def kl(micro: Any) -> jax.Array:
-            old_and_new = (lora.join(params, frozen) for params in (old, new))
+            # The new policy is the "reference" here: KL(policy || reference) is then KL(old || new).
             _, _, kl_RT, _ = self.policy_and_kl(
                 self.graph,
-                next(old_and_new),
+                lora.join(old, frozen),
                 self,
                 self.graph,
-                next(old_and_new),
+                lora.join(new, frozen),
                 micro,
                 temperature=self._temperature,
             )
@@ -177,7 +178,6 @@ class TrustRegionActor(Actor):
         return _mean_over_tokens(kl, batch)
 
     def _loss(self, params: Params, frozen: Params, batch: Any, objective: Objective) -> jax.Array:
-        """The loss of the batch."""
         T = batch.tokens.shape[-1]
         mask, segment_ids = (x[0].reshape(-1, T) for x in (batch.loss_mask, batch.segment_ids))
         loss = MicrobatchLoss(
