@@ -61,6 +61,7 @@ def keep_compiled_programs() -> pathlib.Path | None:
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_S)
+    # -1 is JAX's default, no limit; a limit of the user stays.
     if _setting("jax_compilation_cache_max_size") == -1:
         jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
     return folder

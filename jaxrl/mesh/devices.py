@@ -39,6 +39,7 @@ def simulate(num_devices: int, *, processes: int = 1) -> None:
             f"mesh.simulated_devices={num_devices} does not divide over hosts.num_processes={processes}; "
             f"use a multiple of {processes}"
         )
+    # A machine with an accelerator simulates on its CPU, too.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices // processes)
     # XLA has a thread for each core or device. One that waits in a collective blocks its thread, and devices
@@ -106,6 +107,7 @@ def dtype_on(mesh: Mesh, asked: str) -> str:
     """The dtype of weights and activations: as asked, and for "auto" the fast one on a mesh."""
     if asked != "auto":
         return asked
+    # XLA on CPU has few fast kernels for bfloat16.
     return "float32" if platform_of(mesh) == "cpu" else "bfloat16"
 
 

@@ -107,6 +107,7 @@ class Route:
         return jax.lax.bitcast_convert_type(moved, dtype)
 
 
+# Routes are static arguments of `move_program` and compared by identity: another object would compile anew.
 @functools.cache
 def route_of(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> Route:
     """The way of an array of this shape, with at least one dimension, between two shardings."""
@@ -164,6 +165,8 @@ def _senders(
     for receiver, write, holders in sorted(needed, key=lambda n: not is_local(n[0], n[2])):
         sender, read = min(
             holders,
+            # The receiver itself costs nothing. Then evenly, since the busiest sender sets the number of
+            # rounds; then on the same host, over the faster links.
             key=lambda h: (
                 h[0] != receiver,
                 sent[h[0]] >= most,
@@ -257,6 +260,7 @@ def move_arrays(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -
         routes.append(route_of(x.shape, x.sharding, target))
         shard = x.sharding.shard_shape(x.shape)
         parts = [part.data for part in x.addressable_shards]
+        # Every device of the program needs an input of the same shape, also those that only receive.
         if len(rest):
             empty = _empty_on(Mesh(rest, (_AXIS,)), shard, x.dtype)()
             parts += [part.data for part in empty.addressable_shards]
@@ -291,6 +295,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
             return jax.device_put(value, sharding)
         if value.ndim:
             return move_arrays([value], [sharding])[0]
+        # A scalar has no dimension that a route could cut. It is small enough to go through the hosts.
         value = fetch(value)
     elif sharding.is_fully_addressable:
         return jax.device_put(value, sharding)

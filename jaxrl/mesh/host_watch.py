@@ -9,10 +9,10 @@ if it was process 0, with SIGABRT and a hundred lines of stack. Here a thread of
 heartbeats with the others. If one is missed it ends its own process with a line that names the lost process,
 its last phase, and what to do.
 
-The store dies with process 0, and JAX then aborts the other processes before their threads can react, after
-a hundred lines of stack. The handler of that signal writes the line, and ends with the status of a lost
-process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2).
-What the kernel kills, for want of memory, prints nothing itself; the others name it.
+The store dies with process 0. JAX then prints a hundred lines of stack and aborts the other processes before
+their threads can react. So the handler of the abort's signal writes the line, and ends with the status of a
+lost process. JAX's own callback cannot: it fails to make a Python object of its status (jaxlib 0.10.2). A
+process that the kernel kills for want of memory prints nothing itself; the others name it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxrl.errors import EXIT_TRY_AGAIN, UserError
 
 _FAULT = 1
 _PREFIX = "jaxrl/signs_of_life/"
-# Heartbeats in the time after which a process counts as lost.
+# Heartbeats in the time after which a process counts as lost: single late ones do no harm.
 _HEARTBEATS = 6
 _SLOWEST_HEARTBEAT_S = 5.0
 # Time in which process 0 must accept a connection, or it is gone.
@@ -59,7 +59,7 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat.
+    """What a process tells the others about itself.
 
     Attributes:
       process: number of the process.
@@ -92,6 +92,7 @@ class Peers:
 
     def note(self, heartbeats: Sequence[Heartbeat], now_s: float) -> None:
         for new in heartbeats:
+            # The same count again: nothing has come since.
             if new.process in self._last and new != self._last[new.process]:
                 # A failed process keeps the time of its failure, whatever it still sends.
                 if new.state != self._last[new.process].state or new.state == _RUNNING:
@@ -185,6 +186,7 @@ class HostWatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # These leave by themselves and say why: the user's error, a status, Ctrl-C.
         orderly = isinstance(error, UserError | SystemExit | KeyboardInterrupt)
         if error is not None and not orderly:
             self._fail(error)
@@ -201,6 +203,7 @@ class HostWatch:
                 f"{self._name} could not go on ({str(error).splitlines()[0]}); whether another process is "
                 "lost will be known in a moment"
             )
+            # The watch knows after the shorter silence of a broken run, and two of its rounds.
             if self._found.wait(self._silence_s + 2 * self._every_s):
                 # The thread has printed the message, and ends this process.
                 self._thread.join()
@@ -219,6 +222,7 @@ class HostWatch:
         self._stop.set()
         if self._coordinator and self._process:
             ctypes.CDLL(None).signal(signal.SIGABRT, None)
+        # The thread may be waiting for a store that no longer answers.
         self._thread.join(timeout=self._every_s)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._send(state)
@@ -272,6 +276,7 @@ class HostWatch:
             self._count += 1
             sent = Heartbeat(self._process, self._host, self._count, self.phase, state)
             text = json.dumps(dataclasses.asdict(sent))
+        # One key for each process, overwritten: the store does not grow with the run.
         self._store.key_value_set(f"{_PREFIX}{self._process}", text, allow_overwrite=True)
 
     def _read(self) -> list[Heartbeat]:

@@ -211,7 +211,7 @@ def fetch(tree: Any, *, everywhere: bool = True) -> Any:
 
 def processes_of(leaf: Any) -> tuple[int, ...]:
     """The processes that have a part of an array, ascending; none if it is no array on a mesh."""
-    # Others belong to each process alone.
+    # Any other array belongs to its own process alone.
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
         return ()
     return tuple(sorted({device.process_index for device in leaf.sharding.device_set}))
@@ -240,6 +240,7 @@ def check_same(what: str, content: Iterable[Any]) -> None:
     """
     if num_processes() == 1:
         return
+    # Only a hash passes through process 0, however large the content is.
     digest = hashlib.blake2b(digest_size=8)
     for part in content:
         digest.update(part.encode() if isinstance(part, str) else np.asarray(part).tobytes())
@@ -264,7 +265,8 @@ def on_first(function: Callable[[], Result], *, process: int = 0) -> Result:
     if num_processes() == 1:
         return function()
     if jax.process_index() == process:
-        # Before the exchange is counted: it may raise another error, after which a server goes on.
+        # Run before the exchange is counted. If it raises anything but a UserError a server goes on, and its
+        # next exchange must have the number that the others wait for.
         content = json.dumps(_outcome_of(function)).encode()
         _send(_next_exchange(), content)
     else:
@@ -287,7 +289,7 @@ def gather(function: Callable[[], Result]) -> list[Result]:
     content = json.dumps(_outcome_of(function)).encode()
     exchange = _next_exchange()
     _send(exchange, content)
-    # Before the next exchange, which may delete them.
+    # Read before the next exchange is counted, which may delete what was sent.
     each = [json.loads(_receive(exchange, i)) for i in range(num_processes())] if is_first() else []
     outcomes = on_first(lambda: each)
     return [_result_of(outcome) for outcome in outcomes]

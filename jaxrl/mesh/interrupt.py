@@ -59,6 +59,8 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         self._wakes, self._woken_by = os.pipe()
+        # Python refuses a descriptor that could block a signal handler. A full pipe has woken the thread
+        # already.
         os.set_blocking(self._woken_by, False)
         self._previous_wakeup = signal.set_wakeup_fd(self._woken_by, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -79,6 +81,7 @@ class StopSignal:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
+        # A second Ctrl-C: the user does not want to wait for the step.
         again = self._received == signal.SIGINT and number == signal.SIGINT
         self._received = number
         if again or (self._ends_at_once and number == signal.SIGINT):
@@ -162,6 +165,7 @@ class StopSignal:
         arrived_s = time.monotonic()
         while not self._left.wait(_POLL_S):
             with self._lock:
+                # A save that ended after the signal starts the deadline anew.
                 waited_s = time.monotonic() - max(arrived_s, self._saved_at_s)
                 self._has_given_up = (
                     not self._num_saving and waited_s > _SHARE_OF_STEP * self._within_s

@@ -43,7 +43,7 @@ def check_host_memory(mesh: Mesh | AbstractMesh, setting: str, instead: str) -> 
     """
     for device in mesh.local_devices if isinstance(mesh, Mesh) else ():
         kinds = sorted(memory.kind for memory in device.addressable_memories())
-        # A GPU that is not here, for which one compiles, tells none.
+        # A device that programs are compiled for, but that is not here, lists no memory at all.
         if kinds and _HOST not in kinds:
             raise UserError(
                 f"{setting} keeps arrays in {_HOST} memory, and {device.device_kind} reaches "

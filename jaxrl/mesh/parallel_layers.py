@@ -79,6 +79,7 @@ def attention_parallel(
                 copies = max(1, split.exchanged // k.shape[2])
                 k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
                 q, k, v = (swap(x, split_axis=2, concat_axis=1) for x in (q, k, v))
+                # The heads that are here now attend to all tokens of the exchange, and need the ids of all.
                 ids = jax.lax.all_gather(
                     ids, context_axes, axis=1, tiled=True, axis_index_groups=split.groups()
                 )
@@ -204,6 +205,7 @@ def expert_parallel(
         held_experts.__name__ = f"{HELD_EXPERTS}{shards}"
         out = jax.jit(held_experts)(x, expert, share, weights, first)
         out = back(out)
+        # Devices of a tensor group hold other experts, or other parts of them.
         out = jax.lax.psum(out, tensor_axes) if tensor_axes else out
         if not in_order:
             return out

@@ -47,9 +47,10 @@ def microbatches_of(rows: int, rules: Rules, mesh: Mesh | AbstractMesh, requeste
     """The number of microbatches that a pipeline splits `rows` into.
 
     It is the requested number, by default the number of stages. If the rows of a shard do not divide by it,
-    it is their greatest common divisor. Prefill may have few rows; one microbatch is slow but correct.
+    it is their greatest common divisor.
     """
     per_shard = rows // shards_of("batch", rules, mesh)
+    # Prefill may have few rows, and one microbatch is slow but correct.
     return math.gcd(per_shard, requested or shards_of("layers", rules, mesh))
 
 
@@ -158,8 +159,7 @@ class _Rows:
     """Views B rows as m microbatches, [n, m, b]: each shard of the batch has a part of every microbatch.
 
     Example: B = 8 rows, n = 2 shards, m = 2 microbatches. Shard 0 holds rows 0-3, shard 1 rows 4-7.
-      Microbatch
-    0 is rows 0, 1, 4, 5 and microbatch 1 rows 2, 3, 6, 7, so no row moves to another shard.
+    Microbatch 0 is rows 0, 1, 4, 5 and microbatch 1 rows 2, 3, 6, 7, so no row moves to another shard.
 
     Attributes:
       n, m: number of batch shards, number of microbatches.
@@ -237,6 +237,8 @@ def _exchanges(
 
     def from_last(x):
         if not shared:
+            # Too few microbatches to share out: a sum in which all other stages are 0 copies the last one's
+            # rows.
             last = jax.lax.axis_index(stage) == p - 1
             return jax.lax.psum(jnp.where(last, x[0], jnp.zeros_like(x[0])), stage)
         pieces = jnp.moveaxis(x.reshape(x.shape[1], p, -1, *x.shape[3:]), 1, 0)

@@ -190,6 +190,7 @@ def _read_pool(name: str, row: Mapping[str, Any], mesh: LayoutConfig) -> Pool:
         layouts[role] = _with_settings(f"placement.{name}.layouts.{role}", base, changes)
     span, text = None, row.get("devices")
     if text is not None:
+        # At most 7 digits: `int` refuses text of thousands of them with an error of its own.
         match = re.fullmatch(r"(\d{1,7})-(\d{1,7})", text) if isinstance(text, str) else None
         if match is None or int(match[2]) < int(match[1]):
             raise UserError(

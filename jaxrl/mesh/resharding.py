@@ -82,6 +82,8 @@ class Weight:
         used = set(itertools.chain(*after))
         spec = []
         for size, axes, kept in zip(self.shape, before, after, strict=True):
+            # The axes of generation are the major ones: undoing the minor ones is then a gather inside each
+            # shard.
             both = (*kept, *(axis for axis in axes if axis not in used))
             divides = size % math.prod(mesh.shape[axis] for axis in both) == 0
             spec.append(both if divides else kept)
@@ -198,10 +200,7 @@ class Bucket:
         return weight.generate_shardings, replicated(weight.generate.mesh)
 
     def _gather_slice(self, state: tuple[Any, jax.Array], leaf: jax.Array) -> tuple[Any, jax.Array]:
-        """Fills the next slice of (generation leaf, number of slices done).
-
-        The count lives on the device, so that all slices run the same program without a transfer.
-        """
+        """Fills the next slice of (generation leaf, number of slices done)."""
         (weight,) = self.weights
         filled, count = state
         dim = weight.whole_dim
@@ -211,6 +210,7 @@ class Bucket:
         piece = _cast(weight, jax.lax.dynamic_slice_in_dim(leaf, start, size, dim))
         piece = jax.lax.with_sharding_constraint(piece, weight.generate_shardings)
         update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=dim)
+        # The count lives on the device, so that all slices run the same program without a transfer.
         return jax.tree.map(update, filled, piece), count + 1
 
     def gather_arguments(self) -> tuple[Any, ...]:
@@ -328,6 +328,8 @@ class Resharding:
         """
         assert self.donate, "the training copy still exists; drop the generation copy instead"
         leaves = jax.tree.leaves(params)
+        # In reverse, each bucket meets the memory that it left on the way to generation: the peak is the
+        # same.
         for bucket in reversed(self.buckets):
             self._replace(leaves, bucket, bucket.slice_program)
         return jax.tree.unflatten(self._structure, leaves)

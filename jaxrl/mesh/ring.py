@@ -70,6 +70,7 @@ class ContextSplit:
         u, r = self.exchanged, self.ring
         # Queries, keys and values, and back the outputs, of which 1 / u stay here. Then every part of keys
         # and values visits all other devices of its ring.
+        # With fewer key-value heads than exchanging devices, heads are copied until each has one.
         held = max(kv_heads, u)
         return 2 * (query_heads + held) * (u - 1) / u + 2 * held * (r - 1)
 

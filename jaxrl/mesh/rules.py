@@ -94,6 +94,7 @@ def partition_spec(
             # What the experts of the same array have left.
             mesh_axes = tuple(a for a in mesh_axes if claimed.get(a) != "experts")
         if (needed := REPLICABLE.get(axis or "")) is not None:
+            # Minor axes are given up first. Axes that must divide stay, and the error below names them.
             while size % _product(mesh_axes, sizes) and mesh_axes[-1:] != needed[-1:]:
                 mesh_axes = mesh_axes[:-1]
         if size % _product(mesh_axes, sizes):
@@ -223,5 +224,6 @@ def per_device(
         axis_names=frozenset(where.axis_names) - frozenset(where.manual_axes),
         in_specs=in_specs,
         out_specs=out_specs,
+        # The splash kernel does not work with the check (docs/attention.md).
         check_vma=False,
     )

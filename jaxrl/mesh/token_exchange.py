@@ -60,6 +60,7 @@ def exchange_tokens(
       function that returns results [1, r N, D] to their senders, and adds up those of each token: [B, T, D]).
     """
     A, r = expert_BTA.shape[-1], jax.lax.axis_size(axis)
+    # Padding has expert `num_experts`, so its owner is r: no device.
     owner_NA = expert_BTA.reshape(-1, A) // (num_experts // r)
     N = len(owner_NA)
     S = N * min(A, r)
@@ -82,6 +83,7 @@ def exchange_tokens(
 
     def send(x: jax.Array, fill: int) -> jax.Array:
         rows_S = _rows(x.reshape(N, -1), token_S, row_NA)
+        # Room for all tokens of the group: the shape is fixed, and all of them may come here.
         empty = jnp.full((r * N, rows_S.shape[1]), fill, x.dtype)
         return move(rows_S, empty, *there, axis_name=axis)[None]
 
@@ -94,6 +96,7 @@ def exchange_tokens(
 
 def _added(rows_S: jax.Array, row_NA: jax.Array) -> jax.Array:
     """The sum of each token's rows."""
+    # Row S does not exist and reads as 0. Sums are in float32, so that bfloat16 rows are rounded once.
     parts_NA = rows_S.at[row_NA].get(mode="fill", fill_value=0)
     return parts_NA.sum(1, dtype=jnp.float32).astype(rows_S.dtype)
 
