@@ -1,10 +1,10 @@
 """The routes of the Tinker API as an ASGI application, for tinker 0.38 and the cookbook.
 
-Submissions answer `{"request_id": ..}` at once, and the result is fetched by `retrieve_future`. What is wrong
-with a submission is said in its result, `{"error": .., "category": "user"}`, and calls behind it still find
-their turn. What cannot be a submission, such as a body cut short, is refused with a status:
+Submissions answer `{"request_id": ..}` at once, and the result is fetched by `retrieve_future`. They are in a
+log before they are answered, and `build_app` submits those of an earlier server again.
 
-Submissions are in a log before they are answered, and `build_app` submits those of an earlier server again.
+An error of a submission is its result, `{"error": .., "category": "user"}`, and later calls still have their
+turn. A request that cannot be a submission, such as a body cut short, is refused with a status:
 
     400  malformed           410  session, model or request unknown, or over
     404  no such route       413, 415  body too large, or of another kind
@@ -73,7 +73,7 @@ def build_app(
     # The highest rank of an adapter, and the projections that adapters have; rank 0 without adapters.
     lora = model_config.lora
 
-    # One object for a path: it is what tells the sampler that the devices have these weights.
+    # One object for a path: by its identity the sampler knows weights that have a place already.
     @functools.cache
     def exported(path: str) -> SamplerWeights:
         return SamplerWeights(models.folder_of(path, "sampler_weights"), path)
@@ -86,7 +86,7 @@ def build_app(
         return object_of(content) if content else {}, content
 
     async def logged(answer: Json) -> Response:
-        """An answer that is given once what it promises is on disk."""
+        """An answer, given once the records that it promises are on disk."""
         await asyncio.to_thread(log.sync, log.written)
         return JSONResponse(answer)
 
@@ -248,7 +248,8 @@ def build_app(
             }
 
         if follows:
-            # Here and not in `work`, since a restart repeats only the newest save.
+            # Here and not in `work`: a restart repeats only the newest save, and all these samplers must
+            # exist.
             model = models.model_of(str(body.get("model_id")))
             weights = SamplerWeights(newest=model.newest)
             clients.add_sampler(f"{model.session_id}:sample:{number}", model.session_id, weights)
@@ -315,6 +316,7 @@ def build_app(
             "asample", request_id, content, start, session_id=session_id, channel=channel
         )
         number = body.get("num_samples", 1)
+        # A wrong number is refused by `read_call`, in the result; here it must not make a long list.
         count = number if type(number) is int and 0 < number <= 100_000 else 1
         ids = [f"{request_id}/{i}" for i in range(count)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
@@ -418,6 +420,7 @@ def _adapter(body: Mapping[str, Any], most: LoraConfig) -> tuple[LoraConfig, int
         raise UserError(
             "lora_config: train_attn and train_mlp leave nothing to train; set one of them to true"
         )
+    # A key takes 32 bits of it.
     return LoraConfig(rank=rank, targets=targets), seed % 2**32
 
 
@@ -432,6 +435,7 @@ def _adam(body: Mapping[str, Any]) -> AdamNumbers:
     numbers = {"learning_rate": 1e-4, **{k: v for k, v in given.items() if k not in unknown}}
     bounds = {"learning_rate": 1e4, "beta1": 1.0, "beta2": 1.0, "weight_decay": 1e4}
     for name, value in numbers.items():
+        # Finite in float32, in which the program computes.
         most = bounds.get(name, 1e30)
         inside = type(value) in (int, float) and 0 <= value <= most
         if not inside or (name.startswith("beta") and value == 1):

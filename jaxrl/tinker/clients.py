@@ -24,7 +24,7 @@ class SamplingSession:
     """A client's sampler.
 
     Attributes:
-      weights: what it samples from; None once they had to go.
+      weights: weights to sample from; None once newer snapshots have taken their room.
     """
 
     session_id: str
@@ -35,7 +35,7 @@ class Clients:
     """Sessions and samplers of all clients. Any thread may call it."""
 
     def __init__(self, futures: Futures, write: Callable[..., None], lease_s: float):
-        """Args: futures, which end with a session; `Log.write`; seconds after which one is silent."""
+        """Args: futures; `Log.write`; seconds without a word after which a session is silent."""
         self._futures = futures
         self._write = write
         self._lease_s = lease_s
@@ -45,20 +45,23 @@ class Clients:
         self._samplers: dict[str, SamplingSession] = {}
 
     def open(self) -> str:
-        """A new session. Many clients just end, so those that are silent are ended now."""
+        """Opens a session, and ends those that are silent."""
+        # Many clients stop without a word: nothing else would free what their sessions hold.
+        # A copy, since `end` changes the table.
         for silent in filter(self.is_silent, list(self._heard)):
             self.end(silent)
+        # Random: folders of weights are named after it, and outlive the server that counts.
         session_id = f"s{secrets.token_hex(8)}"
         self._write("session", session_id)
         self._heard[session_id] = monotonic()
         return session_id
 
     def restore(self, session_id: str) -> None:
-        """Goes on with a session of the log, if its client comes back soon."""
+        """Reopens a session of the log; its client has a minute to come back."""
         self._heard[session_id] = monotonic() - max(0.0, self._lease_s - _RETURN_S)
 
     def heard(self, session_id: Any) -> str:
-        """The id of a session that was heard of now; raises Gone."""
+        """Notes that a session was heard of, and returns its id; raises Gone if there is none."""
         if not isinstance(session_id, str) or session_id not in self._heard:
             raise Gone(f"session {session_id!r} is not known here, or has ended; create one")
         self._heard[session_id] = monotonic()
@@ -83,17 +86,18 @@ class Clients:
         with self._lock:
             self._samplers[sampler_id] = SamplingSession(session_id, weights)
             samplers = (s for s in self._samplers.values() if s.session_id == session_id)
+            # Weights in files take no memory here.
             taken = [s for s in samplers if s.weights and s.weights.taken_by]
             for sampler in taken[:-MAX_SNAPSHOTS]:
                 sampler.weights = None
 
     def snapshots(self) -> set[str]:
-        """Ids of the requests that took the snapshots which are kept."""
+        """Ids of the requests that took the snapshots that are kept."""
         with self._lock:
             return {s.weights.needs for s in self._samplers.values() if s.weights} - {""}
 
     def sampler(self, sampler_id: Any) -> tuple[str, SamplerWeights]:
-        """The session and the weights of a sampler; raises Gone or UserError if it, or they, are not here."""
+        """The session and the weights of a sampler; raises Gone without it, UserError without its weights."""
         sampler = self._samplers.get(sampler_id) if isinstance(sampler_id, str) else None
         if sampler is None:
             raise Gone(f"sampling session {sampler_id!r} is not known here; create one")

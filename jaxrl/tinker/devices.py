@@ -1,15 +1,15 @@
 """What is on the devices: the models that clients train, and the weights that they sample from.
 
 The public methods of `Devices` are commands, which `Together` runs one at a time, and with several processes
-in each of them. Their results are the same everywhere. Clients' mistakes are found before, in the first
-process.
+in each of them. Their results are the same everywhere. Clients' mistakes are found before a command is sent,
+in the first process.
 
     process 0   models ---+                                the others
                 sampler --+--> run(command, ..) -- sends --> follow: command(..)
 
-Programs of several devices wait for each other on the way. Two threads that start such programs may start
-them in another order on each device, and then all of them wait forever. So commands take turns, in the order
-in which they come. On one device they may be at work at the same time.
+The devices of a program wait for each other in its collectives. If two threads start such programs, devices
+may get them in different orders, and then all of them wait forever. So commands take turns, in the order in
+which they come. On one device they may run at the same time.
 
 N tokens of a sequence   K targets of a place
 """
@@ -66,7 +66,7 @@ class Trained:
 
     Attributes:
       adapter: rank and alpha of what is trained; the rank is 0 if that is all weights.
-      trainee: the weights and what belongs to them.
+      trainee: its weights, optimiser state and gradients.
     """
 
     adapter: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -85,7 +85,7 @@ class Scores:
     Attributes:
       logprobs: float32 [N - 1], of the next token.
       targets: float32 [N - 1, K], of further tokens.
-      top: [N - 1, k] both, the most probable tokens and theirs; empty if nobody asked.
+      top: [N - 1, k] both, the most probable tokens and their log-probabilities; empty for none.
       drawn: the same of tokens that were drawn.
     """
 
@@ -162,6 +162,7 @@ class Devices(abc.ABC):
         """Bytes of each device by what they are for, counted from shapes and by the compiler."""
         sizes, actor = self._engine.config, self.actor
         cache = f"cache of {sizes.slots} samples of {sizes.max_context_tokens} tokens"
+        # Any sequence does: all batches have one shape.
         one = np.zeros((1, 1), np.float32)
         datum = Targets(np.zeros(1, np.int32), one.astype(np.int32), {"weights": one})
         (part,) = pack_targets([datum], self.shape, shards=self._shards)
@@ -254,6 +255,7 @@ class Devices(abc.ABC):
         assert state is not None, "a model has weights"
         if trained.adapter.rank:
             self.export(model_id, folder)
+            # Without padding, so that a server with another --max_rank can load it.
             state = lora.with_rank(state, trained.adapter.rank)
         checkpoints = Checkpoints(folder / "checkpoints", keep=None)
         try:
@@ -305,7 +307,7 @@ class Devices(abc.ABC):
     # Samples
 
     def snapshot(self, model_id: str, request_id: str, kept: Collection[str]) -> None:
-        """Copies a model's weights to the host, to sample from; of earlier copies some are kept."""
+        """Copies a model's weights to the host, to sample from; drops earlier copies but those in `kept`."""
         self._snapshots = {name: self._snapshots[name] for name in kept}
         self._snapshots[request_id] = self._copied(self.trained[model_id])
 
@@ -318,10 +320,10 @@ class Devices(abc.ABC):
         """Brings weights to a place: a snapshot, or what is in a folder."""
 
     def turn(self) -> None:
-        """Decodes on. Requests that a failure of the devices has met get it as their answer."""
+        """Decodes further. If the devices fail, open requests are answered with the failure."""
         try:
             self.live.turn()
-        # It may have destroyed the slots.
+        # The failed program may have consumed the slots of all samples.
         except jax.errors.JaxRuntimeError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.live.clear(LiveError(f"the engine has failed: {reason}"))
@@ -366,7 +368,7 @@ class AdapterDevices(Devices):
         trained = device_bytes((actor.abstract_state(), actor.abstract_gradients()))
         self._resident = {
             f"{config.adapters} adapters in training": config.adapters * trained,
-            # A stack, and the one after it.
+            # The stack in use, and the next one while it is made.
             f"{self.num_places} places of adapters": 2 * stack,
         }
         self._engine = build_engine(
@@ -416,15 +418,16 @@ class AdapterDevices(Devices):
             try:
                 here = jax.device_put(params, jax.local_devices()[0])
                 save_adapter(here, config, folder, dtype="float32", base=str(self.directory))
-            except Exception as error:  # the others have to hear of it
+            except Exception as error:  # `on_first` tells the others of a UserError only
                 raise UserError(
                     f"{folder} could not be written ({error}); free space or repair the disk, and save again"
                 ) from error
 
-        # Else the others would begin with a checkpoint, and wait for this process.
+        # Collective: the others would go on to the checkpoint, and wait in it for this process.
         hosts.on_first(write)
 
     def _copied(self, trained: Trained) -> Any:
+        # With the client's scale in its factors, since the adapters of a stack share a scale of 1.
         return hosts.fetch(lora.scaled(trained.params, trained.trainee.scale))
 
     def bring(self, at: int, taken_by: str, folder: pathlib.Path | None) -> None:
@@ -478,7 +481,7 @@ class WholeDevices(Devices):
         return jax.tree.map(lambda x: np.array(jax.device_get(x)), params), where
 
     def bring(self, at: int, taken_by: str, folder: pathlib.Path | None) -> None:
-        # Other weights come after these have gone: both may not fit.
+        # The old weights go before the new ones come: both may not fit.
         self.live.pause()
         self.live.release_weights()
         self._params = {}
@@ -498,7 +501,7 @@ class Together:
     """Runs the commands of the first process everywhere."""
 
     def __init__(self, devices: Devices, *, exclusive: bool):
-        """Args: what the commands are methods of; whether only one may run at a time."""
+        """Args: the devices; whether only one command may run at a time."""
         self.devices = devices
         self._exclusive = exclusive
         self._changed = threading.Condition()
@@ -512,7 +515,7 @@ class Together:
     ) -> Result:
         """Runs a method of the devices in every process, and returns what it returns here.
 
-        Its arguments can be pickled, and are right: what a client has done wrong is found before.
+        Its arguments are picklable and valid: clients' mistakes are found before.
         """
         with self._turn():
             self._exchange((command.__name__, args, kwargs))
@@ -535,6 +538,7 @@ class Together:
         if hosts.num_processes() == 1:
             return command
         sent = hosts.on_first(lambda: base64.b64encode(pickle.dumps(command)).decode())
+        # The sender is process 0 of this run, by JAX's own service.
         return pickle.loads(base64.b64decode(sent))
 
     @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Future:
       digest: hash of its body.
       result: the result; None before.
       fetched: whether a client has had it.
-      waits_for: why it is not being worked at; "" if it is only its turn that it waits for.
+      waits_for: why it cannot have its turn yet; "" if it only waits for its turn.
     """
 
     request_id: str
@@ -118,7 +118,7 @@ class Futures:
         self._waiters: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     def expect(self, request_id: str, result: Result | None) -> None:
-        """Tells of a submission in the log that comes again, with its result if it is finished."""
+        """Announces a submission of the log that will come again, with its result if it is finished."""
         self._expected[request_id] = result
 
     def submit(
@@ -155,6 +155,7 @@ class Futures:
                         "for each request"
                     )
                 return found
+            # What the log announced is in the log already, and was accepted when there was room for it.
             if request_id not in self._expected:
                 if self._bytes > self._max_bytes:
                     self._check_fetches(session_id)
@@ -163,7 +164,7 @@ class Futures:
             future = Future(request_id, route, session_id, channel, digest)
             self._futures[request_id] = future
             if result := self._expected.pop(request_id, None):
-                # It may have been fetched, and room must be made for others.
+                # It may have been fetched before the restart, and must not keep its room forever.
                 future.fetched = True
                 self._keep(future, result)
         try:
@@ -196,14 +197,15 @@ class Futures:
         """
         if future.result is not None:
             return
+        # The log has no place for results of sessions that have ended.
         is_kept = self._futures.get(future.request_id) is future
-        # Without its result in the log it is done again after a restart, and so are all after it.
+        # If the log fails, a restart repeats this request and all after it.
         with contextlib.suppress(OSError):
             if is_kept:
                 fields = {**dataclasses.asdict(result), "id": future.request_id, "ran": ran}
                 self._write("result", future.session_id, **fields)
         with self._lock:
-            # Its session may have ended meanwhile.
+            # Its session may have ended since.
             if self._futures.get(future.request_id) is future:
                 self._keep(future, result)
             future.result = result
@@ -212,7 +214,7 @@ class Futures:
                 *self._waiters.get(future.channel, ()),
             ]
         for loop, event in waiters:
-            # The loop may have ended meanwhile, and nobody waits any more.
+            # A loop that has ended has nobody waiting.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
 
@@ -276,6 +278,7 @@ class Futures:
             self._waiters.setdefault(name, []).append(waiter)
         try:
             async with asyncio.timeout(timeout_s):
+                # Events of a channel wake all its waiters, also those that look for a later cursor.
                 while not condition():
                     await event.wait()
                     event.clear()

@@ -34,7 +34,7 @@ class Log:
     """A log that is open for writing. Any thread may write.
 
     Attributes:
-      records: what was in it, in order; `body` is bytes. Whoever has read them may empty the list.
+      records: its records in order, with `body` in bytes. Their reader may empty the list.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -44,7 +44,7 @@ class Log:
           UserError: it is damaged.
         """
         records: list[Record] = []
-        # What follows the last line break was being written.
+        # What follows the last line break is a line that was cut short.
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
@@ -61,7 +61,7 @@ class Log:
             {record["session"] for record in records if record["kind"] == kind}
             for kind in ("session", "end")
         )
-        # Sessions that are not over. What is written after the end of one has no beginning.
+        # Sessions that are not over. A record that was written after the end of its session is dropped too.
         self._sessions = begun - ended
         self.records = [record for record in records if record["session"] in self._sessions]
         write_atomically(path, b"".join(map(_line, self.records)))
@@ -94,6 +94,7 @@ class Log:
                 elif kind == "end":
                     self._sessions.discard(session_id)
                     if not self._sessions:
+                        # Nobody can come back for anything in it.
                         self._file.clear()
             except OSError as error:
                 _LOG.error("nothing more is submitted: the log cannot be written (%s)", error)
@@ -103,7 +104,9 @@ class Log:
     def sync(self, count: int) -> None:
         """Waits until the first `count` records are on disk."""
         with self._sync_lock:
+            # Whoever has waited for the lock may find that the sync before has covered its records.
             if self._synced < count:
+                # Records that are written during the sync may not be on disk after it.
                 written = self._written
                 try:
                     self._file.sync()
@@ -115,6 +118,7 @@ class Log:
     def close(self) -> None:
         with self._lock:
             self._file.close()
+            # Whoever writes later must hear of it: its answer would promise what no restart knows.
             self._failed = OSError("the log is closed")
 
 

@@ -18,7 +18,6 @@ With adapters these are PEFT directories, and checkpoints have one beside them, 
 
 After a restart the finished calls come again, in the order in which they ran, and `plan_redo` says which of
 them have to be done again, with checkpoints in the place of earlier ones.
-
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from jaxrl.tracking.durable import sync
 
 _LOG = logging.getLogger(__name__)
 
+# A name is that of a folder: no slash in it, no dot at its beginning.
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,127}")
 # File in a folder of weights with the id of the request that has saved them.
 _SAVED_BY = "saved_by"
@@ -149,7 +149,7 @@ class Models:
       futures: futures, which the thread finishes.
       folder: folder of named weights.
       write: `Log.write`.
-      held: function that returns the ids of the requests that took the snapshots which are kept.
+      held: function that returns the ids of the requests that took the kept snapshots.
       places: number of models that are trained at the same time.
       checkpoint_steps: number of optimiser steps between checkpoints.
       gap_timeout_s: how long calls wait for a missing one.
@@ -213,6 +213,7 @@ class Models:
           may_replace: whether it may take the place of a model.
         """
         if future.result is not None:
+            # After a restart models come again in their order, each in a place that was given up for it.
             if len(self._models) >= self.places:
                 self._models.pop(next(each for each in self._models if each in self._replaced))
             self._models[model.model_id] = model
@@ -242,6 +243,7 @@ class Models:
     def _begin(self, new: _Call, before: Sequence[TrainedModel]) -> Any:
         model = new.model
         for each in before:
+            # Logged before another model has the place, so that a restart does not give it back.
             self._replaced.add(each.model_id)
             self.write("replaced", each.session_id, id=each.model_id)
             error = Result.error(UserError(f"{each.model_id} was replaced by {model.model_id}"))
@@ -289,7 +291,7 @@ class Models:
         held: Collection[str],
         replaced: Collection[str],
     ) -> None:
-        """Tells of calls that come again after a restart; the arguments are those of `plan_redo`."""
+        """Announces calls that come again after a restart; arguments as for `plan_redo`."""
         self._checkpoints = {each for each in checkpoints if self._checkpoint_of(each).exists()}
         self._replaced |= set(replaced)
         self._plan = plan_redo(done, self._checkpoints, held, replaced)
@@ -311,7 +313,7 @@ class Models:
                 self.together.run(Devices.load, model.model_id, folder, optimizer=True)
                 model.unsaved_steps = 0
             elif action == "run":
-                # No checkpoint now: what is not needed for the calls until here would be removed.
+                # No checkpoint here: it would remove those that only later calls of the log need.
                 work()
         except Exception as error:
             if not result.failed:
@@ -322,11 +324,13 @@ class Models:
 
     def _save_checkpoint(self, model: TrainedModel, future: Future) -> None:
         """Saves the state after a call if it is time, and removes checkpoints that no restart needs."""
+        # These leave no gradients behind, which a checkpoint does not hold.
         changes = future.route in ("optim_step", "load_weights")
         if not changes or model.unsaved_steps < self.checkpoint_steps:
             return
         model.unsaved_steps = 0
         folder = self._checkpoint_of(future.request_id)
+        # A server that was killed here may have left a part.
         shutil.rmtree(folder, ignore_errors=True)
         self.together.run(Devices.save, model.model_id, folder)
         self.write("checkpoint", future.session_id, id=future.request_id)
@@ -376,13 +380,14 @@ class Models:
                         return dataclasses.replace(new, work=work)
                 ready = [m for m in self._models.values() if m.next_seq in m.waiting]
                 if ready:
-                    # The call that waits longest.
+                    # The call that has waited longest.
                     model = min(ready, key=lambda model: model.waiting[model.next_seq].arrived)
                     model.next_seq += 1
                     return model.waiting.pop(model.next_seq - 1)
                 for model in self._models.values():
                     if model.waiting:
                         self._give_up_gap(model)
+                # Wakes by itself too: gaps end with time, and sessions fall silent.
                 self._changed.wait(1.0)
         return None
 
@@ -451,7 +456,7 @@ class Models:
         """Goes on with saved weights, with or without the optimiser's state."""
         folder = self.folder_of(path, "weights")
         self.together.run(Devices.load, model.model_id, folder, optimizer=optimizer)
-        # They may be overwritten later.
+        # The named weights may be overwritten, so a checkpoint has to follow.
         model.unsaved_steps = math.inf
         return {"type": "load_weights", "model_id": model.model_id, "path": path}
 
@@ -492,6 +497,7 @@ class Models:
         part.parent.mkdir(parents=True, exist_ok=True)
         yield part
         (part / _SAVED_BY).write_text(request_id)
+        # `rename` does not replace a folder that is not empty.
         shutil.rmtree(out, ignore_errors=True)
         part.rename(out)
         sync(out.parent)

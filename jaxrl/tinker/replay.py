@@ -1,9 +1,9 @@
 """Goes on with the log of an earlier server: its sessions, results, snapshots, and what was not finished.
 
-sessions, samplers of named weights     again
-finished submissions                    have their results; those that made the model what it is, and the
-                                        snapshots that are kept, are done again from the last checkpoints
-others                                  submitted again
+sessions, samplers of named weights     are made again
+finished submissions                    keep their results; those that a model's state or a kept snapshot
+                                        depends on are repeated, from the last checkpoints on
+others                                  are submitted again
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def replay(
             except (ApiError, Gone, UserError) as error:
                 refused = UserError(str(error))
 
-        # For those whose route had nothing to submit.
+        # Called only if the route above has submitted nothing; else its future is found and returned.
         def refuse(future: Future) -> None:
             if future.result is None:
                 raise refused
@@ -78,6 +78,7 @@ def replay(
             known = calls if record["kind"] == "call" else results
             known.setdefault(record["id"], record)
     ran = [
+        # A request id is MODEL/SEQ_ID, or that of the model itself where it began.
         Done(request_id, calls[request_id]["route"], result["failed"], request_id.partition("/")[0])
         for request_id, result in results.items()
         if result["ran"]
@@ -92,6 +93,7 @@ def replay(
             newest[call.model_id] = call.request_id
         elif not body.get("path"):
             snapshots[calls[call.request_id]["session"]].append(call.request_id)
+    # As many as `Clients.add_sampler` keeps.
     held = [each for of in snapshots.values() for each in of[-MAX_SNAPSHOTS:]]
     held += newest.values()
     checkpoints, replaced = (
@@ -103,12 +105,13 @@ def replay(
         found = Result(result["body"], result["is_protobuf"], result["failed"])
         futures.expect(request_id, found)
         again(calls[request_id], handled=result["ran"])
+    # Only now: replaced models came again for snapshots that others still sample from.
     models.drop_replaced()
     for request_id in calls.keys() - results.keys():
         futures.expect(request_id, None)
     for request_id, call in calls.items():
         if request_id not in results:
             again(call, handled=True)
-    # Nobody was heard of by what was done here.
+    # The routes have marked the sessions as heard of, but no client has said a word yet.
     for session_id in sessions:
         clients.restore(session_id)

@@ -87,6 +87,7 @@ def read_call(
     )
     stop_ids, stop_strings = _stops(params.get("stop"), sizes.stop_ids)
     options = SamplingOptions(
+        # A division by less would overflow float32.
         temperature=0.0 if temperature < LOWEST_TEMPERATURE else temperature,
         truncation=truncation,
         stop_strings=stop_strings,
@@ -132,6 +133,7 @@ def _number(
     value, kind = body.get(name), type(default)
     if value is None:
         return default
+    # Not `isinstance`: True is an int.
     if type(value) not in (int, kind) or not low <= value <= high:
         what = "a whole number" if kind is int else "a number"
         raise UserError(f"{name} is {value!r}; send {what} from {low} to {high}")

@@ -5,9 +5,9 @@ A place is one of a stack:
     place 0   nothing, the base model
     others    weights of samplers; those that no sample uses make room, the least recently used first
 
-What comes to a place gets a number that was never used, so that nothing cached under the adapter before it is
-found (`rollout.samples.Start`). Samplers of `kind: inflight` share a place, each with a number of its own:
-new weights come to the place while samples decode, whose keys and values stay.
+Weights that come to a place get a number that was never used, so nothing that is cached for the adapter
+before them is found (`rollout.samples.Start`). Samplers of `kind: inflight` share a place, each with a number
+of its own: new weights come to the place while samples decode, and these keep their keys and values.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ class SamplerWeights:
 
 @dataclasses.dataclass
 class _Place:
-    """A place.
+    """One place of the stack.
 
     Attributes:
       number: the last number that was given here.
-      shown: whose weights they are: a sampler's, or of all samplers that follow a model.
+      shown: owner of the weights: one sampler, or all samplers that follow a model.
       saved: the weights.
       numbers: number of each sampler.
-      calls: calls that sample with it.
-      last_use: when the last of them came.
+      calls: number of calls that sample with it now.
+      last_use: number of the last call that took it.
     """
 
     number: int
     shown: SamplerWeights | Newest | None = None
     saved: SamplerWeights | None = None
+    # Weak, so that samplers of ended sessions are forgotten.
     numbers: weakref.WeakKeyDictionary[SamplerWeights, int] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -89,7 +90,7 @@ class Places:
     def __init__(
         self, count: int, base: SamplerWeights, bring: Callable[[int, SamplerWeights], None]
     ):
-        """Args: number of places; what samplers of the base model name; function that fills a place."""
+        """Args: number of places; weights of the base model; function that fills a place."""
         self.count = count
         self._bring = bring
         self._places = [_Place(number) for number in range(count)]
@@ -111,6 +112,7 @@ class Places:
             self._load(place, shown)
             place.numbers.clear()
         if weights not in place.numbers:
+            # A new number that `at` still maps to this place.
             place.number += self.count
             place.numbers[weights] = place.number
         place.calls += 1
@@ -121,7 +123,7 @@ class Places:
         """Brings newer weights to the places of samplers that follow a model.
 
         Returns:
-          why it has failed, by place. The next call loads the weights anew.
+          The errors, by place. The next call loads the weights anew.
         """
         failed: dict[int, Exception] = {}
         for at, place in enumerate(self._places):
@@ -136,7 +138,7 @@ class Places:
         saved = shown.saved if isinstance(shown, Newest) else shown
         if saved is None:
             raise UserError("this sampler's weights are not saved yet; wait for the save before")
-        # Until they are there nothing is.
+        # If it fails, the place must not pass for either of the two.
         place.shown = place.saved = None
         self._bring(self.at(place.number), saved)
         place.shown, place.saved = shown, saved

@@ -68,7 +68,7 @@ class Sampler:
         self._live = together.devices.live
         self._futures = futures
         self._max_waiting = max_waiting
-        # What happens, as functions that the thread calls; None ends it.
+        # Events, as functions for the thread to call; None ends it.
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting = 0
@@ -99,7 +99,7 @@ class Sampler:
             self._num_waiting += samples
 
     def refresh(self) -> None:
-        """Lets samplers of `kind: inflight` go on with weights that were saved now."""
+        """Gives samplers of `kind: inflight` the weights that were just saved."""
         self._events.put(self._refresh)
 
     def cancel(self, request_id: str) -> None:
@@ -116,7 +116,7 @@ class Sampler:
     def _serve(self) -> None:
         while True:
             is_idle = self._live.load == (0, 0)
-            # With samples at work only what is there already.
+            # While samples decode the thread does not wait: it takes only what is there already.
             while is_idle or not self._events.empty():
                 if (event := self._events.get()) is None:
                     return
@@ -131,6 +131,7 @@ class Sampler:
             job = self._waiting[0]
             try:
                 number = self._places.take(job.weights)
+                # In the order of arrival: it waits for a place, and all behind it wait too.
                 if number is None:
                     return
                 job.number = number
@@ -139,6 +140,7 @@ class Sampler:
                 except Exception:
                     self._places.leave(number)
                     raise
+            # No room beside the samples at work: try again when they end. With none at work there never is.
             except Overloaded:
                 if self._open:
                     return
@@ -155,6 +157,7 @@ class Sampler:
         # A request for each sample, so that one that ends early frees its slot. They share a prefill.
         requests = []
         for i, sample in enumerate(job.samples):
+            # 31 bits: a seed takes the place of an int32 in the sampling key.
             seed = int.from_bytes(hashlib.sha256(call.seed + b"/%d" % i).digest()[:4], "big") >> 1
             request = Request(call.prompt, call.max_tokens, seed, call.options, job.number)
             requests.append((request, functools.partial(self._listen, job, sample)))
@@ -164,7 +167,7 @@ class Sampler:
             sample.ticket = ticket
 
     def _listen(self, job: _Job, sample: _OpenSample, event: Tokens | LiveError) -> None:
-        """Called in the middle of a turn."""
+        # Called in the middle of a turn, when the loop takes no requests and no cancellations.
         self._events.put(functools.partial(self._take, job, sample, event))
 
     def _take(self, job: _Job, sample: _OpenSample, event: Tokens | LiveError) -> None:
@@ -206,7 +209,7 @@ class Sampler:
             self._futures.finish(job.future, cancelled)
 
     def _end(self, job: _Job, result: Result) -> None:
-        """Ends a call that has begun, with what is not sampled yet."""
+        """Ends a call that has begun, and its unfinished samples."""
         del self._open[job.future.request_id]
         self._places.leave(job.number)
         for sample in job.samples:
@@ -220,6 +223,7 @@ class Sampler:
         call, samples = job.call, job.samples
         N = len(call.prompt)
         top_k = max(call.topk_prompt, call.topk_sample)
+        # Greedy samples have log-probabilities at temperature 1 from the engine already.
         tempered = call.options.temperature not in (0.0, 1.0)
         prompts_too = (
             call.prompt_logprobs or call.topk_prompt or call.targets is not None or call.draws
@@ -228,12 +232,14 @@ class Sampler:
         if tempered or call.topk_sample:
             sequences = [np.array([*call.prompt, *s.tokens], np.int32) for s in samples]
             scored = self._score(job, sequences, top_k)
+        # A prompt of one token has no token that follows another.
         elif prompts_too and N > 1:
             scored = self._score(job, [call.prompt], top_k)
         response = MESSAGES["SampleResponse"]()
         for i, sample in enumerate(samples):
             logprobs = np.array(sample.logprobs, np.float32)
             if tempered:
+                # The last place of the prompt is about the first token of the sample.
                 logprobs = scored[i].logprobs[N - 1 :]
             sequence = response.sequences.add(
                 stop_reason=1 if sample.end is End.FULL else 0,
@@ -298,6 +304,7 @@ class Sampler:
         random = np.random.default_rng(list(hashlib.sha256(job.call.seed + b"/draws").digest()))
         given = []
         for tokens in sequences:
+            # The next token, the targets that were asked for, and random numbers in the place of targets.
             of_place = np.zeros((len(tokens) - 1, 1 + K + draws), np.int32)
             of_place[:, 0] = tokens[1:]
             if targets is not None:

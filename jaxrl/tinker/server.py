@@ -48,7 +48,7 @@ from jaxrl.tracking.durable import run_lock
 
 # Longest sequence to train on if --train_tokens does not say.
 _TRAIN_TOKENS = 1024
-# Seconds between two commands to other processes, which do not wait for one for ever.
+# Seconds between two commands to the other processes: these do not wait forever for the next one.
 _BEAT_S = 1.0
 
 
@@ -102,6 +102,7 @@ def running(config: TinkerConfig) -> Iterator[RunningTinker]:
     folder = pathlib.Path(config.folder)
     with contextlib.ExitStack() as stack:
         together = stack.enter_context(_together(config))
+        # Callbacks run in reverse: the threads that send commands end before the other processes do.
         stack.callback(together.end)
         devices = together.devices
         log = Log(folder / "log.jsonl")
@@ -177,10 +178,11 @@ def devices_of(config: TinkerConfig) -> Devices:
         rows=config.train_rows * shards_of("rows", TRAIN_RULES, mesh),
         tokens=config.train_tokens or min(found.context_tokens, _TRAIN_TOKENS),
     )
-    # Tells a length that does not divide before the first request does.
+    # Raises now, and not at the first request, if a length does not divide.
     parts_of(("rows", "length"), (shape.rows, shape.tokens), TRAIN_RULES, mesh)
     dtype: Any = config.dtype
     train = TrainConfig(rows=shape.rows, share_prompts=False, dtype=dtype)
+    # Adapters are small, and their base is laid out as for generation: one copy serves both.
     rules = ZERO["FSDP"] if config.full else StateRules(*[GENERATE_RULES] * 3)
     actor = AccumulatingActor(found.model, mesh, train=train, seed=0, state_rules=rules)
     kind = WholeDevices if config.full else AdapterDevices

@@ -1,7 +1,7 @@
 """The messages of the Tinker API in protobuf, the arrays in them, and the sequences that a request trains on.
 
 The text below is ours, after the wire as it was recorded with tinker 0.38; field numbers are what matters. It
-is read here rather than by protoc, so that no generated file lies beside it. It has scalars, messages,
+is read here rather than by protoc, so that there is no generated file. It has scalars, messages,
 `repeated`, `map` and `oneof`; on the wire an enum is an int32, and an optional field is a oneof of its own.
 
 Arrays are little-endian bytes. N tokens of a sequence   K values of a token
@@ -132,6 +132,7 @@ def _messages(text: str) -> dict[str, Any]:
             if in_oneof:
                 field.oneof_index = len(message.oneof_decl) - 1
     pool = descriptor_pool.DescriptorPool()
+    # Some implementations of protobuf return nothing from `Add`.
     found = pool.Add(file) or pool.FindFileByName(file.name)
     return {
         name: message_factory.GetMessageClass(found.message_types_by_name[name])
