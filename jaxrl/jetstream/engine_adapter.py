@@ -63,6 +63,7 @@ def _importable() -> Iterator[None]:
     try:
         yield
     finally:
+        # Others that look for seqio must not find a stub.
         for name in stubs:
             del sys.modules[name]
         root.setLevel(level)
@@ -115,6 +116,7 @@ class WorkPrefix:
     """Keys and values of a prompt, and its request."""
 
     prefix: Prefix
+    # Static, since arrays on the host and numbers are no leaves. It is compared by identity.
     work: Work = dataclasses.field(metadata={"static": True})
 
 
@@ -255,6 +257,7 @@ class JetStreamEngine(engine_api.Engine):
         ]
         token_nWC = jnp.stack([decoded.token, *bits], axis=-1)
         n, W, _ = token_nWC.shape
+        # A dispatch draws fewer than W tokens in a slot whose sample ends.
         valid_nW1 = (jnp.arange(W)[None] < decoded.count[:, None])[..., None]
         valid_nWC = jnp.broadcast_to(valid_nW1, token_nWC.shape).astype(jnp.int32)
         parts = (token_nWC.reshape(n, -1), valid_nWC.reshape(n, -1), state.count[:, None])

@@ -102,6 +102,7 @@ class JetStreamDriver(orchestrator.Driver):
             generate_engines=[engine],
             prefill_params=[params],
             generate_params=[params],
+            # Prefill and decoding take turns on the same devices.
             interleaved_mode=True,
         )
 
@@ -136,6 +137,7 @@ class JetStreamDriver(orchestrator.Driver):
         work: Any = request.prefill_content
         return work, len(work.tokens)
 
+    # JetStream starts these methods, so each is wrapped.
     def _prefill_thread(self, idx: int) -> None:
         self._guarded(super()._prefill_thread, idx)
 
@@ -152,16 +154,18 @@ class JetStreamDriver(orchestrator.Driver):
         try:
             body(idx)
         # Catches every exception: JetStream kills the process (SIGKILL) if one leaves a thread. Nothing is
-        # hidden, because everybody who waits for a result gets the error.
+        # hidden, because every open request gets the error.
         except Exception as error:
             failure = DriverFailed(f"the engine has failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             LOG.error("JetStream's driver has failed", exc_info=error)
+            # Ends the loops of the other threads.
             self.live = False
             self._fail(failure)
 
     def _fail(self, error: DriverFailed) -> None:
         with self._guard:
+            # The first failure is the reason; others follow from it.
             self._failure = self._failure or error
             channels, self._channels = self._channels, []
         for channel in channels:
@@ -197,6 +201,7 @@ class JetStreamBackend(EngineBackend):
             )
         check_lengths(prompts, self.engine.config.max_prompt_tokens)
         expected_N = expected_or_prompt_lengths(prompts, expected_tokens_N)
+        # The longest first: one that starts last would decode alone at the end.
         order = np.argsort(-expected_N, kind="stable").tolist()
         groups = SampleGroups(options, self._decode_texts)
         groups.add(prompts)
@@ -205,6 +210,8 @@ class JetStreamBackend(EngineBackend):
             for n, columns in sampled:
                 for sample, columns_RC in zip(groups.samples[n], columns, strict=True):
                     tokens_R = columns_RC[:, 0]
+                    # `FIELDS`, whose bits came as integers. A column is not contiguous, and `view` needs
+                    # that.
                     floats = (np.ascontiguousarray(c).view(np.float32) for c in columns_RC[:, 1:].T)
                     sample.add_decoded(tokens_R, *floats, version=options.step)
                     stops = options.stop_strings
@@ -236,10 +243,12 @@ class JetStreamBackend(EngineBackend):
         self, prompts: Prompts, options: SamplingOptions, order: Sequence[int]
     ) -> Generator[tuple[int, list[np.ndarray]]]:
         """Yields the index of each prompt with the [R, C] arrays of its samples."""
+        # It must divide the samples of a prompt, which share a prefill, and the slots of our engine.
         per_slot = math.gcd(options.num_samples, self.engine.slot_sizes[-1])
         adapter = JetStreamEngine(
             self.engine,
             self.params,
+            # Bits of floats may look like a stop id. Without any, a sample ends where no entry is valid.
             JetstreamTokenizer(None, self._decode_text, stop_ids=()),
             options,
             samples_per_slot=per_slot,

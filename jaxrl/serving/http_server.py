@@ -167,6 +167,7 @@ def _guarded(app: ASGIApp, hosts: Collection[str], api_key: str) -> ASGIApp:
                 # The header of Tinker's clients.
                 given = headers.get("x-api-key", "")
             # starlette decodes headers as Latin-1.
+            # In constant time: how long a refusal takes tells nothing of the key.
             known = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
             if scope["path"] != "/health" and not known:
                 fault = "send the key of this server: Authorization: Bearer KEY"
@@ -225,6 +226,8 @@ class HttpServer:
         )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
+            # Bound on this thread, so that a port in use is an error of the caller, and port 0 is a number at
+            # once.
             self._socket = socket.create_server((host, port), family=family, backlog=2048)
         except OSError as error:
             raise UserError(
@@ -242,6 +245,7 @@ class HttpServer:
                 http=protocol,  # pyright: ignore[reportArgumentType]
                 log_level="warning",
                 access_log=False,
+                # Any client can send these headers, and nothing here asks for its address.
                 proxy_headers=False,
                 lifespan="off",
                 ws="none",

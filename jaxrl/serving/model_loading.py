@@ -111,6 +111,7 @@ def build_engine(
             smallest_bucket=8,
             adapter_places=adapter_places,
         )
+        # Some models rotate by other factors in long contexts.
         model = found.model.for_texts_of(lengths.context)
         return Engine(model, decoder_graph(model)[0], mesh, sizes)
 
@@ -118,6 +119,7 @@ def build_engine(
         """Tokens per slot that fit beside the weights; not positive if the weights do not fit."""
         _, shapes, _ = decoder_graph(found.model)
         weights = with_shardings(shapes, generation_shardings(found.model, mesh))
+        # Bytes for each token are the same at any length, so the shortest engine tells them.
         state = engine_of(TokenLimits(1, 1, 2)).abstract_decode_state()
         free = int(_MEMORY_SHARE * memory_bytes(mesh.devices.flat[0])) - other_bytes
         free -= device_bytes(weights, config.dtype)
@@ -213,6 +215,7 @@ def read_model(directory: pathlib.Path) -> ModelDirectory:
             f"{directory / 'config.json'}: max_position_embeddings is {context!r}; it must be a whole number "
             "of 2 or more: copy the published file again"
         )
+    # Rows of the embedding beyond these are padding, which must never be drawn.
     model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
     return ModelDirectory(model, tokenizer, min(context, MAX_TOKENS))
 

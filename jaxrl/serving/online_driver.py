@@ -31,7 +31,7 @@ from jaxrl.rollout.stop_strings import StopSearch
 
 STOP, LENGTH = "stop", "length"
 _FINISH = {None: "", End.STOP_ID: STOP, End.STOP_STRING: STOP, End.FULL: LENGTH}
-# Seconds between two looks of a thread without requests. What arrives or ends wakes it at once.
+# Longest wait of the thread without requests. A request or the end wakes it at once.
 _IDLE_S = 60.0
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _with_text(
 
 
 class LiveText:
-    """A live loop whose listeners get text, too. Somebody else turns the loop."""
+    """A live loop whose listeners get text, too. Its owner turns the loop."""
 
     def __init__(self, live: LiveLoop, decode_text: Callable[[np.ndarray], str]):
         """Args: the loop; a function that turns token ids into text."""
@@ -192,7 +192,7 @@ class OnlineDriver(LiveText):
             while not self._stopping:
                 try:
                     self._live.turn(wait_s=_IDLE_S)
-                # Device errors, such as out of memory. They may have destroyed the slots.
+                # Device errors, such as out of memory. The failed program may have consumed the slots.
                 except jax.errors.JaxRuntimeError as error:
                     reason = (str(error).splitlines() or [type(error).__name__])[0]
                     failure = LiveError(f"the engine has failed: {reason}")

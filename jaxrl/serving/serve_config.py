@@ -88,6 +88,7 @@ def read_flags(argv: Sequence[str], description: str | None, kind: type[Config])
     program, *arguments = argv
     parser = command_parser(program, description)
     add_flags(parser, kind)
+    # `--tinker` is read by the caller, and `--port` must not have a default of its own.
     absent: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("--tinker", action="store_true", help="serve the Tinker API", **absent)
     parser.add_argument(
@@ -127,5 +128,5 @@ def _is_local(host: str) -> bool:
         found = socket.getaddrinfo(host or "0.0.0.0", None)
     except OSError:
         return False
-    # Without the scope of an IPv6 address.
+    # All of its addresses: a name may have several. `ip_address` takes no scope of an IPv6 address.
     return all(ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback for *_, at in found)

@@ -73,6 +73,7 @@ def serve(config: ServeConfig) -> int:
             print(f"{config.model_name}: http://{config.host}:{server.http_port}/v1", end="")
             print(f", up to {server.context_tokens} tokens of prompt and response", end="")
             print(f", in {loaded.engine.config.dtype}", flush=True)
+            # Looks once a second: a driver that breaks down sets no event.
             while server.driver.alive and not ended.wait(timeout=1.0):
                 pass
             healthy = server.driver.alive
@@ -112,7 +113,7 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
             max_connections=config.max_connections,
         )
         stack.callback(server.stop)
-        # First, so that open requests still get an answer while the HTTP server runs.
+        # Called before `server.stop`, so that open requests get their answers while the HTTP server runs.
         stack.callback(driver.close, config.grace_s)
         yield Running(driver, server.port, sizes.max_context_tokens)
 
@@ -120,14 +121,11 @@ def running(config: ServeConfig, loaded: Loaded) -> Iterator[Running]:
 def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
     """Draws samples after a prompt of each size, so that the first requests compile nothing.
 
-    In a paged cache each prompt is sent twice. The second finds the pages of the first, so the programs that
-    reuse pages are compiled, too. A cache that grows with its sequences has a program for each of its
-    capacities. These are for short sequences only, and for few requests at once: the others compile when they
-    are first needed.
-
     Raises:
       UserError: a sample cannot be drawn.
     """
+    # A cache that grows with its sequences has a program for each of its capacities. Those of short sequences
+    # and few requests are compiled here, the others when they are first needed.
     grows = len(engine.cache_sizes) > 1
     sizes = [size for size in engine.prompt_sizes if not grows or size <= _WARM_TOKENS]
     lengths = [1, *(min(size, engine.config.max_prompt_tokens) for size in sizes)]
@@ -135,6 +133,8 @@ def _warm_up(driver: OnlineDriver, engine: Engine) -> None:
         began = time.monotonic()
         # Other tokens than those of the prompts before, whose pages would be reused.
         prompt = np.full(length, done, np.int32)
+        # In a paged cache the second one finds the pages of the first, so that the programs that reuse pages
+        # are compiled, too.
         for _ in range(1 if engine.pages is None else 2):
             events: queue.SimpleQueue[Delta | LiveError] = queue.SimpleQueue()
             driver.submit(Request(prompt, max_tokens=1, seed=0), events.put)

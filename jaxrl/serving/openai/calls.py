@@ -199,7 +199,8 @@ class RequestReader:
         return request
 
     def _check_length(self, text: str) -> None:
-        """Refuses a text whose beginning alone is too long, before the whole text is tokenised."""
+        """Refuses a text whose beginning alone is too long."""
+        # Tokenising megabytes of text takes seconds, and any client can send them.
         most = self.sizes.max_context_tokens
         reach = _CHARS_PER_TOKEN * most
         if len(text) > reach and len(self.tokenizer.encode(text[:reach])) > most:
@@ -216,7 +217,7 @@ class RequestReader:
         max_tokens: int | None,
         turn: ChatTurn | None = None,
     ) -> tuple[Request, ...]:
-        """The requests of some prompts, drawn as their turn says if there is one that says so.
+        """The requests of some prompts, with the settings of their turn if it has its own (`ChatTurn.drawn`).
 
         Without `max_tokens` a sample may fill the context.
         """
@@ -247,6 +248,7 @@ class RequestReader:
             edits=self._edits(sampling, turn),
             top_logprobs=sampling.num_top,
         )
+        # OpenAI's seeds have 64 bits, those of sampling keys 31.
         requests = (Request(prompt, max_tokens, seed % 2**31, options) for prompt in prompts)
         return tuple(requests if drawn is None else map(drawn, requests))
 
@@ -267,7 +269,7 @@ class RequestReader:
                     after = int(end[0])
                 text = json_grammar(sampling.answer_schema)
                 grammar = matcher_of(*ids, text, "response_format")
-            # What is trained is drawn from the policy as it is.
+            # Not for answers that are trained: these are drawn from the policy without edits.
             elif turn is not None and turn.drawn is None and sampling.has_strict_tools:
                 assert self.parser.format is not None, "tools have a format"
                 query = turn.query
@@ -358,6 +360,7 @@ class Choice:
         self.finish = delta.finish or None
         if delta.finish and self._call.turn is not None:
             self.view = self._call.turn.answered(self._index, self._deltas)
+            # OpenAI's reason, by which clients know that they have to call tools.
             self.finish = "tool_calls" if self.view.calls else delta.finish
 
     def show(self, *, whole: bool) -> Json:
@@ -430,6 +433,7 @@ class ChatChoice(Choice):
         # For the events of a stream: the text so far, and how much of reasoning and content was sent.
         self._text = self._query.start
         self._opened = not self._text and parser.opens_reasoning(call.turn.prompt_ids)
+        # The driver's text leaves out a special token that begins calls, and `visible` must see it.
         hides = call.stream and parser.opening_id is not None
         self._stream = TextStream(parser.decode, self._query.stop) if hides else None
         self._sent = 0, 0
@@ -454,7 +458,7 @@ class ChatChoice(Choice):
         return part | ({"token_ids": _ids(new)} if self._call.token_ids else {})
 
     def _new_fields(self, new: Sequence[Delta]) -> Json:
-        """The fields of a message that are new. Calls come whole, with the end."""
+        """The new fields of a message. Calls are sent whole, at the end."""
         for delta in new:
             self._text += delta.text if self._stream is None else self._stream.add(delta.tokens)[1]
         if self.view is None:
@@ -540,13 +544,13 @@ class Answer:
         return {**self._head, **further, "object": self._form.kinds[kind], "choices": choices}
 
     def _prompt_ids(self) -> Json:
-        """The ids of a chat's prompt, which stand beside the choices, as in vLLM."""
+        # The prompt of a chat belongs to all choices, as in vLLM; a completion's is in each choice.
         if self._call.turn is None or not self._call.token_ids:
             return {}
         return {"prompt_token_ids": self._call.turn.prompt_ids.tolist()}
 
     def _usage(self) -> Json:
-        """Every prompt counts once, however many choices it has."""
+        # Every prompt counts once, however many choices it has.
         prompt = sum(len(request.prompt) for request in self._call.requests)
         completion = sum(choice.num_tokens for choice in self._choices)
         return {

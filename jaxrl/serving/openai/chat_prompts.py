@@ -1,4 +1,4 @@
-"""Where chats get their prompts from, and who is told of their answers.
+"""Gives chats their prompts, and receives their answers.
 
     request --> ChatPrompts.open --> ChatTurn: prompt ids --> driver --> deltas --> ChatTurn.answered --> view
 
@@ -53,8 +53,8 @@ class ChatTurn:
       answered: function called once for each answer that is complete, with its index and deltas; returns the
         view for the client. It runs on the server's event loop and must be quick.
       known: deltas of the answer if the turn has been answered before; the model is not asked then.
-      drawn: the request as its answer is drawn, if somebody else than the client says how. Its length is then
-        cut to the room that is left.
+      drawn: function from the client's request to the one that is sampled, if the client does not decide how;
+        else None. Its length is then cut to the room that is left.
     """
 
     query: ChatQuery
@@ -94,13 +94,14 @@ class RenderedPrompts:
         self._parser = parser
 
     def open_ids(self, prompt: np.ndarray, num_choices: int, keys: Sequence[str]) -> None:
-        """None: nobody keeps conversations."""
+        """None: there are no conversations here."""
 
     def open(self, query: ChatQuery, keys: Sequence[str]) -> ChatTurn:
-        """The turn of a request, whoever sent it."""
+        """The turn of a request; `keys` do not matter."""
         messages = [template_message(message) for message in query.messages]
         tools = {"tools": list(query.tools)} if query.tools else {}
         prompt = self._tokenizer.encode_chat(messages, **tools, **query.variables)
+        # Encoded apart, so that the prompt ends with the ids of the beginning whatever comes before it.
         if query.start:
             prompt = np.concatenate([prompt, self._tokenizer.encode(query.start)])
 

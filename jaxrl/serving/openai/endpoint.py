@@ -161,6 +161,7 @@ def build_app(
             f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {getattr(counts, field)}\n"
             for field, name, kind, text in _METRICS
         )
+        # The type by which Prometheus knows its text format.
         return Response(content, media_type="text/plain; version=0.0.4")
 
     described = {
@@ -255,6 +256,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     fault = f"the request is larger than {max_bytes} bytes, which is what this server takes"
     too_large = ApiError(fault, status=413)
     declared = request.headers.get("content-length", "")
+    # Refused before any of it is read.
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
     content = bytearray()
@@ -262,6 +264,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             async for part in request.stream():
                 content += part
+                # What was declared may be wrong, and a body in chunks declares nothing.
                 if len(content) > max_bytes:
                     raise too_large
     except TimeoutError as error:
@@ -274,6 +277,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 async def _whole(request: Request, inbox: _Inbox, answer: Answer) -> Response:
     """The whole answer; ends the call if the client disconnects."""
+    # Nothing is written before the answer is complete, so a lost connection shows in no other way.
     watching = asyncio.create_task(_close_if_gone(request, inbox))
     try:
         while not answer.complete:

@@ -65,6 +65,7 @@ class _SampleEdits:
 
     def __init__(self, edits: LogitEdits):
         self._edits = edits
+        # A matcher remembers what it has read, and all samples of a request begin with the same one.
         self._grammar = None if edits.grammar is None else edits.grammar.deep_copy()
         self._after = edits.grammar_after
         self._counts: collections.Counter[int] = collections.Counter()

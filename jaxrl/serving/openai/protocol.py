@@ -487,6 +487,7 @@ class ChatRequest(_Request):
             raise _refused(rule, "parallel_tool_calls")
         called: set[str] = set()
         for i, message in enumerate(self.messages):
+            # Only calls of earlier messages: a result cannot come before its call.
             called |= {call.id for call in message.tool_calls}
             if message.role == "tool" and message.tool_call_id not in called:
                 where = ("messages", i, "tool_call_id")
@@ -579,7 +580,7 @@ def _invalid(kind: type[RequestType], error: ValidationError) -> ApiError:
         name: field.description
         for part in parts
         for name, field in part.model_fields.items()
-        # Who gets the type of a part wrong is told the form of the whole.
+        # For a wrong type of a part the message describes the whole.
         if name != "type"
     }
     # After the field names pydantic lists branches of a union; only the union as a whole is reported.
