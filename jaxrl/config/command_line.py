@@ -41,6 +41,7 @@ C = TypeVar("C")
 _HERE = pathlib.Path("configs")
 _MAX_LISTED = 8
 _HELP_WIDTH = 110
+# A value may have line breaks.
 _OVERRIDE = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
 
@@ -145,6 +146,7 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
     *groups, leaf = name.split(".")
     in_table = False
     for group in groups:
+        # A table takes entries that the recipe has not filled; anywhere else a group must exist.
         in_table = in_table or isinstance(node, config_tree.Table)
         if kind is not None and in_table and group not in node:
             node[group] = {}
@@ -157,6 +159,7 @@ def override(config_class: type, tree: ml_config_dict.ConfigDict, name: str, val
     if kind is None or (kind is Any and leaf not in node):
         raise config_tree.unknown_setting(name, {*known, *_names_in(tree)})
     if value is None and isinstance(node, config_tree.Table):
+        # "none" takes an entry out of a free-form dict.
         if leaf in node:
             del node[leaf]
         return
@@ -174,6 +177,7 @@ def _parsed(text: str, kind: Any) -> Any:
         return None
     if is_text:
         return text
+    # `literal_eval` reads True, but neither true nor inf.
     words = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}
     try:
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
@@ -205,6 +209,7 @@ def load_recipe(
     try:
         # An import would write a __pycache__ into the recipe folder. Python trusts that cache by modification
         # time, so it would miss an edit within the same second.
+        # `dont_inherit`: the `from __future__` above is not meant for recipes.
         code = compile(pathlib.Path(path).read_bytes(), path, "exec", dont_inherit=True)
         names: dict[str, Any] = {"__name__": "recipe", "__file__": path}
         exec(code, names)
@@ -277,6 +282,7 @@ def take_overrides(
             name, text = given.groups()
             if text is None:
                 is_bool = kinds.get(name) in (bool, bool | None)
+                # A flag without a value sets a bool; for others the next argument is the value.
                 text = "true" if is_bool else next(pending, None)
             if text is None:
                 raise UserError(f"--config.{name} has no value; write --config.{name}=VALUE")
@@ -334,6 +340,7 @@ def _recipe_failure(path: str, error: BaseException, known: Sequence[str]) -> st
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
+    # The last line of the recipe itself, whatever it called from there.
     lines = [f.lineno for f in frames if f.filename == path and f.lineno is not None]
     place = f"{path}:{lines[-1]}" if lines else path
     # A locked ConfigDict raises AttributeError with a KeyError inside, whose text starts with the name: 'lrr'

@@ -27,6 +27,7 @@ from jaxrl.errors import UserError
 
 C = TypeVar("C")
 
+# Names that are suggested at most, and their least likeness: that of `difflib.get_close_matches`.
 _NUM_NEAR = 3
 _NEAR_RATIO = 0.6
 
@@ -89,6 +90,7 @@ def from_config_dict(cls: type[C], config_dict: ml_config_dict.ConfigDict) -> C:
         return TypeAdapter(cls).validate_python(_plain(config_dict))
     except ValidationError as error:
         for fault in error.errors():
+            # First of all: a misspelt name explains the other errors.
             if fault["type"] == "unexpected_keyword_argument":
                 raise unknown_setting(".".join(map(str, fault["loc"])), leaf_types(cls)) from None
         raise UserError(checks.fault_of(cls, error)) from None
@@ -140,6 +142,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, dict) and value:
+        # Recipes may fill a dict in any order, and equal settings are to print alike.
         entries = {key: value[key] for key in sorted(value)}
     else:
         yield path, value

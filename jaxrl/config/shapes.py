@@ -57,13 +57,17 @@ def step_shape(config: Config, meshes: Sequence[Mesh] = ()) -> PackedShape:
 def _with_longer_rows(limits: RowLimits, meshes: Sequence[Mesh], group: int) -> RowLimits:
     """Fewer rows with as many tokens of a microbatch, or twice as many if a row then holds a whole group."""
     axes = ("layers", "length")
+    # Pipeline stages share out rows, so fewer might not divide; rows that are split over devices share no
+    # prompts.
     if any(shards_of(axis, TRAIN_RULES, mesh) > 1 for mesh in meshes for axis in axes):
         return limits
+    # Roles may split the batch into other numbers, and the rows have to divide for each of them.
     of_device = limits.rows // math.lcm(*(shards_of("batch", TRAIN_RULES, mesh) for mesh in meshes))
     most = max(_LONGEST_ROW, limits.tokens)
     merged = max(
         n for n in range(1, of_device + 1) if of_device % n == 0 and n * limits.tokens <= most
     )
+    # In multiples of 64, as `Config.row_tokens`.
     tokens, group = merged * limits.tokens, -(-group // 64) * 64
     if merged == of_device and group <= min(2 * tokens, most):
         tokens = max(tokens, group)
@@ -179,6 +183,7 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
         stored = read_config(config.weights)
         _check_stated(config.model, stored, config.weights)
         of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
+        # Some models rotate by other factors in long contexts.
         stored = stored.for_texts_of(config.longest_sequence)
         return dataclasses.replace(stored, **of_the_run), config.weights
     if not _stated(config.model):

@@ -80,6 +80,7 @@ class ChatTemplate:
         variables = {
             **self._special_tokens,
             **kwargs,
+            # After `kwargs`: no variable of a caller takes their place.
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -95,6 +96,7 @@ class ChatTemplate:
             ) from error
 
 
+# A template is rendered for every prompt, and compiled once.
 @functools.lru_cache(maxsize=64)
 def _compiled(source: str) -> jinja2.Template:
     # Published templates expect these two settings and the extension; with jinja's defaults they render
@@ -107,6 +109,7 @@ def _compiled(source: str) -> jinja2.Template:
         value, ensure_ascii=False, indent=indent
     )
     environment.globals["raise_exception"] = _raise_exception
+    # A template with a date renders other prompts tomorrow: so do those of Transformers.
     environment.globals["strftime_now"] = lambda text: datetime.datetime.now().strftime(text)
     return environment.from_string(source)
 

@@ -46,6 +46,7 @@ def data_card(
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
     """(upper end, count) of bins that end at 64, 128, 256, ...; the first and the last bin are not empty."""
+    # The logarithm of 0 is infinite, and empty prompts belong to the first bin anyway.
     ends = np.maximum(_FIRST_BIN, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))
     bins: list[tuple[int, int]] = []
     end = int(ends.min())
@@ -63,6 +64,7 @@ def _paragraph(source: Source, encoded: EncodedPrompts | None, share: str) -> It
     if len(names) > 1:
         counts = {name: sum(record.source == name for record in source.records) for name in names}
         yield f"  {', '.join(f'{name} {count:,}' for name, count in counts.items())}"
+    # A name that the setting has already would be said twice.
     elif names and names[0] not in source.name:
         yield f"  metrics are kept under {names[0]!r}"
     for reason, dropped in source.dropped.items():

@@ -144,6 +144,7 @@ class DataConfig:
         first = {"data.evaluation": self.evaluation} if self.evaluation.path else {}
         further = {f"data.evaluations.{name}": s for name, s in self.evaluations.items()}
         sources = first | further
+        # With the weight of training, which nothing reads here, so that one type serves both.
         return {name: SourceConfig(**vars(source)) for name, source in sources.items()}
 
     def format_of(self, own_template: str = "") -> PromptFormat:

@@ -97,15 +97,18 @@ class DemonstrationStream(ShuffledExamples[MaskedExample]):
             _parts(row, demonstration, tokenizer, formats.get(demonstration.source, prompt_format))
             for row, demonstration in enumerate(demonstrations)
         ]
+        # Part by part, as in generation: a token across a border is one that the model could never sample.
         tokens = iter(tokenizer.encode_batch([text for row in parts for text in row]))
         end, examples = np.array([tokenizer.eos_id], np.int32), []
         for prompt, *rest in ([next(tokens) for _ in row] for row in parts):
             masks = []
             for i, turn in enumerate(rest):
+                # Answers alternate with the text between them.
                 mask = np.full(len(turn), i % 2 == 0, np.float32)
                 # The template may write the token that ends an answer; it is then the first token after it.
                 mask[:1] += (i % 2 == 1) & np.isin(turn[:1], tokenizer.stop_ids)
                 masks.append(mask)
+            # Only after the last answer: the template itself writes what ends the earlier ones.
             response, masks = np.concatenate([*rest, end]), [*masks, np.ones(1, np.float32)]
             examples.append(MaskedExample(prompt, response, np.concatenate(masks)))
         lengths = np.array([len(e.prompt) + len(e.response) for e in examples])
@@ -172,6 +175,7 @@ def _parts(
     for before, answer in steps:
         text = render_context(before, tokenizer, prompt_format)
         so_far = "".join(parts)
+        # Templates may drop the reasoning of earlier answers, for example.
         if not text.startswith(so_far):
             raise UserError(
                 f"row {row} of {demonstration.source} cannot be trained on as one sequence: the chat "

@@ -97,6 +97,7 @@ def function_rows(
                 f"JSON's types, such as {_EXAMPLE}, for every index from 0 on"
             ) from error
 
+    # Twice each: every host asks for the same row, and so does a resumed run.
     for index in range(min(size or NUM_FIRST, NUM_FIRST)):
         first, again = row_of(index), row_of(index)
         if json.dumps(first) != json.dumps(again):
@@ -150,6 +151,7 @@ class TaskProblems:
     def record(self, number: int) -> Record:
         """The problem of a number."""
         block, offset = divmod(number % MAX_TASK_SIZE, self._block_size)
+        # Only the last block is kept: problems are mostly drawn in order.
         if block != self._block:
             self._block, self._items = block, self._items_of(block)
         item = self._items[offset]
@@ -167,7 +169,7 @@ class TaskProblems:
         return Record(item["question"], answer, self._task, extra=extra, place=place)
 
     def _items_of(self, block: int) -> Any:
-        """The items of a block. Blocks are small, because some tasks create all items at once."""
+        # Blocks are small, because some tasks create all items at once.
         config = {
             **self._options,
             "size": self._block_size,

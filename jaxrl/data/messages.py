@@ -35,22 +35,12 @@ def context_of(row: Row, name: str) -> Context:
 
 
 def as_context(value: Any, what: str) -> Context:
-    """Checks a question or a list of messages; BadRow if the value is neither.
-
-    Args:
-      value: A value of a row.
-      what: Its name, for messages.
-    """
+    """Checks a question or a list of messages; BadRow, with the name `what`, if the value is neither."""
     return messages_of(value, what) if isinstance(value, list) else checked_text(value, what)
 
 
 def messages_of(value: Any, what: str) -> tuple[Message, ...]:
-    """Checks a list of messages; BadRow if the value is anything else.
-
-    Args:
-      value: A value of a row.
-      what: Its name, for messages.
-    """
+    """Checks a list of messages; BadRow, with the name `what`, if the value is anything else."""
     if not isinstance(value, list) or not value:
         raise BadRow(f"{what} is {shown(value)}; it must be a list of messages and not empty")
     return tuple(_message(item, f"message {i} of {what}") for i, item in enumerate(value, start=1))

@@ -128,6 +128,7 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
             for pair in pairs
             for array in (
                 *pair.chosen,
+                # Its prompt is the chosen one's.
                 pair.rejected[1],
                 np.array([pair.margin, pair.chosen_harm, pair.rejected_harm]),
             )
@@ -165,9 +166,10 @@ def read_preferences(
 
     def parse(row: Row) -> Preference:
         context, chosen, rejected = _answers(row)
+        # Another value is a KeyError, which `parse_rows` reports with its place.
         harms = (_HARMS[row.get(name)] for name in HARM_FIELDS)
         margin = row.get("margin", 0.0)
-        # A negative one would turn the loss around, and say nothing.
+        # A negative margin would reverse the loss silently.
         if not is_finite(margin) or margin < 0:
             raise BadRow(f"field 'margin' is {shown(margin)}; it must be a number of 0 or more")
         return Preference(context, chosen, rejected, source, float(margin), *harms)

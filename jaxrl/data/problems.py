@@ -4,8 +4,8 @@
     function, task            records by number, all at once with a size, or else while prompts are drawn
 
 A row that cannot be used is dropped and counted, and the first few are named. A source without a usable row
-is an error. Two prompts are the same problem if they are equal except for
-surrounding space, line ends and Unicode composition; the first row of a problem is kept.
+is an error. Two prompts are the same problem if they are equal except for surrounding space, line ends and
+Unicode composition; the first row of a problem is kept.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ def read_source(
     if settings.task or settings.has_function:
         make, origin, template = _numbered(settings, needs_truth=needs_truth)
         numbers = range(settings.size or NUM_FIRST)
+        # Functions, so that one unusable row does not end the iteration.
         made: Iterator[Callable[[], Record]] = (functools.partial(make, n) for n in numbers)
         if settings.is_endless and not may_be_endless:
             raise UserError(
@@ -195,6 +196,7 @@ def read_source(
         if not (settings.task or settings.has_function):
             identity = _identity(record.prompt)
             if identity in seen:
+                # Not named: DAPO-Math-17k has every problem a hundred times.
                 dropped.setdefault(DUPLICATES, Dropped()).count += 1
                 continue
             seen.add(identity)
@@ -226,6 +228,7 @@ def _rows_of(
             raise BadRow(f"{place}: {row}", row.reason)
         return layout.record(row, place, source=settings.source, default_source=stem)
 
+    # The rows that the layout was recognised by, and then the rest: the file is read once.
     made = (functools.partial(make, *located) for located in itertools.chain(first, rows))
     return made, f"{path} ({file.kind}, layout {layout.name})", layout.template
 
@@ -382,6 +385,7 @@ class ProblemReader:
         validate = truths(settings)
 
         def of_training(answer: str, extra: Mapping[str, Any], source: str) -> str | None:
+            # A prompt without a truth is scored by other rewards, and no grader looks at it.
             known = answer or self._needs_truths
             return validate(answer, extra, source) if known else None
 

@@ -91,6 +91,7 @@ def encode_prompts(
     else:
         tokens = [_cut(ids, max_prompt_tokens, overlong) for ids in tokens]
     prompts = Prompts(
+        # Row numbers, whichever of the rows are left out.
         ids_N=np.arange(len(records), dtype=np.int64),
         tokens=tuple(tokens),
         texts=tuple(texts),
@@ -131,6 +132,7 @@ def stream_inputs(
         if source.generated is None:
             inputs.append(first.prompts)
             continue
+        # A problem that is too long is no error here: the stream draws the next one.
         encoder = functools.partial(_encoder(source, data, tokenizer), may_be_empty=True)
         encode_one = lambda record, encoder=encoder: encoder([record]).prompts  # noqa: E731
         inputs.append(
@@ -158,6 +160,7 @@ def evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
     """
     if not sources:
         return Prompts(np.zeros(0, np.int64), (), (), (), ())
+    # Of all rows, also those that were left out: ids must not depend on the length limit.
     starts = [0, *itertools.accumulate(len(source.lengths) for source in sources)]
     return Prompts.concatenate(
         [
@@ -185,6 +188,7 @@ def tokenizer_from(
       vocab_size: largest number of tokens.
     """
     texts = [
+        # With the template's words, which are in every prompt.
         data.format_of(source.own_template).fill(text_of_context(record.prompt))
         + (record.solution or record.answer)
         for source in problems.train

@@ -103,6 +103,7 @@ class RowLayout:
           BadRow: It lacks a prompt, or a ground truth or solution that is needed.
         """
         assert self.prompt is not None, "`recognise` demands a field with the problem"
+        # What the row lacks if reading it ends here.
         reason = NO_PROMPT
         try:
             prompt = as_context(value_at(row, self.prompt), f"field {self.prompt!r}")
@@ -120,6 +121,7 @@ class RowLayout:
         named = row.get(SOURCE_NAME)
         if not source:
             source = named if isinstance(named, str) and named.strip() else default_source
+        # What the layout has read is in the record already.
         extra = without(row, (self.prompt, self.answer, self.solution))
         return Record(prompt, answer, source, solution, extra, place)
 
@@ -136,6 +138,7 @@ class RowLayout:
             # math.isfinite converts to float, and an int may be too large for that.
             if isinstance(value, float) and not math.isfinite(value):
                 raise BadRow(f"{what} is {value}; an answer must be a finite number")
+            # 72.0 becomes 72, as people write it: tables and JSON have whole numbers as floats, too.
             return str(int(value)) if value == int(value) else str(value)
         except BadRow:
             if self.needs_truth:
@@ -218,6 +221,7 @@ def _known_layout(rows: Sequence[Row], fields: Mapping[str, str]) -> RowLayout:
     if question and answer and all("####" in str(row.get(answer)) for row in rows):
         return RowLayout("GSM8K", question, answer, solution=answer, answer_of=_after_marker)
     boxed = solution is not None and any(last_box(row.get(solution)) for row in rows)
+    # A "response" or "completion" is a whole text, so the truth is in the box.
     if question and boxed and (answer is None or answer.lower() in ("response", "completion")):
         return RowLayout("MATH", question, solution, solution, answer_of=_in_last_box)
     return RowLayout("", question, answer, solution)
@@ -264,6 +268,7 @@ def last_box(text: Any) -> str | None:
         return None
     start = starts[-1].end()
     depth = 1
+    # An escaped brace is text, not a group.
     for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
         depth += 1 if brace[0] == "{" else -1
         if not depth:
@@ -276,6 +281,7 @@ def last_box(text: Any) -> str | None:
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a dotted name; BadRow, with the fields of the row, if it is missing."""
+    # The whole name first: a field may have dots in its own name.
     if name in row:
         return row[name]
     value: Any = row

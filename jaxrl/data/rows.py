@@ -130,10 +130,12 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | pathlib.Path) -> N
         raise UserError(f"{path} is neither .jsonl nor .parquet; give the file one of these names")
     if path.exists():
         raise UserError(f"{path} exists; remove it, or name another file")
+    # Renamed once it is whole: a failure must not leave a file that looks complete.
     unfinished = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
+            # A row may lack fields of others.
             names = list(dict.fromkeys(name for row in rows for name in row))
             table = pa.table({name: [row.get(name) for row in rows] for name in names})
             pq.write_table(table, unfinished, compression="zstd")
@@ -163,12 +165,7 @@ def field_of(row: Row, name: str) -> Any:
 
 
 def checked_text(value: Any, what: str) -> str:
-    """Returns the value if it is text, not empty and valid for a tokenizer; BadRow otherwise.
-
-    Args:
-      value: A value of a row.
-      what: Its name in the message.
-    """
+    """Returns the value if it is text, not empty and valid for a tokenizer; else BadRow, with name `what`."""
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"{what} is {shown(value)}; it must be text and not empty")
     try:
@@ -218,6 +215,7 @@ def _kind_of(path: pathlib.Path, example: str) -> str:
         start = file.read(64)
     if start.startswith(b"PAR1") or path.suffix == ".parquet":
         return "Parquet"
+    # A stream of Arrow begins with four bytes of ones.
     if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or path.suffix in (".arrow", ".feather"):
         return "Arrow"
     # A file that begins with a list may also be JSONL with a wrong first line.
@@ -228,6 +226,7 @@ def _kind_of(path: pathlib.Path, example: str) -> str:
 def _json_lines(path: pathlib.Path) -> Iterator[tuple[str, Row | BadRow]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            # Programs on Windows write a byte-order mark, which no JSON begins with.
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not line.strip():
                 continue

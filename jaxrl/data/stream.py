@@ -66,6 +66,7 @@ class ShuffledExamples(Generic[Item]):
         self._examples = examples
         self._examples_per_batch = examples_per_batch
         self._identity = {"num_rows": len(examples), "seed": seed, "checksum": checksum}
+        # Random access: a position is one number, and to restore it replays nothing.
         self._order = shuffled(len(examples), seed)
         self._next_index = 0
 
@@ -93,15 +94,12 @@ class ShuffledExamples(Generic[Item]):
 
 
 def drop_overlong(lengths: np.ndarray, limit: int, *, what: str, setting: str) -> np.ndarray:
-    """Returns the numbers of the rows that fit, int64, and logs how many do not.
+    """Returns the numbers of the rows that fit, int64, and logs how many do not; UserError if none does.
 
     Args:
       lengths: Number of tokens of each row.
       limit: Largest number of tokens of a row.
       what, setting: Names of the rows and of the limit, for messages.
-
-    Raises:
-      UserError: No row fits.
     """
     kept = np.flatnonzero(lengths <= limit)
     if not len(kept):
@@ -133,7 +131,7 @@ def checksum(arrays: Iterable[np.ndarray]) -> int:
 
 # Messages about generated problems that are left out, for each source.
 _NUM_NAMED = 3
-# Limit for generated problems that are left out in succession.
+# Limit for generated problems that are left out in succession: some source may have none that fits.
 _MOST_LEFT_OUT = 1000
 
 
@@ -184,7 +182,7 @@ class GeneratedPrompts:
     @property
     def identity(self) -> list[Any]:
         """Identifies the data; a saved turn is only valid for the same identity."""
-        # "made" is in the checkpoints of earlier runs.
+        # The first problems stand for all, which have no end. "made" is in the checkpoints of earlier runs.
         return ["made", checksum(self._first.tokens)]
 
     def draw(self, turn: int) -> tuple[int, Prompts]:
@@ -288,12 +286,12 @@ class PromptStream:
         return found
 
     def _draw(self) -> Prompts:
-        """The next prompt."""
         # The source that is furthest behind its share; the first one of several.
         due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
         number = due.index(min(due))
         turn, prompt = self._sources[number].draw(self._turns[number])
         self._turns[number] = turn + 1
         self._num_drawn[number] += 1
+        # Unique in the whole stream, and the turn itself for a single source.
         prompt_id = turn * len(self._sources) + number
         return dataclasses.replace(prompt, ids_N=np.array([prompt_id], np.int64))

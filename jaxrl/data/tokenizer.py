@@ -74,6 +74,7 @@ class Tokenizer:
         # In blocks, because the library's encodings take much more memory than the ids.
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             part = list(texts[start : start + _TEXTS_AT_ONCE])
+            # The fast one leaves out offsets, which nothing here reads.
             encodings = self.backend.encode_batch_fast(part, add_special_tokens=False)
             ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
         return tuple(ids)
@@ -157,6 +158,7 @@ def load_tokenizer(
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     ends = _generation_eos_ids(directory / "generation_config.json", vocab_size)
     if "eos_token" in ids:
+        # First: training data end with it, whatever else may end a response.
         ends = [ids["eos_token"], *ends]
     stop_ids = tuple(dict.fromkeys(ends))
     if not stop_ids:

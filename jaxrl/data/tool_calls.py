@@ -94,19 +94,16 @@ def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name):
             read[name] = message[name]
-    calls = [_template_call(call) for call in message.get("tool_calls") or ()]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if isinstance(arguments, str):
+            # Some clients send "" for no arguments.
+            arguments = json.loads(arguments or "{}")
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call.get("id", ""), "type": "function", "function": function})
     # Templates ask whether the field is there at all.
     return read | ({"tool_calls": calls} if calls else {})
-
-
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        # Some clients send "" for no arguments.
-        arguments = json.loads(arguments or "{}")
-    function = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id", ""), "type": "function", "function": function}
 
 
 # Formats
@@ -255,6 +252,7 @@ class AnswerParser:
             return self._tokenizer.decode(tokens)
         assert self.format is not None
         parts = np.split(np.asarray(tokens), np.flatnonzero(np.equal(tokens, self.opening_id)))
+        # Each later part begins with the token, which the tokenizer leaves out, so its text joins them.
         texts = [self._tokenizer.decode(part) for part in parts]
         return self.format.opening.join(texts)
 
@@ -313,6 +311,7 @@ class AnswerParser:
         text = self.decode(tokens)
         found = [at for at in map(text.find, stop) if at >= 0]
         text = start + text[: min(found, default=None)]
+        # With `start` the prompt ends with a call, and not with the tag of reasoning.
         opened = not start and self.opens_reasoning(prompt)
         reasoning, content = self.split_reasoning(text, opened=opened)
         if not calls or self.format is None:

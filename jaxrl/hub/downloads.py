@@ -209,6 +209,7 @@ class Hub:
                     "it, or name another"
                 )
             )
+        # About the name as it was given, not about the hub's converted branch.
         raise refusals[0]
 
     def _info(self, name: HubName, kind: Kind) -> Any:
@@ -220,6 +221,7 @@ class Hub:
         except UserError:
             raise
         except hub_errors.HfHubHTTPError as error:
+            # A hub that is down is like no network: the cache serves.
             if error.response is not None and error.response.status_code >= 500:
                 return None
             raise self._refusal(error, name, kind) from error
@@ -246,6 +248,7 @@ class Hub:
             revision=info.sha,
             repo_type=kind,
         )
+        # Files in the cache were compared when they came.
         new = [file for file in files if not cached(filename=file)]
         try:
             # By its revision, not its commit: the cache then knows the revision without a network.
@@ -262,12 +265,14 @@ class Hub:
             raise self._refusal(error, name, kind) from error
         checksums = {s.rfilename: s.lfs.sha256 for s in info.siblings if s.lfs is not None}
         for file in new:
+            # Of another commit the checksums say nothing: the branch has moved since.
             if file not in checksums or pathlib.Path(folder).name != info.sha:
                 continue
             path, expected = pathlib.Path(folder, file), checksums[file]
             with path.open("rb") as content:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             if found != expected:
+                # The content, and the link to it: else the cache would give the damaged file to the next run.
                 path.resolve().unlink()
                 path.unlink(missing_ok=True)
                 raise UserError(

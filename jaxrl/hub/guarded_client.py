@@ -2,7 +2,7 @@
 
     headers of an answer        within `ANSWER_S`, even if they come byte by byte
     an answer about files       at most `ANSWER_BYTES`, within `ANSWER_S` more
-    a file                      at `FILE_BYTES_PER_S` or faster; without a told size `UNSIZED_BYTES` at most
+    a file                      at `FILE_BYTES_PER_S` or faster; without a stated size `UNSIZED_BYTES` at most
     names of files in it        no part that leads to another folder
 
 `huggingface_hub` itself limits only the time between two bytes. It also makes paths of its cache from ETags:
@@ -60,10 +60,10 @@ def _send(send: Callable[..., Any], request: Any, *, stream: bool = False, **opt
     def ask() -> None:
         try:
             answered.set_result(send(request, stream=True, **options))
-        except BaseException as error:
+        except BaseException as error:  # raised again by `answered.result()`
             answered.set_exception(error)
 
-    # A daemon: nobody waits for a server that goes on.
+    # A daemon, so that a server that never ends does not keep the process.
     threading.Thread(target=ask, daemon=True).start()
     concurrent.futures.wait([answered], timeout=ANSWER_S)
     if not answered.done():
@@ -90,7 +90,8 @@ def _check_headers(response: Any) -> None:
                 f"sent the header {name} {value[:80]!r}, which is no name of a file",
             )
     whole = response.iter_bytes
-    # By pieces as they come: larger ones would be waited for.
+    # In pieces as they come: to wait until a chunk is full would put off the limits. `huggingface_hub` reads
+    # files with a chunk size, and answers without one.
     response.iter_bytes = lambda chunk_size=None: _limited(
         response, whole(), is_file=chunk_size is not None
     )
@@ -98,6 +99,7 @@ def _check_headers(response: Any) -> None:
 
 def _limited(response: Any, pieces: Iterator[bytes], *, is_file: bool) -> Iterator[bytes]:
     """The pieces of an answer; ends an answer that is too large or too slow."""
+    # The length of compressed content says nothing of what comes out of it.
     sized = "content-length" in response.headers and "content-encoding" not in response.headers
     began, count = time.monotonic(), 0
     for piece in pieces:
@@ -123,6 +125,7 @@ def _check_names(request: Any, answer: Any) -> None:
     if not isinstance(answer, dict):
         return
     for key, value in answer.items():
+        # The card is the text of its author; no path is made of it.
         if key == "cardData" or value is None:
             continue
         well = True

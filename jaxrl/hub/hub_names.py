@@ -57,6 +57,7 @@ class HubName:
 
 def hub_name(text: str) -> HubName | None:
     """Reads a setting; None if it is empty, exists as a path here, or cannot be a name on the hub."""
+    # `lexists`: a link that leads nowhere is still meant as a path.
     return None if os.path.lexists(text) else parsed_name(text)
 
 
@@ -123,6 +124,7 @@ def inferred_splits(names: Sequence[str]) -> Splits:
         word = _SPLIT.search(path.name) or _SPLIT.search(path.parent.name)
         split = _SAME.get(word[1], word[1]) if word else "train"
         folders = path.parent.parts
+        # A folder named after a split is no subset.
         if folders and _SPLIT.fullmatch(folders[-1]):
             folders = folders[:-1]
         found.setdefault(("/".join(folders), split), []).append(name)
@@ -141,6 +143,7 @@ def choose_files(name: HubName, found: Splits, splits: Sequence[str]) -> list[st
       UserError: there is no such subset or split, or the name must say which.
     """
     subsets = list(dict.fromkeys(subset for subset, _ in found))
+    # "default" is how the hub calls the subset of a card that names none.
     subset = name.subset or (subsets[0] if len(subsets) == 1 else "default")
     if subset not in subsets:
         problem = f"no subset {name.subset!r}" if name.subset else "several subsets"

@@ -17,6 +17,7 @@ EVALUATION = ("test", "validation")
 
 def open_hub() -> Hub:
     """Returns the hub of `HF_ENDPOINT`, with the cache of `HF_HOME`."""
+    # Imported here: most runs name paths, and need no `huggingface_hub`.
     from jaxrl.hub.downloads import Hub
 
     return Hub()

