@@ -135,6 +135,7 @@ def answer_span(response: str) -> tuple[int, int] | None:
     for match in _SENTENCE.finditer(response, before):
         if _IN_MATH_MODE.fullmatch(match["said"]) or _is_number(match["said"]):
             spans.append(match.span("said"))
+    # The last one: a response may correct itself.
     return _inside_emphasis(response, *max(spans)) if spans else None
 
 
@@ -257,6 +258,7 @@ def _number(text: str) -> str | None:
     if match is None:
         return None
     sign, above, below = match.groups()
+    # Exact, so that .1 and 1/10 have one spelling, and 0.30000000000000004 is not .3.
     denominator = Fraction((below or "1").replace(",", ""))
     if denominator == 0:
         return None

@@ -12,15 +12,15 @@ verl also puts best@n and maj@n into `val-core/...`. Here `val-core` contains on
 
 Statistics of n answers to each of N prompts, with standard errors:
 
-mean@n   mean score (avg@n)                     std@n    standard deviation of a prompt's n scores
+    mean@n   mean score (avg@n)                     std@n    standard deviation of a prompt's n scores
     best@k   largest of k drawn scores              worst@k  smallest of k drawn scores
     maj@k    score of the majority of k answers     pass@k   probability of a right answer among k of the n
 
 Names and definitions are verl's: best@k, worst@k and maj@k draw k of the n answers *with* replacement, and
 std@n divides by n. verl draws 1,000 times. Here best@k and worst@k are the exact expectations of such draws,
 and maj@k uses verl's random draws, so its numbers are equal to verl's. pass@k is not verl's: it is the
-unbiased estimate of Chen et al. 2021, which draws *without* replacement, and is never below
-best@k of correctness.
+unbiased estimate of Chen et al. 2021, which draws *without* replacement, and is never below best@k of
+correctness.
 
 As in verl, the majority is the answer that was drawn most often; on a tie, the one that was drawn first. Its
 score is that of its first response in the draw. "No answer" counts as an answer.
@@ -162,6 +162,7 @@ def _majority(
 @functools.lru_cache(maxsize=16)
 def _draws(n: int, k: int) -> np.ndarray:
     """Indices of the drawn responses, [1000, k], from the same random generator as in verl."""
+    # The legacy generator, since that of NumPy's new API draws other numbers.
     return np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
 
 
@@ -192,6 +193,7 @@ def statistics_of(
         )
     }
     if n > 1:
+        # Of the population, as in verl: NumPy's default divides by n.
         found[f"std@{n}"] = estimate(score_NG.std(axis=1))
     for k in sizes(n):
         found[f"best@{k}"] = estimate(*best_at_k(score_NG, k))

@@ -140,6 +140,7 @@ class Grader:
             if fault := self.validate(sample.row):
                 raise UserError(fault)
             begun.append(self.begin(sample))
+        # Waits only after all have begun, so that the workers grade at the same time.
         return [x if isinstance(x, Verdict) else x() for x in begun]
 
     def validate(self, row: GradingTask) -> str | None:

@@ -4,8 +4,8 @@ r"""The grader `math`: general mathematics, parsed and compared in worker proces
              -> else (truth, answer) -> a worker: `answers.equality.equal` -> right or wrong
 
 The answer is the last `\boxed{}` anywhere, or the text after "Answer:", "####" or "The answer is" in the last
-300 characters, whichever comes last. Boxes joined by a comma, "and" or "or" are one answer with
-several parts. docs/answer_reader.md describes the answers.
+300 characters, whichever comes last. Boxes joined by a comma, "and" or "or" are one answer with several
+parts. docs/answer_reader.md describes the answers.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ class MathGrader(Grader):
                 raise UserError(fault)
             truth, answer = math_truth(sample.row.answer), math_answer(sample.text)
             pairs.append((truth, answer))
+            # Answers to one prompt are often equal.
             if answer is not None and (truth, answer) not in asked:
                 decided = _decided(truth, answer)
                 asked[truth, answer] = (

@@ -57,7 +57,7 @@ class AskedVerdicts:
         if (agents := completions.of_agents) is not None:
             for b, score in enumerate(agents.score_B.tolist()):
                 if agents.failed_B[b]:
-                    # Wrong, and nothing learns from it.
+                    # No verdict on the policy: a failed sample has no tokens, and counts in no baseline.
                     self._given[b] = Verdict(0.0, False)
                 elif not math.isnan(score):
                     self._given[b] = Verdict(score, score >= RIGHT)
