@@ -375,7 +375,9 @@ class Checkpoints:
             if difference is not None:
                 raise _does_not_fit(path, f"{role}: {difference}")
         if not self._has_states:
-            return jax.tree.map(_elsewhere, like)
+            # Arrays of which this process has no part.
+            elsewhere = jax.make_array_from_single_device_arrays
+            return jax.tree.map(lambda x: elsewhere(x.shape, x.sharding, [], dtype=x.dtype), like)
         args = {role: ocp.args.StandardRestore(state) for role, state in like.items()}
         try:
             restored = self._open().restore(step, args=ocp.args.Composite(**args))
@@ -420,34 +422,26 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         # Returns Orbax's manager. It is created on first use, because it reads the folder at once.
         if self._manager is None:
+            together = ocp.options.MultiprocessingOptions()
+            if hosts.num_processes() > 1:
+                # Orbax synchronises listed processes through its own service. Without a list it would run a
+                # collective on the devices in the middle of training.
+                first = min(self._active)
+                together = ocp.options.MultiprocessingOptions(
+                    primary_host=first,
+                    active_processes=self._active,
+                    barrier_sync_key_prefix=f"from{first}",
+                )
             # The manager keeps all checkpoints: this class decides what is removed.
             options = ocp.CheckpointManagerOptions(
                 create=False,
                 # Do not open every checkpoint: some may be damaged.
                 lightweight_initialize=True,
-                multiprocessing_options=_among(self._active),
+                multiprocessing_options=together,
             )
             self._manager = ocp.CheckpointManager(self.stored.paths.path, options=options)
             _ORBAX_LOGGER.addFilter(_is_no_disk_fault)
         return self._manager
-
-
-def _among(processes: set[int]) -> ocp.options.MultiprocessingOptions:
-    # Options that name the processes that read and write together.
-    #
-    # Orbax synchronises listed processes through its own service. Without a list it would run a collective on
-    # the devices in the middle of training.
-    if hosts.num_processes() == 1:
-        return ocp.options.MultiprocessingOptions()
-    first = min(processes)
-    return ocp.options.MultiprocessingOptions(
-        primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"from{first}"
-    )
-
-
-def _elsewhere(like: Any) -> jax.Array:
-    # An array of which this process has no part.
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
 
 
 def wait_for_all_processes(occasion: str, timeout_s: int) -> bool:

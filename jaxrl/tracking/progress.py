@@ -194,8 +194,7 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True, highlight=False)
 
     def _view(self) -> Group:
-        # The entries in two columns, filled from top to bottom.
-        # Filled column by column, so that related metrics stay below each other.
+        # Two columns, filled one after the other, so that related metrics stay below each other.
         half = (len(self._entries) + 1) // 2
         trend_width = _TREND_STEPS if self._console.width >= 100 else _TREND_STEPS // 2
         if self._console.options.ascii_only:  # such a terminal cannot print the bars

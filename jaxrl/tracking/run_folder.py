@@ -32,6 +32,7 @@ class CheckpointFolder(_Folder):
 
     def __init__(self, path: pathlib.Path):
         super().__init__(path)
+        # The name that the folders of earlier runs have.
         self.manifests = path.with_name(f"{path.name}.seals")
         self.damaged = path.with_name(f"{path.name}.damaged")
 
@@ -75,6 +76,7 @@ class RolloutFolder(_Folder):
         found = {}
         for path in self.path.glob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
+            # "step_007" and the like are not ours: `step` would not find them again.
             if number.isdecimal() and path == self.step(int(number)) and not path.is_dir():
                 found[int(number)] = path
         return dict(sorted(found.items()))
