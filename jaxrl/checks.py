@@ -259,6 +259,7 @@ def settings(cls: type[Settings]) -> type[Settings]:
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     own = inspect.get_annotations(cls)
+    # Before pydantic reads them. Strict mode of a whole class would also refuse tables and lists.
     cls.__annotations__ = {name: _strict(hints[name]) for name in own}
     made: Any = pydantic.dataclasses.dataclass(
         frozen=True,
@@ -280,10 +281,7 @@ def settings(cls: type[Settings]) -> type[Settings]:
 
 
 def _strict(annotation: Any) -> Any:
-    """The annotation with strict values; groups are also made of tables, and tuples of lists.
-
-    pydantic's own strict mode would refuse tables and lists, too.
-    """
+    """The annotation with strict values; groups are also made of tables, and tuples of lists."""
     kind, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if kind is typing.Annotated:
         return typing.Annotated[(_strict(arguments[0]), *annotation.__metadata__)]
@@ -452,6 +450,7 @@ def is_finite(value: Any) -> bool:
     """Whether `value` is a number that a float can hold; accepts any object."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
+    # A comparison and not `math.isfinite`, which fails at integers beyond the range of floats. False for NaN.
     return abs(typing.cast("float", value)) <= sys.float_info.max
 
 

@@ -38,21 +38,13 @@ def open_file(path: str | os.PathLike[str], *, absent: str) -> IO[bytes]:
 
 
 def read_bytes(path: str | os.PathLike[str], *, absent: str) -> bytes:
-    """Reads a file.
-
-    Args:
-      path: path of the file.
-      absent: remedy for the message if the file is missing or not readable.
-
-    Raises:
-      UserError: as `open_file`.
-    """
+    """Reads a file. Arguments and errors as in `open_file`."""
     with open_file(path, absent=absent) as file:
         return file.read()
 
 
 def read_text(path: str | os.PathLike[str], *, absent: str) -> str:
-    """Reads a text file, UTF-8. Arguments and errors as in `read_bytes`."""
+    """Reads a text file, UTF-8. Arguments and errors as in `open_file`."""
     content = read_bytes(path, absent=absent)
     try:
         return content.decode("utf-8")
@@ -61,7 +53,7 @@ def read_text(path: str | os.PathLike[str], *, absent: str) -> str:
 
 
 def read_json_object(path: str | os.PathLike[str], *, absent: str) -> dict[str, Any]:
-    """Reads a JSON file whose value is an object. Arguments as in `read_bytes`.
+    """Reads a JSON file whose value is an object. Arguments as in `open_file`.
 
     Raises:
       UserError: as `read_text`, or if the file is not valid JSON, is nested too deeply or is not an object.
@@ -69,6 +61,7 @@ def read_json_object(path: str | os.PathLike[str], *, absent: str) -> dict[str, 
     text = read_text(path, absent=absent)
     try:
         value = json.loads(text)
+    # The parser recurses, so a deeply nested file ends it without being malformed.
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}); {_AGAIN}") from error
     if not isinstance(value, dict):

@@ -49,6 +49,7 @@ def command_parser(program: str, about: str | None, **options: Any) -> argparse.
 def help_of(cls: type) -> dict[str, str]:
     """The help text of every setting: the text below its field, or below the next field that has one."""
     texts: dict[str, str] = {}
+    # A subclass comes last, so that its text of a setting wins.
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -79,6 +80,7 @@ def add_flags(parser: Any, cls: type, *, only: Container[str] | None = None) -> 
         name, kind = field.name, kinds[field.name]
         if only is not None and name not in only:
             continue
+        # argparse formats help texts by %.
         text = help_of(cls).get(name, "").replace("%", "%%")
         if kind is bool and field.default is False:
             parser.add_argument(f"--{name}", action="store_true", help=text)

@@ -163,7 +163,7 @@ class ProcessPool:
         Raises:
           UserError: The function raised one, or the functions cannot be loaded.
           WorkerFault: The call has no result, or the pool was closed before its turn came.
-          Interrupted: `interrupted` returned True, or the pool was closed meanwhile.
+          Interrupted: `interrupted` returned True, or the pool was closed during the call.
         """
         with self._free:
             if self._closed:
@@ -201,6 +201,7 @@ class ProcessPool:
         self._closed = True
         self._threads.shutdown()
         with contextlib.ExitStack() as all_free:
+            # With all permits taken no call is at work, and none can start a process.
             for _ in range(self._size):
                 all_free.enter_context(self._free)
             while self._idle:
@@ -264,6 +265,7 @@ class _Worker:
         self, question: Any, subject: str, patience_s: float, interrupted: Callable[[], bool]
     ) -> Any:
         """The answer to a question. Ends the process on a timeout; raises as `ProcessPool.call`."""
+        # Random, so that what a function has written to the socket does not begin with it.
         mark = secrets.token_bytes(8)
         until = time.monotonic() + patience_s
 
@@ -275,6 +277,7 @@ class _Worker:
                 raise WorkerFault("timeout", subject, reason)
 
         try:
+            # A worker that hangs may leave the socket full.
             self._socket.settimeout(patience_s)
             with contextlib.suppress(
                 TimeoutError
@@ -331,6 +334,7 @@ class _Worker:
             self._process.wait(timeout=_LAST_MOMENTS_S)
         self.end()
         status = self._process.returncode
+        # The signal of the timer of processor time.
         if status == -signal.SIGPROF:
             reason = f"has taken {self._cpu_seconds:g} s of processor time and was ended"
             return WorkerFault("timeout", subject, reason)
@@ -350,10 +354,8 @@ def main() -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Makes the kernel kill this process group when the other end of a pipe is closed.
-
-    A waiting thread would not work: an endless regular expression never releases the interpreter lock.
-    """
+    """Makes the kernel kill this process group when the other end of a pipe is closed."""
+    # Not a thread that waits: an endless regular expression never releases the interpreter lock.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -385,11 +387,13 @@ def _serve(channel: socket.socket) -> None:
         # The default action of the signal ends the process, whatever it is executing.
         signal.setitimer(signal.ITIMER_PROF, functions.cpu_seconds)
         answer = _answer(loaded[name], argument)
+        # Off between calls: to send and to wait is not the function's time.
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(mark, answer)
 
 
 def _limit_memory(further_bytes: int) -> None:
+    # Beyond what is held now: some functions import much more than others.
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + further_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

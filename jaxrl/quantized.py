@@ -56,6 +56,7 @@ def quantize(x: jax.Array, dims: tuple[int, ...]) -> Quantized:
     x = x.astype(jnp.float32)
     # Not a division: compiled, XLA makes it a product with the reciprocal, which may round otherwise.
     scale = jnp.abs(x).max(dims, keepdims=True) * np.float32(1 / _LARGEST)
+    # Entries that are all 0 have scale 0.
     steps = jnp.round(x / jnp.where(scale > 0, scale, 1))
     return Quantized(steps.astype(jnp.int8), scale)
 
@@ -84,6 +85,7 @@ class StoredType:
         if not self.dims:
             return values
         spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+        # Dimensions that share a scale have size 1 there, which cannot be split.
         whole: Any = P(*(None if dim in self.dims else axes for dim, axes in enumerate(spec)))
         scale = jax.ShapeDtypeStruct(
             self._scale_shape(shape), jnp.float32, sharding=NamedSharding(sharding.mesh, whole)

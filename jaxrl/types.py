@@ -50,6 +50,7 @@ class LazyRows(Sequence[Row]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
+    # Equal to any sequence with the same rows, so there is no hash that would fit.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
@@ -323,7 +324,6 @@ class Scored:
         return len(self.completions)
 
     def replace(self, **changes) -> Scored:
-        """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -399,7 +399,6 @@ class PackedBatch:
     routes: jax.Array | None = dataclasses.field(default=None, kw_only=True)
 
     def replace(self, **changes) -> Self:
-        """A copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
     def extended_as(self, kind: type[Batch], **further) -> Batch:
@@ -407,10 +406,8 @@ class PackedBatch:
         return kind(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **further)
 
     def packing(self) -> dict[str, jax.Array]:
-        """The fields of PackedBatch by name, to build another type of batch over the same rows.
-
-        Without routes, which are the policy's and by far the largest.
-        """
+        """The fields of PackedBatch but routes by name, to build another type of batch over the same rows."""
+        # Routes are the policy's alone, and by far the largest.
         names = (f.name for f in dataclasses.fields(PackedBatch) if f.name != "routes")
         return {name: getattr(self, name) for name in names}
 
@@ -440,13 +437,11 @@ class TrainBatch(PackedBatch):
 
     @staticmethod
     def of(packed: PackedBatch, **fields) -> TrainBatch:
-        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1.
-
-        Weights of microbatches that no minibatch uses are 0, because writing there takes memory.
-        """
+        """A packed batch with the given fields. By default fields are host arrays of 0, and weights 1."""
         shape = packed.tokens.shape
         others: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in _PER_TOKEN}
         others["weight"] = np.zeros(shape, np.float32)
+        # Not in microbatches that no minibatch uses: zeros take memory only once something is written.
         others["weight"][:, : np.max(packed.num_micro_U)] = 1
         return TrainBatch(**packed.packing(), **(others | fields))
 

@@ -89,11 +89,13 @@ def load_function(
         )
     try:
         if where.endswith(".pkl"):
+            # Trusted like a .py file: whoever can write it could also write code.
             module, function = None, pickle.loads(pathlib.Path(where).read_bytes())
         else:
             module = _file_module(where) if is_file else importlib.import_module(where)
             function = getattr(module, name, None)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
+        # The place of interest is the last line that is the user's, not the importer's.
         ours = (__file__, importlib.__file__)
         places = [
             f"{frame.filename}:{frame.lineno}: "

@@ -44,6 +44,7 @@ def cudnn_attention(
     mask_B1TT = (ids_BT[:, :, None] == ids_BT[:, None, :])[:, None]
     window = None
     if isinstance(kind.reach, int):
+        # The kernel counts the keys before a token without the token itself.
         window = (kind.reach - 1, 0)
     elif kind.reach is not None:
         position_T = jnp.arange(query.shape[1])

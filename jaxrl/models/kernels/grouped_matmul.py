@@ -91,6 +91,8 @@ def _product(
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu import PallasMosaicGpuRaggedDot  # pyright: ignore
     from tokamax._src.ops.ragged_dot.pallas_mosaic_gpu_common import Config  # pyright: ignore
 
+    # The settings of rows are for products with one result for each row; a gradient of the matrices has one
+    # for each group.
     kernel = PallasMosaicGpuRaggedDot(config=Config(**(_OF_ROWS if group else _TILES)))
 
     def grouped_matmul(left: jax.Array, right: jax.Array, rows: jax.Array) -> jax.Array:

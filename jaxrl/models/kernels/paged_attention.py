@@ -104,6 +104,7 @@ def _pages(
     pair_BKT = (layer * num_pages + table_BT[:, None]) * held + head_K1[None]
     part_11P = jnp.arange(P)[None, None]
     table_NP = (pair_BKT[..., None] * P + part_11P[None]).reshape(B * K, -1)
+    # The kernel may read whole blocks, so padding has to name pages that exist.
     table_NP = jnp.pad(table_NP, ((0, 0), (0, -table_NP.shape[1] % multiple)), mode="edge")
     k, v = (x.reshape(-1, page, H) for x in (pool.k, pool.v))
     k_scale, v_scale = (
@@ -151,6 +152,7 @@ def paged_attention_tpu(
       interpret: emulate the kernel in XLA, on any device; for tests.
     """
     cache = _paged(cache, len(q_BQH))
+    # The kernel's pages are the largest that divide both those of the pool and its blocks.
     page = math.gcd(cache.pool.capacity, _TPU_BLOCK)
     block = min(_TPU_BLOCK, cache.pool.capacity * cache.table.shape[1]) // page
     pages = _pages(
@@ -179,6 +181,7 @@ def paged_attention_tpu(
             pages.v[None],
             None,
         )
+    # The kernel has divided by the sum; `PartialAttention` wants the undivided one, which can be merged.
     return pages.partial(top_NG1[..., 0], total_NG1[..., 0], out_NGH * total_NG1)
 
 
@@ -261,6 +264,7 @@ def paged_attention_gpu(
     mixed_SNGH, total_SNG, top_SNG = _gpu_call(pages, table, block, interpret)(
         q_NGH, pages.k, k_scale, pages.v, v_scale, table, pages.length_N[:, None]
     )
+    # Each part of a row has a softmax of its own: relative to the largest maximum they add up.
     top_NG = top_SNG.max(0)
     keep_SNG = jnp.exp(top_SNG - top_NG[None])
     mixed_NGH = (mixed_SNGH * keep_SNG[..., None]).sum(0)

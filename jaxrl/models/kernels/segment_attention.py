@@ -39,6 +39,7 @@ def first_keys(segment_ids_BT: jax.Array, kind: AttentionKind) -> jax.Array:
     """The first key that each token sees, int32 [B, T]."""
     place_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
     before_BT = jnp.roll(segment_ids_BT, 1, axis=1)
+    # For the first token both branches are 0, whatever the roll has brought before it.
     begins_BT = jnp.where(segment_ids_BT != before_BT, place_T[None], 0)
     first_BT = jax.lax.cummax(begins_BT, axis=1)
     if kind.reach is None:

@@ -67,6 +67,7 @@ def splash_attention(
     tiles |= dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), block)
 
     def masked_by(mask: splash.Mask) -> Any:
+        # One shard: under `shard_map` it sees the heads and rows of one device.
         kernel = splash.make_splash_mha(
             MultiHeadMask([mask] * Q),
             block_sizes=splash.BlockSizes(**tiles),
