@@ -2,7 +2,8 @@
 
     every process ----- heartbeat: count, phase, state ---------------> key-value store of process 0
           ^                                                                      |
-          +---- a count that stands still, or the state "failed" ----------------+
+          +---- process 0 reads all: a count that stands still, a "failed" ------+
+          +---- the others read that of process 0 alone, which names the loss ---+
 
 Without heartbeats a run ends when JAX notices the loss: more than a minute after a host was lost, or at once
 if it was process 0, with SIGABRT and a hundred lines of stack. Here a thread of every process exchanges
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,7 @@ _SLOWEST_HEARTBEAT_S = 5.0
 # Time in which process 0 must accept a connection, or it is gone.
 _KNOCK_S = 5.0
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_RUNNING, _LEFT, _FAILED = "running", "left", "failed"
+_RUNNING, _LEFT, _FAILED, _BEREFT = "running", "left", "failed", "bereft"
 # Beginnings of errors from devices or from communication between hosts. A failed dispatch is a ValueError
 # with such a text.
 _STATUS = re.compile(
@@ -65,8 +66,9 @@ class Heartbeat:
       process: number of the process.
       host: name of its host.
       count: number of its heartbeats so far.
-      phase: current phase, for messages.
-      state: "running", "left" (its run is over), or "failed" (it ends with an error).
+      phase: current phase, for messages; of a bereft one, which process is lost.
+      state: "running", "left" (its run is over), "failed" (it ends with an error), or "bereft" (it ends
+        because another process is lost).
     """
 
     process: int
@@ -77,16 +79,15 @@ class Heartbeat:
 
 
 class Peers:
-    """The last heartbeats of the other processes. It has no threads and no clock of its own.
+    """The last heartbeats of some processes. It has no threads and no clock of its own.
 
     Args:
-      process, num_processes: number of this process, and number of processes.
+      processes: their numbers.
       now_s: seconds of a monotonic clock.
     """
 
-    def __init__(self, process: int, num_processes: int, now_s: float):
-        others = (i for i in range(num_processes) if i != process)
-        unseen = {i: Heartbeat(i, "unknown", -1, "never seen") for i in others}
+    def __init__(self, processes: Iterable[int], now_s: float):
+        unseen = {i: Heartbeat(i, "unknown", -1, "never seen") for i in processes}
         self._last = unseen
         self._since_s = dict.fromkeys(unseen, now_s)
 
@@ -108,6 +109,8 @@ class Peers:
           failed_s: seconds that the others wait for a process that has failed.
         """
         for process, last in self._last.items():
+            if last.state == _BEREFT:
+                return last.phase
             age_s = now_s - self._since_s[process]
             where = self.name(process)
             if last.state == _RUNNING and age_s > silent_s:
@@ -165,7 +168,8 @@ class HostWatch:
         self._coordinator = coordinator
         # Kept here as long as the kernel knows its address.
         self._handler = _Handler(self._on_abort)
-        self._peers = Peers(process, num_processes, time.monotonic())
+        # All would read the heartbeats of all: their number would grow with the square of the processes.
+        self._peers = Peers((0,) if process else range(1, num_processes), time.monotonic())
         # The thread and the main thread both send heartbeats.
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -198,6 +202,10 @@ class HostWatch:
         """Ends this process and prints the reason: the loss of another process, or `error`."""
         if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and _STATUS.match(str(error)):
             # A program over all processes raises such an error if one of them is gone.
+            if self._process:
+                # Process 0 may have no such program, and then finds the loss later.
+                others = (i for i in range(self._num_processes) if i != self._process)
+                self._peers = Peers(others, time.monotonic())
             self._broken = True
             self._say(
                 f"{self._name} could not go on ({str(error).splitlines()[0]}); whether another process is "
@@ -252,7 +260,7 @@ class HostWatch:
         self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._send(_FAILED)
+            self._send(_BEREFT, reason)
         if not self._process:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
@@ -271,16 +279,20 @@ class HostWatch:
             )
             self._end(EXIT_TRY_AGAIN)
 
-    def _send(self, state: str) -> None:
+    def _send(self, state: str, phase: str = "") -> None:
         with self._lock:
             self._count += 1
-            sent = Heartbeat(self._process, self._host, self._count, self.phase, state)
+            sent = Heartbeat(self._process, self._host, self._count, phase or self.phase, state)
             text = json.dumps(dataclasses.asdict(sent))
         # One key for each process, overwritten: the store does not grow with the run.
         self._store.key_value_set(f"{_PREFIX}{self._process}", text, allow_overwrite=True)
 
     def _read(self) -> list[Heartbeat]:
-        return [Heartbeat(**json.loads(text)) for _, text in self._store.key_value_dir_get(_PREFIX)]
+        if self._process and not self._broken:
+            texts = [self._store.key_value_try_get(f"{_PREFIX}0")]
+        else:
+            texts = [text for _, text in self._store.key_value_dir_get(_PREFIX)]
+        return [Heartbeat(**json.loads(text)) for text in texts]
 
     @property
     def _name(self) -> str:

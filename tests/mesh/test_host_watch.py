@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_silence_counts_from_the_last_sign_and_only_while_it_runs():
-    peers = Peers(0, 3, now_s=100.0)
+    peers = Peers((1, 2), now_s=100.0)
     limits = {"silent_s": 10, "failed_s": 5}
     peers.note([Heartbeat(1, "a", 1, "update"), Heartbeat(2, "b", 1, "update")], 101.0)
     peers.note([Heartbeat(1, "a", 1, "update"), Heartbeat(2, "b", 2, "generate")], 108.0)
@@ -44,7 +44,7 @@ def test_silence_counts_from_the_last_sign_and_only_while_it_runs():
 
 def test_a_process_that_was_never_seen_is_lost_too():
     assert (
-        Peers(1, 2, now_s=0.0)
+        Peers((0,), now_s=0.0)
         .lost(61.0, silent_s=60, failed_s=60)
         .startswith("process 0 (host unknown, never seen) has given no sign")
     )
@@ -54,18 +54,29 @@ def test_a_process_that_was_never_seen_is_lost_too():
 
 
 class Store(dict):
-    """A store with the interface of JAX's distributed client."""
+    """A store with the interface of JAX's distributed client, which counts what is read."""
+
+    num_read = 0
+
+    def key_value_try_get(self, key):
+        if key not in self:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        self.num_read += 1
+        return self[key]
 
     def key_value_set(self, key, value, allow_overwrite=False):
         assert allow_overwrite or key not in self
         self[key] = value
 
     def key_value_dir_get(self, key):
-        return [item for item in list(self.items()) if item[0].startswith(key)]
+        found = [item for item in list(self.items()) if item[0].startswith(key)]
+        self.num_read += len(found)
+        return found
 
 
-def watch_of(store, process, ends, **changes):
-    return HostWatch(store, process, 2, **{"lost_after_s": 0.6, "end": ends.append, **changes})
+def watch_of(store, process, ends, *, num_processes=2, **changes):
+    settings = {"lost_after_s": 0.6, "end": ends.append, **changes}
+    return HostWatch(store, process, num_processes, **settings)
 
 
 def test_two_that_live_and_leave_say_nothing(capfd):
@@ -89,6 +100,33 @@ def test_one_that_falls_silent_ends_the_other(capfd):
     assert error.startswith("error: process 0 (host unknown, never seen) has given no sign of life")
     assert f"process 1 of 2 (host {socket.gethostname()}, step 3, update) ends with it" in error
     assert "start all processes again" in error and error.count("\n") == 1
+
+
+def test_process_0_names_the_lost_one_to_all_others(capfd):
+    ends = [[], [], []]
+    store = Store()
+    with contextlib.ExitStack() as stack:
+        for i in range(3):
+            stack.enter_context(watch_of(store, i, ends[i], num_processes=4))
+        time.sleep(2)
+    assert ends == [[EXIT_TRY_AGAIN]] * 3
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(
+        "error: process 3 (host unknown, never seen) has given no sign" in line for line in lines
+    )
+
+
+def test_reads_grow_with_the_number_of_processes_and_not_with_its_square():
+    """Beats of 12 processes in 2 s: 1 read for each, and 12 for process 0; 144 in all if all read all."""
+    store, ends = Store(), []
+    with contextlib.ExitStack() as stack:
+        for i in range(12):
+            stack.enter_context(watch_of(store, i, ends, num_processes=12, lost_after_s=3))
+        time.sleep(2)
+        num_beats = json.loads(store["jaxrl/signs_of_life/0"])["count"]
+        num_read = store.num_read
+    assert ends == [] and 10 * num_beats < num_read < 30 * num_beats
 
 
 @pytest.mark.parametrize(
