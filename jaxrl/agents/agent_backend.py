@@ -5,8 +5,8 @@
                                        endpoint -> conversation -> live loop, turned here
     completions <- groups whose sessions have all ended
 
-The first process has the workers, the endpoint and the conversations. What a session leaves it sends to the
-other processes, which turn the same live loop.
+The first process has the workers, the endpoint and the conversations. It sends what an ended session leaves
+to the other processes, which turn the same live loop.
 
 `generate` runs agents to their end. `resume` and `continuous` leave some open, which go on with the weights
 of the next step; they run on one process.
@@ -42,7 +42,7 @@ from jaxrl.types import Completions, Prompts
 
 _LOG = logging.getLogger(__name__)
 
-# Seconds between two looks at the sessions while no request waits or decodes.
+# Longest wait in a turn of the loop without requests: sessions end without one, too.
 _LOOK_EVERY_S = 0.05
 # Agents wait for tools besides slots, so slots do not limit their number.
 _PLACES = 1 << 30
@@ -80,7 +80,7 @@ class AgentBackend:
             _LOG.warning("%s", self._model.renderer.note)
         self._live: LiveLoop | None = None
         self._endpoint: Endpoint | None = None
-        # All groups that nobody has taken.
+        # All groups that were not taken yet.
         self._groups: dict[int, AgentGroup] = {}
         self.lasting: dict[int, AgentGroup] = {}
         self.finished: list[int] = []
@@ -129,7 +129,7 @@ class AgentBackend:
           UserError: all agents have failed, and no agent has ever ended.
         """
         del expected_tokens_N
-        # Groups that outlive a call go on meanwhile. The step of an evaluation is no version of theirs.
+        # Groups that outlive a call go on during this one. The step of an evaluation is no version of theirs.
         self._renew(self._version + self._is_new if self.lasting else options.step)
         own = self._open(prompts, options)
         missing = set(own)
@@ -185,7 +185,7 @@ class AgentBackend:
     # Groups that outlive a call
 
     def keep(self, unfinished: UnfinishedGroups | None, options: SamplingOptions) -> None:
-        """Drops all other groups than these. Those of an earlier run begin again."""
+        """Keeps these groups and drops all others. Agents of an earlier run begin again."""
         known = {group.prompt_id: n for n, group in self.lasting.items()}
         wanted = [] if unfinished is None else unfinished.prompts.ids_N.tolist()
         for prompt_id in known.keys() - set(wanted):
@@ -198,6 +198,7 @@ class AgentBackend:
             group = restored_group(n, saved, options, self._model, self._settings.history)
             self._groups[n] = self.lasting[n] = group
             self._unopened += group.sessions.values()
+            # All of its samples had ended before the restart.
             if not group.sessions:
                 self._complete(n)
 
@@ -222,7 +223,7 @@ class AgentBackend:
         return [self._groups.pop(n) for n in taken]
 
     def drop(self, n: int) -> None:
-        """Ends the sessions of a group that nobody wants any more."""
+        """Drops a group, and ends its sessions."""
         group = self._groups.pop(n)
         del self.lasting[n]
         self._unopened = [session for session in self._unopened if session.prompt != n]
@@ -233,14 +234,14 @@ class AgentBackend:
                 self._endpoint.sessions.stop(session, "was dropped")
 
     def unfinished(self, options: SamplingOptions) -> UnfinishedGroups:
-        """A copy of the groups that nobody has taken."""
+        """A copy of the groups that were not taken yet."""
         none = UnfinishedGroups(Prompts.concatenate([]), options.num_samples, ())
         return UnfinishedGroups.concatenate(
             [none, *(group.saved() for group in self.lasting.values())]
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the sessions that have ended since the last call. Stops the clock of the open ones.
+        """Metrics of the sessions that have ended since the last call. Stops the clock of open sessions.
 
         Raises:
           UserError: all of them have failed, and no agent has ever ended.
@@ -262,7 +263,7 @@ class AgentBackend:
                 self._told.add(error)
                 _LOG.warning("%d agents failed, most of them so: %s", tally.errors.total(), error)
         self._any_ended |= tally.errors.total() < tally.total
-        # Later a whole batch may fail for want of a tool.
+        # Only before any agent has ended: later a whole batch may fail because a tool is away.
         if tally.total and not self._any_ended:
             raise UserError(
                 f"all {tally.total} samples of {self._settings.agent!r} have failed: "
@@ -284,10 +285,10 @@ class AgentBackend:
         return made
 
     def _renew(self, version: int) -> None:
-        """Has the live loop decode with the weights that are loaded."""
+        """Makes the live loop decode with the loaded weights."""
         if self._live is None:
             self._live = self.inner.live(version=version)
-        # Else a batch would begin with what the pages of the one before it hold, which rounds differently.
+        # Also for equal weights: a batch that reused pages of the one before it would round differently.
         elif self._is_new or version != self._version or not self.lasting:
             self._live.renew(self.inner.params, version)
         self._version, self._is_new = version, False
@@ -302,6 +303,7 @@ class AgentBackend:
             self._endpoint.go_on(self._unopened, self._version)
         self._unopened = []
         self._live.turn(wait_s=_LOOK_EVERY_S)
+        # Only the first process has sessions; all complete the same groups, in the same order.
         ended = hosts.on_first(self._ended)
         for n, talks in ended:
             self._groups[n].talks = {g: Talk.of_plain(talk) for g, talk in enumerate(talks)}
@@ -329,6 +331,7 @@ class AgentBackend:
     def _complete(self, n: int) -> None:
         """Makes the completions of a group whose sessions have all ended."""
         group = self._groups[n]
+        # By sample, not by the order in which the agents have ended.
         talks = [group.talks[g] for g in sorted(group.talks)]
         decode = self._tokenizer.decode_batch
         group.completions = group_of(group.prompts, talks, group.step, decode)

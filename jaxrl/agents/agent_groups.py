@@ -91,6 +91,7 @@ class AgentGroup:
         else:
             session = self.sessions[g]
             with session.lock:
+                # Copied under the lock: the server's threads go on answering.
                 answers, asked = dict(session.deltas), list(session.asked.values())
             for delta in (delta for deltas in answers.values() for delta in deltas):
                 sample.add_decoded(delta.tokens, delta.logprob, delta.entropy, delta.version)
@@ -100,6 +101,7 @@ class AgentGroup:
                     for key, deltas in answers.items()
                 ]
             }
+        # A request that is not answered yet counts with the version that it was asked under.
         left["oldest"] = min([*sample.version.tolist(), *asked], default=_NO_VERSION)
         sample.session = left
         return sample
@@ -108,10 +110,10 @@ class AgentGroup:
 def new_group(
     number: int, prompts: Prompts, options: SamplingOptions, model: ChatModel, history: History
 ) -> AgentGroup:
-    """A group whose sessions nobody has opened yet.
+    """A group whose sessions are not open yet.
 
     Args:
-      number: number of the group, which its sessions bear.
+      number: number of the group, `Session.prompt`.
       prompts: the prompt.
       options: how answers are drawn; `step` is that of the group.
       model, history: of the conversations.
@@ -121,6 +123,7 @@ def new_group(
         "answer": prompts.answers[0],
         "source": prompts.sources[0],
         "extra": dict(prompts.extras[0]),
+        # Of the prompt alone, so that all samples of a group play the same game, and a resumed run too.
         "seed": zlib.crc32(f"{prompts.sources[0]} {prompts.ids_N[0]}".encode()),
     }
     sessions = {

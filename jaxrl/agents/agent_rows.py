@@ -143,6 +143,7 @@ def _common_prefix(sequences: Sequence[np.ndarray]) -> int:
         return 0
     shortest = min(map(len, sequences))
     same = np.all([s[:shortest] == sequences[0][:shortest] for s in sequences], axis=0)
+    # `argmin` finds the first False; the appended one stands for "all are the same".
     return int(np.argmin(np.append(same, False)))
 
 

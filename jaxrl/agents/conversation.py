@@ -9,7 +9,8 @@
 
 A turn is the block of all given messages between two answers. A request is compared with the tree message
 by message. Only what follows its last known answer is rendered and encoded (`suffix`). Answers are recognised
-by their views, however a client writes them. Messages of the assistant that were not sampled here are given.
+by their views, however a client writes them. A message of the assistant that was not sampled here counts as
+given.
 
     T tokens of a prompt or a branch   R tokens of an answer or a block
 """
@@ -197,7 +198,7 @@ class Conversation:
         keys = [self._compared(message) for message in given]
         variables = {**variables, **({"tools": list(tools)} if tools else {})}
         root = json.dumps(variables, sort_keys=True)
-        # Only added once the turn is made, so that a refused request leaves nothing.
+        # Added only below, once the turn is made, so that a refused request leaves nothing.
         roots = self._roots.get(root, {})
         parent, known = self._last_known(roots, keys)
         siblings = parent.children if parent is not None else roots
@@ -205,11 +206,11 @@ class Conversation:
         if place in siblings:
             return siblings[place]
         before = root if parent is None else f"{parent.key} {_digest(_answer_of(parent).tokens)}"
+        # Of texts and tokens alone: after a restart an agent that says the same gets the same keys.
         key = _digest(json.dumps([before, *place]).encode())
         new = tuple(given[known:])
         turn = Turn(key, _NO_IDS, start, parent=parent, messages=new, variables=variables)
         self._encode(turn, given)
-        # Only now, so that a request that is refused leaves nothing.
         siblings[place] = turn
         self._roots.setdefault(root, roots)
         again = len(siblings) > 1 or (turn.context is None and bool(self._turns))
@@ -329,6 +330,7 @@ class Conversation:
 
     def _last_known(self, roots: _Children, keys: Sequence[_Message]) -> tuple[Turn | None, int]:
         """The last turn whose answer these messages contain, and the number of messages up to it."""
+        # All paths are tried: a client may have sent one message in two branches.
         best: tuple[Turn | None, int] = None, 0
         left: list[tuple[Turn | None, _Children, int]] = [(None, roots, 0)]
         while left:
@@ -356,6 +358,8 @@ class Conversation:
                 answer = _answer_of(parent)
                 before = np.concatenate([parent.prompt_ids, answer.tokens])
                 turn.context, turn.first = parent, len(before)
+                # The stored ids, never encoded again: another encoding of the same text would train other
+                # tokens.
                 ids = np.concatenate([before, renderer.encode_after(turn.text, answer.tokens)])
                 turn.prompt_ids = _fixed(ids, np.int32)
                 return

@@ -48,7 +48,7 @@ class Endpoint:
         """Listens on a free port, and starts the workers.
 
         Args:
-          live: loop that answers the requests; somebody else turns it.
+          live: loop that answers the requests; the caller turns it.
           settings: settings of sampling, with an agent.
           model: chat format of the policy.
           sizes: sizes of the engine.
@@ -104,9 +104,12 @@ class Endpoint:
     async def _next(self, request: Request) -> Response:
         _, worker = keys_of(request)
         loop = asyncio.get_running_loop()
+        # Set here, where the event loop of the server is known.
         self.sessions.on_news = lambda: loop.call_soon_threadsafe(self._pass_on)
+        # A worker asks again well before its silence would count as a hang.
         until = loop.time() + self._runner.silent_s / 4
         while True:
+            # The event is taken before the look, so that news in between are not missed.
             news, most = self._news, self._heard(worker)
             taken = self.sessions.take(worker, most)
             stopped = self.sessions.take_stopped(worker)

@@ -15,11 +15,11 @@ from jaxrl.process_pool import Interrupted, ProcessPool, WorkerFault
 
 # Agents mostly wait for answers and tools, so there may be more processes than cores.
 _MOST_WORKERS = 8
-# The longest silence of a worker before it is ended.
+# A worker that is silent for longer is ended.
 _SILENT_S = 60.0
 # Shorter silences are no sign: the trainer may be busy compiling.
 _LEAST_SILENT_S = 5.0
-# The longest that a worker runs; it asks for its limit of time, and has none.
+# Time limit of a worker's call, which the pool wants: it lasts as long as the run.
 _FOREVER_S = 1e9
 
 
@@ -58,7 +58,7 @@ class Runner:
           UserError: the agent cannot be loaded.
         """
         if not self._begun:
-            # The first alone: an error of the user's file is told once.
+            # The first one alone, so that an error of the user's file is reported once.
             self._pool.start()
             self._begun = [self._threads.submit(self._keep, url) for _ in range(self._size)]
 
@@ -71,6 +71,7 @@ class Runner:
         if worker not in self._heard:
             raise KeyError(worker)
         self._heard[worker] = time.monotonic()
+        # An equal share of the open sessions, rounded up.
         return -(-self.sessions.num_open // self._size)
 
     def check(self) -> None:
@@ -88,7 +89,7 @@ class Runner:
     def _keep(self, url: str) -> None:
         """Keeps one worker process running until the sessions are closed."""
         while not self.sessions.closed:
-            # A key for each process: what a dead one has asked for last is answered to nobody.
+            # A key for each process, so that the last request of a dead one takes no sessions.
             worker = secrets.token_urlsafe(18)
             # Importing what the agent needs may take longer than a silence.
             self._heard[worker] = math.inf

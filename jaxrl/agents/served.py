@@ -36,7 +36,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(actor: Actor, tokenizer: Tokenizer) -> Iterator[Served]:
-    """Serves the actor's current weights inside a `with` block; meanwhile nothing else may use the actor."""
+    """Serves the actor's current weights inside a `with` block, in which nothing else may use the actor."""
     actor.for_sampling()
     backend = actor.backend
     engine = backend.inner if isinstance(backend, AgentBackend) else backend

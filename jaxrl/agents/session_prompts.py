@@ -94,7 +94,7 @@ class SessionPrompts:
         )
 
     def _drawn(self, session: Session, request: Request) -> Request:
-        """The request as the run samples; its stop strings come on top.
+        """The request with the settings of the run, and the request's stop strings besides the run's.
 
         Raises:
           ApiError: it would edit logits: training computes the probabilities of the policy without that.
@@ -131,6 +131,7 @@ class SessionPrompts:
             for name in ("tokens", "logprob", "entropy")
         )
         with session.lock:
+            # Nothing is recorded any more, and nobody reads it.
             if session.ended:
                 return self._model.parser.view(
                     turn.prompt_ids, tokens, start=query.start, stop=query.stop, calls=query.calls

@@ -37,7 +37,7 @@ class Session:
       problem: fields of `worker.Problem`.
       conversation: what was said.
       options: how its answers are drawn.
-      key: secret that its requests bear.
+      key: secret of its requests.
       worker: key of the worker that runs it; "" while it waits.
       deaths: number of workers that have died under it.
       until: time by which it has to end, once it was taken.
@@ -83,6 +83,7 @@ class Sessions:
     def __init__(self, seconds: float):
         """Args: seconds that a session has from when a worker takes it."""
         self._seconds = seconds
+        # Reentrant: `lost` and `stop` call `end`.
         self._lock = threading.RLock()
         self._by_key: dict[str, Session] = {}
         self._waiting: dict[str, Session] = {}
@@ -189,7 +190,7 @@ class Sessions:
             if self._held_since is not None:
                 held_s = time.monotonic() - self._held_since
                 for session in self._by_key.values():
-                    # Those that a worker has taken meanwhile get a little more.
+                    # A session that a worker has taken since then gets a little more.
                     session.until += held_s
             self._held_since = None
 

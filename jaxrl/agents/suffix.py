@@ -100,6 +100,7 @@ class ChatRenderer:
           variables: tools and further variables of the template.
           system: the system message of the conversation, if it has one. Some templates show it late.
         """
+        # A mark that the messages do not hold: else the text would be cut at the wrong place.
         said = repr((messages, system, variables))
         mark = next(m for i in itertools.count() if (m := f"turn{i}mark") not in said)
         of_tools = bool(messages) and messages[0]["role"] == "tool"
@@ -126,6 +127,7 @@ class ChatRenderer:
     ) -> str:
         """What follows `mark` in a rendering. A user's message is put before the assistant's."""
         at = 1 if messages[0]["role"] in ("system", "developer") else 0
+        # Many templates refuse a conversation that does not begin with the user.
         messages = [*messages[:at], _user("u"), *messages[at:]]
         text = self._template.render(messages, **{"add_generation_prompt": end, **variables})
         _, found, after = text.partition(mark)

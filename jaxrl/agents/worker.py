@@ -100,6 +100,7 @@ async def _run(
     """Runs an agent, and sends its score or its error."""
     ended: dict[str, Any] = {"key": session["key"]}
     try:
+        # Shares the connections; its key names the session.
         client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
         value = agent(client, Problem(**session["problem"]))
         if inspect.isawaitable(value):
