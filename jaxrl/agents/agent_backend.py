@@ -96,7 +96,6 @@ class AgentBackend:
         self._any_ended = False
 
     def load(self, params: Params) -> None:
-        """Takes weights in the generation layout."""
         self.inner.load(params)
         self._is_new = True
 
@@ -110,7 +109,6 @@ class AgentBackend:
         return self.inner.unload()
 
     def close(self) -> None:
-        """Ends workers and endpoint."""
         if self._endpoint is not None:
             self._endpoint.close()
         self.inner.close()
@@ -349,7 +347,6 @@ class AgentRollout:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of groups in progress."""
         return len(self._backend.lasting) - len(self._backend.finished)
 
     @property

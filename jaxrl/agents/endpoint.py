@@ -79,7 +79,6 @@ class Endpoint:
             raise
 
     def close(self) -> None:
-        """Ends workers and server."""
         self._runner.close()
         self._server.stop()
 

@@ -81,7 +81,6 @@ class Runner:
                 worker.result()
 
     def close(self) -> None:
-        """Ends the processes."""
         self.sessions.close()
         self._pool.close()
         self._threads.shutdown()

@@ -175,7 +175,6 @@ class Sessions:
             return self._ended.pop(worker, [])
 
     def end_late(self) -> None:
-        """Ends sessions whose time is over."""
         now = time.monotonic()
         for session in [s for s in [*self._by_key.values()] if s.until < now]:
             self.stop(session, f"took longer than {self._seconds:g} s")
@@ -210,5 +209,4 @@ class Sessions:
 
     @property
     def num_open(self) -> int:
-        """The number of sessions that have not ended."""
         return len(self._by_key)

@@ -79,7 +79,6 @@ class Moments:
 
     @property
     def mean_square(self) -> jax.Array:
-        """Mean of x^2."""
         return self.variance + self.mean**2
 
     @property
@@ -94,7 +93,6 @@ class Moments:
 
     @property
     def variance(self) -> jax.Array:
-        """Mean squared distance from the mean."""
         return self.squares / jnp.maximum(self.count, 1.0)
 
 

@@ -42,7 +42,6 @@ class SummedLoss:
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The names of all arrays."""
         return (*self.inputs, *self.numbers)
 
 

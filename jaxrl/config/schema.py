@@ -217,7 +217,6 @@ class Config:
 
     @property
     def run_folder(self) -> RunFolder:
-        """The output folder of this run."""
         return self._folder_of(self.name)
 
     @property

@@ -149,7 +149,6 @@ class TaskProblems:
         self._block, self._items = 0, self._items_of(0)
 
     def record(self, number: int) -> Record:
-        """The problem of a number."""
         block, offset = divmod(number % MAX_TASK_SIZE, self._block_size)
         # Only the last block is kept: problems are mostly drawn in order.
         if block != self._block:

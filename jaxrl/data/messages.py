@@ -86,7 +86,6 @@ class PromptFormat:
         check_template(self.template)
 
     def fill(self, question: str) -> str:
-        """Puts a question into the template."""
         # Not str.format, because templates may have other braces, such as \\boxed{}.
         return self.template.replace("{prompt}", question)
 

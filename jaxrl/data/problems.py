@@ -301,7 +301,6 @@ class Problems:
 
     @property
     def evaluation_records(self) -> tuple[Record, ...]:
-        """All evaluation problems."""
         return _records(self.evaluation)
 
     @property

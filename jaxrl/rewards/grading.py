@@ -98,7 +98,6 @@ class Verdict:
 
     @staticmethod
     def failed(kind: str, message: str, prediction: str | None = None) -> Verdict:
-        """A verdict of a grader that failed."""
         return Verdict(WRONG, False, prediction, GraderFailure(kind, message))
 
 

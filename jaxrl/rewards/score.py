@@ -71,7 +71,6 @@ class AskedVerdicts:
         )
 
     def done(self) -> bool:
-        """Whether all verdicts are ready."""
         return self._future.done()
 
     def result(self) -> list[Verdict]:

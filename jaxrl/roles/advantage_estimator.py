@@ -94,7 +94,6 @@ class Estimator:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function that computes the advantages."""
         return lookup(ADVANTAGES, self.name, "advantage")
 
     def check(

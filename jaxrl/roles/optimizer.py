@@ -160,7 +160,6 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, config: OptimConfig) -> Schedule:
-        """The schedule of an optimiser's settings."""
         one, length = np.float32(1), config.lr_decay_steps
         return cls(
             lr=np.float32(config.lr),

@@ -109,12 +109,10 @@ class Actor(Learner):
 
     @property
     def backend(self) -> RolloutBackend:
-        """The rollout backend."""
         assert self._backend is not None, "this actor was built without a rollout backend"
         return self._backend
 
     def close(self) -> None:
-        """Closes the backend."""
         if self._backend is not None:
             self._backend.close()
 

@@ -149,7 +149,6 @@ class Devices(abc.ABC):
         """Fills `_resident`, and makes the engine of samples."""
 
     def load_base(self) -> None:
-        """Loads the base model."""
         params, search = self._loaded(), StopSearch(self._tokenizer.decode)
         max_waiting = self.config.max_waiting
         self.live = LiveLoop(self._engine, params, search, max_waiting=max_waiting)
@@ -203,7 +202,6 @@ class Devices(abc.ABC):
         """What is trained at first, in the training layout."""
 
     def drop(self, model_ids: Sequence[str]) -> None:
-        """Forgets models."""
         for model_id in model_ids:
             self.trained.pop(model_id, None)
 

@@ -265,7 +265,6 @@ class Futures:
         return events[cursor:], max(len(events), cursor)
 
     def end_session(self, session_id: str) -> None:
-        """Forgets all futures of a session."""
         with self._lock:
             for future in [f for f in self._futures.values() if f.session_id == session_id]:
                 self._forget(future)

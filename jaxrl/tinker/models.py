@@ -425,7 +425,6 @@ class Models:
         return forward_backward_output(answers, {"loss:sum": total})
 
     def optim_step(self, model: TrainedModel, numbers: AdamNumbers) -> Any:
-        """Applies the accumulated gradients."""
         if self.together.devices.trained[model.model_id].trainee.gradients is None:
             raise UserError(
                 "optim_step has no gradient to apply; call forward_backward after the optim_step before it"
@@ -446,7 +445,6 @@ class Models:
         return {"type": "optim_step", "metrics": {"grad_norm:mean": norm}}
 
     def save_weights(self, model: TrainedModel, request_id: str, name: str, overwrite: bool) -> Any:
-        """Saves weights and the optimiser's state."""
         out = self._path(model.model_id, "weights", name)
         with self._saved(out, request_id, overwrite=overwrite) as folder:
             self.together.run(Devices.save, model.model_id, folder)

@@ -144,7 +144,6 @@ class Places:
         place.shown, place.saved = shown, saved
 
     def leave(self, number: int) -> None:
-        """Ends a call."""
         self._places[self.at(number)].calls -= 1
 
     def at(self, number: int) -> int:

@@ -89,7 +89,6 @@ class Sampler:
         return self._num_waiting >= self._max_waiting
 
     def submit(self, call: SampleCall, weights: SamplerWeights, future: Future) -> None:
-        """Queues a call."""
         job = _Job(call, weights, future, [_OpenSample() for _ in range(call.num_samples)])
         self._count(call.num_samples)
         self._events.put(functools.partial(self._waiting.append, job))

@@ -132,7 +132,6 @@ class AppendedFile:
         os.fsync(self._descriptor)
 
     def clear(self) -> None:
-        """Removes all records."""
         os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:

@@ -210,7 +210,6 @@ class Bubblewrap(NativeSandbox):
     direct = False
 
     def command(self, python: Sequence[str]) -> list[str]:
-        """The command line of `bwrap` around Python."""
         # No /proc: Python does not need it, and nothing of other processes is in it then.
         arguments = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
         arguments += ["--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox"]

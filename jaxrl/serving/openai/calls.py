@@ -537,7 +537,6 @@ class Answer:
         return self._json(1, [self._choices[index].show(whole=False)], {**further, **usage})
 
     def usage_event(self) -> Json:
-        """The event with the token counts."""
         return self._json(1, [], self._usage())
 
     def _json(self, kind: int, choices: list[Json], further: Json) -> Json:
