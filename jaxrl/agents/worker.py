@@ -103,6 +103,7 @@ async def _run(
         # Shares the connections; its key names the session.
         client = trainer.with_options(base_url=f"{url}/v1", api_key=session["key"])
         value = agent(client, Problem(**session["problem"]))
+        # An agent may be a plain function; it then keeps the other sessions of the worker waiting.
         if inspect.isawaitable(value):
             value = await value
         try:
@@ -114,6 +115,7 @@ async def _run(
         else:
             rule = "which is no score; return a number or None"
             ended["error"] = f"returned {reprlib.repr(value)}, {rule}"
+    # Not of a task that is cancelled: the trainer has ended its session already.
     except (Exception, SystemExit) as error:  # a user's agent may raise anything
         ended["error"] = f"{type(error).__name__}: {error}"[:1000]
     await _post(trainer, "/agents/done", ended)

@@ -107,6 +107,8 @@ def grpo(
     groups = _Groups.of(score_B, group_B, num_groups)
     if not normalize_std:
         return groups.result(groups.centered)
+    # In a group of equal scores both are exactly 0, so that epsilon makes 0 of 0 / 0 and hardly changes
+    # others.
     return groups.result(groups.centered / (groups.deviation + epsilon))
 
 

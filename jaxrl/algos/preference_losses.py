@@ -97,6 +97,7 @@ def cost_preference(
     loss = jax.nn.softplus(chosen_cost - rejected_cost)
     rights, judged = jnp.zeros_like(loss), jnp.zeros_like(loss)
     for cost, harm in ((chosen_cost, chosen_harm), (rejected_cost, rejected_harm)):
+        # An answer without a label (0) has no sign to learn.
         loss = loss + masked(jax.nn.softplus(-harm * cost), harm)
         rights = rights + masked(preference_accuracy(harm * cost, jnp.zeros_like(cost)), harm)
         judged = judged + masked(jnp.ones_like(cost), harm)
@@ -158,6 +159,7 @@ def ipo(
     stats = _implied_rewards(
         chosen_logprob, rejected_logprob, chosen_ref_logprob, rejected_ref_logprob, beta=beta
     )
+    # The margin is beta times the difference of the paper.
     return (stats["reward_margin"] / beta - 1.0 / (2.0 * beta)) ** 2, stats
 
 

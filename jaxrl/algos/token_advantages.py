@@ -144,6 +144,7 @@ def optimal_token_baseline(
     # Relative to the lowest return of the position: equal returns then give exactly 0, not a rounding error.
     above_BT = return_BT - over_place(jax.ops.segment_min, return_BT)
     total_BT = over_place(jax.ops.segment_sum, weight_BT)
+    # If all weights are 0 the baseline is the lowest return.
     mean_BT = over_place(jax.ops.segment_sum, weight_BT * above_BT) / (total_BT + 1e-8)
     alone_BT = over_place(jax.ops.segment_sum, live_BT.astype(jnp.int32)) == 1
     advantage_BT = jnp.where(alone_BT, return_BT, above_BT - mean_BT)

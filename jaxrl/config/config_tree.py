@@ -69,6 +69,7 @@ def to_config_dict(config: Any) -> Group:
     for name in tree:
         value = getattr(config, name)
         tree[name] = Table(value) if isinstance(value, Mapping) else value
+    # Locked, so that a misspelt setting fails at its line of the recipe.
     tree.lock()
     for entry in tree.values():
         if isinstance(entry, Table):

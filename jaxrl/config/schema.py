@@ -127,6 +127,7 @@ class EvaluationConfig:
             step=step,
             temperature=self.temperature,
             truncation=truncation_of(top_k=0, top_p=self.top_p),
+            # Nothing is trained on these answers.
             keeps_routes=False,
         )
 

@@ -98,6 +98,7 @@ def render_context(context: Context, tokenizer: Tokenizer, prompt_format: Prompt
         if not prompt_format.chat:
             return (f"{system}\n" if system else "") + text
         context = ({"role": USER, "content": text},)
+    # A conversation keeps a system message of its own.
     if system and context[0]["role"] != SYSTEM:
         context = ({"role": SYSTEM, "content": system}, *context)
     return tokenizer.render_chat(context, **prompt_format.chat_options)

@@ -103,6 +103,7 @@ class PreferenceStream(ShuffledExamples[PreferencePair]):
         formats: Mapping[str, PromptFormat] | None = None,
     ):
         encoded = _encode(preferences, tokenizer, prompt_format, formats or {})
+        # By tokens: two spellings of one answer may be equal to the model.
         pairs = [pair for pair in encoded if not np.array_equal(pair.chosen[1], pair.rejected[1])]
         if not pairs:
             raise UserError(

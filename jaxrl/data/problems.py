@@ -215,6 +215,7 @@ def _rows_of(
     """(makes each record in turn, a description, own template) of a file."""
     file = open_rows(settings.path)
     rows = iter(file)
+    # Several: the first row may lack fields that others have.
     first = list(itertools.islice(rows, _FIRST_ROWS))
     readable = [row for _, row in first if not isinstance(row, BadRow)]
     if not readable:

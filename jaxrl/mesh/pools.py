@@ -311,6 +311,7 @@ def _shares(pool: Pool, first: int, end: int, by_process: Mapping[int, list[Any]
     shared = num_hosts * min(map(len, by_process.values()))
     if end > shared:
         raise _beyond(pool, first, end, shared)
+    # A span counts the devices of all processes, of which each gives the same slice.
     part = slice(first // num_hosts, end // num_hosts)
     return [device for host in by_process.values() for device in host[part]]
 

@@ -188,6 +188,7 @@ class PathGrader(FunctionGrader):
 
     def grade(self, samples: Sequence[Response]) -> list[Verdict]:
         """Returns the function's verdicts; whatever it does costs its own verdict alone."""
+        # All are asked before the first is waited for.
         asked = [self._pool.submit(self._path, (s.text, s.row.answer)) for s in samples]
         return [in_worker(future, self._verdict)() for future in asked]
 

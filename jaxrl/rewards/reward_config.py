@@ -41,6 +41,7 @@ class JudgeConfig:
     """Number of verdicts decoded at once."""
 
     def __post_init__(self):
+        # Its constructor is the check.
         JudgeTemplate(self.template)
 
     @property

@@ -36,6 +36,7 @@ def samples_of(completions: Completions) -> list[Response]:
     """Returns the policy's own turns of B responses, as graders see them."""
     rows = rows_of(completions.prompts)
     return [
+        # An answer that a tool gave is not the policy's.
         Response(text, tokens[mask > 0], rows[n])
         for text, tokens, mask, n in zip(
             completions.policy_texts,

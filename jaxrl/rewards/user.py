@@ -116,6 +116,7 @@ def _function_of_responses(path: str) -> Callable[[Responses], np.ndarray]:
         try:
             values = function(responses)
         except Exception as error:
+            # The traceback names a file, but not the setting that has chosen it.
             error.add_note(f"raised by the reward function {path!r}")
             raise
         return checked_scores(values, len(responses), f"reward function {path!r}")
@@ -152,6 +153,7 @@ class UserRewards:
             start_s=timeout_s,
         )
         if paths:
+            # Now, so that an error of an import ends the run before anything compiles.
             self._pool.start()
 
     def close(self) -> None:

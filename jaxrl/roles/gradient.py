@@ -256,6 +256,7 @@ def _accumulate(
         this_pass_M = jax.tree.map(lambda x_M, x: x_M.at[m].set(x), total[1], new[1])
         return total[0] + new[0], this_pass_M
 
+    # Shapes alone, for the zeros that the loop begins with.
     _, (sums, this_pass) = jax.eval_shape(lambda p: loss(p, micro_of(batch, u, 0)), params)
     this_pass_M = jax.tree.map(lambda x: jax.ShapeDtypeStruct((M, *x.shape), x.dtype), this_pass)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, this_pass_M))

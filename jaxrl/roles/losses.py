@@ -223,6 +223,7 @@ class CorrectionConfig:
                 bounds = rollout_correction.ratio_bounds(*limit)
                 found.append(Rejection(f"{over}_k1", over, "k1", *bounds))
             elif limit is not None and name == "veto":
+                # The largest k1 of a sequence belongs to its smallest ratio.
                 bounds = rollout_correction.ratio_bounds(limit, math.inf)
                 found.append(Rejection(name, "seq_max", "k1", *bounds))
             elif limit is not None:
@@ -435,6 +436,7 @@ def likelihood(*, coef: float = 1.0) -> Objective:
     return Objective(loss, supervised=True)
 
 
+# One object for all updates, since another one would compile another program.
 SUPERVISED = likelihood()
 
 

@@ -232,6 +232,7 @@ def plan_packing(
         segments_of = [_segments(row, tokens_of, groups) for row in rows]
         is_last = [bool(last_B[row].all()) for row in rows]
         for index, r in _assigned([_work(s) for s in segments_of], is_last, R, shards):
+            # The row among those of all minibatches and microbatches.
             at = u * M * R + index
             offset = 0
             segment_ids[at], prefixes = _ids(segments_of[r], T)

@@ -61,6 +61,7 @@ def pack_pairs(
       shape: [U, M, R, T] of the batch.
       shards: see `plan_packing`.
     """
+    # One item for both answers, so that the packing cannot part them.
     items = [np.concatenate([*pair.chosen, *pair.rejected]) for pair in pairs]
     packing = plan_packing([len(item) for item in items], shape, shards=shards)
 

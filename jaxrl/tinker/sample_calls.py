@@ -82,6 +82,7 @@ def read_call(
         )
     temperature = _number(params, "temperature", 1.0, 0, 100)
     truncation = truncation_of(
+        # -1 is all in the SDK, 0 is all here.
         top_k=max(_number(params, "top_k", -1, -1, vocabulary), 0),
         top_p=_number(params, "top_p", 1.0, 1e-6, 1),
     )
@@ -104,6 +105,8 @@ def read_call(
         prompt,
         _number(body, "num_samples", 1, 1, _MAX_SAMPLES),
         max_tokens,
+        # Without a seed a repeated call gets its samples again. The prefix keeps a given seed from equaling a
+        # default.
         default_seed if seed is None else b"seed %d" % _number(params, "seed", 0),
         options,
         stop_ids,

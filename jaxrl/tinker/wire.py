@@ -102,6 +102,7 @@ def _messages(text: str) -> dict[str, Any]:
 
     def add_field(message: Any, name: str, number: int, kind: str) -> Any:
         field = message.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
+        # Scalars are lower case in protobuf's language, messages are not.
         if kind[0].islower():
             field.type = _Field.Type.Value(f"TYPE_{kind.upper()}")
         else:

@@ -98,6 +98,7 @@ class KeptRollouts:
         """
         step = self._timer.step + 1
 
+        # Called on the writing thread, which also decodes the texts; training does not wait for them.
         def rows() -> Iterator[dict[str, Any]]:
             kept = scored.take(range(len(scored.completions.prompts))[:_MOST_PROMPTS])
             lengths = kept.completions.lengths_B.tolist()

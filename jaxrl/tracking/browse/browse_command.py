@@ -20,6 +20,7 @@ from jaxrl.errors import UserError
 from jaxrl.flags import command_parser
 from jaxrl.tracking.run_folder import EvaluationFolder, RolloutFolder, RunFolder
 
+# This machine only: the pages need no key.
 _HOST = "127.0.0.1"
 _CONNECTIONS = 100
 
@@ -51,6 +52,7 @@ def browse(path: pathlib.Path, *, port: int) -> int:
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"{', '.join(absent)} not installed; pip install {' '.join(absent)}")
+    # After the check: both need the extra `serve`.
     from jaxrl.serving.http_server import HttpServer
     from jaxrl.tracking.browse.browse_app import build_app
 
