@@ -370,23 +370,8 @@ def _usage(
         for name, value in config_tree.flatten_config(config_class()).items()
         if not name.startswith(told)
     }
-    if groups:
-        return "\n".join(
-            _described(n, v, texts.get(n, "")) for n, v in _in_groups(defaults, groups)
-        )
-    return "\n".join(
-        [
-            *about,
-            f"usage: {program} --config RECIPE [--config.NAME=VALUE ...]{options}",
-            *(f"  --{name}: {text}" for name, text in switches.items()),
-            "settings and their defaults, which the recipe may change (--help GROUP shows one group):",
-            *(_described(name, value, texts.get(name, "")) for name, value in defaults.items()),
-        ]
-    )
-
-
-def _in_groups(defaults: Mapping[str, Any], groups: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The settings of some groups, each named with dots or without: "rollout", "algorithm.kl"."""
+    # Groups are named with dots or without: "rollout", "algorithm.kl".
+    chosen: list[str] = []
     for group in groups:
         inside = [n for n in defaults if n == group or n.startswith(f"{group}.")]
         if not inside:
@@ -395,7 +380,19 @@ def _in_groups(defaults: Mapping[str, Any], groups: Sequence[str]) -> Iterator[t
                 n for n in known if "." not in n
             )
             raise UserError(f'no group of settings "{group}"; near: {", ".join(near)}')
-        yield from ((name, defaults[name]) for name in inside)
+        chosen += inside
+    shown = [_described(n, defaults[n], texts.get(n, "")) for n in (chosen or defaults)]
+    if groups:
+        return "\n".join(shown)
+    return "\n".join(
+        [
+            *about,
+            f"usage: {program} --config RECIPE [--config.NAME=VALUE ...]{options}",
+            *(f"  --{name}: {text}" for name, text in switches.items()),
+            "settings and their defaults, which the recipe may change (--help GROUP shows one group):",
+            *shown,
+        ]
+    )
 
 
 def _described(name: str, value: Any, text: str) -> str:

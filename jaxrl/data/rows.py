@@ -96,7 +96,25 @@ def open_rows(path: str | pathlib.Path, *, example: str = _EXAMPLE) -> RowFile:
       UserError: There is no file, or files of several formats.
     """
     path = pathlib.Path(path)
-    files = _files_in(path) if path.is_dir() else [path]
+    files = [path]
+    if (path / "state.json").exists():
+        state = read_json_object(path / "state.json", absent="")
+        if state.get("_indices_data_files"):
+            raise UserError(
+                f"{path} holds a selection of rows by index; call flatten_indices() before save_to_disk"
+            )
+        files = [path / entry["filename"] for entry in state["_data_files"]]
+    elif (path / "dataset_dict.json").exists():
+        raise UserError(f"{path} holds several splits; name the folder of one, {path}/train")
+    elif path.is_dir():
+        files = [file for file in sorted(path.iterdir()) if file.suffix in _SUFFIXES]
+        suffixes = {file.suffix for file in files}
+        if len(suffixes) != 1:
+            found = f"files of {len(suffixes)} kinds" if suffixes else "no file of rows"
+            raise UserError(
+                f"{path} has {found}; name a file ({', '.join(_SUFFIXES)}), or a folder with one kind of "
+                "them"
+            )
     kind = _kind_of(files[0], example)
     return RowFile(
         f"{kind}, {len(files)} files" if len(files) > 1 else kind, path, tuple(files), example
@@ -186,26 +204,6 @@ def shown(value: Any) -> str:
 
 
 # Files and formats
-
-
-def _files_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    if (folder / "state.json").exists():
-        state = read_json_object(folder / "state.json", absent="")
-        if state.get("_indices_data_files"):
-            raise UserError(
-                f"{folder} holds a selection of rows by index; call flatten_indices() before save_to_disk"
-            )
-        return [folder / entry["filename"] for entry in state["_data_files"]]
-    if (folder / "dataset_dict.json").exists():
-        raise UserError(f"{folder} holds several splits; name the folder of one, {folder}/train")
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in _SUFFIXES]
-    suffixes = {file.suffix for file in files}
-    if len(suffixes) != 1:
-        found = f"files of {len(suffixes)} kinds" if suffixes else "no file of rows"
-        raise UserError(
-            f"{folder} has {found}; name a file ({', '.join(_SUFFIXES)}), or a folder with one kind of them"
-        )
-    return files
 
 
 def _kind_of(path: pathlib.Path, example: str) -> str:

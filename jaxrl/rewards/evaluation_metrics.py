@@ -134,29 +134,24 @@ def maj_at_k(
     Returns:
       Two arrays [N].
     """
-    found = [
-        _majority(scores, said, k)
-        for scores, said in zip(np.asarray(score_NG, np.float64), answers, strict=True)
-    ]
+    found = []
+    for score_G, said in zip(np.asarray(score_NG, np.float64), answers, strict=True):
+        # Most prompts need no draws: all of their answers are right, or all wrong.
+        if (score_G == score_G[0]).all():
+            found.append((score_G[0], 0.0))
+            continue
+        number_of = {answer: number for number, answer in enumerate(dict.fromkeys(said))}
+        answer_G = np.array([number_of[answer] for answer in said])
+        drawn_DK = _draws(len(said), k)
+        # Count the votes of all draws in one bincount: each draw has its own range of numbers.
+        ballot_DK = answer_G[drawn_DK] + len(number_of) * np.arange(_DRAWS)[:, None]
+        votes_DK = np.bincount(ballot_DK.reshape(-1), minlength=len(number_of) * _DRAWS)[ballot_DK]
+        # `argmax` takes the first of several: on a tie the answer that was drawn first.
+        first_D = votes_DK.argmax(axis=1)
+        score_D = score_G[drawn_DK[np.arange(_DRAWS), first_D]]
+        found.append((score_D.mean(), score_D.std()))
     mean_N, std_N = np.array(found, np.float64).reshape(-1, 2).T
     return mean_N, std_N
-
-
-def _majority(
-    score_G: np.ndarray, answers: Sequence[Hashable | None], k: int
-) -> tuple[float, float]:
-    """Mean and standard deviation of one prompt."""
-    if (score_G == score_G[0]).all():  # as for most prompts: all right or all wrong
-        return float(score_G[0]), 0.0
-    number_of = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}
-    answer_G = np.array([number_of[answer] for answer in answers])
-    drawn_DK = _draws(len(answers), k)
-    # Count the votes of all draws in one bincount: each draw has its own range of numbers.
-    ballot_DK = answer_G[drawn_DK] + len(number_of) * np.arange(_DRAWS)[:, None]
-    votes_DK = np.bincount(ballot_DK.reshape(-1), minlength=len(number_of) * _DRAWS)[ballot_DK]
-    first_D = votes_DK.argmax(axis=1)
-    score_D = score_G[drawn_DK[np.arange(_DRAWS), first_D]]
-    return float(score_D.mean()), float(score_D.std())
 
 
 @functools.lru_cache(maxsize=16)

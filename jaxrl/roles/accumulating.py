@@ -45,6 +45,7 @@ from jaxrl.models.decoder import Decoder, Params
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.roles.learner import TrainState
 from jaxrl.roles.optimizer import OptimConfig
+from jaxrl.roles.packed_model import micro_of
 from jaxrl.roles.packing import (
     PackedShape,
     Packing,
@@ -346,9 +347,18 @@ class AccumulatingActor(Actor):
         # The chain rule of `scaled`: JAX 0.10.2 cannot add the gradient of a product to a ref.
         gradients = lora.scaled(gradients, scale)
         trained, grad_norm = state.params, optax.tree.norm(gradients)
+        _, beta1, beta2, eps, decay, most = (jnp.asarray(x) for x in numbers)
+        # Padding of an adapter has no gradient, and 0 / 0 must not be its step.
+        options: Any = {"b1": beta1, "b2": beta2, "eps": jnp.maximum(eps, 1e-30)}
         # Adam's bias correction raises a float to an int: optax relies on promotion.
         with jax.numpy_dtype_promotion("standard"):
-            direction, opt_state = _adamw(numbers).update(gradients, state.opt_state, trained)
+            # `optimizer.build_optimizer` with traced numbers; its state is the same.
+            optimizer = optax.chain(
+                optax.clip_by_global_norm(jnp.where(most > 0, most, jnp.inf)),  # pyright: ignore
+                optax.scale_by_adam(**options),
+                optax.add_decayed_weights(decay),
+            )
+            direction, opt_state = optimizer.update(gradients, state.opt_state, trained)
         new = jax.tree.map(lambda p, d: p - numbers.learning_rate * d, trained, direction)
         # A gradient that is not finite would leave NaN in the moments forever.
         trained, opt_state = jax.tree.map(
@@ -367,18 +377,6 @@ def _drawn(logits_GCV: jax.Array, numbers_GCN: jax.Array) -> jax.Array:
     return (sums_GCV[..., None, :] <= heights_GCN[..., None]).sum(axis=-1, dtype=jnp.int32)
 
 
-def _adamw(numbers: AdamNumbers) -> optax.GradientTransformation:
-    """`optimizer.build_optimizer` with numbers that are traced; its state is the same."""
-    _, beta1, beta2, eps, decay, most = (jnp.asarray(x) for x in numbers)
-    # Padding of an adapter has no gradient, and 0 / 0 must not be its step.
-    options: Any = {"b1": beta1, "b2": beta2, "eps": jnp.maximum(eps, 1e-30)}
-    return optax.chain(
-        optax.clip_by_global_norm(jnp.where(most > 0, most, jnp.inf)),  # pyright: ignore
-        optax.scale_by_adam(**options),
-        optax.add_decayed_weights(decay),
-    )
-
-
 def _over_microbatches(function: Any, batch: TargetBatch) -> Any:
     """Calls `function(microbatch) -> (values [K, R, T], number)` for each that holds tokens.
 
@@ -386,15 +384,11 @@ def _over_microbatches(function: Any, batch: TargetBatch) -> Any:
       (values [1, M, K, R, T], 0 in empty microbatches; the sum of the numbers).
     """
     M = batch.tokens.shape[1]
-
-    def micro_of(m) -> TargetBatch:
-        return jax.tree.map(lambda x: x[0, m] if x.ndim >= 4 else x, batch)
-
-    values, number = jax.eval_shape(lambda: function(micro_of(0)))
+    values, number = jax.eval_shape(lambda: function(micro_of(batch, 0, 0)))
     zeros = jax.tree.map(lambda x: jnp.zeros((1, M, *x.shape), x.dtype), values)
 
     def one(m, carry):
-        values, number = function(micro_of(m))
+        values, number = function(micro_of(batch, 0, m))
         put = lambda x_M, x: x_M.at[0, m].set(x)  # noqa: E731
         return jax.tree.map(put, carry[0], values), carry[1] + number
 
