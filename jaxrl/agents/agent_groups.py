@@ -169,6 +169,7 @@ def _deltas_of(sample: Sample) -> dict[str, tuple[Delta, ...]]:
         deltas = []
         for length in lengths:
             part = slice(at, at + length)
+            # One for all: a delta is what one dispatch added, with the weights of that dispatch.
             first = int(version[at]) if length else 0
             texts = ("",) * length
             tokens, logprob, entropy = (x[part] for x in values)

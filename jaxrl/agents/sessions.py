@@ -140,6 +140,7 @@ class Sessions:
             self._waiting.pop(key, None)
             self._running[session.worker].pop(key, None)
             session.score, session.error, session.ended = score, error, True
+            # From `until`, which `hold` and `go_on` move: time in which nobody answers does not count.
             session.seconds = max(0.0, time.monotonic() + self._seconds - session.until)
             self._done.append(session)
             if self._waiting:
@@ -176,6 +177,7 @@ class Sessions:
 
     def end_late(self) -> None:
         now = time.monotonic()
+        # A copy, since `stop` takes sessions out of the dict, and other threads do meanwhile.
         for session in [s for s in [*self._by_key.values()] if s.until < now]:
             self.stop(session, f"took longer than {self._seconds:g} s")
 

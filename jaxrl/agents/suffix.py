@@ -70,6 +70,7 @@ class ChatRenderer:
         places = {i: between.find(name) for i, name in names.items() if name in between}
         if places:
             first = min(places, key=lambda i: places[i])
+            # A token behind other text ends something else than the turn.
             if not between[: places[first]].strip():
                 self.terminator = between[: places[first] + len(names[first])]
                 self._terminator_id = first
@@ -160,10 +161,12 @@ class ChatRenderer:
             before = self.whole([_user("u")], variables) + said
             after = self.whole([_user("u"), _plain(said), _user("v")], variables)
             if not spaces:
+                # Many templates trim answers, and that is a finding of its own.
                 before, after = ("".join(text.split()) for text in (before, after))
             return after.startswith(before)
 
         if not is_kept("mark"):
+            # The checks below would find the same, under another name.
             yield "changes earlier messages"
             return
         if END_THINK in self._template.source and not is_kept(f"{THINK}\nr\n{END_THINK}\n\nmark"):

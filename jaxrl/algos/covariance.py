@@ -90,6 +90,7 @@ def select_random(
       bool [B, T].
     """
     able_BT = mask_BT.astype(bool) & (covariance_BT > lowest) & (covariance_BT < highest)
+    # The highest lots win: a draw without replacement whose number of tokens may be traced.
     lot_BT = jax.random.uniform(key, covariance_BT.shape, covariance_BT.dtype)
     order_BT = jnp.where(able_BT, lot_BT, -jnp.inf)
     return able_BT & (order_BT >= _nth_largest(order_BT, _quota(mask_BT, fraction)))

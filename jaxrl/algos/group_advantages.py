@@ -72,6 +72,8 @@ class _Groups:
     @property
     def deviation(self) -> jax.Array:
         """Unbiased standard deviation; 1 in a group of one."""
+        # Of the centred scores: the mean of squares less the squared mean may lose all digits, or be
+        # negative.
         variance_B = self.sum(self.centered**2) / jnp.maximum(self.size - 1.0, 1.0)
         return self.unless_alone(jnp.sqrt(variance_B), jnp.ones_like(variance_B))
 
@@ -164,6 +166,7 @@ def rloo(score_B: jax.Array, group_B: jax.Array, *, num_groups: int) -> jax.Arra
     REINFORCE leave-one-out, arXiv 2402.14740 eq. 8. Args and returns as for `grpo`.
     """
     groups = _Groups.of(score_B, group_B, num_groups)
+    # The score less the mean of the others is this multiple of the score less the mean of all.
     others_B = groups.size / jnp.maximum(groups.size - 1.0, 1.0)
     return groups.result(groups.centered * groups.unless_alone(others_B, jnp.ones_like(others_B)))
 

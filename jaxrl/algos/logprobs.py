@@ -21,6 +21,7 @@ def log_softmax_entropy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The one definition of a token's probability: the sampler and the trainer both use it.
     """
+    # In float32: bfloat16 has not even three digits, and losses take differences of log-probabilities.
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return logprobs, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
@@ -183,6 +184,7 @@ def at_places(
     G, N = needed_GN.shape
     # Stable: neighbours stay neighbours, and equal inputs give equal chunks on every device.
     order_GN = jnp.argsort(~needed_GN, axis=1, stable=True)
+    # For the way back, and for the gradient of the way there (`_permuted`).
     inverse_GN = jnp.argsort(order_GN, axis=1)
     # One number for all devices: they run one program, so a chunk is left out only where no device needs it.
     most_needed = needed_GN.sum(axis=1).max()
@@ -265,6 +267,7 @@ def last_scores(scores_BTS: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     Returns:
       [B, T, S]; entry t holds the scores of the sequence that ends with token t.
     """
+    # After the end of a row comes padding, so its last token ends its segment.
     after_BT = jnp.pad(segment_ids_BT[:, 1:], ((0, 0), (0, 1)))
     last_BT = (segment_ids_BT > 0) & (segment_ids_BT != after_BT)
     return jnp.where(last_BT[..., None], scores_BTS, 0.0)

@@ -458,7 +458,8 @@ def on_packed_rows(loss: Callable[..., Loss], arrays: Mapping[str, jax.Array], *
     """
     names, mask_BT = array_names(loss), arrays["mask"]
     given = [arrays[name] for name in names]
-    # A loss that takes the mask replaces by itself what is outside of it.
+    # Before the loss too: 0 after it would still let a NaN into the gradient, as 0 * NaN. A loss that takes
+    # the mask replaces by itself what is outside of it.
     if "mask" not in names:
         given = [masked(x_BT, mask_BT) for x_BT in given]
     return jax.tree.map(lambda x_BT: masked(x_BT, mask_BT), loss(*given, **settings))

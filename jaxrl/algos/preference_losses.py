@@ -194,6 +194,7 @@ def on_pairs(
       mask: array of that shape, 1 on pairs.
       settings: keyword-only arguments of the loss.
     """
+    # Before the loss too: 0 after it would still let a NaN into the gradient, as 0 * NaN.
     inside = (masked(arrays[name], mask) for name in array_names(loss))
     return jax.tree.map(lambda x: masked(x, mask), loss(*inside, **settings))
 

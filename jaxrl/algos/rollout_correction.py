@@ -72,6 +72,7 @@ def log_ratio(train_logprob_BT: jax.Array, rollout_logprob_BT: jax.Array, mask_B
 def token_weights(rho_BT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """exp(rho) of each token, 0 outside the mask."""
     del segment_ids_BT
+    # Masked twice, since exp(0) is 1.
     return jax.lax.stop_gradient(masked(jnp.exp(masked(rho_BT, mask_BT)), mask_BT))
 
 
@@ -101,6 +102,7 @@ def band(weight: jax.Array, *, lowest: float, highest: float) -> jax.Array:
 
 def k3(rho: jax.Array) -> jax.Array:
     """exp(rho) - 1 - rho: never negative; its mean over samples is an unbiased KL(rollout || train)."""
+    # expm1: rho is small where the policies agree, and exp(rho) - 1 would lose its digits there.
     return jnp.expm1(rho) - rho
 
 
@@ -111,6 +113,7 @@ def total_variation(rho: jax.Array, logprob: jax.Array) -> jax.Array:
 
 def binary_kl(rho: jax.Array, logprob: jax.Array) -> jax.Array:
     """KL(rollout || train) of "this token" against "any other", arXiv 2602.04879."""
+    # The rollout's probability p follows from the trainer's q, so callers need not pass both.
     p, q = jnp.exp(logprob - rho), jnp.exp(logprob)
     # Finite where the trainer is certain of the token, or of another one.
     rest = (1.0 - p) * (jnp.log(1.0 - p + 1e-8) - jnp.log(1.0 - q + 1e-8))

@@ -124,6 +124,7 @@ def optimal_token_baseline(
       num_groups: upper bound of the group numbers; static.
       importance_weight_BT: importance weights, or None. They multiply the gradient, and squared the energy.
     """
+    # A group beyond the bound would share the last bucket below with absent tokens, or lie past it.
     live_BT = mask_BT.astype(bool) & (group_BT >= 0) & (group_BT < num_groups)
     T = mask_BT.shape[1]
     return_BT = segment_scan(reward_BT, mask_BT, segment_ids_BT)
@@ -131,6 +132,7 @@ def optimal_token_baseline(
         1.0 - 2.0 * jnp.exp(masked(logprob_BT, mask_BT)) + masked(sum_pi_squared_BT, mask_BT)
     )
     if importance_weight_BT is not None:
+        # The weight multiplies the gradient, and the energy is its squared norm.
         energy_BT = energy_BT * masked(importance_weight_BT, mask_BT) ** 2
     weight_BT = running_sum(energy_BT, live_BT, segment_ids_BT)
     place_BT = running_sum(live_BT.astype(jnp.int32), live_BT, segment_ids_BT) - 1
@@ -146,6 +148,7 @@ def optimal_token_baseline(
     total_BT = over_place(jax.ops.segment_sum, weight_BT)
     # If all weights are 0 the baseline is the lowest return.
     mean_BT = over_place(jax.ops.segment_sum, weight_BT * above_BT) / (total_BT + 1e-8)
+    # Its baseline would be its own return, and its gradient always 0.
     alone_BT = over_place(jax.ops.segment_sum, live_BT.astype(jnp.int32)) == 1
     advantage_BT = jnp.where(alone_BT, return_BT, above_BT - mean_BT)
     return masked(advantage_BT, live_BT), return_BT

@@ -115,6 +115,7 @@ def leaf_types(cls: type) -> dict[str, Any]:
     a class's `FROM_CHECKPOINT` are left out: their values come from the model's files.
     """
     leaves = {}
+    # Not the fields' types: these are text under `from __future__ import annotations`.
     for name, annotation in typing.get_type_hints(cls).items():
         if (
             name in getattr(cls, "FROM_CHECKPOINT", ())

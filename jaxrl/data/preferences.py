@@ -198,6 +198,7 @@ def _answers(row: Row) -> tuple[Context, str, str]:
             "'chosen' and 'rejected' part before their last message, and only the last may differ; end both "
             "where they part"
         )
+    # A whole conversation: it has the question already.
     if before and before[0]["role"] != ASSISTANT:
         return before, chosen, rejected
     context = context_of(row, "prompt")

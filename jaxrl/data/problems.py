@@ -124,6 +124,7 @@ class Source:
 
     def _checked(self, check: Check) -> Self:
         """The source without the rows that fail a check; later problems of an endless source get it too."""
+        # Copies, since `_count` changes them, and `self` may be asked again (`ProblemReader` keeps it).
         dropped = {reason: dataclasses.replace(of_one) for reason, of_one in self.dropped.items()}
         kept, fault = [], None
         for record in self.records:
@@ -221,6 +222,7 @@ def _rows_of(
     if not readable:
         raise UserError(f"{first[0][0]}: {first[0][1]}")
     path = settings.path
+    # By the readable rows: a broken one is counted later, and says nothing about the layout.
     layout = recognise(readable, what=path, fields=settings.fields, needs_truth=needs_truth)
     stem = pathlib.Path(path).stem
 
@@ -269,6 +271,7 @@ def _count(dropped: dict[str, Dropped], error: BadRow) -> None:
 def _identity(prompt: Context) -> Any:
     """Equal for two prompts that are the same problem."""
     if isinstance(prompt, str):
+        # An accented letter may be one character, or the letter and its accent.
         return unicodedata.normalize("NFC", prompt.replace("\r\n", "\n")).strip()
     return tuple((message["role"], _identity(message["content"])) for message in prompt)
 

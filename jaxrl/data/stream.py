@@ -77,6 +77,7 @@ class ShuffledExamples(Generic[Item]):
         start = self._next_index
         self._next_index += self._examples_per_batch
         rows = (self._order[i] for i in range(start, self._next_index))
+        # Grain types an entry as one that a filter may have left out; this order has none.
         return [self._examples[row] for row in rows if row is not None]
 
     def state(self) -> dict[str, Any]:
@@ -264,6 +265,7 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """The position in the stream, for `restore`; plain JSON."""
+        # Copies, since the lists change with the next prompt.
         turns, num_drawn = list(self._turns), list(self._num_drawn)
         return {**self._identity, "turns": turns, "num_drawn": num_drawn}
 
@@ -286,7 +288,8 @@ class PromptStream:
         return found
 
     def _draw(self) -> Prompts:
-        # The source that is furthest behind its share; the first one of several.
+        # The source that is furthest behind its share; the first one of several. Not by chance: so every
+        # stretch keeps the shares, and the counts alone are the position.
         due = [(n + 1) / w for n, w in zip(self._num_drawn, self._weights, strict=True)]
         number = due.index(min(due))
         turn, prompt = self._sources[number].draw(self._turns[number])

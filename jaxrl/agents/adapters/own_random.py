@@ -41,6 +41,7 @@ class OwnRandom:
                 return function(*args, **kwargs)
             finally:
                 self._state = _get()
+                # Whoever draws outside of games goes on as if no game had been played.
                 _set(before)
 
 

@@ -48,8 +48,10 @@ def verifiers_agent(**config: Any) -> Callable[[openai.AsyncOpenAI, Problem], Aw
     async def agent(client: openai.AsyncOpenAI, problem: Problem) -> float:
         clients = package("verifiers.v1.clients", "verifiers>=0.4,<0.5")
         if not opened:
+            # Nothing is awaited before the append, so runs that begin together find one environment.
             ready = asyncio.get_running_loop().create_future()
             opened.append((ready, asyncio.create_task(_serve(config, ready))))
+        # A session that is stopped cancels its own wait, not the future that all others wait for.
         served = await asyncio.shield(opened[0][0])
         endpoint = clients.EvalClientConfig(base_url=str(client.base_url), api_key_var=_NO_KEY)
 
