@@ -237,14 +237,8 @@ class PromptStream:
     ):
         assert len(sources) == len(weights), "every source has a weight"
         # With one seed, sources of equal length would get the same order.
-        seeds = (
-            [seed]
-            if len(sources) == 1
-            else [
-                int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-                for number in range(len(sources))
-            ]
-        )
+        states = (np.random.SeedSequence((seed, n)).generate_state(1) for n in range(len(sources)))
+        seeds = [seed] if len(sources) == 1 else [int(state[0]) for state in states]
         self._sources = [
             ShuffledPrompts(source, own) if isinstance(source, Prompts) else source
             for source, own in zip(sources, seeds, strict=True)
