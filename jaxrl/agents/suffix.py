@@ -140,12 +140,10 @@ class ChatRenderer:
         return after
 
     def _find_call_tail(self) -> str | None:
-        """The text between the name of a call and the terminator; None if calls without text are not shown.
-
-        Some templates accept tool messages only after calls.
-        """
+        """The text between a call's name and the terminator; None if calls without text are not shown."""
         if not (self.shows_tools and self.terminator):
             return None
+        # Some templates accept tool messages only after calls.
         answer = {"role": "tool", "content": "", "tool_call_id": _CALL_ID, "name": "f"}
         try:
             after = self._after_mark("mark", [_calls("mark"), answer], {"tools": [_TOOL]})

@@ -122,15 +122,13 @@ async def _run(
 
 
 class _Connections(openai.DefaultAsyncHttpxClient):
-    """The connections of all clients of a process, since making them takes longer than most requests.
+    """The connections of all clients of a process, since making them takes longer than most requests."""
 
-    An agent that closes its client closes nothing. In the end they are closed inside their event loop;
-    otherwise they complain.
-    """
-
+    # An agent that closes its client calls this, and others use the same connections.
     async def aclose(self) -> None:
         pass
 
+    # To be awaited inside the event loop: connections that it leaves open complain at its end.
     async def close(self) -> None:
         await super().aclose()
 

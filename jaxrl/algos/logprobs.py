@@ -241,7 +241,8 @@ def _gathered(x: jax.Array, order_GN: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _permuted(x: jax.Array, order_GN: jax.Array, inverse_GN: jax.Array) -> jax.Array:
-    """`x` [G, N, ...] in another order. Its gradient is a gather too: XLA's scatter is serial on CPU."""
+    """`x` [G, N, ...] in another order."""
+    # With a gradient by hand, a gather too: that of JAX would scatter, which XLA does serially on CPU.
     del inverse_GN
     return _gathered(x, order_GN)
 

@@ -122,12 +122,13 @@ def _around(split: ContextSplit, axes: tuple[str, ...], tokens: int) -> dict[str
 def _kv_heads_of(q: jax.Array, x: jax.Array, group: int, head_axes: tuple[str, ...]) -> jax.Array:
     """Selects the key-value heads that this device's query heads use.
 
-    A device holds more than these if key-value heads are replicated, because there are fewer of them than
-    tensor shards. Example: 8 query heads, 2 key-value heads, tensor_gen = 4. Each device has 2 query heads
-    and holds both key-value heads; devices 0 and 1 use the first, devices 2 and 3 the second.
+    Example: 8 query heads, 2 key-value heads, tensor_gen = 4. Each device has 2 query heads and holds both
+    key-value heads; devices 0 and 1 use the first, devices 2 and 3 the second.
     """
     num_queries, num_held = q.shape[2], x.shape[2]
     num_used = max(1, num_queries // group)
+    # A device holds more than it uses if there are fewer key-value heads than tensor shards, so that they are
+    # replicated.
     if num_used == num_held:
         return x
     first_query = jax.lax.axis_index(head_axes) * num_queries

@@ -195,9 +195,10 @@ class _Rows:
         return self._pin(jnp.moveaxis(a, 0, dim + 1), dim)
 
     def _pin(self, a: jax.Array, dim: int) -> jax.Array:
-        """Keeps `dim` split over the batch axes; otherwise the compiler would gather it for the reshape."""
+        """Keeps `dim` split over the batch axes."""
         if not self.axes:
             return a
+        # Otherwise the compiler would gather it for the reshape.
         left = (P.UNCONSTRAINED,)
         spec = P(*left * dim, self.axes, *left * (a.ndim - dim - 1))
         return jax.lax.with_sharding_constraint(a, NamedSharding(context_mesh(self.mesh), spec))
@@ -207,9 +208,6 @@ def _exchanges(
     mesh: Mesh | AbstractMesh, rules: Rules, *, shared: bool
 ) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
     """Functions that move rows from all stages to the first one, and from the last one back to all.
-
-    Both are `shard_map`s over all axes. In one over the stage axes alone the compiler would gather the arrays
-    instead of exchanging parts of them.
 
     Args:
       mesh, rules: mesh, and sharding rules of stages, rows and tokens.
@@ -244,8 +242,9 @@ def _exchanges(
         pieces = jnp.moveaxis(x.reshape(x.shape[1], p, -1, *x.shape[3:]), 1, 0)
         return jax.lax.all_to_all(pieces, stage, split_axis=0, concat_axis=0, tiled=True)[p - 1]
 
-    # No `check_vma=False` here, unlike elsewhere. With the check JAX knows that gradients are replicated over
-    # the tensor axes, and does not add them up.
+    # Over all axes: in a `shard_map` over the stage axes alone the compiler would gather the arrays instead
+    # of exchanging parts of them. No `check_vma=False` here, unlike elsewhere. With the check JAX knows that
+    # gradients are replicated over the tensor axes, and does not add them up.
     return (
         jax.shard_map(to_first, mesh=mesh, in_specs=outside, out_specs=on_stages),
         jax.shard_map(from_last, mesh=mesh, in_specs=on_stages, out_specs=outside),

@@ -292,6 +292,7 @@ def take_devices(pools: Sequence[Pool], devices: Sequence[Any]) -> Placement:
             first, last = taken, taken + pool.num_devices - 1
         else:
             first, last = pool.span
+        # Positions that are given move the next pool behind them, too.
         taken = last + 1
         take = _of_whole_hosts if pool.whole_hosts else _shares
         own = take(pool, first, taken, by_process)
@@ -308,6 +309,7 @@ def _shares(pool: Pool, first: int, end: int, by_process: Mapping[int, list[Any]
             f"have equal shares of it; make the size of every pool a multiple of {num_hosts}, or set "
             "hosts.pools_apart"
         )
+    # Some processes may have more devices than others; a pool takes equally many of each.
     shared = num_hosts * min(map(len, by_process.values()))
     if end > shared:
         raise _beyond(pool, first, end, shared)

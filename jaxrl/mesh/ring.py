@@ -130,10 +130,7 @@ def _moved(x: jax.Array, split: ContextSplit, mesh: Mesh, rules: Rules, *, back:
 def _move_halves(
     x: jax.Array, *, split: ContextSplit, axes: tuple[str, ...], back: bool
 ) -> jax.Array:
-    """Sends the two halves of each device's tokens to their places for a ring, or back.
-
-    No device gets two first halves, or two second ones, so each kind is one permutation.
-    """
+    """Sends the two halves of each device's tokens to their places for a ring, or back."""
     u, r = split.exchanged, split.ring
     # order[p] is the half of the row, 0 to 2 c - 1, that lies at place p of a ring.
     order = [
@@ -153,6 +150,7 @@ def _move_halves(
         return jnp.where(swap, jnp.roll(x, x.shape[1] // 2, axis=1), x)
 
     moved = []
+    # No device gets two first halves, or two second ones, so each kind is one permutation.
     for which, half in enumerate(jnp.split(swap_if(x) if back else x, 2, axis=1)):
         ways = [(i, int(p) // 2) for i, p in enumerate(place[which::2])]
         ways = [(b, a) for a, b in ways] if back else ways

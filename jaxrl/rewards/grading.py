@@ -98,6 +98,7 @@ class Verdict:
 
     @staticmethod
     def failed(kind: str, message: str, prediction: str | None = None) -> Verdict:
+        # Wrong rather than ungraded: a policy must not gain by breaking its grader.
         return Verdict(WRONG, False, prediction, GraderFailure(kind, message))
 
 

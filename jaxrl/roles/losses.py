@@ -394,6 +394,7 @@ def _corrected(config: CorrectionConfig, batch: TrainBatch):
     )
     weight_BT, kept_BT, moments = correct(config, old_BT, rollout_BT, mask_BT, segment_ids_BT)
     weight = batch.weight * (weight_BT / norm_factor(config, moments)).reshape(shape)
+    # As one part: in bypass there is a part for each minibatch.
     metrics = correction_metrics(config, jax.tree.map(lambda x: x[None], moments))
     probabilities = rollout_correction.probability_metrics(old_BT, rollout_BT, mask_BT)
     metrics |= {f"training/{name}": x for name, x in probabilities.items()}

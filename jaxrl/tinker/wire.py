@@ -266,6 +266,7 @@ def forward_backward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str
 
 def topk_of(ids: np.ndarray, logprobs: np.ndarray) -> Any:
     """TopkLogprobs of int32 and float32 [N, K]; -1 marks a place without any."""
+    # Empty cells as the recorded service sends them: id 0 with -99999.
     none = ids < 0
     return MESSAGES["TopkLogprobs"](
         token_ids=np.where(none, 0, ids).astype("<i4").tobytes(),

@@ -68,11 +68,7 @@ def open_logger(entry: str, folder: StageFolder, resume_step: int | None, run: L
 
 
 class _TensorBoard:
-    """Writes TensorBoard event files. TensorBoard shows `@` in a name as `_`.
-
-    Of tensorboardX only the encoding is used. Its writer has a thread that dies on a disk error, and later
-    steps then wait for it forever.
-    """
+    """Writes TensorBoard event files. TensorBoard shows `@` in a name as `_`."""
 
     def __init__(self, folder: StageFolder, resume_step: int | None, run: LoggedRun):
         directory = folder.tensorboard
@@ -81,6 +77,8 @@ class _TensorBoard:
         # within the same second.
         number = sum(1 for _ in directory.iterdir())
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
+        # Not tensorboardX's writer, of which only the encoding is used: its thread dies on a disk error, and
+        # later steps then wait for it forever.
         self._file = AppendedFile(directory / name)
         start = SessionLog(status=SessionLog.START)
         first_step = 0 if resume_step is None else resume_step + 1

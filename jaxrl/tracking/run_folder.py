@@ -12,6 +12,7 @@ import dataclasses
 import pathlib
 
 
+# Hashed by its path though not frozen: the subclasses set further paths, and nobody changes one.
 @dataclasses.dataclass(unsafe_hash=True)
 class _Folder:
     """A folder, equal to another one of its kind with the same path; `path` is the folder itself."""
