@@ -160,7 +160,8 @@ def digit_search(
             value += enough.astype(jnp.int32)
         return below + (value << shift)
 
-    # The largest x at which they still sum to `wanted`.
+    # The largest x at which they still sum to `wanted`; the float after it is the smallest at which they do
+    # not.
     below = jax.lax.fori_loop(0, _BITS // digit_bits, digit, jnp.zeros(wanted.shape, jnp.int32))
     return jax.lax.bitcast_convert_type(below + 1, jnp.float32)
 

@@ -87,6 +87,7 @@ def encode_prompts(
     if overlong == "drop" and num_long:
         kept = np.flatnonzero(lengths <= max_prompt_tokens).tolist()
         if not may_be_empty:
+            # For its warning, and its error if none is left.
             drop_overlong(lengths, max_prompt_tokens, what="prompts", setting="max_prompt_tokens")
     else:
         tokens = [_cut(ids, max_prompt_tokens, overlong) for ids in tokens]
@@ -165,6 +166,7 @@ def evaluation_prompts(sources: Sequence[EncodedPrompts]) -> Prompts:
     return Prompts.concatenate(
         [
             dataclasses.replace(source.prompts, ids_N=source.prompts.ids_N + start)
+            # `starts` has one entry more, the number of all rows.
             for source, start in zip(sources, starts, strict=False)
         ]
     )

@@ -176,6 +176,7 @@ def recognise(
         changes |= {"prompt": prompt_field, "template": "", "prompt_of": RowLayout.prompt_of}
     if answer_field := named.get("answer"):
         changes |= {"answer": answer_field, "answer_of": RowLayout.answer_of, "solution": None}
+    # A field that holds the prompt is no answer, which this run does not need.
     elif known.answer == (prompt_field or known.prompt) and not needs_truth:
         changes["answer"] = None
     if (solution_field := named.get("solution")) is not None:
@@ -209,6 +210,7 @@ def _known_layout(rows: Sequence[Row], fields: Mapping[str, str]) -> RowLayout:
     if {_VERL_PROMPT, _VERL_ANSWER} <= fields.keys():
         verl = RowLayout("verl", _VERL_PROMPT, _VERL_ANSWER, solution)
         prompts = [row.get(_VERL_PROMPT) for row in rows]
+        # All of them: the words become the template of every prompt of the file.
         if not all(_has_dapo_words(_unwrapped(prompt)) for prompt in prompts):
             return verl
         return dataclasses.replace(

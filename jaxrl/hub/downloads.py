@@ -218,6 +218,7 @@ class Hub:
             info = self._api.repo_info(
                 name.repo, repo_type=kind, revision=name.revision or None, files_metadata=True
             )
+        # Of `guarded_client`; below it would pass for a malformed answer, since a UserError is a ValueError.
         except UserError:
             raise
         except hub_errors.HfHubHTTPError as error:
@@ -257,6 +258,7 @@ class Hub:
                 repo_type=kind,
                 revision=name.revision or None,
                 cache_dir=self._cache,
+                # They are patterns, and names of files may have brackets.
                 allow_patterns=[glob.escape(file) for file in files],
             )
         except (*_NO_NETWORK, OSError, *_MALFORMED) as error:

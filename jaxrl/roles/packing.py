@@ -437,11 +437,9 @@ def _apart(
 def _assigned(
     work: list[int], is_last: list[bool], rows_of_micro: int, shards: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields (index among the rows of all microbatches, row); the heaviest rows share the first microbatch.
-
-    Dense layers cost the same for every row. Only attention, `work`, differs. Rows that are last come after
-    all others.
-    """
+    """Yields (index among the rows of all microbatches, row); rows that are last come after all others."""
+    # The heaviest rows share the first microbatch. Dense layers cost the same for every row, so only the work
+    # of attention differs.
     order = sorted(range(len(work)), key=lambda row: (is_last[row], -work[row], row))
     each = rows_of_micro // shards
     for first in range(0, len(order), rows_of_micro):
