@@ -307,6 +307,7 @@ class AccumulatingActor(Actor):
         if loss == "cross_entropy":
             loss_KRT = function(logprob_KRT, micro.segment_ids, **given)
         else:
+            # Only cross entropy has several targets of a place.
             loss_KRT = function(
                 logprob_KRT[0], micro.segment_ids, **{name: x[0] for name, x in given.items()}
             )

@@ -273,6 +273,7 @@ class Learner(PackedModel, abc.ABC):
 
         The state is donated.
         """
+        # Kept: `jax.jit` of another function object would compile the same program again.
         if (objectives, epochs) not in self._updates:
 
             def update(state, batches, reference, schedule):

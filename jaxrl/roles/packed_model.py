@@ -175,6 +175,7 @@ class PackedModel:
         ]
         size = shards_of("length", TRAIN_RULES, self.mesh)
         split = pick_split(size, *heads, whole_rows=implementation != "xla")
+        # The kernels need whole rows (`mesh.ring.pick_split`).
         if split.ring > 1:
             implementation = "xla"
         own = functools.partial(
@@ -313,6 +314,8 @@ class PackedModel:
     ) -> tuple[Callable[..., jax.Array], jax.Array]:
         """`model.logits` for chunks of the last hidden states of a microbatch, and these."""
         shards, head = self._shards(micro), None
+        # On one device there is nothing to copy. On several XLA would otherwise leave the width of the head
+        # split as it is stored, and every device would compute a part of the logits of all tokens.
         if math.prod(shards) > 1:
             tied = self.model.tie_embeddings
             where = self.train_shardings["embedding" if tied else "unembedding"]

@@ -365,6 +365,7 @@ class _OpenRows:
 
         The emptiest needs room for `needed`.
         """
+        # Before all rows with exactly this room: rows count from 0.
         fit = bisect.bisect_left(self._sorted, (wanted, -1))
         if fit < len(self._sorted):
             return self._sorted[fit][1]

@@ -269,6 +269,7 @@ class Actor(Learner):
         truncation = None if supervised else self.truncation
         settings: Any = {"temperature": self._temperature, "truncation": truncation}
         logprob, entropy, routing = self.policy(self.graph, params, micro, **settings)
+        # No KL here: `_outputs_against` measures it, with twice the work.
         return PolicyOutputs(logprob, entropy, jnp.zeros_like(logprob)), routing
 
     def _outputs_against(
