@@ -130,6 +130,7 @@ def group_of(
         started_B=np.full(len(talks), step, np.int32),
         version=tuple(row.version[common:] for row in rows),
         of_agents=AgentRows(
+            # Without a score of its agent a sample gets one from the grader (`rewards.score`).
             np.array([np.nan if t.score is None else t.score for t in talks], np.float32),
             np.array([not talk.branches for talk in talks], bool),
             further,

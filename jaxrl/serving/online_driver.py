@@ -183,6 +183,7 @@ class OnlineDriver(LiveText):
 
     def close(self, grace_s: float = 0.0) -> None:
         """Refuses new requests. Requests not answered within `grace_s` seconds get `Stopped`."""
+        # First: the thread goes on answering open requests until this returns.
         self._live.refuse(grace_s)
         self._stopping = True
         self._thread.join()
