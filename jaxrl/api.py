@@ -269,6 +269,7 @@ def build_config(
     inputs = _Inputs(load_config(Config, tree, settings).run_folder.path / "inputs")
     kept: dict[str, Any] = {key: inputs.function(key, each) for key, each in functions.items()}
     if data is not None:
+        # The recipe's further sources would be mixed into these problems.
         kept |= _source("data.train", inputs.rows("train", data)) | {"data.sources": {}}
     if data is not None or evaluation is not None:
         path = "" if evaluation is None else inputs.rows("evaluation", evaluation)
@@ -359,10 +360,8 @@ class _Inputs:
 
 
 def _source_of(function: Callable[..., Any], content: bytes) -> bytes:
-    """What identifies a function: its source, and the constants that it uses.
-
-    Both stay when a notebook's cell runs again; the pickle does not.
-    """
+    """What identifies a function: its source, and the constants that it uses."""
+    # Both stay when a notebook's cell runs again; the pickle does not.
     try:
         text = inspect.getsource(function)
         outside = inspect.getclosurevars(function)

@@ -339,11 +339,7 @@ _PLAIN = (bool, int, float, str, tuple, dict, Any, types.NoneType)
 
 
 def _is_checked(annotation: Any) -> bool:
-    """Whether an annotation consists of plain types only.
-
-    Dataclasses check their own fields. In a user's function an annotation may be missing, an unresolvable
-    string, or any class.
-    """
+    """Whether an annotation consists of plain types only."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return True
@@ -351,6 +347,8 @@ def _is_checked(annotation: Any) -> bool:
         return _is_checked(arguments[0])
     if origin in (tuple, dict, Mapping, typing.Union, types.UnionType):
         return all(kind is ... or _is_checked(kind) for kind in arguments)
+    # Dataclasses check their own fields. In a user's function an annotation may be missing, an unresolvable
+    # string, or any class.
     return any(annotation is plain for plain in _PLAIN)
 
 

@@ -123,6 +123,7 @@ def _with_stdout(call: Callable[[], int]) -> int:
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+        # Another pipe broke: that of stdout has its reader.
         if not poll.poll(0):
             raise
         # The interpreter flushes stdout once more when it ends.

@@ -83,10 +83,12 @@ class ArithmeticBackend:
     ) -> Completions:
         """See `RolloutBackend.generate`. `expected_tokens_N` has no effect."""
 
+        # Returns nothing, since a true value ends the sampling and `generate` is to finish all groups.
         def goes_on(group: Completions) -> None:
             if on_group is not None:
                 on_group(group)
 
+        # A budget would leave samples unfinished.
         options = options.replace(budget_tokens=0)
         return self.resume(prompts, options, on_group=goes_on).completions
 
