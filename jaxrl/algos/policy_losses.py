@@ -101,7 +101,8 @@ def trpo(
     """
     log_ratio = bounded_log_ratio(logprob, old_logprob)
     ratio = jnp.exp(log_ratio)
-    penalty = ratio - 1.0 - log_ratio
+    # Near a ratio of 1 the difference ratio - 1 has no digits left.
+    penalty = jnp.expm1(log_ratio) - log_ratio
     return -ratio * advantage + kl_coef * penalty, {"ppo_kl": -log_ratio, "kl_penalty": penalty}
 
 

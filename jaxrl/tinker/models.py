@@ -53,7 +53,8 @@ _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,127}")
 # File in a folder of weights with the id of the request that has saved them.
 _SAVED_BY = "saved_by"
-_URI = re.compile(r"tinker://([\w:.-]+)/(weights|sampler_weights)/([^/]+)")
+# A run that begins with a dot, such as `..`, would lead out of the server's folder.
+_URI = re.compile(r"tinker://(\w[\w:.-]*)/(weights|sampler_weights)/([^/]+)")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

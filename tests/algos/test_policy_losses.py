@@ -103,6 +103,17 @@ def test_on_policy_the_gradient_is_minus_the_advantage(advantage):
     assert raised(0.3, 0.3, advantage, **DAPO) == (-advantage, -advantage)
 
 
+def test_the_penalty_of_trpo_has_its_digits_near_a_ratio_of_one():
+    """e^x - 1 - x = x^2/2 + x^3/6 + ..; at x = 1/1024, which is exact in float32, 4.77e-7."""
+    x = 2.0**-10
+    wanted = x**2 / 2 + x**3 / 6 + x**4 / 24
+    loss, stats = policy_losses.trpo(
+        jnp.array([x - 1]), jnp.array([-1.0]), jnp.array([0.0]), kl_coef=2.0
+    )
+    np.testing.assert_allclose(stats["kl_penalty"], wanted, rtol=1e-3)
+    np.testing.assert_allclose(loss, 2 * wanted, rtol=1e-3)
+
+
 # Against the twin
 
 

@@ -92,6 +92,17 @@ def test_a_model_that_was_replaced_fails_its_calls_and_is_gone(client):
         client.models.model_of(before.model_id)
 
 
+@pytest.mark.parametrize("run", ["..", ".", "../..", "/etc", ""])
+def test_a_path_of_weights_does_not_leave_the_folder(client, run, tmp_path):
+    (tmp_path / "weights" / "secret").mkdir(parents=True)
+    client.models.folder = tmp_path / "server"
+    client.models.folder.mkdir()
+    with pytest.raises(UserError, match="no path of weights"):
+        client.models.folder_of(f"tinker://{run}/weights/secret", "weights")
+    with pytest.raises(UserError, match="no name for weights"):
+        client.models.folder_of("tinker://run/weights/..", "weights")
+
+
 # Data
 
 
