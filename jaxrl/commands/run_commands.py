@@ -32,10 +32,13 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     kind = program.training_of(config).kind
     if not dry_run:
-        config = resolved(prepared(config), jax.devices(), kind=kind)
-        status = program.train(config, report=write_report)
-        if kind == REINFORCEMENT and not status and hosts.is_first():
-            print(peak_memory_line(config))
+        config = _started(config)
+        # Fetching may take an hour.
+        with hosts.watched(config.hosts):
+            config = resolved(with_hub_files(config, jax.devices()), jax.devices(), kind=kind)
+            status = program.train(config, report=write_report)
+            if kind == REINFORCEMENT and not status and hosts.is_first():
+                print(peak_memory_line(config))
         return status
     if kind != REINFORCEMENT:
         raise UserError(
@@ -53,12 +56,16 @@ def prepared(config: Config) -> Config:
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
+    return with_hub_files(_started(config), jax.devices())
+
+
+def _started(config: Config) -> Config:
     # The demo model needs no name on a hub, only its folder.
     if config.weights == str(SMOLLM2.folder):
         SMOLLM2.fetch()
     config = with_cpu_devices(config)
     program.start(config)
-    return with_hub_files(config, jax.devices())
+    return config
 
 
 def check_for_plan(config: Config) -> None:
