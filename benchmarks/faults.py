@@ -14,9 +14,9 @@ must go on to the same numbers from an intact checkpoint, or refuse in one line 
 nothing. Files of metrics are also left without their last row, or with a row twice, and the command of the
 finished run is given as well. Anything else is counted as wrong, and the status is then 1.
 
-`--hosts` starts the run in as many processes of two devices, one to learn and one to sample. One of them, each
-in turn, kills itself with SIGKILL at a moment of `MOMENTS`, each in turn; all others must end within 60 s with
-status 75 and name it, and the same command goes on. In the end the rows are those of an undisturbed run.
+`--hosts` starts the run in as many processes of two devices, one to learn and one to sample. One of them,
+each in turn, kills itself with SIGKILL at a moment of `MOMENTS`, each in turn. All others must end within
+60 s with status 75 and name it, and the same command goes on. At last rows are those of an undisturbed run.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
+from jaxrl.tracking.durable import ensure_writable, take_lock
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.findings import REINFORCEMENT, Faults
@@ -32,6 +33,7 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     kind = program.training_of(config).kind
     if not dry_run:
+        _take_place(config)
         config = _started(config)
         # Fetching may take an hour.
         with hosts.watched(config.hosts):
@@ -48,6 +50,20 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     plan_output.show(trace_plan(with_cpu_devices(config)))
     check_for_plan(config)
     return 0
+
+
+def _take_place(config: Config) -> None:
+    """Takes the place of this process in a run of several, until it ends; UserError if another one has it.
+
+    Without this a host that comes back late, or a second start of the same command, ends all processes: JAX
+    aborts them when one connects with a number that is in use.
+    """
+    if config.hosts.num_processes > 1:
+        folder = config.run_folder.path
+        ensure_writable(folder)
+        lock = take_lock(folder / f"process.{config.hosts.process_id}.lock")
+        # A descriptor that nobody closes.
+        os.dup(lock.fileno())
 
 
 def prepared(config: Config) -> Config:
