@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from jaxrl.config.shapes import with_stored_shape
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
 from jaxrl.files import fingerprint
-from jaxrl.hub.hub_names import hub_name
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
@@ -107,9 +107,9 @@ def is_settled(config: Config) -> bool:
 
 
 def weight_folders(config: Config) -> list[str]:
-    """The folders of weights that a config names on this machine or, if they lack here, should."""
+    """The folders of weights that a config names, as far as they are on this machine."""
     named = [config.weights, config.adapter, *(kind.weights(config) for kind in ROLES.values())]
-    return sorted({path for path in named if path and not hub_name(path)})
+    return sorted({path for path in named if os.path.isdir(path)})
 
 
 @contextlib.contextmanager
