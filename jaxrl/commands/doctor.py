@@ -75,13 +75,15 @@ def main(argv: Sequence[str]) -> int:
         _say("clocks", f"within {max(map(abs, _apart_s(facts))):.2f} s of their median")
         for fact, value in facts[0]["same"].items():
             _say("same", f"{fact} {value}")
-        for check in (_disk, _all_reduce, _handover):
-            timer = threading.Timer(args.patience_s, _give_up, [check.__name__[1:]])
+        checks = ((_disk, "see its file system"), (_all_reduce, _NETWORK), (_handover, _NETWORK))
+        for check, remedy in checks:
+            hosts.enter_phase(check.__name__[1:])
+            timer = threading.Timer(args.patience_s, _give_up, [check.__name__[1:], remedy])
             timer.start()
             try:
                 check(config)
             except jax.errors.JaxRuntimeError as error:
-                raise UserError(f"{str(error).splitlines()[0]}; {_NETWORK}") from error
+                raise UserError(f"{str(error).splitlines()[0]}; {remedy}") from error
             finally:
                 timer.cancel()
     return 0
@@ -92,9 +94,9 @@ def _say(what: str, text: str) -> None:
         print(f"{what:12}{text}", flush=True)
 
 
-def _give_up(check: str) -> None:
+def _give_up(check: str, remedy: str) -> None:
     """Ends the process: a collective that hangs cannot be interrupted."""
-    print(f"error: {check} does not end; {_NETWORK}", file=sys.stderr, flush=True)
+    print(f"error: {check} does not end; {remedy}", file=sys.stderr, flush=True)
     os._exit(EXIT_USER_ERROR)
 
 
