@@ -17,7 +17,7 @@ PYTEST := JAX_PLATFORMS=cpu JAXRL_EXTRAS=$(EXTRAS) $(BIN)/python -m pytest
 # Test files are shared out over processes; more than a few would want more memory than time.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-lm lm-parts docs test test-long test-all test-clients check format clean
+.PHONY: demo demo-lm lm-parts docs test test-long test-all test-clients check format lock clean
 
 demo: $(INSTALLED)
 	$(BIN)/python launch/train.py --config configs/dapo_tiny.py --config.seed=$(SEED)
@@ -58,6 +58,11 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+# Renews uv.lock, after a change of dependencies: versions that fit stay, UPGRADE=--upgrade takes the newest.
+lock: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet uv==0.13.9
+	$(BIN)/uv lock $(UPGRADE)
 
 # `&:` runs this once for all stamps; make before 4.3 reads a target of its own, and does the same.
 $(INSTALLED) &: pyproject.toml

@@ -3,8 +3,9 @@
     python benchmarks/faults.py --record benchmarks/results/2026-11-25-faults.md    # both of these
     python benchmarks/faults.py kill --rounds 8
     python benchmarks/faults.py damage
+    python benchmarks/faults.py --hosts 4 [--rounds 20]
 
-Both train DAPO on a task that a two-layer model learns in seconds (repeat a digit).
+All train DAPO on a task that a two-layer model learns in seconds (repeat a digit).
 
 `kill` ends the run with SIGKILL and starts the same command again, until it is done, with one checkpoint to
 keep; metrics.jsonl must then be that of a run that nobody disturbed, to the last bit, clocks aside. `damage`
@@ -12,6 +13,10 @@ cuts, empties, flips a bit of, or removes each file of a run's folder, and asks 
 must go on to the same numbers from an intact checkpoint, or refuse in one line with status 2 and change
 nothing. Files of metrics are also left without their last row, or with a row twice, and the command of the
 finished run is given as well. Anything else is counted as wrong, and the status is then 1.
+
+`--hosts` starts the run in as many processes of two devices, one to learn and one to sample. One of them,
+each in turn, kills itself with SIGKILL at a moment of `MOMENTS`, each in turn. All others must end within
+60 s with status 75 and name it, and the same command goes on. At last rows are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,19 +34,24 @@ import platform
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
+from jaxrl import cli
 from jaxrl.config import command_line
 from jaxrl.config.schema import Config
-from jaxrl.errors import exit_status
+from jaxrl.errors import EXIT_TRY_AGAIN, exit_status
+from jaxrl.mesh import hosts
 from jaxrl.tracking.checkpoints import StoredCheckpoints
 from jaxrl.tracking.metrics import read_metrics, without_timings
+from jaxrl.tracking.stage_checkpoints import StageCheckpoints
 from jaxrl.trainer import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -202,6 +212,160 @@ def _goes_on(run: Run) -> bool:
     )
 
 
+# Lost hosts
+
+# Where a process dies: the phase or function that it enters, and for which time since it was started.
+MOMENTS = {
+    "start": ("program.start", 1),
+    "compiling": ("generate", 1),
+    "sampling": ("generate", 2),
+    "moving": ("update_weights", 2),
+    "learning": ("update", 2),
+    "saving": ("start_saving", 2),
+    "sealing": ("commit_step", 2),
+}
+POOLS_RECIPE = """
+from jaxrl.config.command_line import load_recipe
+
+def get_config():
+    config = load_recipe({recipe!r})
+    with config.unlocked():
+        config.placement = {{
+            "learn": {{"roles": ("actor",), "train": "1-1-{n}", "generate": "", "fsdp": {n}}},
+            "sample": {{"roles": ("rollout",), "train": "1-1-{n}", "generate": "", "fsdp": 1}},
+        }}
+    return config
+"""
+
+
+class HostsRun(Run):
+    """The command in several processes."""
+
+    def __init__(self, work: pathlib.Path, name: str, hosts: int, steps: int, **settings: object):
+        super().__init__(work, name, **settings)
+        self.steps = steps
+        self.hosts, self.logs = hosts, work / f"{name}.logs"
+        self.recipe = work / "pools.py"
+        recipe = str(ROOT / "configs/dapo_tiny.py")
+        self.recipe.write_text(POOLS_RECIPE.format(recipe=recipe, n=hosts))
+
+    def start_all(
+        self, cache: pathlib.Path, victim: int | None = None, moment: str = "", delay_s: float = 0.0
+    ) -> list[subprocess.Popen]:
+        """Starts all processes; one of them dies a moment after it has entered where `MOMENTS` says."""
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            address = f"localhost:{probe.getsockname()[1]}"
+        processes = []
+        for number in range(self.hosts):
+            dies = [f"{moment},{delay_s}"] if number == victim else [""]
+            arguments = ["--config", str(self.recipe), *self.arguments(self.steps)[2:]]
+            arguments += [f"--config.hosts.coordinator={address}"]
+            arguments += [f"--config.hosts.num_processes={self.hosts}"]
+            arguments += [f"--config.hosts.process_id={number}"]
+            environment = os.environ | {
+                "PYTHONPATH": str(ROOT),
+                "JAX_COMPILATION_CACHE_DIR": str(cache),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                # A program that is at hand is not compiled.
+                "JAX_ENABLE_COMPILATION_CACHE": str(moment != "compiling").lower(),
+            }
+            with (self.logs / str(number)).open("w") as log:
+                command = [sys.executable, __file__, "process", *dies, *arguments]
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        return processes
+
+
+def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
+    """Markdown about runs of which processes were killed, and whether all went well."""
+    # A start makes at most one step before it dies.
+    steps = args.rounds + 2
+    settings = write_problems(work) | {
+        "run.save_every": 1,
+        "evaluation.every": 8,
+        "mesh.simulated_devices": 2 * args.hosts,
+        "rollout.slots": 8 * args.hosts,
+        "rollout.prefill_prompts": 2 * args.hosts,
+        "train.rows": args.hosts,
+    }
+    whole = HostsRun(work, "whole", args.hosts, steps, **settings)
+    started_s = time.monotonic()
+    if any(process.wait() for process in whole.start_all(work / "cache")):
+        raise SystemExit(f"the undisturbed run failed: {_last_lines(whole)}")
+    seconds = time.monotonic() - started_s
+    print(f"undisturbed: {seconds:.0f} s", flush=True)
+    run = HostsRun(work, "killed", args.hosts, steps, **settings)
+    rng = random.Random(args.seed)
+    lines = ["| killed | process | last row | the others end after s, with | named |"]
+    lines += ["|---|---|---|---|---|"]
+    wrong = 0
+    for kills in range(args.rounds):
+        moment = list(MOMENTS)[kills % len(MOMENTS)]
+        # Other processes at a moment in each turn of all moments.
+        victim = (kills + kills // len(MOMENTS)) % args.hosts
+        processes = run.start_all(work / "cache", victim, moment, rng.uniform(0, 0.3))
+        lost = processes[victim]
+        if lost.wait() != -signal.SIGKILL:
+            raise SystemExit(f"process {victim} did not come to {moment}: {_last_lines(run)}")
+        killed_s = time.monotonic()
+        others = [process for process in processes if process is not lost]
+        while any(p.poll() is None for p in others) and time.monotonic() - killed_s < 120:
+            time.sleep(0.1)
+        ended_s = time.monotonic() - killed_s
+        for process in others:
+            process.kill()
+        statuses = sorted({process.wait() for process in others})
+        texts = [(run.logs / str(i)).read_text() for i in range(args.hosts) if i != victim]
+        named = sum(f"error: process {victim} (host" in text for text in texts)
+        good = statuses == [EXIT_TRY_AGAIN] and named == len(others) and ended_s <= 60
+        wrong += not good
+        rows = [f"{stage} {found[-1]['step']}" for stage, found in run.rows().items() if found]
+        status = ", ".join(map(str, statuses))
+        row = (moment, victim, (rows or ["none"])[-1], f"{ended_s:.1f}, {status}")
+        lines.append(f"| {' | '.join(map(str, row))} | {named} of {len(others)} |")
+        print(lines[-1] + ("" if good else f" WRONG: {_last_lines(run)}"), flush=True)
+    statuses = {process.wait() for process in run.start_all(work / "cache")}
+    same = statuses == {0} and run.rows() == whole.rows()
+    summary = (
+        f"{args.rounds} kills in one run of {run.steps} steps in {args.hosts} processes, {seconds:.0f} s "
+        f"undisturbed; {wrong} answered wrong. Rows of the whole run: {'the same' if same else 'OTHERS'}."
+    )
+    return "\n".join(["## Lost hosts", "", summary, "", *lines]), same and not wrong
+
+
+def _last_lines(run: HostsRun) -> str:
+    return "; ".join(path.read_text()[-300:] for path in sorted(run.logs.iterdir()))
+
+
+def process_that_dies(moment: str, arguments: Sequence[str]) -> int:
+    """`jaxrl train`, which kills itself; `moment` is "NAME,SECONDS" of `MOMENTS`, or "" to live."""
+    if not moment:
+        return cli.run("train", ["train", *arguments])
+    name, _, delay_s = moment.partition(",")
+    wanted, times = MOMENTS[name]
+    entered = itertools.count(1)
+
+    def enter(name: str) -> None:
+        if name.rpartition(", ")[-1] == wanted and next(entered) == times:
+            threading.Timer(float(delay_s), os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+    def watched(function: Callable, name: str) -> Callable:
+        def call(*args, **options):
+            enter(name or args[0])
+            return function(*args, **options)
+
+        return call
+
+    hosts.enter_phase = watched(hosts.enter_phase, "")
+    program.keep_compiled_programs = watched(program.keep_compiled_programs, "program.start")
+    for method in ("start_saving", "commit_step"):
+        setattr(StageCheckpoints, method, watched(getattr(StageCheckpoints, method), method))
+    return cli.run("train", ["train", *arguments])
+
+
 # Damage
 
 
@@ -336,18 +500,22 @@ def _kind(file: pathlib.Path) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["process"]:
+        sys.exit(process_that_dies(sys.argv[2], sys.argv[3:]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", choices=PARTS, help="both by default")
+    parser.add_argument("part", nargs="?", choices=("kill", "damage"), help="both by default")
     parser.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
-    parser.add_argument("--rounds", type=int, default=8, help="kill: kills in all")
-    parser.add_argument("--seed", type=int, default=0, help="kill: of the moments")
+    parser.add_argument("--hosts", type=int, help="processes of a run of which each is killed")
+    parser.add_argument("--rounds", type=int, default=8, help="kill, --hosts: kills in all")
+    parser.add_argument("--seed", type=int, default=0, help="kill, --hosts: of the moments")
     parser.add_argument("--steps", type=int, default=2, help="damage: of the run that is damaged")
     parser.add_argument("--each", action="store_true", help="damage: every damage on every file")
     args = parser.parse_args()
     all_well = True
-    for part in [args.part] if args.part else PARTS:
+    both = [args.part] if args.part else ["kill", "damage"]
+    for part in ["hosts"] if args.hosts else both:
         with tempfile.TemporaryDirectory(prefix="faults") as work:
             text, well = PARTS[part](args, pathlib.Path(work))
         print(text, flush=True)
@@ -357,7 +525,7 @@ def main() -> None:
     sys.exit(not all_well)
 
 
-PARTS = {"kill": kill, "damage": damage}
+PARTS = {"kill": kill, "damage": damage, "hosts": lose_hosts}
 
 
 def _add_to(record: pathlib.Path, text: str) -> None:

@@ -58,6 +58,9 @@ COMMANDS = {
         "jaxrl.planner.plan_command:main",
         "what a recipe would take: traced, or compiled for accelerators that are not here",
     ),
+    "doctor": Command(
+        "jaxrl.commands.doctor:main", "checks the hosts of a run: devices, network, disk, versions"
+    ),
     "rehearse": Command(
         "jaxrl.commands.rehearse:main",
         "runs a recipe's processes here with a small model: a few steps, a kill, a resume",

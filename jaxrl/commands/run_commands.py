@@ -21,6 +21,7 @@ from jaxrl.planner.make_plan import peak_memory_line, trace_plan
 from jaxrl.planner.resolve import resolved, with_cpu_devices
 from jaxrl.rewards.graders import check_grader
 from jaxrl.rewards.user import user_reward
+from jaxrl.tracking.durable import ensure_writable, take_lock
 from jaxrl.trainer import program
 from jaxrl.trainer.context import RunContext
 from jaxrl.trainer.findings import REINFORCEMENT, Faults
@@ -32,10 +33,14 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     """Trains a recipe; with `dry_run` only prints its plan and looks up what it names on this machine."""
     kind = program.training_of(config).kind
     if not dry_run:
-        config = resolved(prepared(config), jax.devices(), kind=kind)
-        status = program.train(config, report=write_report)
-        if kind == REINFORCEMENT and not status and hosts.is_first():
-            print(peak_memory_line(config))
+        _take_place(config)
+        config = _started(config)
+        # Fetching may take an hour.
+        with hosts.watched(config.hosts):
+            config = resolved(with_hub_files(config, jax.devices()), jax.devices(), kind=kind)
+            status = program.train(config, report=write_report)
+            if kind == REINFORCEMENT and not status and hosts.is_first():
+                print(peak_memory_line(config))
         return status
     if kind != REINFORCEMENT:
         raise UserError(
@@ -47,18 +52,36 @@ def train_or_plan(config: Config, *, dry_run: bool) -> int:
     return 0
 
 
+def _take_place(config: Config) -> None:
+    """Takes the place of this process in a run of several, until it ends; UserError if another one has it.
+
+    Without this a host that comes back late, or a second start of the same command, ends all processes: JAX
+    aborts them when one connects with a number that is in use.
+    """
+    if config.hosts.num_processes > 1:
+        folder = config.run_folder.path
+        ensure_writable(folder)
+        lock = take_lock(folder / f"process.{config.hosts.process_id}.lock")
+        # A descriptor that nobody closes.
+        os.dup(lock.fileno())
+
+
 def prepared(config: Config) -> Config:
     """Sets up the devices of this process, and fetches what the config names.
 
     Returns:
       The config with simulated devices resolved and with paths in place of hub names.
     """
+    return with_hub_files(_started(config), jax.devices())
+
+
+def _started(config: Config) -> Config:
     # The demo model needs no name on a hub, only its folder.
     if config.weights == str(SMOLLM2.folder):
         SMOLLM2.fetch()
     config = with_cpu_devices(config)
     program.start(config)
-    return with_hub_files(config, jax.devices())
+    return config
 
 
 def check_for_plan(config: Config) -> None:

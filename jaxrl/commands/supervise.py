@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -58,7 +57,8 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) 
         command failed too often.
     """
     ensure_writable(folder)
-    lock = folder / f"supervisor.{socket.gethostname()}.{process}.lock"
+    # Without a host: one that comes back does not join where another has taken its place.
+    lock = folder / f"supervisor.{process}.lock"
     with take_lock(lock), _Child() as child:
         failures, saved, has_run = 0, _saved(folder), False
         while True:

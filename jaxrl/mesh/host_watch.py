@@ -198,10 +198,14 @@ class HostWatch:
 
     # How this process ends
 
-    def _fail(self, error: BaseException) -> None:
-        """Ends this process and prints the reason: the loss of another process, or `error`."""
-        if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and _STATUS.match(str(error)):
-            # A program over all processes raises such an error if one of them is gone.
+    def suspect_loss(self, error: BaseException) -> None:
+        """Shortens the silence after which a process is lost, if the error is one of communication.
+
+        A program over all processes raises such an error if one of them is gone. Call it before this process
+        waits for others.
+        """
+        is_broken = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+        if not self._broken and is_broken and _STATUS.match(str(error)):
             if self._process:
                 # Process 0 may have no such program, and then finds the loss later.
                 others = (i for i in range(self._num_processes) if i != self._process)
@@ -211,11 +215,14 @@ class HostWatch:
                 f"{self._name} could not go on ({str(error).splitlines()[0]}); whether another process is "
                 "lost will be known in a moment"
             )
-            # The watch knows after the shorter silence of a broken run, and two of its rounds.
-            if self._found.wait(self._silence_s + 2 * self._every_s):
-                # The thread has printed the message, and ends this process.
-                self._thread.join()
-                return
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends this process and prints the reason: the loss of another process, or `error`."""
+        self.suspect_loss(error)
+        # Then the thread prints the message and ends this process.
+        if self._broken and self._found.wait(self._silence_s + 2 * self._every_s):
+            self._thread.join()
+            return
         traceback.print_exception(error)
         self._leave(_FAILED)
         # Process 0 waits for the others. It holds the store; without it JAX ends them without a message.

@@ -126,10 +126,10 @@ def watched(config: HostsConfig) -> Iterator[None]:
     """Wraps a run: if another process is lost, this process ends with a message that names it.
 
     An unexpected error in this process ends it with a traceback, and the others with a message that names it.
-    UserErrors propagate as usual. Does nothing for a single process.
+    UserErrors propagate as usual. Does nothing for a single process, or inside another `watched`.
     """
     global _watch
-    if num_processes() == 1:
+    if num_processes() == 1 or _watch is not None:
         yield
         return
     try:
@@ -149,6 +149,12 @@ def enter_phase(name: str) -> None:
     """Announces the current phase of this process; messages about a lost process name its last phase."""
     if _watch is not None:
         _watch.phase = name
+
+
+def suspect_loss(error: BaseException) -> None:
+    """Tells the watch of an error after which this process waits for others: it looks for a loss at once."""
+    if _watch is not None:
+        _watch.suspect_loss(error)
 
 
 def num_processes() -> int:

@@ -197,7 +197,9 @@ class Loop:
             except StopRequested:
                 self._save_last_step(stage.learners)
                 raise
-            except Exception:  # a step may raise anything; it is raised again below
+            except Exception as error:  # a step may raise anything; it is raised again below
+                # Saving waits for the others.
+                hosts.suspect_loss(error)
                 save = functools.partial(self._save_last_step, stage.learners)
                 if message := self._checkpoints.save_after_failure(stage.learners, save):
                     self._progress.message(f"{self._title}: {message}")

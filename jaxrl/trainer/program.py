@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jaxrl.config.schema import Config
 from jaxrl.config.shapes import with_stored_shape
 from jaxrl.data.problems import NO_EVALUATION
 from jaxrl.errors import UserError
+from jaxrl.files import fingerprint
 from jaxrl.mesh import hosts
 from jaxrl.mesh.compilation_cache import keep_compiled_programs
 from jaxrl.mesh.devices import simulate
@@ -26,6 +28,7 @@ from jaxrl.trainer.evaluation import Evaluation
 from jaxrl.trainer.findings import PREFERENCES, REINFORCEMENT, RunKind, fine_tuning
 from jaxrl.trainer.preference_training import learn_preferences, learn_reward_model
 from jaxrl.trainer.rl import reinforce
+from jaxrl.trainer.role_table import ROLES
 from jaxrl.trainer.run_files import check_folder, keep_run_files
 from jaxrl.trainer.run_rewards import graders_of
 from jaxrl.trainer.supervised import fine_tuned
@@ -103,6 +106,12 @@ def is_settled(config: Config) -> bool:
     return not config.mesh.searched and config.rollout.slots != "auto"
 
 
+def weight_folders(config: Config) -> list[str]:
+    """The folders of weights that a config names, as far as they are on this machine."""
+    named = [config.weights, config.adapter, *(kind.weights(config) for kind in ROLES.values())]
+    return sorted({path for path in named if os.path.isdir(path)})
+
+
 @contextlib.contextmanager
 def claimed(config: Config) -> Iterator[Config]:
     """Locks the folder of a run and watches its processes. Collective.
@@ -112,12 +121,14 @@ def claimed(config: Config) -> Iterator[Config]:
 
     Raises:
       UserError: the folder cannot be written or is in use, or holds a run that may not be resumed; or
-        processes have different settings.
+        processes have different settings or weights.
     """
     ensure_writable(config.run_folder.path)
     # Processes may differ in their index only.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
+    weights = (fingerprint(pathlib.Path(folder)) for folder in weight_folders(config))
+    hosts.check_same("the files of the weights", weights)
     path = config.run_folder.path
     with hosts.watched(config.hosts), disk_errors(path), run_lock(path):
         # Use the shape that is trained, not the default, to compare, record and report the run.

@@ -130,9 +130,14 @@ def test_reads_grow_with_the_number_of_processes_and_not_with_its_square():
 
 
 @pytest.mark.parametrize(
-    "kind", [jax.errors.JaxRuntimeError, pytest.param(ValueError, marks=pytest.mark.long)]
+    ("kind", "waits"),
+    [
+        (jax.errors.JaxRuntimeError, False),
+        pytest.param(ValueError, True, marks=pytest.mark.long),
+    ],
 )
-def test_a_program_that_breaks_off_is_explained_sooner(kind, capfd):
+def test_a_program_that_breaks_off_is_explained_sooner(kind, waits, capfd):
+    """Also where the process then waits for others."""
     broken = kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
     ends = []
 
@@ -140,7 +145,10 @@ def test_a_program_that_breaks_off_is_explained_sooner(kind, capfd):
         ends.append((status, time.monotonic()))
 
     began = time.monotonic()
-    with contextlib.suppress(kind), watch_of(Store(), 1, [], lost_after_s=6, end=end):
+    with contextlib.suppress(kind), watch_of(Store(), 1, [], lost_after_s=6, end=end) as watch:
+        if waits:
+            watch.suspect_loss(broken)
+            time.sleep(6)
         raise broken
     assert ends[0][0] == EXIT_TRY_AGAIN and ends[0][1] - began < 5.5
     first, second = capfd.readouterr().err.splitlines()[:2]

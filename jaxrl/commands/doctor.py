@@ -1,0 +1,231 @@
+"""Checks the hosts of a run in a minute, before anything is compiled for an hour.
+
+jaxrl doctor --config configs/dapo_qwen32b.py --hosts 16 --config.hosts.coordinator=auto
+
+Start it on every host with the arguments of `jaxrl train`. The first host prints a line for each check that
+passes. The first one that fails ends all hosts with status 2 and a line that says what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.config.command_line import load_config, take_overrides
+from jaxrl.config.config_tree import leaf_types
+from jaxrl.config.schema import Config
+from jaxrl.errors import EXIT_USER_ERROR, UserError
+from jaxrl.files import fingerprint
+from jaxrl.flags import command_parser
+from jaxrl.mesh import hosts
+from jaxrl.mesh.handover import move_arrays
+from jaxrl.mesh.pools import take_devices
+from jaxrl.planner.resolve import with_cpu_devices
+from jaxrl.tracking.durable import disk_errors, ensure_writable
+from jaxrl.trainer import program
+from jaxrl.trainer.algorithm import pools_of
+
+_PACKAGES = ("jaxrl", "jax", "jaxlib", "flax", "orbax-checkpoint")
+# Exchanges between busy hosts take tenths of a second.
+_CLOCKS_S = 2.0
+_FILE_BYTES = 2**28
+# float32 numbers of a device; simulated ones share a memory.
+_NUMBERS, _NUMBERS_ON_CPU = 2**26, 2**20
+_NETWORK = (
+    "the hosts have met and their devices do not reach each other: open all ports between the hosts, and see "
+    "docs/pods.md for the variables of the network"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with program name and arguments; returns the exit status."""
+    name, *arguments = argv
+    overrides, rest = take_overrides(arguments, leaf_types(Config))
+    parser = command_parser(name, __doc__)
+    parser.add_argument("--config", required=True, help="recipe file")
+    parser.add_argument("--hosts", type=int, default=0, help="number of hosts that there must be")
+    parser.add_argument("--patience_s", type=float, default=300.0, help="longest time of a check")
+    args = parser.parse_args(rest)
+    config = with_cpu_devices(load_config(Config, args.config, overrides))
+    program.start(config)
+    with hosts.watched(config.hosts):
+        # The first exchange ends on all hosts at about the same moment, for the clocks.
+        hosts.gather(lambda: None)
+        facts = hosts.gather(lambda: _facts(config))
+        check_facts(facts, args.hosts)
+        if not config.mesh.searched:
+            take_devices(pools_of(config), jax.devices())
+        _say("devices", f"{len(facts)} hosts, each with {facts[0]['devices']}")
+        _say("clocks", f"within {max(map(abs, _apart_s(facts))):.2f} s of their median")
+        for fact, value in facts[0]["same"].items():
+            _say("same", f"{fact} {value}")
+        checks = ((_disk, "see its file system"), (_all_reduce, _NETWORK), (_handover, _NETWORK))
+        for check, remedy in checks:
+            hosts.enter_phase(check.__name__[1:])
+            timer = threading.Timer(args.patience_s, _give_up, [check.__name__[1:], remedy])
+            timer.start()
+            try:
+                check(config)
+            except jax.errors.JaxRuntimeError as error:
+                raise UserError(f"{str(error).splitlines()[0]}; {remedy}") from error
+            finally:
+                timer.cancel()
+    return 0
+
+
+def _say(what: str, text: str) -> None:
+    if hosts.is_first():
+        print(f"{what:12}{text}", flush=True)
+
+
+def _give_up(check: str, remedy: str) -> None:
+    """Ends the process: a collective that hangs cannot be interrupted."""
+    print(f"error: {check} does not end; {remedy}", file=sys.stderr, flush=True)
+    os._exit(EXIT_USER_ERROR)
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    """What hosts tell each other: name, clock, devices, and what must be the same everywhere."""
+    clock_s, source = time.time(), pathlib.Path(__file__).parents[1]
+    folders = {x: fingerprint(pathlib.Path(x)) for x in program.weight_folders(config)}
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    same = {"Python": platform.python_version(), **versions}
+    same |= {"source of jaxrl": fingerprint(source, "**/*.py"), **folders}
+    devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
+    return {"host": socket.gethostname(), "clock_s": clock_s, "devices": devices, "same": same}
+
+
+def _apart_s(facts: Sequence[Mapping[str, Any]]) -> list[float]:
+    clocks = [each["clock_s"] for each in facts]
+    return [clock - statistics.median(clocks) for clock in clocks]
+
+
+def check_facts(facts: Sequence[Mapping[str, Any]], num_hosts: int) -> None:
+    """Checks what the hosts have told.
+
+    Args:
+      facts: those of every process: host, clock_s, devices, same.
+      num_hosts: number of hosts that there must be; 0 for any.
+
+    Raises:
+      UserError: hosts are missing or differ.
+    """
+    if num_hosts and len(facts) != num_hosts:
+        raise UserError(
+            f"{len(facts)} hosts have met, and --hosts is {num_hosts}; start the same command on all of them"
+        )
+    for number, (each, apart_s) in enumerate(zip(facts, _apart_s(facts), strict=True)):
+        name = f"process {number} (host {each['host']})"
+        if each["devices"] != facts[0]["devices"]:
+            raise UserError(
+                f"{name} has {each['devices']}, process 0 {facts[0]['devices']}; restart the host that "
+                "lacks devices, or replace it"
+            )
+        if abs(apart_s) > _CLOCKS_S:
+            raise UserError(
+                f"the clock of {name} is {apart_s:+.0f} s from the median; set it by NTP (chronyc tracking)"
+            )
+        for what, first in facts[0]["same"].items():
+            if (own := each["same"].get(what)) != first:
+                raise UserError(
+                    f"{what} is {own} on {name} and {first} on process 0; give all hosts the same image, "
+                    "checkout and files"
+                )
+
+
+def _disk(config: Config) -> None:
+    folder, content = config.run_folder.path, os.urandom(_FILE_BYTES)
+    paths = [folder / f".doctor.{i}" for i in range(hosts.num_processes())]
+    own = paths[jax.process_index()]
+
+    def write() -> float:
+        ensure_writable(folder)
+        start_s = time.perf_counter()
+        with disk_errors(folder), own.open("wb", buffering=0) as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        return time.perf_counter() - start_s
+
+    try:
+        slowest_s = max(hosts.gather(write))
+        unseen = hosts.gather(lambda: [path.name for path in paths if not path.exists()])
+    finally:
+        own.unlink(missing_ok=True)
+    for number, names in enumerate(unseen):
+        if names:
+            raise UserError(
+                f"process {number} does not see {names[0]}, which another one has written to {folder}; "
+                "run.output has to be a folder that all hosts share"
+            )
+    free, speed = shutil.disk_usage(folder).free / 1e9, _FILE_BYTES / 1e6 / slowest_s
+    _say("disk", f"{folder}: shared, {free:.0f} GB free, {speed:.0f} MB/s for each of all at once")
+
+
+def _all_reduce(config: Config) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("device",))
+    rows = _rows(mesh)
+    total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
+    # 0 + 1 + ... + n - 1
+    wanted = mesh.size * (mesh.size - 1) / 2
+    rate = _rate(lambda: total(rows), wanted)
+    _say("all-reduce", f"{wanted:.0f} on all {mesh.size} devices, {rate}")
+
+
+def _handover(config: Config) -> None:
+    """From half of each host's devices to the other half, or of the hosts if each has one device."""
+    devices, local = jax.devices(), jax.local_device_count()
+    by_turns = sorted(devices, key=lambda d: (devices.index(d) % local, d.process_index))
+    half = len(devices) // 2
+    if not half:
+        return
+    halves = (by_turns[:half], by_turns[half : 2 * half])
+    learner, sampler = (Mesh(np.array(each), ("device",)) for each in halves)
+    rows = _rows(learner)
+    # Each device gets a part of every row, so of every host.
+    target = NamedSharding(sampler, P(None, "device"))
+    rate = _rate(lambda: move_arrays([rows], [target])[0], np.arange(half)[:, None])
+    _say("hand-over", f"from {half} devices to {half}, {rate}")
+
+
+def _rows(mesh: Mesh) -> jax.Array:
+    """float32 [devices, numbers]: each device has a row of its own number."""
+    n = mesh.size
+    numbers = _NUMBERS_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _NUMBERS
+
+    def rows() -> jax.Array:
+        column = jnp.arange(n, dtype=jnp.float32)[:, None]
+        return jnp.broadcast_to(column, (n, numbers // n * n))
+
+    return jax.jit(rows, out_shardings=NamedSharding(mesh, P("device")))()
+
+
+def _rate(call: Callable[[], jax.Array], wanted: Any) -> str:
+    """The speed of a second call, for one device; UserError on all if a shard is not what is wanted."""
+    jax.block_until_ready(call())
+    start_s = time.perf_counter()
+    result = jax.block_until_ready(call())
+    seconds = time.perf_counter() - start_s
+    wrong = [
+        str(x.device) for x in result.addressable_shards if (np.asarray(x.data) != wanted).any()
+    ]
+    for number, devices in enumerate(hosts.gather(lambda: wrong)):
+        if devices:
+            raise UserError(f"{devices[0]} of process {number} got wrong numbers; replace its host")
+    num_bytes, ms = result.addressable_shards[0].data.nbytes, 1e3 * seconds
+    return f"{num_bytes / 1e6:.0f} MB for each in {ms:.3g} ms: {num_bytes / 1e6 / ms:.3g} GB/s"

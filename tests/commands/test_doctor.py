@@ -1,0 +1,94 @@
+"""Hosts that fit together pass, and the first thing that differs is named on all of them."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+from processes import free_port, started
+
+from jaxrl.commands.doctor import check_facts
+from jaxrl.errors import UserError
+from jaxrl.files import fingerprint
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def facts(**changes) -> list[dict]:
+    """Three hosts, of which the last one is different."""
+    alike = {"host": "a", "clock_s": 100.0, "devices": "4 x TPU v5", "same": {"jax": "0.10.2"}}
+    return [alike, alike | {"host": "b", "clock_s": 101.9}, alike | {"host": "c"} | changes]
+
+
+def test_hosts_that_are_alike_pass():
+    check_facts(facts(), 3)
+    check_facts(facts(), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_hosts", "message"),
+    [
+        ({}, 4, "3 hosts have met, and --hosts is 4"),
+        ({"devices": "3 x TPU v5"}, 3, r"process 2 \(host c\) has 3 x TPU v5, process 0 4 x"),
+        # The median of 100, 101.9 and 95.
+        ({"clock_s": 95.0}, 3, r"clock of process 2 \(host c\) is -5 s from the median"),
+        ({"same": {"jax": "0.11.0"}}, 3, r"jax is 0.11.0 on process 2 .* and 0.10.2 on process 0"),
+        ({"same": {}}, 3, "jax is None on process 2"),
+    ],
+)
+def test_what_differs_is_named(changes, num_hosts, message):
+    with pytest.raises(UserError, match=message):
+        check_facts(facts(**changes), num_hosts)
+
+
+def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
+    path = tmp_path / "model.safetensors"
+    contents = [b"a" + bytes(2**21), bytes(2**21) + b"a", bytes(2**21), bytes(2**21 + 1)]
+    seen = set()
+    for content in contents:
+        path.write_bytes(content)
+        seen.add(fingerprint(tmp_path))
+    path.rename(tmp_path / "other.safetensors")
+    assert len(seen | {fingerprint(tmp_path)}) == 5
+    assert fingerprint(tmp_path / "missing") == fingerprint(tmp_path, "*.none")
+
+
+def doctors(folders: list[pathlib.Path], *options: str) -> list[tuple[str, str, int]]:
+    """(stdout, stderr, status) of a process with four devices in each folder."""
+    command = [
+        *(sys.executable, "-m", "jaxrl", "doctor", f"--config={ROOT}/configs/grpo_tiny.py"),
+        *("--config.mesh.simulated_devices=8", "--config.mesh.train=1-1-8"),
+        *("--config.mesh.generate=1-1-1-8", "--config.weights=model"),
+        *(f"--config.hosts.coordinator=localhost:{free_port()}", "--config.hosts.num_processes=2"),
+        *options,
+    ]
+    commands = [
+        ["env", f"--chdir={folder}", *command, f"--config.hosts.process_id={i}"]
+        for i, folder in enumerate(folders)
+    ]
+    with started(commands) as processes:
+        return [(*process.communicate(timeout=300), process.returncode) for process in processes]
+
+
+@pytest.mark.long
+def test_two_hosts_are_checked(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    runs = f"--config.run.output={tmp_path / 'runs'}"
+    (tmp_path / "model").mkdir()
+    (out, errors, status), (silent, _, other) = doctors([tmp_path] * 2, "--hosts=2", runs)
+    assert (status, other) == (0, 0), errors
+    assert "devices     2 hosts, each with 4 x cpu" in out
+    assert re.search(r"disk +\S+: shared, \d+ GB free, \d+ MB/s", out)
+    # 0 + 1 + ... + 7
+    assert re.search(r"all-reduce +28 on all 8 devices, 4 MB .* GB/s", out)
+    assert re.search(r"hand-over +from 4 devices to 4, 4 MB .* GB/s", out)
+    assert "devices" not in silent and not list(tmp_path.rglob(".doctor*"))
+    # The same names with other content.
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "model.safetensors").write_text(folder.name)
+    for _, errors, status in doctors(folders, runs):
+        assert status == 2 and re.search(
+            r"error: model is \w+ on process 1 .* on process 0", errors
+        )
