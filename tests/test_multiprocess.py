@@ -174,12 +174,17 @@ def told(folder: pathlib.Path) -> tuple:
 @pytest.mark.slow
 @pytest.mark.parametrize(("apart", "staleness"), [(True, 1), (False, 2)])
 def test_two_processes_run_free_and_one_repeats_them(apart, staleness, tmp_path):
-    """Each pool has a process of its own, or a device of both."""
+    """Each pool has a process of its own, or a device of both. The third step has an evaluation beside it."""
     settings = FREE | {"rollout.max_staleness": staleness, "hosts.pools_apart": apart}
+    del settings["data.evaluation.path"]
     recipe = write_recipe(tmp_path, **settings)
     run([recipe, recipe])
     rows, samples, schedule = told(tmp_path)
-    assert len(rows) == len(samples) == 4
+    assert len(samples) == 4 and [row.get("val-aux/version") for row in rows] == [None] * 3 + [
+        2,
+        None,
+    ]
+    before, *rows = rows
     assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
     assert 0 < max(row["rollout/staleness"] for row in rows) <= staleness
     again = tmp_path / "again"
@@ -187,7 +192,7 @@ def test_two_processes_run_free_and_one_repeats_them(apart, staleness, tmp_path)
     where = {"rollout.schedule": str(recorded), "run.output": str(again / "runs")}
     config = load_config(Config, str(recipe), where)
     assert program.train(config, devices=jax.devices()[:4]) == 0
-    assert told(again) == (rows, samples, schedule)
+    assert told(again) == ([before, *rows], samples, schedule)
 
 
 @pytest.mark.slow
