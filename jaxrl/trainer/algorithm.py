@@ -168,11 +168,6 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
     if free:
         config.algorithm.check_runs_free()
         rollout.check_runs_free()
-    if rollout.agent and rollout.partial and num_processes > 1:
-        raise UserError(
-            f"rollout.max_staleness {rollout.max_staleness} keeps sessions of rollout.agent open in one "
-            f"process, and this run has {num_processes}; use hosts.num_processes=1, or max_staleness=0"
-        )
     rollout.check_partial(
         config.algorithm.dataflow, dynamic_sampling=flow.dynamic_sampling, runs_free=free
     )
