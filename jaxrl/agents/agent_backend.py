@@ -232,7 +232,7 @@ class AgentBackend:
                 self._endpoint.sessions.stop(session, "was dropped")
 
     def unfinished(self, options: SamplingOptions) -> UnfinishedGroups:
-        """A copy of the groups that nobody has taken; of open sessions other processes have the ages alone."""
+        """A copy of the groups that nobody has taken; other processes than the first have ages alone."""
         none = UnfinishedGroups(Prompts.concatenate([]), options.num_samples, ())
         copy = UnfinishedGroups.concatenate(
             [none, *(group.saved() for group in self.lasting.values())]
