@@ -233,7 +233,7 @@ def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
                     "b": APART["placement"]["learn"],
                 },
             },
-            "the first, which writes checkpoints, of all roles but rollout",
+            "the first, which writes checkpoints, has all roles that learn",
         ),
         ({"rollout__driver": "jetstream"}, "rollout.driver='offline'"),
         ({"algorithm__correction__weights": "none"}, "nothing corrects for it"),
