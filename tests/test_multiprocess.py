@@ -172,22 +172,35 @@ def told(folder: pathlib.Path) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("apart", "staleness"), [(True, 1), (False, 2)])
-def test_two_processes_run_free_and_one_repeats_them(apart, staleness, tmp_path):
-    """Each pool has a process of its own, or a device of both."""
+@pytest.mark.parametrize(
+    ("apart", "staleness", "processes"), [(True, 1, 2), (False, 2, 2), (True, 2, 3)]
+)
+def test_processes_run_free_and_one_repeats_them(apart, staleness, processes, tmp_path):
+    """Pools have processes of their own, or devices of all. The third step has an evaluation beside it."""
     settings = FREE | {"rollout.max_staleness": staleness, "hosts.pools_apart": apart}
-    recipe = write_recipe(tmp_path, **settings)
-    run([recipe, recipe])
+    del settings["data.evaluation.path"]
+    if apart:
+        # The first minibatch, which is the only one, takes its log-probabilities from its own update.
+        settings["algorithm.updates_per_step"] = 1
+    if processes == 3:
+        learn, sample = FREE["placement"].values()
+        reference = learn | {"roles": ("reference",), "train": "1-2-1", "fsdp": 1}
+        settings["placement"] = {"learn": learn, "look": reference, "sample": sample}
+        settings["algorithm.kl.reward_coef"] = 0.05
+    recipe, num_devices = write_recipe(tmp_path, **settings), 2 * processes
+    with start([recipe] * processes, f"--config.mesh.simulated_devices={num_devices}") as children:
+        finish(children)
     rows, samples, schedule = told(tmp_path)
-    assert len(rows) == len(samples) == 4
+    assert [row.get("val-aux/version") for row in rows] == [None, None, None, 2, None]
+    before, *rows = rows
     assert all(row["rollout/dropped_stale_groups"] == 0 for row in rows)
     assert 0 < max(row["rollout/staleness"] for row in rows) <= staleness
     again = tmp_path / "again"
     recorded = tmp_path / "runs" / "tiny" / "seed0"
     where = {"rollout.schedule": str(recorded), "run.output": str(again / "runs")}
     config = load_config(Config, str(recipe), where)
-    assert program.train(config, devices=jax.devices()[:4]) == 0
-    assert told(again) == (rows, samples, schedule)
+    assert program.train(config, devices=jax.devices()[:num_devices]) == 0
+    assert told(again) == ([before, *rows], samples, schedule)
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@
     completions <- groups whose sessions have all ended
 
 The first process has the workers, the endpoint and the conversations. It sends what an ended session leaves
-to the other processes, which turn the same live loop.
+to the other processes, which turn the same live loop. Of open sessions it sends their number and ages.
 
 `generate` runs agents to their end. `resume` and `continuous` leave some open, which go on with the weights
-of the next step; they run on one process.
+of the next step.
 
 N prompts   G samples of each
 """
@@ -204,9 +204,8 @@ class AgentBackend:
         """Draws prompts, and decodes once unless groups have finished; returns whether there is any group."""
         self._renew(options.step)
         if more is not None:
-            unfinished = sum(
-                group.num_samples - len(group.talks) for group in self.lasting.values()
-            )
+            groups = self.lasting.values()
+            unfinished = hosts.on_first(lambda: sum(g.num_samples - len(g.talks) for g in groups))
             opened = self._open(more(_PLACES, unfinished), options)
             self.lasting |= {n: self._groups[n] for n in opened}
         if self.lasting and not self.finished:
@@ -232,11 +231,16 @@ class AgentBackend:
                 self._endpoint.sessions.stop(session, "was dropped")
 
     def unfinished(self, options: SamplingOptions) -> UnfinishedGroups:
-        """A copy of the groups that were not taken yet."""
+        """A copy of the groups that were not taken yet; other processes than the first have ages alone."""
         none = UnfinishedGroups(Prompts.concatenate([]), options.num_samples, ())
-        return UnfinishedGroups.concatenate(
+        copy = UnfinishedGroups.concatenate(
             [none, *(group.saved() for group in self.lasting.values())]
         )
+        ages = hosts.on_first(lambda: [sample.oldest_version for sample in copy.samples])
+        for sample, age in zip(copy.samples, ages, strict=True):
+            assert sample.session is not None, "all samples are of agents"
+            sample.session["oldest"] = age
+        return copy
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the sessions that have ended since the last call. Stops the clock of open sessions.
@@ -376,7 +380,9 @@ class AgentRollout:
     @property
     def _oldest_version_of(self) -> dict[int, int]:
         groups, finished = self._backend.lasting, self._backend.finished
-        return {n: group.oldest_version for n, group in groups.items() if n not in finished}
+        found = [(n, group) for n, group in groups.items() if n not in finished]
+        ages = hosts.on_first(lambda: [group.oldest_version for _, group in found])
+        return {n: age for (n, _), age in zip(found, ages, strict=True)}
 
     def unfinished(self) -> UnfinishedGroups:
         """A copy of the groups in progress."""

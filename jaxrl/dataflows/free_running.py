@@ -47,6 +47,7 @@ from jaxrl.dataflows.samplers import (
 )
 from jaxrl.errors import UserError
 from jaxrl.mesh import hosts
+from jaxrl.rollout.backend import OnGroup, SamplingOptions
 from jaxrl.rollout.continuous import ContinuousRollout, FinishedGroup
 from jaxrl.rollout.samples import UnfinishedGroups
 from jaxrl.types import Completions, Prompts
@@ -230,6 +231,24 @@ class FreeRunning:
         while self._schedule.goes_on(arrays):
             if not self._dispatch():
                 return
+
+    def evaluate(self, prompts: Prompts, options: SamplingOptions, on_group: OnGroup) -> None:
+        """Also answers evaluation prompts, beside the samples of the step that comes and with its weights.
+
+        Args:
+          prompts, options: the prompts, and how they are sampled.
+          on_group: called with each finished group of them.
+        """
+        self._open().evaluate(prompts, options, on_group)
+
+    def finish_evaluation(self) -> Completions:
+        """Goes on sampling until all evaluation prompts are answered; their answers.
+
+        The step that began after `evaluate` must not have been recorded: the next one has other weights.
+        """
+        while (answers := self._open().take_evaluation()) is None:
+            self._dispatch()
+        return answers
 
     def _open(self) -> ContinuousRollout:
         if self._rollout is None:

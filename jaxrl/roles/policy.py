@@ -259,7 +259,7 @@ class Actor(Learner):
           (metrics, batch with these log-probabilities), still on the devices.
         """
         metrics, this_pass = self._learn(batch, objective, also, reference)
-        first = {name: getattr(batch, name).at[0].set(x_MRT) for name, x_MRT in this_pass.items()}
+        first = {name: _with_first(getattr(batch, name), x) for name, x in this_pass.items()}
         return metrics, batch.replace(**first)
 
     def _outputs(
@@ -289,6 +289,13 @@ class Actor(Learner):
 
     def _described(self, outputs: PolicyOutputs) -> Stats:
         return {"entropy": outputs.entropy, "mean_token_prob": jnp.exp(outputs.logprob)}
+
+
+# Compiled: by itself, a second such scatter into an array of other processes' devices alone ends the
+# process (jax 0.10.2).
+@jax.jit
+def _with_first(x_UMRT: jax.Array, first_MRT: jax.Array) -> jax.Array:
+    return x_UMRT.at[0].set(first_MRT)
 
 
 class Reference(Frozen):

@@ -9,18 +9,22 @@ PipelineRL). Nothing is prefilled again. The log-probability of a token is that 
 that drew it. Each token keeps the version of its weights.
 
 One dispatch is always in progress, so the devices work while the host does something else.
+
+An evaluation goes through the same slots, as further samples with options of their own. It must be finished
+before the weights change, so its accuracy is that of one version of the weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxrl.models.decoder import Params
-from jaxrl.rollout.backend import More, SamplingOptions
+from jaxrl.rollout.backend import More, OnGroup, SamplingOptions
 from jaxrl.rollout.sample_groups import GroupLoop, SampleGroups
 from jaxrl.rollout.samples import UnfinishedGroups, oldest_version
-from jaxrl.types import Completions
+from jaxrl.types import Completions, Prompts
 
 
 class FinishedGroup(NamedTuple):
@@ -44,20 +48,38 @@ class FinishedGroup(NamedTuple):
         return sum(int((s.version < version).sum()) for s in self.samples.samples)
 
 
+@dataclasses.dataclass
+class _Evaluation:
+    """Groups that are answered beside the others.
+
+    Attributes:
+      groups, options, on_group: the groups, how they are sampled, and what gets each one when it is finished.
+      loop: the same in the decode loop; None while they wait for one.
+      finished: finished groups that were not handed out yet.
+    """
+
+    groups: SampleGroups
+    options: SamplingOptions
+    on_group: OnGroup
+    loop: GroupLoop | None = None
+    finished: list[int] = dataclasses.field(default_factory=list)
+
+
 class ContinuousRollout:
     """Samples that stay in their slots while the weights change. Not thread-safe."""
 
     def __init__(
         self,
         groups: SampleGroups,
-        make_loop: Callable[[SampleGroups, SamplingOptions], GroupLoop],
+        make_loop: Callable[..., GroupLoop],
         params: Callable[[], Params],
     ):
         """Samples nothing yet.
 
         Args:
           groups: groups to go on with; finished ones are handed out.
-          make_loop: function that makes an empty decode loop for the groups, with the weights of `params`.
+          make_loop: function of groups and options that makes an empty decode loop for the groups, with the
+            weights of `params`; of groups, options and a decode loop, which the groups then share.
           params: function that returns the weights that are loaded.
         """
         self._groups = groups
@@ -67,6 +89,7 @@ class ContinuousRollout:
         self._in_progress = False
         self._has_weights = False
         self._version = -1
+        self._evaluation: _Evaluation | None = None
         self._finished = [n for n in groups.samples if groups.finished(n)]
 
     @property
@@ -89,9 +112,14 @@ class ContinuousRollout:
             self._running = running = self._make_loop(self._groups, options)
             running.go_on()
         elif not self._has_weights or self._version != options.step:
+            evaluating = self._evaluation is not None and self._evaluation.loop is not None
+            assert not evaluating or self._version == options.step, "an evaluation has one version"
             running.options = options
             running.loop.renew(self._params(), options.step)
         self._has_weights, self._version = True, options.step
+        if (other := self._evaluation) is not None and other.loop is None:
+            other.loop = self._make_loop(other.groups, other.options, running.loop)
+            other.loop.go_on()
         if not (running.loop.scheduler.num_unfinished or running.draw(more)):
             return False
         running.loop.begin()
@@ -104,12 +132,18 @@ class ContinuousRollout:
         if self._in_progress:
             assert self._running is not None, "only a loop has a dispatch in progress"
             self._in_progress = False
-            self._finished += self._running.finish()
+            decoded = self._running.loop.finish()
+            self._finished += self._running.ended(decoded)
+            if (other := self._evaluation) is not None and other.loop is not None:
+                other.finished += other.loop.ended(decoded)
 
     def take_finished(self) -> list[FinishedGroup]:
         """The groups that have finished since the last call, in the order in which they did."""
         if self._running is not None:
             self._running.loop.give_ended()
+        if (other := self._evaluation) is not None:
+            other.groups.hand_out(other.finished, other.on_group)
+            other.finished = []
         taken, self._finished = self._finished, []
         found = [
             FinishedGroup(self._groups.completions([n]), self._groups.copied([n])) for n in taken
@@ -117,6 +151,27 @@ class ContinuousRollout:
         for n in taken:
             self._remove(n)
         return found
+
+    def evaluate(self, prompts: Prompts, options: SamplingOptions, on_group: OnGroup) -> None:
+        """Answers further prompts beside the others, from the next dispatch on.
+
+        Args:
+          prompts, options: the prompts, and how they are sampled.
+          on_group: called by `take_finished` with each finished group of them.
+        """
+        assert self._evaluation is None, "one evaluation at a time"
+        groups = SampleGroups(options, self._groups.decode_texts)
+        groups.add(prompts)
+        self._evaluation = _Evaluation(groups, options, on_group)
+
+    def take_evaluation(self) -> Completions | None:
+        """The answers to the prompts of `evaluate`, in their order; None if some are not finished."""
+        assert self._evaluation is not None, "`evaluate` comes first"
+        groups = self._evaluation.groups
+        if not all(groups.finished(n) for n in groups.samples):
+            return None
+        self._evaluation = None
+        return groups.rollout().completions
 
     def drop_older(self, version: int) -> int:
         """Drops unfinished groups with a token of a version before `version`; returns their number."""
@@ -150,6 +205,8 @@ class ContinuousRollout:
         if self._running is not None:
             self._running.loop.give_tokens()
         self._running = None
+        if self._evaluation is not None:
+            self._evaluation.loop = None
 
     def release_weights(self) -> None:
         """Releases the weights; the next dispatch takes those that are loaded then."""

@@ -165,11 +165,14 @@ class OfflineBackend(EngineBackend):
             self._lasting.pause()
         return self._grouped(SampleGroups(options, self._decode_texts, unfinished), options)
 
-    def _grouped(self, groups: SampleGroups, options: SamplingOptions) -> GroupLoop:
-        """A decode loop with the current weights for some groups."""
-        loop = DecodeLoop(
-            self.engine, self.params, self._stops, version=options.step, texts=self._texts
-        )
+    def _grouped(
+        self, groups: SampleGroups, options: SamplingOptions, loop: DecodeLoop | None = None
+    ) -> GroupLoop:
+        """Some groups in a decode loop, by default in a new one with the current weights."""
+        if loop is None:
+            loop = DecodeLoop(
+                self.engine, self.params, self._stops, version=options.step, texts=self._texts
+            )
         return GroupLoop(loop, groups, options, self.engine)
 
     def _sample(

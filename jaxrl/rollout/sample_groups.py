@@ -26,7 +26,7 @@ from jaxrl.rollout.backend import (
     check_lengths,
     expected_or_prompt_lengths,
 )
-from jaxrl.rollout.decode_loop import DecodeLoop
+from jaxrl.rollout.decode_loop import Decoded, DecodeLoop
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.samples import (
     Rollout,
@@ -45,6 +45,7 @@ class SampleGroups:
     Attributes:
       prompts: prompt of each group, in the order in which they were added.
       samples: samples of each group.
+      decode_texts: function from token ids to texts.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SampleGroups:
         """
         self._num_samples = options.num_samples
         self._step = options.step
-        self._decode_texts = decode_texts
+        self.decode_texts = decode_texts
         self.prompts: dict[int, Prompts] = {}
         self.samples: dict[int, list[Sample]] = {}
         self._next = 0
@@ -105,11 +106,11 @@ class SampleGroups:
         for n in finished:
             if n not in self._completions:
                 self._completions[n] = completions_of(
-                    self.prompts[n], self.samples[n], self._num_samples, self._decode_texts
+                    self.prompts[n], self.samples[n], self._num_samples, self.decode_texts
                 )
         if not finished:
             none = Prompts.concatenate([])
-            return completions_of(none, [], self._num_samples, self._decode_texts)
+            return completions_of(none, [], self._num_samples, self.decode_texts)
         return Completions.concatenate([self._completions[n] for n in finished])
 
     def rollout(self) -> Rollout:
@@ -139,7 +140,7 @@ class SampleGroups:
 
 
 class GroupLoop:
-    """The groups of a decode loop.
+    """Groups of a decode loop.
 
     Attributes:
       loop: the decode loop.
@@ -153,7 +154,7 @@ class GroupLoop:
         """Starts no sample yet.
 
         Args:
-          loop: an empty loop.
+          loop: a loop.
           groups: groups; those that are there already start with `go_on`.
           options: see above.
           engine: engine of the loop.
@@ -164,6 +165,7 @@ class GroupLoop:
         self._longest_prompt = engine.config.max_prompt_tokens
         self._max_tokens = engine.config.max_response_tokens
         self._started: dict[int, list[Sample]] = {}
+        self._num_unfinished = 0
 
     def go_on(self) -> None:
         """Starts the unfinished samples of all groups: those of the group with the oldest tokens first."""
@@ -185,18 +187,25 @@ class GroupLoop:
         """Fills free places with new prompts; returns whether any sample waits or decodes."""
         scheduler = self.loop.scheduler
         if more is not None and (places := scheduler.places):
-            self.add(more(places, scheduler.num_unfinished))
+            self.add(more(places, self._num_unfinished))
         return scheduler.num_unfinished > 0
 
     def finish(self) -> list[int]:
         """Waits for the dispatch in progress; returns the groups that it has finished."""
-        ended = [s for result in self.loop.finish() if (s := result.sample).finished]
-        numbers = dict.fromkeys(sample.prompt for sample in ended)
+        return self.ended(self.loop.finish())
+
+    def ended(self, decoded: Sequence[Decoded]) -> list[int]:
+        """The groups that a dispatch has finished, of its result; the loop may have other groups too."""
+        own = [s for each in decoded if (s := each.sample) in self._started.get(s.prompt, ())]
+        self._num_unfinished -= len(own)
+        numbers = dict.fromkeys(sample.prompt for sample in own if sample.finished)
         return [n for n in numbers if self.groups.finished(n)]
 
     def remove(self, n: int) -> None:
         """Forgets a group. Its unfinished samples leave their slots."""
-        self.loop.drop([s for s in self._started.pop(n, []) if not s.finished])
+        dropped = [s for s in self._started.pop(n, []) if not s.finished]
+        self._num_unfinished -= len(dropped)
+        self.loop.drop(dropped)
         self.groups.remove(n)
 
     def _start(self, samples: Iterable[Sample]) -> None:
@@ -215,4 +224,5 @@ class GroupLoop:
                 sample.request(start, int(prompt.ids_N[0]), options[sample.step], self._max_tokens)
             )
             self._started.setdefault(sample.prompt, []).append(sample)
+        self._num_unfinished += len(requested)
         self.loop.add(requested)

@@ -158,21 +158,16 @@ def _check_sampling(config: Config, flow: Dataflow) -> None:
     rollout, num_processes = config.rollout, config.hosts.num_processes
     free = runs_free(config)
     if config.hosts.pools_apart:
-        _, *others = pools = pools_of(config)
-        if [pool.roles for pool in others] != [("rollout",)] or any(pool.span for pool in pools):
+        pools = pools_of(config)
+        learn = {"actor", *(name for name, kind in ROLES.items() if kind.trains)}
+        if any(pool.span or learn & {*pool.roles} for pool in pools[1:]) or pools[0].span:
             raise UserError(
-                "hosts.pools_apart is for two pools without `devices`: the first, which writes "
-                "checkpoints, of all roles but rollout, and the second of rollout; change the placement, or "
-                "set hosts.pools_apart=False"
+                "hosts.pools_apart is for pools without `devices`, of which the first, which writes "
+                "checkpoints, has all roles that learn; change the placement, or set hosts.pools_apart=False"
             )
     if free:
         config.algorithm.check_runs_free()
         rollout.check_runs_free()
-    if rollout.agent and rollout.partial and num_processes > 1:
-        raise UserError(
-            f"rollout.max_staleness {rollout.max_staleness} keeps sessions of rollout.agent open in one "
-            f"process, and this run has {num_processes}; use hosts.num_processes=1, or max_staleness=0"
-        )
     rollout.check_partial(
         config.algorithm.dataflow, dynamic_sampling=flow.dynamic_sampling, runs_free=free
     )

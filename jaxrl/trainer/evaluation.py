@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.rewarding import Grading, GroupsBeside
 from jaxrl.mesh import hosts
 from jaxrl.rewards.evaluation_metrics import (
@@ -47,8 +48,12 @@ def answered(
         beside(group)
         on_group(group)
 
-    completions = sampler.generate(prompts, options, on_group=take)
-    return score_without_length_penalty(completions, grading.collect(beside.of(completions)))
+    return _scored(sampler.generate(prompts, options, on_group=take), beside)
+
+
+def _scored(completions: Completions, beside: GroupsBeside) -> Scored:
+    verdicts = beside.grading.collect(beside.of(completions))
+    return score_without_length_penalty(completions, verdicts)
 
 
 class Evaluation:
@@ -75,4 +80,18 @@ class Evaluation:
             ]
             path = self._run.config.run_folder.samples(when)
             write_atomically(path, json.dumps(samples, indent=1).encode())
+        return self._metrics(scored)
+
+    def begin(self, sampler: FreeRunning) -> Callable[[], Metrics]:
+        """Has a sampler answer beside its step; the result waits for the metrics, before the step ends."""
+        beside = GroupsBeside(self._grading)
+        sampler.evaluate(self._run.evaluation_prompts, self._options, beside)
+
+        def finish() -> Metrics:
+            completions = sampler.finish_evaluation()
+            return self._metrics(_scored(completions, beside))
+
+        return finish
+
+    def _metrics(self, scored: Scored) -> Metrics:
         return {**evaluation_metrics(scored), **self._grading.take_metrics("val-aux/grader")}

@@ -96,6 +96,8 @@ class RlStage(TrainingStage):
         self._functions = reward_functions(config, timer)
         rewards = rewards_of(config, roles, timer, self._graders, self._functions)
         self._sampling = RunSampling(run, roles.actor, timer, rewards, recorded)
+        # Evaluates beside a step. Agents' evaluations share the slots too, but steps wait for them.
+        self._beside = None if config.rollout.agent else self._sampling.free
         self._rollouts = KeptRollouts(
             config.run,
             config.run_folder,
@@ -137,8 +139,9 @@ class RlStage(TrainingStage):
         self._sampling.sampler.restore(record["sampling"], self.prompts)
 
     def step(self) -> Metrics:
-        """Runs one step of the dataflow."""
+        """Runs one step of the dataflow, with an evaluation beside it if one is due (`evaluate`)."""
         self._rollouts.begin_step()
+        finish_evaluation = self._begin_evaluation()
         try:
             metrics = self._run.algorithm.dataflow(self._step, self.prompts)
         except NotEnoughGroups as error:
@@ -147,10 +150,26 @@ class RlStage(TrainingStage):
         if isinstance(handover := self._roles.actor.resharding, Handover):
             # A device of the sampler received as much before it sampled.
             metrics = {**metrics, "perf/handover_gb": handover.received_bytes / 1e9}
+        if finish_evaluation is not None:
+            with self._timer.phase("testing", shown="evaluate"):
+                metrics = {**metrics, **finish_evaluation(), "val-aux/version": self._timer.step}
         return metrics
 
+    def _begin_evaluation(self) -> Callable[[], Metrics] | None:
+        """Begins the evaluation that `evaluate` left to this step; returns what finishes it, or None."""
+        # From the step alone, so that a run that was resumed here makes it too.
+        every, step = self._run.config.evaluation.every, self._timer.step
+        is_due = len(self._run.evaluation_prompts) and step and step % every == 0
+        return self._evaluation.begin(self._beside) if is_due and self._beside is not None else None
+
     def evaluate(self, when: str) -> Metrics:
-        """Accuracy on the evaluation prompts."""
+        """Accuracy on the evaluation prompts.
+
+        A sampler that runs free does not stop for one during training: the next step has its metrics, which
+        are those of the weights that it begins with.
+        """
+        if when == "during" and self._beside is not None:
+            return {}
         self._sampling.generation.load_weights()
         with self._timer.phase("testing", shown="evaluate"):
             return dict(self._evaluation(self._roles.actor, when))

@@ -48,8 +48,7 @@ class RunSampling:
       prompts: training prompts in an endless order.
       generation: the actor in its generation layout.
       sampler: sampler of the groups to learn from.
-      meanwhile: called with arrays on the devices before the host waits for them; a sampler that runs free
-        then goes on.
+      free: the sampler inside `sampler` if it goes on while a step learns, else None.
     """
 
     def __init__(
@@ -72,15 +71,14 @@ class RunSampling:
         )
         self.generation = Generation(actor, run.sampling, timer)
         self._schedule_file = ScheduleFile(config.run_folder.rl.schedule)
-        self.meanwhile: Callable[[Any], None] = lambda results: None
+        self.free: FreeRunning | None = None
         limits: Any = {"prompts_per_batch": per_batch, "max_staleness": options.max_staleness}
         groups: Sampler
         if runs_free(config):
             schedule = SamplingSchedule(self._schedule_file.write, recorded)
-            groups = FreeRunning(
+            groups = self.free = FreeRunning(
                 self.generation, rewards, schedule, groups_per_step=options.num_prompts, **limits
             )
-            self.meanwhile = groups.meanwhile
         elif options.partial:
             groups = PartialSampling(self.generation, rewards, **limits)
         else:
@@ -226,7 +224,7 @@ def build_step(
         entropy=state.entropy,
         sampling=run.sampling,
         look=look,
-        meanwhile=sampling.meanwhile,
+        meanwhile=(lambda results: None) if sampling.free is None else sampling.free.meanwhile,
     )
     advantages = Advantages(
         roles.actor,

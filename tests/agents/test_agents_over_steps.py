@@ -12,6 +12,7 @@ from plain_pass import plain_logprobs
 from recipe_files import write_recipe_file
 from test_agent_backend import conversations, said
 from test_agent_training import settings_of
+from test_multiprocess import FREE, finish, rows_of, start
 
 import jaxrl
 from jaxrl.rollout.samples import UnfinishedGroups
@@ -160,3 +161,27 @@ def test_training_goes_on_with_open_sessions_and_from_their_checkpoint(where, tm
     assert max(row["rollout/unfinished_groups"] for row in rows) > 0
     assert max(row["rollout/stale_tokens"] for row in rows) > 0
     assert max(row["training/rollout_probs_diff_max"] for row in rows) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [True, False])
+def test_two_processes_go_on_with_open_sessions_and_from_their_checkpoint(apart, tmp_path):
+    """The learner and the sampler have a process each, or both have devices of both."""
+    where = {"mesh.train": "1-2-2"} | {k: v for k, v in TOGETHER.items() if k != "placement"}
+    if apart:
+        where = APART | {"placement": FREE["placement"], "hosts.pools_apart": True}
+    settings = settings_of(tmp_path, {"by_sample": True}, **where) | {
+        "rollout.max_staleness": 2,
+        "run.save_every": 2,
+        "run.stop_within_s": 10_000.0,
+    }
+    recipe = write_recipe_file(tmp_path, settings)
+    for num_steps in (2, 4):
+        with start([recipe, recipe], f"--config.run.num_steps={num_steps}") as processes:
+            finish(processes)
+    rows = rows_of(tmp_path, "rl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[2]["rollout/unfinished_groups"] > 0
+    for row in rows:
+        assert row["agent/failed"] == 0 and row["rollout/dropped_stale_groups"] == 0
+    assert max(row["rollout/stale_tokens"] for row in rows) > 0

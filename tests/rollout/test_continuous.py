@@ -16,7 +16,7 @@ CASES = {
     "paged": {"cache": "paged", "cache_tokens": 160},
     "speculation": {"speculate": 3},
 }
-EVENTS = ("nothing", "other weights", "pause", "checkpoint", "evaluation", "look")
+EVENTS = ("nothing", "other weights", "pause", "checkpoint", "evaluation", "beside", "look")
 
 
 class Source:
@@ -49,8 +49,9 @@ def test_samples_are_those_of_one_call(case, seed, events):
         monkeypatch.setattr(speculation, "OFF_ON", ())
         backend = backend_of(**CASES[case])
         options, draw = OPTIONS.replace(num_samples=G), Source(seed)
+        alone = OPTIONS.replace(num_samples=1)
         rollout, finished = backend.continuous(options), []
-        coming = iter(events)
+        coming, asked, answered = iter(events), False, []
         while rollout.dispatch(options, draw):
             finished += rollout.take_finished()
             event = next(coming, "nothing")
@@ -59,14 +60,22 @@ def test_samples_are_those_of_one_call(case, seed, events):
             elif event == "pause":
                 rollout.pause()
             elif event == "evaluation":
-                backend.generate(prompts_of(seed + 1), OPTIONS.replace(num_samples=1))
+                backend.generate(prompts_of(seed + 1), alone)
+            elif event == "beside" and not asked:
+                asked = True
+                rollout.evaluate(prompts_of(seed + 1), alone, answered.append)
             elif event == "look":
                 rollout.unfinished()
-            elif event == "checkpoint":
+            elif event == "checkpoint" and not asked:
                 stored = UnfinishedGroups.of_record(rollout.unfinished().record())
                 finished += rollout.take_finished()
                 rollout = backend.continuous(options, stored)
         finished += rollout.take_finished()
+        if asked:
+            answers = rollout.take_evaluation()
+            drained = backend.generate(prompts_of(seed + 1), alone)
+            assert_same_samples(answers, drained)
+            assert len(answered) == len(drained)
     whole = Completions.concatenate([group.completions for group in finished])
     assert_same_samples(whole.take(np.argsort(whole.prompts.ids_N)), expected(seed))
     assert rollout.num_unfinished == 0

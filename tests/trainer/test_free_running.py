@@ -14,7 +14,7 @@ from jaxrl.config.schema import Config
 from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.errors import UserError
 from jaxrl.roles.policy import Actor
-from jaxrl.rollout.sample_groups import GroupLoop
+from jaxrl.rollout.decode_loop import DecodeLoop
 from jaxrl.trainer import program
 
 APART = {
@@ -34,7 +34,7 @@ APART = {
 
 
 def free(folder, output, recipe="grpo", **changes):  # noqa: F811
-    settings = {**APART, "run__num_steps": 4, "run__save_every": 2, "evaluation__every": 3}
+    settings = {**APART, "run__num_steps": 4, "run__save_every": 2, "evaluation__every": 2}
     return make_config(folder, output, recipe, **{**settings, **changes})
 
 
@@ -68,7 +68,7 @@ class Results:
 @contextlib.contextmanager
 def sleeping(number: int):
     """Sampler and learner are slow, at random times."""
-    meanwhile, finish = FreeRunning.meanwhile, GroupLoop.finish
+    meanwhile, finish = FreeRunning.meanwhile, DecodeLoop.finish
     draw = random.Random(number)
 
     def slow_finish(self):
@@ -77,7 +77,7 @@ def sleeping(number: int):
 
     slow_meanwhile = lambda self, results: meanwhile(self, Results(draw))  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupLoop, "finish", slow_finish)
+        patch.setattr(DecodeLoop, "finish", slow_finish)
         patch.setattr(FreeRunning, "meanwhile", slow_meanwhile)
         yield
 
@@ -136,6 +136,18 @@ def test_a_recorded_run_is_repeated_bit_for_bit_whatever_the_clock_says(recorded
     assert metrics[0] == metrics[1] and repeated == first
 
 
+def test_an_evaluation_beside_a_step_is_that_of_a_drained_sampler(recorded):
+    """The run of two steps was evaluated at its end, and the one that went on beside its third step."""
+    rows = curve(recorded("first"))
+    assert [row.get("val-aux/version") for row in rows] == [None, None, None, 2, None]
+    found = [
+        {name: row[name] for name in row if name.startswith("val-") and "version" not in name}
+        for row in rows[2:4]
+    ]
+    assert found[1] and (found[0] or "dapo" in recorded("first").algorithm.dataflow)
+    assert found[0] in ({}, found[1])
+
+
 @pytest.mark.long
 def test_another_clock_gives_another_run(recorded):
     other = recorded("other")
@@ -190,7 +202,7 @@ def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
     tmp_path,
     monkeypatch,
 ):
-    owner, name = (GroupLoop, "finish") if side == "sampler" else (Actor, "update")
+    owner, name = (DecodeLoop, "finish") if side == "sampler" else (Actor, "update")
     whole, calls = getattr(owner, name), []
 
     def fails(self, *args, **further):
@@ -221,7 +233,7 @@ def test_an_error_on_either_side_ends_the_run_and_loses_no_step(
                     "b": APART["placement"]["learn"],
                 },
             },
-            "the first, which writes checkpoints, of all roles but rollout",
+            "the first, which writes checkpoints, has all roles that learn",
         ),
         ({"rollout__driver": "jetstream"}, "rollout.driver='offline'"),
         ({"algorithm__correction__weights": "none"}, "nothing corrects for it"),

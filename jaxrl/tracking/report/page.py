@@ -220,7 +220,9 @@ def evaluation_lines(
     for name in names:
         accuracy = f"{name}/acc/mean@{num_samples}"
         of = "" if len(names) == 1 else f" on {name}"
-        found = {int(row["step"]): row for row in rows if f"val-core/{accuracy}" in row}
+        scored = (row for row in rows if f"val-core/{accuracy}" in row)
+        # An evaluation beside a step is of the weights before it.
+        found = {int(row.get("val-aux/version", row["step"])): row for row in scored}
         # The first and the last evaluation; a run with one has it once.
         for step in dict.fromkeys([*found][:1] + [*found][-1:]):
             when = f"after step {step:,}" if step else "before training"
