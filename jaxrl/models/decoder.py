@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.attention_kind import AttentionKind
 from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
-from jaxrl.models.latent_attention import LatentAttention
+from jaxrl.models.latent_attention import Indexers, LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.modules import (
@@ -242,6 +242,8 @@ class Decoder(nnx.Module):
         )
         self.layers = nnx.vmap(lambda r: one(config, rngs=r))(rngs.split(config.num_periods))
         self.final_norm = _norm(config, width)
+        if config.indexed_layers:
+            self.indexers = Indexers(config, rngs=rngs)
         if config.has_unembedding:
             self.unembedding = normal(rngs.params(), (width, rows), config.d_model)
         if config.num_scores:

@@ -19,6 +19,7 @@ from jaxrl.checks import (
     settings,
     token_count,
 )
+from jaxrl.errors import UserError
 
 # Projections that can have a low-rank adapter, by the name of our leaf; experts have the last three.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -163,6 +164,10 @@ class ModelConfig:
         "rope_dim",
         "value_dim",
         "interleaved_rotary",
+        "indexer_pattern",
+        "index_topk",
+        "index_heads",
+        "index_dim",
         "delta_key_heads",
         "delta_value_heads",
         "delta_key_dim",
@@ -274,6 +279,14 @@ class ModelConfig:
     """
     interleaved_rotary: bool = False
     """Rotated pairs are neighbours in checkpoints, not a half of the dimensions apart (DeepSeek-V3)."""
+    indexer_pattern: tuple[bool, ...] = ()
+    """Whether layers have an indexer, which chooses `index_topk` tokens to attend to (DeepSeek-V3.2),
+    repeated from the first; () for none. Texts are at most so long that it chooses all, and it is not run.
+    """
+    index_topk: Annotated[int, token_count(0)] = 0
+    index_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    index_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Tokens that an indexer chooses, heads of its queries, and their size; 0 for none."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
@@ -382,6 +395,13 @@ class ModelConfig:
                 "attention has as many heads of keys, a part of each rotated, and no biases, norms, gates, "
                 "windows, caps or scaled queries"
             )
+        indexer = self.index_topk, self.index_heads, self.index_dim, len(self.indexer_pattern)
+        if not all(indexer) == any(indexer) or (any(indexer) and not self.q_latent):
+            raise ValueError(
+                f"index_topk {indexer[0]}, index_heads {indexer[1]}, index_dim {indexer[2]} and an "
+                f"indexer_pattern of {indexer[3]} with q_latent {self.q_latent}: indexers have all of them, "
+                "other models none of the first four"
+            )
         if self.num_tokens > self.vocab_size:
             raise ValueError(
                 f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
@@ -470,6 +490,12 @@ class ModelConfig:
         return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
 
     @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with an indexer."""
+        pattern = self.indexer_pattern
+        return tuple(i for i in range(self.num_layers) if pattern and pattern[i % len(pattern)])
+
+    @property
     def has_state(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
         return "delta" in self.layer_pattern
@@ -554,8 +580,22 @@ class ModelConfig:
         """Dimensions of a query head's key and value."""
         return self.head_dim + (self.value_dim or self.head_dim)
 
+    def check_texts_of(self, tokens: int) -> None:
+        """Raises UserError if the model computes something else for texts of up to `tokens` tokens."""
+        if tokens > self.index_topk > 0:
+            raise UserError(
+                f"texts of up to {tokens} tokens, prompt and response, exceed index_topk {self.index_topk} "
+                "of the model: longer ones need its sparse attention, which is not supported; lower "
+                "data.max_prompt_tokens, rollout.max_response_tokens, or train.row_tokens for SFT from a file"
+            )
+
     def for_texts_of(self, tokens: int) -> ModelConfig:
-        """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`."""
+        """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`.
+
+        Raises:
+          UserError: as `check_texts_of`.
+        """
+        self.check_texts_of(tokens)
         rope = self.rope_scaling
         if rope is None or rope.kind != "longrope":
             return self
@@ -575,7 +615,9 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """The number of parameters without adapters; a tied unembedding counts once."""
-        return self._count(self.num_experts)
+        of_indexer = self.q_latent * self.index_heads * self.index_dim
+        of_indexer += self.d_model * (self.index_dim + self.index_heads) + 2 * self.index_dim
+        return self._count(self.num_experts) + len(self.indexed_layers) * of_indexer
 
     @property
     def num_active_params(self) -> int:

@@ -56,6 +56,9 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "rope_dim": ("qk_rope_head_dim", int),
     "value_dim": ("v_head_dim", int),
     "interleaved_rotary": ("rope_interleave", bool),
+    "index_topk": ("index_topk", int),
+    "index_heads": ("index_n_heads", int),
+    "index_dim": ("index_head_dim", int),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
@@ -166,8 +169,10 @@ class Architecture:
         return (
             bool(self.score_model or not config.num_scores)
             and all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
-            and ("num_experts" in self.own) == bool(config.num_experts)
-            and ("kv_latent" in self.own) == bool(config.kv_latent)
+            and all(
+                (field in self.own) == bool(getattr(config, field))
+                for field in ("num_experts", "kv_latent", "index_topk")
+            )
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
@@ -277,6 +282,16 @@ _LATENT: dict[str, Any] = dict(
     own_head_dim=True,
 )
 _LATENT_SIZES = {"kv_latent": 512, "rope_dim": 64, "interleaved_rotary": True}
+_INDEXED: dict[str, Any] = _LATENT | {"needs": {**_LATENT["needs"], "rope_interleave": True}}
+_INDEXED_OWN = {
+    **_SIGMOID_MIXTURE,
+    **_LATENT_SIZES,
+    "routed_scale": 2.5,
+    "first_dense_layers": 3,
+    "dense_d_ff": None,
+    "index_topk": 2048,
+    "index_dim": 128,
+}
 
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
@@ -391,6 +406,28 @@ ARCHITECTURES = (
             "dense_d_ff": None,
         },
         **_LATENT,
+    ),
+    # First GLM-5, of which some layers may have no indexer.
+    Architecture(
+        "GlmMoeDsaForCausalLM",
+        "",
+        "glm_moe_dsa",
+        own={**_INDEXED_OWN, "q_latent": 2048, "value_dim": 256, "index_heads": 32},
+        **_INDEXED,
+    ),
+    Architecture(
+        "DeepseekV32ForCausalLM",
+        "",
+        "deepseek_v32",
+        own={
+            **_INDEXED_OWN,
+            "q_latent": 1536,
+            "value_dim": 128,
+            "expert_groups": 8,
+            "groups_per_token": 4,
+            "index_heads": 64,
+        },
+        **_INDEXED,
     ),
     Architecture(
         "GptOssForCausalLM",

@@ -5,6 +5,7 @@
     M width of a shared expert
     P, Z sizes of latents of queries, and of keys and values
     A Z and the rotated dimensions   O size of a value   J O and the dimensions of a key without rotation
+    I layers with an indexer   B its heads   T their size
     N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.checks import MAX_LAYERS
 from jaxrl.errors import UserError
 from jaxrl.models.model_config import TARGET_OF, ModelConfig
 
@@ -48,7 +50,7 @@ class WeightRule:
         size of that one. A letter that `ours` lacks stands for one element.
       part: offset in the first merged dimension of the tensor, and the size of that, if others have the rest.
       grouped: True if each element of the first letter has such a part, with offset and size of its own.
-      strides: numbers that the first stacked dimension is multiplied by, and that is added, in a name.
+      numbers: the number in a name for each place of the first stacked dimension, from 0 on by default.
       exact: True for a tensor that is float32 whatever the type of the others.
     """
 
@@ -60,7 +62,7 @@ class WeightRule:
     within: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     part: tuple[int, int] | None = None
     grouped: bool = False
-    strides: tuple[int, int] = (1, 0)
+    numbers: Sequence[int] = range(MAX_LAYERS)
     exact: bool = False
 
     @property
@@ -77,8 +79,7 @@ class WeightRule:
     def tensor_name(self, position: Sequence[int]) -> str:
         """The name of the tensor at a position of the stacked dimensions."""
         if position:
-            times, plus = self.strides
-            position = (position[0] * times + plus, *position[1:])
+            position = (self.numbers[position[0]], *position[1:])
         return self.name.format(**dict(zip(self.stacked, position, strict=True)))
 
     @property
@@ -125,6 +126,16 @@ class WeightRule:
 FUSED = ("qkv_proj", "in_proj_qkvz", "mlp.experts.gate_up_proj")
 
 
+# The tensors of an indexer: name, dimensions, leaf, dimensions of that, `exact`.
+_INDEXER = (
+    ("wq_b.weight", "BT P", "q", "PBT", False),
+    ("wk.weight", "T D", "k", "DT", False),
+    ("k_norm.weight", "T", "k_scale", "T", True),
+    ("k_norm.bias", "T", "k_bias", "T", True),
+    ("weights_proj.weight", "B D", "head_weights", "DB", True),
+)
+
+
 def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[WeightRule, ...]:
     """Every tensor of a checkpoint of `config`, in the order of Transformers; `fused` are some of `FUSED`."""
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
@@ -134,6 +145,10 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
     for place in range(config.period):
         path = f"layers.place{place}" if config.period > 1 else "layers"
         rows += _layer_table(config, path, place, fused=fused)
+    for name, stored, leaf, ours, exact in _INDEXER if config.indexed_layers else ():
+        name, ours = f"model.layers.{{I}}.self_attn.indexer.{name}", f"I{ours}"
+        further: Any = {"numbers": config.indexed_layers, "exact": exact}
+        rows.append(rule(name, stored, f"indexers.{leaf}", ours, **further))
     rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
         rows.append(rule("score.weight", "S D", "score_head", "DS"))
@@ -148,14 +163,12 @@ def _layer_table(
     """The tensors of the layers at one place of a period, or of the first dense layers."""
     rows: list[WeightRule] = []
     kind = config.layer_pattern[place]
-    sizes, strides = (
-        dimension_sizes(config, kind),
-        (config.period, config.first_dense_layers + place),
-    )
+    sizes, first = dimension_sizes(config, kind), config.first_dense_layers
+    numbers = range(first + place, config.num_layers, config.period)
     if dense:
-        sizes |= {"L": config.first_dense_layers, "F": config.dense_d_ff}
-        strides = (1, 0)
-    rule = functools.partial(WeightRule, sizes=sizes, strides=strides)
+        sizes |= {"L": first, "F": config.dense_d_ff}
+        numbers = range(first)
+    rule = functools.partial(WeightRule, sizes=sizes, numbers=numbers)
 
     def per_layer(
         name: str,
@@ -367,6 +380,9 @@ def dimension_sizes(config: ModelConfig, kind: str = "full") -> dict[str, int]:
         "A": config.cached_dim,
         "O": config.value_dim,
         "J": config.pair_dims - config.rope_dim,
+        "I": len(config.indexed_layers),
+        "B": config.index_heads,
+        "T": config.index_dim,
         "S": config.num_scores,
         "R": config.lora.rank,
         "N": config.delta_key_heads,
@@ -388,7 +404,7 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     """
     rows = []
     for row in weight_table(config):
-        rule = functools.partial(WeightRule, sizes=row.sizes, strides=row.strides)
+        rule = functools.partial(WeightRule, sizes=row.sizes, numbers=row.numbers)
         path, _, leaf = row.path.rpartition(".")
         name = path.split(".")[-1]
         if leaf != "weight" or TARGET_OF.get(name, name) not in config.lora.targets:

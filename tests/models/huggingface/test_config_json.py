@@ -309,6 +309,44 @@ def test_a_ministral_with_images():
         parse_config({**values, "text_config": {**text, "model_type": "llama"}})
 
 
+def test_layers_with_an_indexer_are_read_and_longer_texts_than_it_takes_refused():
+    values = {
+        **without(DEEPSEEK_V3, "rope_scaling"),
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "index_topk": 2048,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "num_hidden_layers": 6,
+    }
+    every = parse_config(values)
+    assert every.indexer_pattern == (True,) and every.indexed_layers == tuple(range(6))
+    assert (every.index_topk, every.index_heads, every.index_dim) == (2048, 32, 128)
+    # The first two, and from there every third: the class counts from the offset less 1.
+    third = parse_config({**values, "index_topk_freq": 3})
+    assert third.indexed_layers == (0, 1, 4)
+    assert parse_config({**values, "index_topk_pattern": "FFSSFS"}) == third
+    types = ["full", "full", "shared", "shared", "full", "shared"]
+    assert parse_config({**values, "indexer_types": types}) == third
+    written = config_json(third, dtype="bfloat16", base=values)
+    assert written["indexer_types"] == types and parse_config(written) == third
+    older = {**values, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    listed = parse_config({**older, "layer_types": ["indexed_attention"] * 6})
+    assert listed == every
+    assert config_json(listed, dtype="bfloat16", base=older)["model_type"] == "deepseek_v32"
+    assert third.for_texts_of(2048) == third
+    with pytest.raises(UserError, match=r"up to 2049 tokens, .* exceed index_topk 2048 .*; lower"):
+        third.for_texts_of(2049)
+    for change, message in (
+        ({"indexer_types": ["full"]}, r"indexer_types is \['full'\]; it must be full or shared"),
+        ({"index_topk_pattern": "FFXSFS"}, "index_topk_pattern is 'FFXSFS'"),
+        ({"q_lora_rank": None}, "q_latent 0: indexers have all of them"),
+        ({"rope_interleave": False}, "rope_interleave is False, but only True"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_config({**values, **change})
+
+
 GEMMA4 = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",

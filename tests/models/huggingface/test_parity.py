@@ -85,6 +85,18 @@ EXPERTS = dict(
     topk_group=2,
     routed_scaling_factor=1.8,
 )
+INDEXED = dict(
+    **{**ODD, "num_key_value_heads": 4},
+    **{k: v for k, v in EXPERTS.items() if "group" not in k},
+    first_k_dense_replace=2,
+    q_lora_rank=20,
+    kv_lora_rank=18,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    index_topk=128,
+    index_n_heads=6,
+    index_head_dim=14,
+)
 FAMILIES = {
     "qwen2": lambda **kw: transformers.Qwen2Config(**SIZES, rope_parameters=dict(PLAIN), **kw),
     # Heads are not hidden_size / num_attention_heads wide.
@@ -225,6 +237,24 @@ FAMILIES = {
         rope_parameters=dict(PLAIN),
         **kw,
     ),
+    # The longest texts here have fewer tokens than indexers choose.
+    "deepseek_v32": lambda **kw: transformers.DeepseekV32Config(
+        **INDEXED,
+        n_group=3,
+        topk_group=2,
+        v_head_dim=12,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        **kw,
+    ),
+    "glm_moe_dsa": lambda **kw: transformers.GlmMoeDsaConfig(
+        **INDEXED,
+        n_group=1,
+        topk_group=1,
+        v_head_dim=18,
+        indexer_types=["full", "shared", "full", "shared"],
+        rope_parameters=dict(PLAIN),
+        **kw,
+    ),
     "olmo3": lambda **kw: transformers.Olmo3Config(
         **ODD,
         sliding_window=10,
@@ -322,6 +352,8 @@ LATER = {
     "glm4_moe": False,
     "deepseek_v3": False,
     "glm4_moe_lite": False,
+    "deepseek_v32": False,
+    "glm_moe_dsa": False,
     "olmo3": False,
     "gemma4": True,
     "gemma4_moe": True,
@@ -501,7 +533,9 @@ def their_gradient(pair, sequences, directory):
     gradients = dict(pair.theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in holder.named_parameters():
-            parameter.copy_(gradients[name].grad)
+            # Indexers have none.
+            grad = gradients[name].grad
+            parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
     holder.save_pretrained(directory)
     return total, load(directory, pair.config)
 

@@ -16,6 +16,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
+from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.huggingface.config_json import config_json, read_config
 from jaxrl.models.huggingface.model_files import INDEX_FILE, SINGLE_FILE, new_directory
@@ -379,6 +380,41 @@ def test_buffers_of_old_versions_and_the_head_of_a_tied_model_are_ignored(tmp_pa
     tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
+
+
+def test_indexers_are_kept_and_their_small_tensors_wide(tmp_path):
+    sizes = {"kv_latent": 6, "q_latent": 5, "rope_dim": 4, "value_dim": 6}
+    indexer = {"indexer_pattern": (True, False), "index_topk": 8, "index_heads": 4}
+    attention = {"num_kv_heads": GLM.num_heads, "qkv_bias": False, "qk_norm": False}
+    model = dataclasses.replace(
+        GLM,
+        **sizes,
+        **indexer,
+        index_dim=6,
+        interleaved_rotary=True,
+        **attention,
+        rotary_fraction=1.0,
+    )
+    params = init_params(model, jax.random.key(0))
+    params["indexers"] = jax.tree.map(lambda leaf: leaf + 1 / 3, params["indexers"])
+    save_checkpoint(params, model, tmp_path / "out", dtype="bfloat16")
+    assert read_config(tmp_path / "out") == model
+    tensors = load_file(tmp_path / "out" / SINGLE_FILE)
+    of_indexers = {n: t.dtype for n, t in tensors.items() if ".self_attn.indexer." in n}
+    assert len(of_indexers) == 2 * 5 and {n.split(".")[2] for n in of_indexers} == {"0", "2"}
+    wide = {n for n, dtype in of_indexers.items() if dtype == np.float32}
+    assert {n.split("indexer.")[1] for n in wide} == {
+        "k_norm.weight",
+        "k_norm.bias",
+        "weights_proj.weight",
+    }
+    found = load(tmp_path / "out")["indexers"]
+    assert lora.split_trained(params)[1].keys() >= {"indexers"}
+    for name, leaf in found.items():
+        expected = params["indexers"][name]
+        if name in ("q", "k"):
+            expected = expected.astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(leaf, expected)
 
 
 def test_the_correction_bias_keeps_its_type_and_layers_of_further_tokens_are_ignored(tmp_path):
