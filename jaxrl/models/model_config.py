@@ -189,6 +189,9 @@ class ModelConfig:
         "zero_centered_norms",
         "scale_embeddings",
         "scaled_layers",
+        "layer_inputs",
+        "sharing_layers",
+        "double_wide_sharing",
         "num_experts",
         "experts_per_token",
         "normalize_experts",
@@ -306,6 +309,15 @@ class ModelConfig:
     """Multiply embeddings by the square root of d_model (Gemma)."""
     scaled_layers: bool = False
     """Each layer multiplies its output, residual sum included, by a number that is not trained (Gemma 4)."""
+    layer_inputs: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Size of the input that each layer has for each token, from an embedding of its own (Gemma 4 E2B and
+    E4B); 0 for none.
+    """
+    sharing_layers: Annotated[int, at_least(0, at_most=MAX_LAYERS)] = 0
+    double_wide_sharing: bool = False
+    """Number of last layers that attend to the keys and values of the last layer of their kind before them
+    (Gemma 4 E2B and E4B), and whether their feed-forward networks are twice as wide.
+    """
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     """Experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network."""
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
@@ -473,6 +485,19 @@ class ModelConfig:
                 f"delta_value_heads {heads[1]} is no multiple of delta_key_heads {heads[0]}; each key head "
                 "serves an equal group of value heads"
             )
+        sharing, inputs = self.sharing_layers, self.layer_inputs
+        if (sharing or inputs) and (
+            sharing >= self.num_layers
+            or sharing % self.period
+            or self.period == 1
+            or self.num_experts
+            or "delta" in self.layer_pattern
+        ):
+            raise ValueError(
+                f"sharing_layers {sharing} of num_layers {self.num_layers} and layer_inputs {inputs} with "
+                f"layer_pattern {self.layer_pattern}: they are supported in dense models with several kinds "
+                "of attention, and the layers that share are whole patterns and fewer than all"
+            )
         if (self.num_layers - first) % self.period:
             raise ValueError(
                 f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
@@ -504,6 +529,7 @@ class ModelConfig:
     def period(self) -> int:
         """Layers of one iteration of the scan: 1, or a whole pattern if weights of its kinds differ."""
         differ = self.has_state or self.full_head_dim or self.full_kv_heads or self.keys_as_values
+        differ = differ or self.layer_inputs or self.sharing_layers
         return len(self.layer_pattern) if differ else 1
 
     def of_kind(self, kind: str) -> ModelConfig:
@@ -536,8 +562,16 @@ class ModelConfig:
 
     @property
     def num_periods(self) -> int:
-        """Iterations of the scan over the stack, which the first dense layers are no part of."""
-        return (self.num_layers - self.first_dense_layers) // self.period
+        """Iterations of the scan over the stack, without first dense layers and sharing layers."""
+        return (self.num_layers - self.first_dense_layers - self.sharing_layers) // self.period
+
+    def check_stages(self, stages: int) -> None:
+        """Raises UserError if the stages of a pipeline would cut the model where it cannot be cut."""
+        if self.sharing_layers and stages > 1:
+            raise UserError(
+                f"the layout has {stages} pipeline stages, but the last {self.sharing_layers} layers of the "
+                "model attend to keys and values of earlier ones, which stages do not pass on; choose p = 1"
+            )
 
     @property
     def attention_layers(self) -> int:
@@ -635,6 +669,10 @@ class ModelConfig:
             feed_forward += self.expert_norms * (4 * d + self.num_experts)
         first = self.first_dense_layers
         layers = (self.num_layers - first) * feed_forward + first * 3 * d * self.dense_d_ff
+        layers += self.double_wide_sharing * self.sharing_layers * feed_forward
+        inputs = self.layer_inputs
+        layers += self.num_layers * inputs * (self.vocab_size + 3 * d) + inputs
+        layers += self.num_layers * d if inputs else 0
         layers += self.num_layers * (
             2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
         )
@@ -642,7 +680,10 @@ class ModelConfig:
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
         delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
         delta += 2 * heads + self.delta_value_dim
-        mixing = sum(layer._attention_params for layer in self.of_attention_layers)
+        attention = self.of_attention_layers
+        sharing = attention[len(attention) - self.sharing_layers :]
+        mixing = sum(layer._attention_params for layer in attention)
+        mixing -= sum(layer._key_value_params for layer in sharing)
         mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return layers + mixing + d + self.vocab_size * d + head
@@ -667,7 +708,20 @@ class ModelConfig:
             count += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
         return count
 
+    @property
+    def _key_value_params(self) -> int:
+        """The part of `_attention_params` that a layer with shared keys and values lacks."""
+        projections = (2 - self.keys_as_values) * self.num_kv_heads * (self.d_model + self.qkv_bias)
+        norm = self.qk_norm * (self.num_kv_heads if self.qk_norm_over_heads else 1)
+        return (projections + norm) * self.head_dim
+
+    @property
+    def of_cached_layers(self) -> list[ModelConfig]:
+        """`of_attention_layers` without those that share keys and values of others."""
+        layers = self.of_attention_layers
+        return layers[: len(layers) - self.sharing_layers]
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of the key-value cache per token, over all layers."""
-        values = sum(layer.cached_heads * layer.cached_dim for layer in self.of_attention_layers)
+        values = sum(layer.cached_heads * layer.cached_dim for layer in self.of_cached_layers)
         return (1 if self.kv_latent else 2) * values * bytes_per_value

@@ -56,6 +56,9 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "rope_dim": ("qk_rope_head_dim", int),
     "value_dim": ("v_head_dim", int),
     "interleaved_rotary": ("rope_interleave", bool),
+    "layer_inputs": ("hidden_size_per_layer_input", int),
+    "sharing_layers": ("num_kv_shared_layers", int),
+    "double_wide_sharing": ("use_double_wide_mlp", bool),
     "index_topk": ("index_topk", int),
     "index_heads": ("index_n_heads", int),
     "index_dim": ("index_head_dim", int),
@@ -247,9 +250,6 @@ _GEMMA4_TRAITS = {
     "scaled_layers": True,
 }
 _GEMMA4_NEEDS = {
-    # Those of E2B and E4B: embeddings of each layer, and layers without keys and values.
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     # Of images only.
@@ -541,12 +541,23 @@ ARCHITECTURES = (
     Architecture(
         traits=_GEMMA4_TRAITS,
         needs={**_GEMMA4_NEEDS, "enable_moe_block": False},
-        own=_GEMMA4_OWN,
+        # The last three are of E2B and E4B.
+        own={
+            **_GEMMA4_OWN,
+            "layer_inputs": 256,
+            "sharing_layers": 0,
+            "double_wide_sharing": False,
+        },
         **_GEMMA4,
     ),
     Architecture(
         traits={**_GEMMA4_TRAITS, "expert_norms": True},
-        needs={**_GEMMA4_NEEDS, "enable_moe_block": True},
+        needs={
+            **_GEMMA4_NEEDS,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
         own={**_GEMMA4_OWN, "num_experts": None, "experts_per_token": None, "shared_d_ff": None},
         renamed={"experts_per_token": "top_k_experts", "shared_d_ff": "intermediate_size"},
         **_GEMMA4,

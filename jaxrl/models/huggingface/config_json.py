@@ -58,7 +58,10 @@ _OF_BOTH = (
     *("tie_word_embeddings", "quantization_config"),
 )
 
-_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "full_kv_heads", "q_latent")
+_OFF_BY_ZERO = (
+    *(*SOFTCAPS, "first_dense_layers", "full_kv_heads", "q_latent"),
+    *("layer_inputs", "sharing_layers"),
+)
 
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
@@ -268,6 +271,10 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
     # Checks the number of layers, before lists of this length are made.
     later = [field for field in fields if field.startswith("delta_") and field.endswith("heads")]
     later += [field for field in fields if field.startswith("index_")]
+    later += [field for field in ("sharing_layers", "layer_inputs") if field in fields]
+    if fields.get("layer_inputs"):
+        rows = {"vocab_size_per_layer_input": fields["vocab_size"]}
+        read.check_needs(rows, "choose a checkpoint with as many rows in both embeddings")
     config = read.build(ModelConfig, **{**fields, **dict.fromkeys(later, 0)})
     kinds = _kind_fields(read, architecture, config.num_layers)
     kinds |= {field: fields[field] for field in later}
@@ -531,6 +538,8 @@ def config_json(
     if first := config.first_dense_layers:
         sparse = config.num_layers - first
         values["mlp_layer_types"] = ["dense"] * first + ["sparse"] * sparse
+    if config.layer_inputs:
+        values["vocab_size_per_layer_input"] = config.vocab_size
     if config.index_topk:
         layers = range(config.num_layers)
         values["indexer_types"] = [

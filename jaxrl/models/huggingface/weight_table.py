@@ -6,6 +6,7 @@
     P, Z sizes of latents of queries, and of keys and values
     A Z and the rotated dimensions   O size of a value   J O and the dimensions of a key without rotation
     I layers with an indexer   B its heads   T their size
+    p size of a layer's input   a that of all layers' inputs
     N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
@@ -25,6 +26,7 @@ import numpy as np
 
 from jaxrl.checks import MAX_LAYERS
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import STACKS
 from jaxrl.models.model_config import TARGET_OF, ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
@@ -140,11 +142,19 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
     """Every tensor of a checkpoint of `config`, in the order of Transformers; `fused` are some of `FUSED`."""
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
-    if config.first_dense_layers:
-        rows += _layer_table(config, "first", dense=True, fused=fused)
-    for place in range(config.period):
-        path = f"layers.place{place}" if config.period > 1 else "layers"
-        rows += _layer_table(config, path, place, fused=fused)
+    if config.layer_inputs:
+        projection = "model.per_layer_model_projection.weight"
+        rows += [
+            rule("model.embed_tokens_per_layer.weight", "V a", "inputs.table", "Va"),
+            rule(projection, "a D", "inputs.projection", "Da"),
+            rule("model.per_layer_projection_norm.weight", "p", "inputs.norm.scale", "p"),
+        ]
+    for stack in STACKS:
+        layers = _layers_of(config, stack)
+        period = 1 if stack == "first" else config.period
+        for place in range(period if layers else 0):
+            path = f"{stack}.place{place}" if period > 1 else stack
+            rows += _layer_table(config, path, place, layers[place::period], fused=fused)
     for name, stored, leaf, ours, exact in _INDEXER if config.indexed_layers else ():
         name, ours = f"model.layers.{{I}}.self_attn.indexer.{name}", f"I{ours}"
         further: Any = {"numbers": config.indexed_layers, "exact": exact}
@@ -157,17 +167,24 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
     return tuple(rows)
 
 
+def _layers_of(config: ModelConfig, stack: str) -> range:
+    """The numbers of the layers of one of `STACKS`."""
+    first, last = config.first_dense_layers, config.num_layers - config.sharing_layers
+    ends = {"first": (0, first), "layers": (first, last), "last": (last, config.num_layers)}
+    return range(*ends[stack])
+
+
 def _layer_table(
-    config: ModelConfig, prefix: str, place: int = 0, *, dense: bool = False, fused: Sequence[str]
+    config: ModelConfig, prefix: str, place: int, numbers: range, *, fused: Sequence[str]
 ) -> list[WeightRule]:
-    """The tensors of the layers at one place of a period, or of the first dense layers."""
+    """The tensors of the layers with these numbers, which are at one place of a stack's periods."""
     rows: list[WeightRule] = []
-    kind = config.layer_pattern[place]
-    sizes, first = dimension_sizes(config, kind), config.first_dense_layers
-    numbers = range(first + place, config.num_layers, config.period)
+    kind, dense, shares = config.layer_pattern[place], prefix == "first", "last." in prefix
+    sizes = dimension_sizes(config, kind) | {"L": len(numbers)}
     if dense:
-        sizes |= {"L": first, "F": config.dense_d_ff}
-        numbers = range(first)
+        sizes["F"] = config.dense_d_ff
+    elif shares:
+        sizes["F"] *= 1 + config.double_wide_sharing
     rule = functools.partial(WeightRule, sizes=sizes, numbers=numbers)
 
     def per_layer(
@@ -189,7 +206,8 @@ def _layer_table(
     if kind == "delta":
         _delta_table(config, per_layer, fused="in_proj_qkvz" in fused)
     else:
-        _attention_table(config.of_kind(kind), per_layer, fused="qkv_proj" in fused)
+        fused_qkv = "qkv_proj" in fused
+        _attention_table(config.of_kind(kind), per_layer, fused=fused_qkv, shares=shares)
     if config.post_norms:
         # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
         # norm before the feed-forward network.
@@ -199,6 +217,10 @@ def _layer_table(
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
     else:
         per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
+    if config.layer_inputs:
+        per_layer("per_layer_input_gate.weight", "p D", "input_gate.weight", "Dp")
+        per_layer("per_layer_projection.weight", "D p", "input_out.weight", "pD")
+        per_layer("post_per_layer_input_norm.weight", "D", "input_norm.scale", "D")
     if config.scaled_layers:
         per_layer("layer_scalar", "G", "layer_scale", "", G=(0, 1))
     if config.expert_norms:
@@ -263,7 +285,9 @@ def _network_table(
     per_layer(f"{name}.down_proj.weight", f"D {inner}", f"{path}.down.weight", f"{stack}{inner}D")
 
 
-def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
+def _attention_table(
+    config: ModelConfig, per_layer: Callable[..., None], *, fused: bool, shares: bool
+) -> None:
     """Adds the tensors of attention."""
     if config.kv_latent:
         if config.q_latent:
@@ -295,8 +319,9 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
             )
         else:
             per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
-        per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
-        if not config.keys_as_values:
+        if not shares:
+            per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
+        if not (shares or config.keys_as_values):
             per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
     per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
     if config.qkv_bias:
@@ -311,7 +336,8 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
     if config.qk_norm:
         q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
         per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
-        per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
+        if not shares:
+            per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
 
 
 def _delta_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
@@ -383,6 +409,8 @@ def dimension_sizes(config: ModelConfig, kind: str = "full") -> dict[str, int]:
         "I": len(config.indexed_layers),
         "B": config.index_heads,
         "T": config.index_dim,
+        "p": config.layer_inputs,
+        "a": config.num_layers * config.layer_inputs,
         "S": config.num_scores,
         "R": config.lora.rank,
         "N": config.delta_key_heads,
