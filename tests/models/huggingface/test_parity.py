@@ -324,13 +324,16 @@ FAMILIES |= {
         **DELTA_MOE, norm_topk_prob=True, rope_parameters=dict(PLAIN), **kw
     ),
     "gemma4": gemma4,
-    # Two periods with keys and values, and one without; it reads those of the second of two sliding layers.
+    # Two periods with keys and values, and one without. The sizes are such that the two float32 models are
+    # both as close to Transformers in float64: gates before a norm enlarge rounding where they are nearly 0.
     "gemma4_e2b": lambda **kw: gemma4(
-        num_hidden_layers=9,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 3,
-        hidden_size_per_layer_input=6,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        head_dim=6,
+        global_head_dim=8,
+        hidden_size_per_layer_input=26,
         vocab_size_per_layer_input=48,
-        num_kv_shared_layers=3,
+        num_kv_shared_layers=2,
         use_double_wide_mlp=True,
         **kw,
     ),
@@ -711,7 +714,7 @@ def test_greedy_tokens_are_theirs(pair_of, family):
         layout = ParallelLayout.from_config(LayoutConfig(**layout))
         mesh = build_mesh(layout, jax.devices()[: layout.num_devices])
         if pair.config.sharing_layers and layout.p_g > 1:
-            with pytest.raises(UserError, match="2 pipeline stages, but the last 3 layers"):
+            with pytest.raises(UserError, match="2 pipeline stages, but the last 2 layers"):
                 pair.config.check_stages(layout.p_g)
             continue
         engine = Engine(pair.config, pair.graph, mesh, dataclasses.replace(ENGINE, **changes))
