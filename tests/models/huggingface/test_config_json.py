@@ -2,9 +2,11 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import pytest
 
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
@@ -14,6 +16,7 @@ from jaxrl.models.huggingface.config_json import (
 )
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 from jaxrl.models.shapes import SHAPES
+from jaxrl.roles.flops import token_flops
 
 # The config.json of published models, without keys that no reader needs. Gemma-3-4b leaves out defaults.
 FILES = json.loads(pathlib.Path(__file__).with_name("published_configs.json").read_text())
@@ -405,11 +408,48 @@ def test_gemma_4_with_and_without_experts():
     assert mixture.expert_norms and parse_config(config_json(mixture, dtype="float32")) == mixture
 
 
+def test_a_gemma_4_with_inputs_of_layers_and_shared_keys_by_hand():
+    """Sizes of E2B as recalled: 35 layers, every fifth full, of which the last 20 share."""
+    kinds = ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(35)]
+    values = {
+        **without(GEMMA4, "num_global_key_value_heads"),
+        **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35},
+        **{"num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 262_144},
+        **{"attention_k_eq_v": False, "layer_types": kinds, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20},
+    }
+    config = parse_config(values)
+    assert (config.num_periods, config.layer_inputs, config.sharing_layers) == (3, 256, 20)
+    D, L, p = 1536, 35, 256
+    outside = 262_144 * (D + L * p) + D * L * p + p + D
+    every = L * (2 * D * p + D + 4 * D + 1) + 3 * D * 6144 * (15 + 2 * 20)
+    queries = 28 * (2 * D * 8 * 256 + 256) + 7 * (2 * D * 8 * 512 + 512)
+    keys_and_values = 12 * (2 * D * 256 + 256) + 3 * (2 * D * 512 + 512)
+    assert config.num_params == outside + every + queries + keys_and_values
+    shapes = decoder_graph(config)[1]
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
+    assert config.kv_bytes_per_token(2) == 2 * 2 * (12 * 256 + 3 * 512)
+    written = config_json(config, dtype="bfloat16", base=values)
+    assert parse_config(written) == config and written["vocab_size_per_layer_input"] == 262_144
+    # Matmuls with all of these but the tables and norms, and the unembedding once more.
+    tables, norms = 262_144 * (D + L * p), p + D + L * (5 * D + 1) + 40 * 256 + 10 * 512
+    matmuls = config.num_params - tables - norms + 262_144 * D
+    assert token_flops(config).weights == 2 * matmuls
+    config.check_stages(1)
+    with pytest.raises(
+        UserError, match=r"2 pipeline stages, but the last 20 layers .*; choose p = 1"
+    ):
+        config.check_stages(2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256, but only 0"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20, but only 0"),
+        (
+            {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 64},
+            "vocab_size_per_layer_input is 64, but only 48",
+        ),
+        ({"num_kv_shared_layers": 5}, "sharing_layers 5 of num_layers 12 .* whole patterns"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"enable_moe_block": True}, "moe_intermediate_size is missing"),
         ({"rope_parameters": None}, "rope_parameters is missing"),

@@ -382,6 +382,45 @@ def test_buffers_of_old_versions_and_the_head_of_a_tied_model_are_ignored(tmp_pa
     assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
 
 
+def test_keys_of_layers_that_share_others_are_not_read(tmp_path):
+    model = dataclasses.replace(
+        TINY,
+        num_layers=6,
+        qkv_bias=False,
+        qk_norm=True,
+        value_norm=True,
+        query_pre_attn_scalar=1.0,
+        activation="gelu_tanh",
+        post_norms=True,
+        scale_embeddings=True,
+        scaled_layers=True,
+        tie_embeddings=True,
+        full_head_dim=2 * TINY.head_dim,
+        sliding_window=4,
+        layer_pattern=("sliding", "full"),
+        rope_local_theta=100.0,
+        layer_inputs=6,
+        sharing_layers=2,
+        double_wide_sharing=True,
+    )
+    params = init_params(model, jax.random.key(0))
+    save_checkpoint(params, model, tmp_path / "out", dtype="float32")
+    assert read_config(tmp_path / "out") == model
+    path = tmp_path / "out" / SINGLE_FILE
+    tensors = load_file(path)
+    layers_with_keys = {int(n.split(".")[2]) for n in tensors if "self_attn.k_" in n}
+    assert layers_with_keys == {0, 1, 2, 3}
+    # As published files have them.
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.5.self_attn.{name}.weight"] = np.ones((2, 2), np.float32)
+    save_file(tensors, path)
+    assert_trees_equal(load(tmp_path / "out"), params)
+    tensors["model.layers.5.self_attn.sinks"] = np.ones(2, np.float32)
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="sinks"):
+        load(tmp_path / "out")
+
+
 def test_indexers_are_kept_and_their_small_tensors_wide(tmp_path):
     sizes = {"kv_latent": 6, "q_latent": 5, "rope_dim": 4, "value_dim": 6}
     indexer = {"indexer_pattern": (True, False), "index_topk": 8, "index_heads": 4}
