@@ -111,6 +111,9 @@ def small_model(model: ModelConfig, layouts: Sequence[ParallelLayout]) -> ModelC
     sizes: dict[str, Any] = {"d_model": width, "d_ff": width, "first_dense_layers": first}
     sizes["num_layers"] = first + stages * max(2, len(model.layer_pattern))
     sizes |= {n: width for n in ("dense_d_ff", "shared_d_ff") if getattr(model, n)}
+    if model.sharing_layers:
+        sizes["sharing_layers"] = len(model.layer_pattern)
+        sizes["num_layers"] += len(model.layer_pattern)
     rope = model.rope_scaling
     # Dimensions of latent attention and factors of single wavelengths depend on the size of a head.
     if not (model.kv_latent or (rope and rope.kind == "longrope")):

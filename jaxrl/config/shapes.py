@@ -178,13 +178,12 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
                 f"{', '.join(stored.targets)}; set model.lora to these, or change `adapter`"
             )
     if not config.weights:
-        return config.model, "config.model, random weights"
+        return _for_run(config.model, config), "config.model, random weights"
     if is_here(config.weights):
         stored = read_config(config.weights)
         _check_stated(config.model, stored, config.weights)
         of_the_run = {name: getattr(config.model, name) for name in _OF_THE_RUN}
-        # Some models rotate by other factors in long contexts.
-        stored = stored.for_texts_of(config.longest_sequence)
+        stored = _for_run(stored, config)
         return dataclasses.replace(stored, **of_the_run), config.weights
     if not _stated(config.model):
         # The longest name that the weights' name has in it: qwen2.5-0.5b in Qwen/Qwen2.5-0.5B-Instruct.
@@ -195,7 +194,16 @@ def model_of(config: Config) -> tuple[ModelConfig, str]:
             "config.json there (a run fetches it from the hub, a dry run does not), or name it in the "
             f'recipe: config.model = model_shapes("{shape}")'
         )
-    return config.model, f"config.model; {config.weights} is not here to compare it with"
+    model = _for_run(config.model, config)
+    return model, f"config.model; {config.weights} is not here to compare it with"
+
+
+def _for_run(model: ModelConfig, config: Config) -> ModelConfig:
+    """The model for texts as long as those of a run: some rotate by other factors, or refuse them."""
+    if config.sft.path:
+        # A conversation of a file may fill a whole row.
+        model.check_texts_of(config.row_tokens)
+    return model.for_texts_of(config.longest_sequence)
 
 
 def with_stored_shape(config: Config) -> Config:

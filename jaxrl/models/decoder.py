@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,9 +22,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.attention_kind import AttentionKind
-from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies
+from jaxrl.models.compute import REMAT_POLICIES, Compute, HeadCopies, scan_layers
 from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
-from jaxrl.models.latent_attention import LatentAttention
+from jaxrl.models.gates import GATES
+from jaxrl.models.latent_attention import Indexers, LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.modules import (
@@ -45,6 +47,10 @@ Params = Any  # nested dict of arrays, one entry per weight
 # a pipeline all arguments are those of one microbatch, so an attention function must not take anything that
 # differs between rows from a closure.
 Attend = Callable[..., tuple[jax.Array, Any]]
+
+
+# Trees of weights whose first dimension counts layers or periods.
+STACKS = ("layers", "first", "last")
 
 
 class LayerFlags(NamedTuple):
@@ -84,15 +90,17 @@ class LayerFlags(NamedTuple):
 class Attention(nnx.Module):
     """Projects to queries, keys and values, rotates, attends, and projects back."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, shares: bool = False):
+        """A layer that `shares` has queries alone: `attend` knows the keys and values."""
         width, head = ("embed", config.d_model), ("head_dim", config.head_dim)
         queries, keys = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
         options: Any = {"lora": config.lora, "rngs": rngs}
         self.q = Projection("q", (width,), (queries, head), bias=config.qkv_bias, **options)
         if config.gated_attention:
             self.q_gate = Projection("q", (width,), (queries, head), **options)
-        self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
-        if not config.keys_as_values:
+        if not shares:
+            self.k = Projection("k", (width,), (keys, head), bias=config.qkv_bias, **options)
+        if not (shares or config.keys_as_values):
             self.v = Projection("v", (width,), (keys, head), bias=config.qkv_bias, **options)
         self.o = Projection("o", (queries, head), (width,), bias=config.output_bias, **options)
         if config.attention_sinks:
@@ -100,8 +108,9 @@ class Attention(nnx.Module):
         if config.qk_norm:
             over_heads = config.qk_norm_over_heads
             self.q_norm = _norm(config, *([queries] if over_heads else []), head)
-            self.k_norm = _norm(config, *([keys] if over_heads else []), head)
-        self.config = config
+            if not shares:
+                self.k_norm = _norm(config, *([keys] if over_heads else []), head)
+        self.config, self.shares = config, shares
         # `attend` divides scores by the root of head_dim.
         scalar = config.query_pre_attn_scalar or config.head_dim
         self.query_scale = (config.head_dim / scalar) ** 0.5
@@ -110,17 +119,16 @@ class Attention(nnx.Module):
         self,
         x_BTD: jax.Array,
         rotation: Rotation,
-        attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+        attend: Callable[..., tuple[jax.Array, Any]],
         compute: Compute,
     ) -> tuple[jax.Array, Any]:
         """Returns [B, T, D] and the second result of `attend`."""
         constrain = compute.constrain
-        q_BTQH, k_BTKH = self.q(x_BTD, compute), self.k(x_BTD, compute)
-        v_BTKH = k_BTKH if self.config.keys_as_values else self.v(x_BTD, compute)
+        q_BTQH, keys_and_values = self.q(x_BTD, compute), ()
         if self.config.qk_norm:
-            q_BTQH, k_BTKH = self.q_norm(q_BTQH), self.k_norm(k_BTKH)
-        if self.config.value_norm:
-            v_BTKH = over_rms(v_BTKH, self.config.rms_norm_eps).astype(v_BTKH.dtype)
+            q_BTQH = self.q_norm(q_BTQH)
+        if not self.shares:
+            keys_and_values = self._keys_and_values(x_BTD, rotation, compute)
         if x_BTD.shape[1] == 1:
             # Decoding. Without this, XLA on TPUs wants the queries in an order of its own for the rotation,
             # and keeps a transposed copy of the query weights of all layers.
@@ -130,23 +138,41 @@ class Attention(nnx.Module):
             scale = scale * rotation.query_scale
         q_BTQH = rotate(q_BTQH, rotation, scale=scale)
         q_BTQH = constrain(q_BTQH, ("batch", "length", "heads", "head_dim"))
-        k_BTKH = constrain(rotate(k_BTKH, rotation), ("batch", "length", "kv_heads", "head_dim"))
-        v_BTKH = constrain(v_BTKH, ("batch", "length", "kv_heads", "head_dim"))
-        q_BTQH, k_BTKH, v_BTKH = (checkpoint_name(a, "qkv") for a in (q_BTQH, k_BTKH, v_BTKH))
-        mixed_BTQH, layer_out = attend(q_BTQH, k_BTKH, v_BTKH)
+        mixed_BTQH, layer_out = attend(checkpoint_name(q_BTQH, "qkv"), *keys_and_values)
         if self.config.gated_attention:
             mixed_BTQH = mixed_BTQH * jax.nn.sigmoid(self.q_gate(x_BTD, compute))
         return checkpoint_name(self.o(mixed_BTQH, compute), "attention_out"), layer_out
 
+    def _keys_and_values(
+        self, x_BTD: jax.Array, rotation: Rotation, compute: Compute
+    ) -> tuple[jax.Array, jax.Array]:
+        k_BTKH = self.k(x_BTD, compute)
+        v_BTKH = k_BTKH if self.config.keys_as_values else self.v(x_BTD, compute)
+        if self.config.qk_norm:
+            k_BTKH = self.k_norm(k_BTKH)
+        if self.config.value_norm:
+            v_BTKH = over_rms(v_BTKH, self.config.rms_norm_eps).astype(v_BTKH.dtype)
+        axes = ("batch", "length", "kv_heads", "head_dim")
+        k_BTKH, v_BTKH = (compute.constrain(a, axes) for a in (rotate(k_BTKH, rotation), v_BTKH))
+        return checkpoint_name(k_BTKH, "qkv"), checkpoint_name(v_BTKH, "qkv")
 
-def _norm(config: ModelConfig, *dims: tuple[str, int]) -> RMSNorm:
+
+def _norm(config: ModelConfig, *dims: tuple[str | None, int]) -> RMSNorm:
     return RMSNorm(dims, config.rms_norm_eps, zero_centered=config.zero_centered_norms)
 
 
 class Layer(nnx.Module):
     """Attention or a delta net, and feed-forward, with norms before, after or both, and residual sums."""
 
-    def __init__(self, config: ModelConfig, kind: str, *, rngs: nnx.Rngs, dense_d_ff: int = 0):
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: str,
+        *,
+        rngs: nnx.Rngs,
+        dense_d_ff: int = 0,
+        shares: bool = False,
+    ):
         """`dense_d_ff` is the width of the feed-forward network in place of experts; 0 for those."""
         width = ("embed", config.d_model)
         self.is_delta = kind == "delta"
@@ -154,7 +180,8 @@ class Layer(nnx.Module):
             self.delta = DeltaNet(config, rngs=rngs)
         else:
             attention = LatentAttention if config.kv_latent else Attention
-            self.attention = attention(config.of_kind(kind), rngs=rngs)
+            options = {"shares": True} if shares else {}
+            self.attention = attention(config.of_kind(kind), rngs=rngs, **options)
         if config.num_experts and not dense_d_ff:
             self.mlp = MixtureOfExperts(config, rngs=rngs)
         else:
@@ -166,6 +193,14 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm = _norm(config, width)
             self.mlp_post_norm = _norm(config, width)
+        self.activation = config.activation if config.layer_inputs else ""
+        if config.layer_inputs:
+            inner = (None, config.layer_inputs)
+            # No adapter has the name "".
+            options = {"lora": config.lora, "rngs": rngs}
+            self.input_gate = Projection("", (width,), (inner,), **options)
+            self.input_out = Projection("", (inner,), (width,), **options)
+            self.input_norm = _norm(config, width)
         self.is_scaled = config.scaled_layers
         if config.scaled_layers:
             self.layer_scale = constant(1.0, ())
@@ -177,10 +212,12 @@ class Layer(nnx.Module):
         attend: Callable[..., tuple[jax.Array, Any]],
         live_BT: jax.Array,
         compute: Compute,
+        input_BTp: Any = None,
     ) -> tuple[jax.Array, Any, Routing | None]:
         """Returns the residual stream after this layer, the second result of `attend`, and the routing.
 
-        `attend` takes q, k and v, or the `DeltaInputs` of a delta net.
+        `attend` takes q, k and v, or q alone, or the `DeltaInputs` of a delta net. `input_BTp` is the layer's
+        input with `ModelConfig.layer_inputs`.
         """
         with jax.named_scope("attention"):
             in_BTD = self.attention_norm(x_BTD) if self.pre_norms else x_BTD
@@ -198,6 +235,9 @@ class Layer(nnx.Module):
             if self.post_norms:
                 out_BTD = self.mlp_post_norm(out_BTD)
         x_BTD = x_BTD + out_BTD
+        if self.activation:
+            gated_BTp = GATES[self.activation](self.input_gate(x_BTD, compute), input_BTp)
+            x_BTD = x_BTD + self.input_norm(self.input_out(gated_BTp, compute))
         if self.is_scaled:
             x_BTD = x_BTD * self.layer_scale[...].astype(x_BTD.dtype)
         x_BTD = compute.constrain(x_BTD, ("batch", "length", "activation"))
@@ -207,9 +247,33 @@ class Layer(nnx.Module):
 class Period(nnx.Module):
     """The layers of one iteration of the scan over a stack of several kinds: `place0`, `place1`, ..."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, **options: Any):
         for place, kind in enumerate(config.layer_pattern):
-            setattr(self, f"place{place}", Layer(config, kind, rngs=rngs))
+            setattr(self, f"place{place}", Layer(config, kind, rngs=rngs, **options))
+
+
+class LayerInputs(nnx.Module):
+    """The inputs of all layers: an embedding of each, and a projection of the first layer's activations."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        rows, width = ("vocab", config.vocab_size), ("embed", config.d_model)
+        self.sizes = config.num_layers, config.layer_inputs
+        size = math.prod(self.sizes)
+        self.table = normal(rngs.params(), (rows, ("embed", size)), config.layer_inputs)
+        self.projection = normal(rngs.params(), (width, (None, size)), 1)
+        self.norm = _norm(config, (None, config.layer_inputs))
+
+    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array, compute: Compute) -> jax.Array:
+        """Returns [L, B, T, p] for tokens and their embeddings."""
+        # Not gathered over fsdp as the embedding is: the table is larger than the rows that are looked up.
+        rows_BTa = self.table[...].astype(compute.dtype)[tokens_BT]
+        projected_BTa = compute.product(x_BTD, self.projection[...]) * x_BTD.shape[-1] ** -0.5
+        split = lambda a: a.reshape(*tokens_BT.shape, *self.sizes)  # noqa: E731
+        # Rounded to the type of the activations first, as in Transformers.
+        scale = jnp.asarray(self.sizes[1] ** 0.5, compute.dtype)
+        inputs_BTLp = (self.norm(split(projected_BTa)) + split(rows_BTa) * scale) * 2**-0.5
+        inputs_LBTp = inputs_BTLp.transpose(2, 0, 1, 3)
+        return compute.constrain(inputs_LBTp, (None, "rows", "length", "activation"))
 
 
 class DecoderOutput(NamedTuple):
@@ -241,7 +305,15 @@ class Decoder(nnx.Module):
             Period if config.period > 1 else functools.partial(Layer, kind=config.layer_pattern[0])
         )
         self.layers = nnx.vmap(lambda r: one(config, rngs=r))(rngs.split(config.num_periods))
+        if sharing := config.sharing_layers // config.period:
+            wide = config.d_ff * (1 + config.double_wide_sharing)
+            reading = lambda r: Period(config, rngs=r, dense_d_ff=wide, shares=True)  # noqa: E731
+            self.last = nnx.vmap(reading)(rngs.split(sharing))
+        if config.layer_inputs:
+            self.inputs = LayerInputs(config, rngs=rngs)
         self.final_norm = _norm(config, width)
+        if config.indexed_layers:
+            self.indexers = Indexers(config, rngs=rngs)
         if config.has_unembedding:
             self.unembedding = normal(rngs.params(), (width, rows), config.d_model)
         if config.num_scores:
@@ -288,10 +360,23 @@ class Decoder(nnx.Module):
                 # Rounded to the type of the activations first, as in Transformers.
                 x_BTD = x_BTD * jnp.asarray(self.config.d_model**0.5, compute.dtype)
             x_BTD = compute.constrain(x_BTD, ("rows", "length", "activation"))
+        inputs = None
+        if self.config.layer_inputs:
+            inputs = self.inputs(tokens_BT, x_BTD, compute)
+            inputs = inputs.reshape(-1, self.config.period, *inputs.shape[1:])
         layer_graph, weights = nnx.split(self.layers)
+        pattern, shares = self.config.layer_pattern, self.config.sharing_layers > 0
 
         def layer(
-            x_BTD, module, flags, layer_in, row_in, compute=compute, replays=routes is not None
+            x_BTD,
+            module,
+            flags,
+            layer_in,
+            row_in,
+            compute=compute,
+            replays=routes is not None,
+            input_BTp=None,
+            shared=(),
         ):
             rotations, live_BT, attend_in, adapter_B = row_in
             layer_in, routes_BTA = layer_in if replays else (layer_in, None)
@@ -299,9 +384,13 @@ class Decoder(nnx.Module):
             if self.config.attention_sinks:
                 sinks_Q = module.attention.sinks[...].astype(jnp.float32)
                 kind = dataclasses.replace(kind, sinks=sinks_Q)
-            attend_here = lambda q, k, v, *latents: attend(  # noqa: E731
-                q, k, v, kind, layer_in, attend_in, *latents
-            )
+
+            def attend_to(q, *own):
+                k, v, *latents = shared or own
+                out, layer_out = attend(q, k, v, kind, layer_in, attend_in, *latents)
+                return out, ((layer_out, k, v) if shares else layer_out)
+
+            attend_here: Any = attend_to
             if module.is_delta:
                 attend_here = lambda inputs: recur(inputs, layer_in, attend_in)  # noqa: E731
             rotation, local = rotations
@@ -317,7 +406,7 @@ class Decoder(nnx.Module):
             x_BTD = checkpoint_name(x_BTD, "layer_in")
             # Of this microbatch, in a pipeline.
             here = dataclasses.replace(compute, adapter_B=adapter_B, routes=routes_BTA)
-            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, here)
+            x_BTD, *outputs = module(x_BTD, rotation, attend_here, live_BT, here, input_BTp)
             return x_BTD, tuple(outputs)
 
         policy = REMAT_POLICIES[compute.remat]
@@ -337,20 +426,35 @@ class Decoder(nnx.Module):
             weights, flags = weights_and_flags
             return layer(x_BTD, nnx.merge(layer_graph, weights), flags, layer_in, row_in)
 
-        def one_period(x_BTD, weights_and_flags, period_in, row_in):
-            period, outs, routings = nnx.merge(layer_graph, weights_and_flags[0]), [], []
+        def one_period(
+            x_BTD, weights_and_inputs, period_in, row_in, graph=layer_graph, shared=None
+        ):
+            weights, inputs = weights_and_inputs
+            period, outs, routings = nnx.merge(graph, weights), [], []
             places = LayerFlags.of_layers(self.config)[: self.config.period]
             for place, flags in enumerate(places):
                 graph, weights = nnx.split(getattr(period, f"place{place}"))
 
-                def at_place(x_BTD, weights, layer_in, row_in, graph=graph, flags=flags):
-                    return layer(x_BTD, nnx.merge(graph, weights), flags, layer_in, row_in)
+                def at_place(x_BTD, weights, layer_in, row_in, *further, graph=graph, flags=flags):
+                    module, (input_BTp, shared) = nnx.merge(graph, weights), further
+                    return layer(
+                        *(x_BTD, module, flags, layer_in, row_in),
+                        input_BTp=input_BTp,
+                        shared=shared,
+                    )
 
                 layer_in = None if period_in is None else period_in[place]
-                x_BTD, (out, routing) = kept(at_place)(x_BTD, weights, layer_in, row_in)
+                further = None if inputs is None else inputs[place], shared[place] if shared else ()
+                x_BTD, (out, routing) = kept(at_place)(x_BTD, weights, layer_in, row_in, *further)
                 outs.append(out)
                 routings.append(routing)
             return x_BTD, (outs, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings))
+
+        def one_sharing_period(carry, *rest):
+            """Carries the newest keys and values of each kind too, which the last layers share."""
+            x_BTD, (outs, routing) = one_period(carry[0], *rest)
+            shared = {kind: kv for kind, (_, *kv) in zip(pattern, outs, strict=True)}
+            return (x_BTD, shared), ([out for out, *_ in outs], routing)
 
         step = one_period if self.config.period > 1 else kept(one_layer)
         row_in = (self._rotations(positions_BT), live_BT, per_row, compute.adapter_B)
@@ -383,14 +487,36 @@ class Decoder(nnx.Module):
             period = self.config.period
             per_layer = [(None, routes[place::period]) for place in range(period)]
             per_layer = per_layer if period > 1 else per_layer[0]
+        beside = LayerFlags.stacked(self.config)
+        if inputs is not None:
+            beside, inputs = jnp.split(inputs, [self.config.num_periods])
+        carry: Any = x_BTD
+        if shares:
+            step = one_sharing_period
+            carry = x_BTD, {kind: self._no_keys_and_values(kind, x_BTD) for kind in pattern}
         x_BTD, (layer_out, routing) = compute.layers(
-            step,
-            x_BTD,
-            (weights, LayerFlags.stacked(self.config)),
-            per_layer,
-            row_in,
-            unroll=compute.unroll,
+            step, carry, (weights, beside), per_layer, row_in, unroll=compute.unroll
         )
+        if shares:
+            x_BTD, shared = x_BTD
+            last_in: Any = [None] * len(pattern)
+            if per_layer is not None:
+                # A list of periods, if a cache has them apart, or stacks of periods.
+                last_in = per_layer[-1]
+                if not isinstance(last_in, list):
+                    last_in = jax.tree.map(lambda leaf: leaf[-1], per_layer)
+            newest = dict(zip(pattern, last_in, strict=True))
+            graph, weights = nnx.split(self.last)
+            given: Any = {"graph": graph, "shared": [shared[kind] for kind in pattern]}
+            period_in = [newest[kind] for kind in pattern]
+
+            def last_period(x_BTD, weights_and_inputs, _, row_in):
+                x_BTD, _ = one_period(x_BTD, weights_and_inputs, period_in, row_in, **given)
+                return x_BTD, (None, None)
+
+            x_BTD, _ = scan_layers(
+                last_period, x_BTD, (weights, inputs), None, row_in, unroll=compute.unroll
+            )
         if isinstance(routing, list):  # of a loop over layers
             routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routing)
         if self.config.period > 1:
@@ -398,6 +524,11 @@ class Decoder(nnx.Module):
         if num_first:
             layer_out = [first_out, layer_out]
         return DecoderOutput(self.final_norm(x_BTD), layer_out, routing)
+
+    def _no_keys_and_values(self, kind: str, x_BTD: jax.Array) -> list[jax.Array]:
+        heads = self.config.of_kind(kind)
+        shape = (*x_BTD.shape[:2], heads.num_kv_heads, heads.head_dim)
+        return [jnp.zeros(shape, x_BTD.dtype)] * 2
 
     def _kind(self, slides: jax.Array | bool | None) -> AttentionKind:
         """The attention kind of a layer. `slides` is None if all layers are alike."""
@@ -469,8 +600,8 @@ def decoder_graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params, Params]:
     axes_of = lambda param: param.replace(param.get_metadata()["axes"])  # noqa: E731
     is_param = lambda leaf: isinstance(leaf, nnx.Param)  # noqa: E731
     axes = nnx.to_pure_dict(jax.tree.map(axes_of, state, is_leaf=is_param))
-    # The first dense layers lie outside of the pipeline: no axis splits their number.
-    for stack, axis in {"layers": "layers", "first": None}.items():
+    # The first dense layers and sharing layers lie outside of the pipeline: no axis splits their number.
+    for stack, axis in {"layers": "layers", "first": None, "last": None}.items():
         if stack in axes:
             axes[stack] = jax.tree.map(
                 lambda names, axis=axis: (axis, *names),
@@ -522,7 +653,7 @@ def weight_types(model: ModelConfig, dtype: Any, matmul_dtype: str = "") -> Any:
 
     def one(path: Any, param: nnx.Param) -> nnx.Variable:
         summed = param.get_metadata().get("summed", ()) if matmul_dtype else ()
-        stacked = path[0].key in ("layers", "first")
+        stacked = path[0].key in STACKS
         dims = tuple(dim + stacked for dim in summed)
         own = jnp.float32 if param.get_metadata().get("exact") else dtype
         return param.replace(StoredType(jnp.dtype(matmul_dtype if dims else own), dims))

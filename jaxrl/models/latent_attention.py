@@ -23,10 +23,28 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.modules import Projection, RMSNorm, Rotation, rotate
+from jaxrl.models.modules import Projection, RMSNorm, Rotation, constant, normal, rotate
 
 # That of the latents' norms, whatever `rms_norm_eps` says.
 _EPS = 1e-6
+
+
+class Indexers(nnx.Module):
+    """The indexers of DeepSeek-V3.2, kept for export: they are not run, and no update changes them.
+
+    They choose the `index_topk` tokens that a token attends to, which are all in the texts supported here.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        layers, width = (None, len(config.indexed_layers)), ("embed", config.d_model)
+        # Split as far as they divide, as key-value heads are.
+        heads, size = ("kv_heads", config.index_heads), ("head_dim", config.index_dim)
+        latent = ("embed", config.q_latent)
+        self.q = normal(rngs.params(), (layers, latent, heads, size), config.q_latent)
+        self.k = normal(rngs.params(), (layers, width, size), config.d_model)
+        self.k_scale = constant(1.0, (layers, size), exact=True)
+        self.k_bias = constant(0.0, (layers, size), exact=True)
+        self.head_weights = constant(0.0, (layers, width, heads), exact=True)
 
 
 class LatentAttention(nnx.Module):

@@ -21,8 +21,8 @@ from jaxrl.models.decoder import Params, init_params
 from jaxrl.models.model_config import TARGET_OF, LoraConfig, ModelConfig
 
 _LEAVES = ("lora_a", "lora_b")
-# Leaves that no update changes, adapters or not.
-FROZEN = ("correction_bias", "layer_scale")
+# Leaves, and trees of them, that no update changes, adapters or not.
+FROZEN = frozenset({"correction_bias", "layer_scale", "indexers"})
 
 
 def base_config(config: ModelConfig) -> ModelConfig:
@@ -46,8 +46,8 @@ def split(params: Any) -> tuple[Any, Any]:
 def split_trained(params: Any) -> tuple[Any, Any]:
     """Splits the same trees into (all that training without adapters changes, leaves of `FROZEN`)."""
     flat = _flat(params)
-    frozen = {path: leaf for path, leaf in flat.items() if path[-1] in FROZEN}
-    trained = {path: leaf for path, leaf in flat.items() if path[-1] not in FROZEN}
+    frozen = {path: leaf for path, leaf in flat.items() if FROZEN.intersection(path)}
+    trained = {path: leaf for path, leaf in flat.items() if path not in frozen}
     return traverse_util.unflatten_dict(trained), traverse_util.unflatten_dict(frozen)
 
 

@@ -19,6 +19,7 @@ from jaxrl.checks import (
     settings,
     token_count,
 )
+from jaxrl.errors import UserError
 
 # Projections that can have a low-rank adapter, by the name of our leaf; experts have the last three.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -163,6 +164,10 @@ class ModelConfig:
         "rope_dim",
         "value_dim",
         "interleaved_rotary",
+        "indexer_pattern",
+        "index_topk",
+        "index_heads",
+        "index_dim",
         "delta_key_heads",
         "delta_value_heads",
         "delta_key_dim",
@@ -184,6 +189,9 @@ class ModelConfig:
         "zero_centered_norms",
         "scale_embeddings",
         "scaled_layers",
+        "layer_inputs",
+        "sharing_layers",
+        "double_wide_sharing",
         "num_experts",
         "experts_per_token",
         "normalize_experts",
@@ -274,6 +282,14 @@ class ModelConfig:
     """
     interleaved_rotary: bool = False
     """Rotated pairs are neighbours in checkpoints, not a half of the dimensions apart (DeepSeek-V3)."""
+    indexer_pattern: tuple[bool, ...] = ()
+    """Whether layers have an indexer, which chooses `index_topk` tokens to attend to (DeepSeek-V3.2),
+    repeated from the first; () for none. Texts are at most so long that it chooses all, and it is not run.
+    """
+    index_topk: Annotated[int, token_count(0)] = 0
+    index_heads: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    index_dim: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Tokens that an indexer chooses, heads of its queries, and their size; 0 for none."""
     query_pre_attn_scalar: Annotated[float, at_least(0, at_most=MAX_WIDTH)] = 0.0
     """Attention scores are divided by its square root; 0 for head_dim."""
     attention_softcap: Annotated[float, coefficient()] = 0.0
@@ -293,6 +309,15 @@ class ModelConfig:
     """Multiply embeddings by the square root of d_model (Gemma)."""
     scaled_layers: bool = False
     """Each layer multiplies its output, residual sum included, by a number that is not trained (Gemma 4)."""
+    layer_inputs: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
+    """Size of the input that each layer has for each token, from an embedding of its own (Gemma 4 E2B and
+    E4B); 0 for none.
+    """
+    sharing_layers: Annotated[int, at_least(0, at_most=MAX_LAYERS)] = 0
+    double_wide_sharing: bool = False
+    """Number of last layers that attend to the keys and values of the last layer of their kind before them
+    (Gemma 4 E2B and E4B), and whether their feed-forward networks are twice as wide.
+    """
     num_experts: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
     """Experts of every layer (Qwen3-MoE); 0 for a dense feed-forward network."""
     experts_per_token: Annotated[int, at_least(0, at_most=MAX_WIDTH)] = 0
@@ -382,6 +407,13 @@ class ModelConfig:
                 "attention has as many heads of keys, a part of each rotated, and no biases, norms, gates, "
                 "windows, caps or scaled queries"
             )
+        indexer = self.index_topk, self.index_heads, self.index_dim, len(self.indexer_pattern)
+        if not all(indexer) == any(indexer) or (any(indexer) and not self.q_latent):
+            raise ValueError(
+                f"index_topk {indexer[0]}, index_heads {indexer[1]}, index_dim {indexer[2]} and an "
+                f"indexer_pattern of {indexer[3]} with q_latent {self.q_latent}: indexers have all of them, "
+                "other models none of the first four"
+            )
         if self.num_tokens > self.vocab_size:
             raise ValueError(
                 f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}; "
@@ -453,6 +485,19 @@ class ModelConfig:
                 f"delta_value_heads {heads[1]} is no multiple of delta_key_heads {heads[0]}; each key head "
                 "serves an equal group of value heads"
             )
+        sharing, inputs = self.sharing_layers, self.layer_inputs
+        if (sharing or inputs) and (
+            sharing >= self.num_layers
+            or sharing % self.period
+            or self.period == 1
+            or self.num_experts
+            or "delta" in self.layer_pattern
+        ):
+            raise ValueError(
+                f"sharing_layers {sharing} of num_layers {self.num_layers} and layer_inputs {inputs} with "
+                f"layer_pattern {self.layer_pattern}: they are supported in dense models with several kinds "
+                "of attention, and the layers that share are whole patterns and fewer than all"
+            )
         if (self.num_layers - first) % self.period:
             raise ValueError(
                 f"num_layers {self.num_layers} is no multiple of the {self.period} layers of layer_pattern; "
@@ -470,6 +515,12 @@ class ModelConfig:
         return tuple(pattern[i % len(pattern)] == "sliding" for i in range(self.num_layers))
 
     @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with an indexer."""
+        pattern = self.indexer_pattern
+        return tuple(i for i in range(self.num_layers) if pattern and pattern[i % len(pattern)])
+
+    @property
     def has_state(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
         return "delta" in self.layer_pattern
@@ -478,6 +529,7 @@ class ModelConfig:
     def period(self) -> int:
         """Layers of one iteration of the scan: 1, or a whole pattern if weights of its kinds differ."""
         differ = self.has_state or self.full_head_dim or self.full_kv_heads or self.keys_as_values
+        differ = differ or self.layer_inputs or self.sharing_layers
         return len(self.layer_pattern) if differ else 1
 
     def of_kind(self, kind: str) -> ModelConfig:
@@ -510,8 +562,16 @@ class ModelConfig:
 
     @property
     def num_periods(self) -> int:
-        """Iterations of the scan over the stack, which the first dense layers are no part of."""
-        return (self.num_layers - self.first_dense_layers) // self.period
+        """Iterations of the scan over the stack, without first dense layers and sharing layers."""
+        return (self.num_layers - self.first_dense_layers - self.sharing_layers) // self.period
+
+    def check_stages(self, stages: int) -> None:
+        """Raises UserError if the stages of a pipeline would cut the model where it cannot be cut."""
+        if self.sharing_layers and stages > 1:
+            raise UserError(
+                f"the layout has {stages} pipeline stages, but the last {self.sharing_layers} layers of the "
+                "model attend to keys and values of earlier ones, which stages do not pass on; choose p = 1"
+            )
 
     @property
     def attention_layers(self) -> int:
@@ -554,8 +614,22 @@ class ModelConfig:
         """Dimensions of a query head's key and value."""
         return self.head_dim + (self.value_dim or self.head_dim)
 
+    def check_texts_of(self, tokens: int) -> None:
+        """Raises UserError if the model computes something else for texts of up to `tokens` tokens."""
+        if tokens > self.index_topk > 0:
+            raise UserError(
+                f"texts of up to {tokens} tokens, prompt and response, exceed index_topk {self.index_topk} "
+                "of the model: longer ones need its sparse attention, which is not supported; lower "
+                "data.max_prompt_tokens, rollout.max_response_tokens, or train.row_tokens for SFT from a file"
+            )
+
     def for_texts_of(self, tokens: int) -> ModelConfig:
-        """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`."""
+        """The model with the rotary factors of texts of up to `tokens` tokens, see `RopeScaling.long`.
+
+        Raises:
+          UserError: as `check_texts_of`.
+        """
+        self.check_texts_of(tokens)
         rope = self.rope_scaling
         if rope is None or rope.kind != "longrope":
             return self
@@ -575,7 +649,9 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """The number of parameters without adapters; a tied unembedding counts once."""
-        return self._count(self.num_experts)
+        of_indexer = self.q_latent * self.index_heads * self.index_dim
+        of_indexer += self.d_model * (self.index_dim + self.index_heads) + 2 * self.index_dim
+        return self._count(self.num_experts) + len(self.indexed_layers) * of_indexer
 
     @property
     def num_active_params(self) -> int:
@@ -593,6 +669,10 @@ class ModelConfig:
             feed_forward += self.expert_norms * (4 * d + self.num_experts)
         first = self.first_dense_layers
         layers = (self.num_layers - first) * feed_forward + first * 3 * d * self.dense_d_ff
+        layers += self.double_wide_sharing * self.sharing_layers * feed_forward
+        inputs = self.layer_inputs
+        layers += self.num_layers * inputs * (self.vocab_size + 3 * d) + inputs
+        layers += self.num_layers * d if inputs else 0
         layers += self.num_layers * (
             2 * (self.pre_norms + self.post_norms) * d + self.scaled_layers
         )
@@ -600,7 +680,10 @@ class ModelConfig:
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
         delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
         delta += 2 * heads + self.delta_value_dim
-        mixing = sum(layer._attention_params for layer in self.of_attention_layers)
+        attention = self.of_attention_layers
+        sharing = attention[len(attention) - self.sharing_layers :]
+        mixing = sum(layer._attention_params for layer in attention)
+        mixing -= sum(layer._key_value_params for layer in sharing)
         mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return layers + mixing + d + self.vocab_size * d + head
@@ -625,7 +708,20 @@ class ModelConfig:
             count += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
         return count
 
+    @property
+    def _key_value_params(self) -> int:
+        """The part of `_attention_params` that a layer with shared keys and values lacks."""
+        projections = (2 - self.keys_as_values) * self.num_kv_heads * (self.d_model + self.qkv_bias)
+        norm = self.qk_norm * (self.num_kv_heads if self.qk_norm_over_heads else 1)
+        return (projections + norm) * self.head_dim
+
+    @property
+    def of_cached_layers(self) -> list[ModelConfig]:
+        """`of_attention_layers` without those that share keys and values of others."""
+        layers = self.of_attention_layers
+        return layers[: len(layers) - self.sharing_layers]
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of the key-value cache per token, over all layers."""
-        values = sum(layer.cached_heads * layer.cached_dim for layer in self.of_attention_layers)
+        values = sum(layer.cached_heads * layer.cached_dim for layer in self.of_cached_layers)
         return (1 if self.kv_latent else 2) * values * bytes_per_value

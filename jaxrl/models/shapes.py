@@ -113,6 +113,7 @@ _DEEPSEEK3 = {
     "groups_per_token": 4,
     "routed_scale": 2.5,
 }
+_INDEXER = {"indexer_pattern": (True,), "index_topk": 2048, "index_dim": 128}
 _MOONLIGHT = {
     **_LATENT,
     "vocab_size": 163_840,
@@ -131,6 +132,12 @@ _GLM47_FLASH = {
     "value_dim": 256,
     "experts_per_token": 4,
     "routed_scale": 1.8,
+}
+_GLM5 = {
+    **_GLM47_FLASH,
+    "q_latent": 2048,
+    "experts_per_token": 8,
+    "routed_scale": 2.5,
 }
 _OLMO3 = {
     "vocab_size": 100_278,
@@ -251,6 +258,26 @@ SHAPES = {
         shared_d_ff=2048,
         first_dense_layers=3,
         dense_d_ff=18_432,
+    ),
+    "deepseek-v3.2": _shape(
+        *(61, 7168, 128, 128, 192, 2048),
+        family=_DEEPSEEK3,
+        num_experts=256,
+        shared_d_ff=2048,
+        first_dense_layers=3,
+        dense_d_ff=18_432,
+        index_heads=64,
+        **_INDEXER,
+    ),
+    "glm-5": _shape(
+        *(78, 6144, 64, 64, 256, 2048),
+        family=_GLM5,
+        num_experts=256,
+        shared_d_ff=2048,
+        first_dense_layers=3,
+        dense_d_ff=12_288,
+        index_heads=32,
+        **_INDEXER,
     ),
     "moonlight-16b-a3b": _shape(
         *(27, 2048, 16, 16, 192, 1408),

@@ -188,6 +188,8 @@ def update_memory(
     kept, largest = layer_memory(
         update, role.model.num_periods // stages, micro + stages - 1 if stages > 1 else 0
     )
+    if sharing := role.model.sharing_layers // role.model.period:
+        kept = [*kept, *layer_memory(update, sharing, 0)[0]]
     kept = [a for a in kept if a.memory_space != jax.memory.Space.Host]
     beside = ", beside what is in host memory" if role.train.remat.startswith("offload") else ""
     in_update = functools.partial(ResidentBuffers, sampling=False, learning=True, turn=name)

@@ -47,11 +47,12 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     sparse = model.num_layers - model.first_dense_layers
     networks = [(inner, sparse * copies) for inner, copies in networks]
     networks += [(model.dense_d_ff, model.first_dense_layers)]
+    networks += [(model.d_ff, model.sharing_layers)] * model.double_wide_sharing
     for inner, copies in networks:
         sides += [("gate", width, inner, copies), ("up", width, inner, copies)]
         sides += [("down", inner, width, copies)]
     for layer in model.of_attention_layers:
-        queries, keys = (n * layer.head_dim for n in (layer.num_heads, layer.num_kv_heads))
+        queries = layer.num_heads * layer.head_dim
         if model.kv_latent:
             # Latent attention: one projection makes the latent and the rotated part of the keys; another one
             # makes values, and the rest of the keys, from the latent.
@@ -62,8 +63,10 @@ def token_flops(model: ModelConfig) -> TokenFlops:
             sides += [("v", model.kv_latent, outs, 1), ("o", values, width, 1)]
             continue
         sides += [("q", width, queries, 1)] * (1 + model.gated_attention)
-        sides += [("k", width, keys, 1), ("o", queries, width, 1)]
-        sides += [("v", width, keys, 1)] * (not layer.keys_as_values)
+        sides += [("o", queries, width, 1)]
+    for layer in [] if model.kv_latent else model.of_cached_layers:
+        keys = layer.num_kv_heads * layer.head_dim
+        sides += [("k", width, keys, 1), ("v", width, keys * (not layer.keys_as_values), 1)]
     # Three passes over the states of delta layers, and their projections.
     deltas, heads = model.num_layers - model.attention_layers, model.delta_value_heads
     keys, values = model.delta_key_heads * model.delta_key_dim, heads * model.delta_value_dim
@@ -71,6 +74,7 @@ def token_flops(model: ModelConfig) -> TokenFlops:
     sides += [(name, width, outs, deltas) for name, outs in delta_sides.items()]
     sides += [("o", values, width, deltas)]
     others = sparse * width * (model.num_experts + model.shared_gate)
+    others += 3 * model.num_layers * model.layer_inputs * width
     others += deltas * 3 * values * model.delta_key_dim
     head = width * (model.num_scores or model.vocab_size)
     rank, targets = model.lora.rank, model.lora.targets

@@ -21,6 +21,7 @@ from jaxrl.checks import (
     settings,
     steps,
 )
+from jaxrl.models.decoder import STACKS
 from jaxrl.roles.eight_bit_moments import with_compressed_moments
 
 _Beta: TypeAlias = Annotated[float, between(0, 1, has_high=False)]
@@ -125,7 +126,7 @@ def matrix_dimensions(path: tuple[str, ...], axes: tuple[Any, ...]) -> MuonDimen
     Returns:
       None for weights that Muon does not handle: embeddings, heads, routers, norms, biases.
     """
-    if path[0] not in ("layers", "first") or path[-1] not in ("weight", "lora_a", "lora_b"):
+    if path[0] not in STACKS or path[-1] not in ("weight", "lora_a", "lora_b"):
         return None
     # Dimension 0 stacks layers.
     dims = tuple(i for i, name in enumerate(axes) if i and name != "experts")

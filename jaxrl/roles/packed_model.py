@@ -126,6 +126,7 @@ class PackedModel:
             check_host_memory(mesh, f"train.remat {train.remat!r}", "'projections' or 'full'")
         if model.has_state:
             _check_state(train, mesh)
+        model.check_stages(shards_of("layers", TRAIN_RULES, mesh))
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(
             dtype=jnp.dtype(train.dtype),

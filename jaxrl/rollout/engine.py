@@ -103,19 +103,22 @@ class Engine:
           config: sizes and data types.
 
         Raises:
-          UserError: a stop id is not in the model's vocabulary, or `deterministic` is not possible.
+          UserError: a stop id is not in the model's vocabulary, texts are too long for the model, or
+            `deterministic` is not possible.
         """
         if unknown := [i for i in config.stop_ids if not 0 <= i < model.vocab_size]:
             raise UserError(
                 f"stop_ids {unknown} are no tokens of a model with {model.vocab_size}: no response would end "
                 "there; give ids of its tokenizer"
             )
+        model.check_texts_of(config.max_context_tokens)
         self.weight_types = weight_types(model, config.dtype, config.weights_dtype)
         if config.deterministic:
             _check_deterministic(model, mesh, config.slots)
         if model.has_state:
             _check_state(config)
-        if config.keeps_routes and (stages := shards_of("layers", GENERATE_RULES, mesh)) > 1:
+        model.check_stages(stages := shards_of("layers", GENERATE_RULES, mesh))
+        if config.keeps_routes and stages > 1:
             raise UserError(
                 "train.replay_routes keeps the experts of all layers in one place, and the generation layout "
                 f"has {stages} pipeline stages; choose one without, or set replay_routes to False"

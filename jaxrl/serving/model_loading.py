@@ -184,7 +184,7 @@ class ModelDirectory:
     Attributes:
       model: Shape of the model.
       tokenizer: Its tokenizer.
-      context_tokens: Number of tokens that it has positions for.
+      context_tokens: Number of tokens that it has positions for, or its attention takes (`index_topk`).
     """
 
     model: ModelConfig
@@ -217,7 +217,7 @@ def read_model(directory: pathlib.Path) -> ModelDirectory:
         )
     # Rows of the embedding beyond these are padding, which must never be drawn.
     model = dataclasses.replace(model, num_tokens=tokenizer.vocab_size)
-    return ModelDirectory(model, tokenizer, min(context, MAX_TOKENS))
+    return ModelDirectory(model, tokenizer, min(context, model.index_topk or context, MAX_TOKENS))
 
 
 def check_is_directory(path: pathlib.Path, *, or_else: str = "") -> None:

@@ -7,14 +7,17 @@ import jax
 import pytest
 
 from jaxrl.config.config_tree import from_config_dict, to_config_dict
-from jaxrl.config.schema import Config
+from jaxrl.config.schema import Config, SftConfig
 from jaxrl.config.shapes import check_weights, model_of, tokenizer_directory
+from jaxrl.data.data_config import DataConfig
 from jaxrl.data.tokenizer import train_tokenizer
 from jaxrl.errors import UserError
 from jaxrl.models.decoder import init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.models.shapes import model_shapes
+from jaxrl.roles.train_config import TrainConfig
+from jaxrl.rollout.rollout_config import RolloutConfig
 from jaxrl.trainer.roles import role_models
 
 STORED = ModelConfig(
@@ -60,6 +63,20 @@ def test_what_is_stated_beside_a_checkpoint_must_be_true(weights):
         model_of(Config(weights=str(weights), model=stated))
     part = ModelConfig(d_ff=48, rope_theta=5e5)
     assert model_of(Config(weights=str(weights), model=part))[0] == STORED
+
+
+def test_texts_that_a_model_would_attend_to_sparsely_are_refused():
+    model = model_shapes("glm-5")
+    lengths = DataConfig(max_prompt_tokens=1024), RolloutConfig(max_response_tokens=1024)
+    config = Config(model=model, data=lengths[0], rollout=lengths[1])
+    assert model_of(config)[0] == model
+    longer = dataclasses.replace(config, data=DataConfig(max_prompt_tokens=1025))
+    from_file = dataclasses.replace(
+        config, sft=SftConfig(path="x.jsonl"), train=TrainConfig(row_tokens=4096)
+    )
+    for config, tokens in ((longer, 2049), (from_file, 4096)):
+        with pytest.raises(UserError, match=f"up to {tokens} tokens, .* exceed index_topk 2048"):
+            model_of(config)
 
 
 def test_a_model_of_scores_is_no_policy(tmp_path):

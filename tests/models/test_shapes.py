@@ -54,6 +54,10 @@ PARAMETERS = {
     "glm-4.7-flash": (29_943_393_920, 3_896_766_080),
     # Without the biases of the routers, 58 * 256, the published 671_026_404_352.
     "deepseek-v3": (671_026_419_200, 37_552_297_472),
+    # 61 indexers of 1536 * 64 * 128 + 7168 * (128 + 64) + 2 * 128 more.
+    "deepseek-v3.2": (671_877_944_064, 37_552_297_472),
+    # Published as 744 billion, 40 of them active.
+    "glm-5": (743_911_218_432, 41_053_720_320),
     "moonlight-16b-a3b": (15_960_110_208, 2_914_776_192),
     "olmo-3-7b": (7_298_011_136, 7_298_011_136),
 }
@@ -74,6 +78,7 @@ def test_every_model_has_as_many_parameters_as_published():
         "qwen3.5-35b-a3b",
         "glm-4.5",
         "deepseek-v3",
+        "glm-5",
     ],
 )
 def test_the_decoder_has_as_many_parameters_as_its_shape_says(name):

@@ -307,7 +307,8 @@ class CacheKind:
         """A replacement for `models.compute.scan_layers` with separate arrays for each layer.
 
         Its `per_layer` and its results per layer are sequences of L trees. It ignores the stacked weights
-        that it gets: they are split here, once. Otherwise a loop over tokens would split them for each token.
+        that it gets, but not what is beside them: they are split here, once. Otherwise a loop over tokens
+        would split them for each token.
         """
         if not self.unrolled:
             return None
@@ -320,7 +321,7 @@ class CacheKind:
         def run(
             layer: LayerFunction,
             x_BTD: jax.Array,
-            _: Any,
+            stacked: Any,
             per_layer: Any,
             per_row: Any,
             *,
@@ -328,8 +329,10 @@ class CacheKind:
         ) -> tuple[jax.Array, tuple[Any, Any]]:
             del unroll
             outs, sums = [], []
-            for one_layer, layer_in in zip(layers, per_layer, strict=True):
-                x_BTD, (out, of_rows) = layer(x_BTD, one_layer, layer_in, per_row)
+            for i, ((weights, flags), layer_in) in enumerate(zip(layers, per_layer, strict=True)):
+                if flags is None:
+                    flags = jax.tree.map(lambda leaf, i=i: leaf[i], stacked[1])
+                x_BTD, (out, of_rows) = layer(x_BTD, (weights, flags), layer_in, per_row)
                 outs.append(out)
                 sums.append(of_rows)
             return x_BTD, (outs, sums)

@@ -56,6 +56,12 @@ _OWN_KEYS: dict[str, tuple[str, type]] = {
     "rope_dim": ("qk_rope_head_dim", int),
     "value_dim": ("v_head_dim", int),
     "interleaved_rotary": ("rope_interleave", bool),
+    "layer_inputs": ("hidden_size_per_layer_input", int),
+    "sharing_layers": ("num_kv_shared_layers", int),
+    "double_wide_sharing": ("use_double_wide_mlp", bool),
+    "index_topk": ("index_topk", int),
+    "index_heads": ("index_n_heads", int),
+    "index_dim": ("index_head_dim", int),
 }
 SOFTCAPS = ("attention_softcap", "logits_softcap")
 # Fields that the code of a family fixes, with their values in a family that does not name them in `traits`.
@@ -166,8 +172,10 @@ class Architecture:
         return (
             bool(self.score_model or not config.num_scores)
             and all(getattr(config, k) == v for k, v in fixed.items() if k not in self.own)
-            and ("num_experts" in self.own) == bool(config.num_experts)
-            and ("kv_latent" in self.own) == bool(config.kv_latent)
+            and all(
+                (field in self.own) == bool(getattr(config, field))
+                for field in ("num_experts", "kv_latent", "index_topk")
+            )
             and (self.windows == "delta") == config.has_state
             and self.has_local_theta == bool(config.rope_local_theta)
             and (all(config.rotated_layers) or bool(self.unrotated_every))
@@ -242,9 +250,6 @@ _GEMMA4_TRAITS = {
     "scaled_layers": True,
 }
 _GEMMA4_NEEDS = {
-    # Those of E2B and E4B: embeddings of each layer, and layers without keys and values.
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     # Of images only.
@@ -277,6 +282,16 @@ _LATENT: dict[str, Any] = dict(
     own_head_dim=True,
 )
 _LATENT_SIZES = {"kv_latent": 512, "rope_dim": 64, "interleaved_rotary": True}
+_INDEXED: dict[str, Any] = _LATENT | {"needs": {**_LATENT["needs"], "rope_interleave": True}}
+_INDEXED_OWN = {
+    **_SIGMOID_MIXTURE,
+    **_LATENT_SIZES,
+    "routed_scale": 2.5,
+    "first_dense_layers": 3,
+    "dense_d_ff": None,
+    "index_topk": 2048,
+    "index_dim": 128,
+}
 
 # If several architectures can express a model, export writes the first, unless the model came from another
 # one.
@@ -392,6 +407,28 @@ ARCHITECTURES = (
         },
         **_LATENT,
     ),
+    # First GLM-5, of which some layers may have no indexer.
+    Architecture(
+        "GlmMoeDsaForCausalLM",
+        "",
+        "glm_moe_dsa",
+        own={**_INDEXED_OWN, "q_latent": 2048, "value_dim": 256, "index_heads": 32},
+        **_INDEXED,
+    ),
+    Architecture(
+        "DeepseekV32ForCausalLM",
+        "",
+        "deepseek_v32",
+        own={
+            **_INDEXED_OWN,
+            "q_latent": 1536,
+            "value_dim": 128,
+            "expert_groups": 8,
+            "groups_per_token": 4,
+            "index_heads": 64,
+        },
+        **_INDEXED,
+    ),
     Architecture(
         "GptOssForCausalLM",
         "GptOssForSequenceClassification",
@@ -504,12 +541,23 @@ ARCHITECTURES = (
     Architecture(
         traits=_GEMMA4_TRAITS,
         needs={**_GEMMA4_NEEDS, "enable_moe_block": False},
-        own=_GEMMA4_OWN,
+        # The last three are of E2B and E4B.
+        own={
+            **_GEMMA4_OWN,
+            "layer_inputs": 256,
+            "sharing_layers": 0,
+            "double_wide_sharing": False,
+        },
         **_GEMMA4,
     ),
     Architecture(
         traits={**_GEMMA4_TRAITS, "expert_norms": True},
-        needs={**_GEMMA4_NEEDS, "enable_moe_block": True},
+        needs={
+            **_GEMMA4_NEEDS,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
         own={**_GEMMA4_OWN, "num_experts": None, "experts_per_token": None, "shared_d_ff": None},
         renamed={"experts_per_token": "top_k_experts", "shared_d_ff": "intermediate_size"},
         **_GEMMA4,

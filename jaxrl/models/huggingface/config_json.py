@@ -58,7 +58,10 @@ _OF_BOTH = (
     *("tie_word_embeddings", "quantization_config"),
 )
 
-_OFF_BY_ZERO = (*SOFTCAPS, "first_dense_layers", "full_kv_heads", "q_latent")
+_OFF_BY_ZERO = (
+    *(*SOFTCAPS, "first_dense_layers", "full_kv_heads", "q_latent"),
+    *("layer_inputs", "sharing_layers"),
+)
 
 # Settings of PEFT that change what an adapter computes, each off or absent here.
 _ADAPTER_SWITCHES = (
@@ -75,6 +78,7 @@ _OF_LATENTS: Mapping[str, tuple[str, ...]] = {
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 _DELTA_TYPES = {"full_attention": "full", "linear_attention": "delta"}
+_INDEXER_TYPES = {"full": True, "shared": False, "F": True, "S": False}
 
 # Key and type of the fields of RopeScaling.
 _ROPE_KEYS = {
@@ -265,10 +269,17 @@ def parse_config(values: Mapping[str, Any], *, origin: str = "config.json") -> M
         fields["dense_d_ff"] = 0
     fields |= _rotary_fields(read, architecture)
     # Checks the number of layers, before lists of this length are made.
-    delta = {field: 0 for field in fields if field.startswith("delta_") and field.endswith("heads")}
-    config = read.build(ModelConfig, **{**fields, **delta})
+    later = [field for field in fields if field.startswith("delta_") and field.endswith("heads")]
+    later += [field for field in fields if field.startswith("index_")]
+    later += [field for field in ("sharing_layers", "layer_inputs") if field in fields]
+    if fields.get("layer_inputs"):
+        rows = {"vocab_size_per_layer_input": fields["vocab_size"]}
+        read.check_needs(rows, "choose a checkpoint with as many rows in both embeddings")
+    config = read.build(ModelConfig, **{**fields, **dict.fromkeys(later, 0)})
     kinds = _kind_fields(read, architecture, config.num_layers)
-    kinds |= {field: fields[field] for field in delta}
+    kinds |= {field: fields[field] for field in later}
+    if "index_topk" in fields:
+        kinds["indexer_pattern"] = _indexer_pattern(read, config.num_layers)
     return read.build(functools.partial(dataclasses.replace, config), **kinds)
 
 
@@ -276,6 +287,8 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
     """`sliding_window` and `layer_pattern`. Many files name a window that no layer uses: 0 here."""
     listed = read.get("layer_types", list, [])
     known = _DELTA_TYPES if architecture.windows == "delta" else _LAYER_TYPES
+    if "index_topk" in architecture.own:
+        known = {"indexed_attention": False}
     if others := {str(kind) for kind in listed} - known.keys():
         raise UserError(
             f"{read.origin}: layer_types has {', '.join(sorted(others))[:80]}, but only "
@@ -304,7 +317,7 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
         if all(map(is_finite, (window, longest))) and window >= longest:  # pyright: ignore
             window = None
         sliding = [window is not None] * num_layers
-    kinds = [_LAYER_TYPES[kind] for kind in listed] or sliding
+    kinds = [known[kind] for kind in listed] or sliding
     if kinds != sliding and architecture.windows != "types":
         raise UserError(
             f"{read.origin}: layer_types has {listed[kinds.index(not sliding[0])]}, but only sliding_window "
@@ -328,6 +341,19 @@ def _kind_fields(read: _Reader, architecture: Architecture, num_layers: int) -> 
     return {**fields, "layer_pattern": _shortest(pattern, whole=two_sizes)}
 
 
+def _indexer_pattern(read: _Reader, num_layers: int) -> tuple[bool, ...]:
+    """`indexer_pattern`, from the first of the ways in which the class reads it."""
+    every = read.get("index_topk_freq", int, 1)
+    first = read.get("index_skip_topk_offset", int, 2)
+    types = ["SF"[max(i - first + 1, 0) % every == 0] for i in range(num_layers)]
+    for key in ("index_topk_pattern", "indexer_types"):
+        if isinstance(listed := read.values.get(key), str | list):
+            types = [*listed]
+        if {str(kind) for kind in types} - _INDEXER_TYPES.keys() or len(types) != num_layers:
+            raise read.fault(key, f"; it must be full or shared for each of {num_layers} layers")
+    return _shortest([_INDEXER_TYPES[kind] for kind in types])
+
+
 def _full_heads(read: _Reader, pattern: Sequence[str]) -> dict[str, int]:
     """`full_head_dim` and `full_kv_heads`, if `per_layer_config` gives them layer by layer."""
     full = {str(i) for i, kind in enumerate(pattern) if kind == "full"}
@@ -346,7 +372,7 @@ def _full_heads(read: _Reader, pattern: Sequence[str]) -> dict[str, int]:
     return {field: nested.get(key, int) if key in first else 0 for key, field in keys.items()}
 
 
-def _shortest(kinds: Sequence[str], *, whole: bool = False) -> tuple[str, ...]:
+def _shortest(kinds: Sequence[Any], *, whole: bool = False) -> tuple[Any, ...]:
     """The shortest pattern that repeats over all layers, with `whole` a whole number of times."""
     length = next(
         n
@@ -512,6 +538,13 @@ def config_json(
     if first := config.first_dense_layers:
         sparse = config.num_layers - first
         values["mlp_layer_types"] = ["dense"] * first + ["sparse"] * sparse
+    if config.layer_inputs:
+        values["vocab_size_per_layer_input"] = config.vocab_size
+    if config.index_topk:
+        layers = range(config.num_layers)
+        values["indexer_types"] = [
+            "full" if i in config.indexed_layers else "shared" for i in layers
+        ]
     if architecture.rope_by_type:
         scaling, local = values.pop("rope_scaling"), values.pop("rope_local_base_freq")
         whole = {"rope_theta": values.pop("rope_theta"), **(scaling or {"rope_type": "default"})}

@@ -131,6 +131,11 @@ def check_params(directory: str | pathlib.Path, config: ModelConfig) -> dict[str
         stored = of_text
         logger.info("%s: the text model is used; %s is not read", directory, _listed(sorted(rest)))
     stored = _with_mxfp4(stored)
+    if config.sharing_layers:
+        # Published files have these tensors, and no layer uses them.
+        last = range(config.num_layers - config.sharing_layers, config.num_layers)
+        for i, name in itertools.product(last, ("k_proj", "v_proj", "k_norm")):
+            stored.pop(f"model.layers.{i}.self_attn.{name}.weight", None)
     if config.tie_embeddings:
         # A duplicate of the embedding, which Transformers ignores too.
         stored.pop("lm_head.weight", None)

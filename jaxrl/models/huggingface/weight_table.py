@@ -5,6 +5,8 @@
     M width of a shared expert
     P, Z sizes of latents of queries, and of keys and values
     A Z and the rotated dimensions   O size of a value   J O and the dimensions of a key without rotation
+    I layers with an indexer   B its heads   T their size
+    p size of a layer's input   a that of all layers' inputs
     N key heads of a delta layer   U value heads of each   X, Y sizes of their heads   C taps
 
 Loading and export follow this table alone; they have no code for particular models.
@@ -22,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.checks import MAX_LAYERS
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import STACKS
 from jaxrl.models.model_config import TARGET_OF, ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
@@ -48,7 +52,7 @@ class WeightRule:
         size of that one. A letter that `ours` lacks stands for one element.
       part: offset in the first merged dimension of the tensor, and the size of that, if others have the rest.
       grouped: True if each element of the first letter has such a part, with offset and size of its own.
-      strides: numbers that the first stacked dimension is multiplied by, and that is added, in a name.
+      numbers: the number in a name for each place of the first stacked dimension, from 0 on by default.
       exact: True for a tensor that is float32 whatever the type of the others.
     """
 
@@ -60,7 +64,7 @@ class WeightRule:
     within: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     part: tuple[int, int] | None = None
     grouped: bool = False
-    strides: tuple[int, int] = (1, 0)
+    numbers: Sequence[int] = range(MAX_LAYERS)
     exact: bool = False
 
     @property
@@ -77,8 +81,7 @@ class WeightRule:
     def tensor_name(self, position: Sequence[int]) -> str:
         """The name of the tensor at a position of the stacked dimensions."""
         if position:
-            times, plus = self.strides
-            position = (position[0] * times + plus, *position[1:])
+            position = (self.numbers[position[0]], *position[1:])
         return self.name.format(**dict(zip(self.stacked, position, strict=True)))
 
     @property
@@ -125,15 +128,37 @@ class WeightRule:
 FUSED = ("qkv_proj", "in_proj_qkvz", "mlp.experts.gate_up_proj")
 
 
+# The tensors of an indexer: name, dimensions, leaf, dimensions of that, `exact`.
+_INDEXER = (
+    ("wq_b.weight", "BT P", "q", "PBT", False),
+    ("wk.weight", "T D", "k", "DT", False),
+    ("k_norm.weight", "T", "k_scale", "T", True),
+    ("k_norm.bias", "T", "k_bias", "T", True),
+    ("weights_proj.weight", "B D", "head_weights", "DB", True),
+)
+
+
 def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[WeightRule, ...]:
     """Every tensor of a checkpoint of `config`, in the order of Transformers; `fused` are some of `FUSED`."""
     rule = functools.partial(WeightRule, sizes=dimension_sizes(config))
     rows = [rule("model.embed_tokens.weight", "V D", "embedding", "VD")]
-    if config.first_dense_layers:
-        rows += _layer_table(config, "first", dense=True, fused=fused)
-    for place in range(config.period):
-        path = f"layers.place{place}" if config.period > 1 else "layers"
-        rows += _layer_table(config, path, place, fused=fused)
+    if config.layer_inputs:
+        projection = "model.per_layer_model_projection.weight"
+        rows += [
+            rule("model.embed_tokens_per_layer.weight", "V a", "inputs.table", "Va"),
+            rule(projection, "a D", "inputs.projection", "Da"),
+            rule("model.per_layer_projection_norm.weight", "p", "inputs.norm.scale", "p"),
+        ]
+    for stack in STACKS:
+        layers = _layers_of(config, stack)
+        period = 1 if stack == "first" else config.period
+        for place in range(period if layers else 0):
+            path = f"{stack}.place{place}" if period > 1 else stack
+            rows += _layer_table(config, path, place, layers[place::period], fused=fused)
+    for name, stored, leaf, ours, exact in _INDEXER if config.indexed_layers else ():
+        name, ours = f"model.layers.{{I}}.self_attn.indexer.{name}", f"I{ours}"
+        further: Any = {"numbers": config.indexed_layers, "exact": exact}
+        rows.append(rule(name, stored, f"indexers.{leaf}", ours, **further))
     rows.append(rule("model.norm.weight", "D", "final_norm.scale", "D"))
     if config.num_scores:
         rows.append(rule("score.weight", "S D", "score_head", "DS"))
@@ -142,20 +167,25 @@ def weight_table(config: ModelConfig, *, fused: Sequence[str] = ()) -> tuple[Wei
     return tuple(rows)
 
 
+def _layers_of(config: ModelConfig, stack: str) -> range:
+    """The numbers of the layers of one of `STACKS`."""
+    first, last = config.first_dense_layers, config.num_layers - config.sharing_layers
+    ends = {"first": (0, first), "layers": (first, last), "last": (last, config.num_layers)}
+    return range(*ends[stack])
+
+
 def _layer_table(
-    config: ModelConfig, prefix: str, place: int = 0, *, dense: bool = False, fused: Sequence[str]
+    config: ModelConfig, prefix: str, place: int, numbers: range, *, fused: Sequence[str]
 ) -> list[WeightRule]:
-    """The tensors of the layers at one place of a period, or of the first dense layers."""
+    """The tensors of the layers with these numbers, which are at one place of a stack's periods."""
     rows: list[WeightRule] = []
-    kind = config.layer_pattern[place]
-    sizes, strides = (
-        dimension_sizes(config, kind),
-        (config.period, config.first_dense_layers + place),
-    )
+    kind, dense, shares = config.layer_pattern[place], prefix == "first", "last." in prefix
+    sizes = dimension_sizes(config, kind) | {"L": len(numbers)}
     if dense:
-        sizes |= {"L": config.first_dense_layers, "F": config.dense_d_ff}
-        strides = (1, 0)
-    rule = functools.partial(WeightRule, sizes=sizes, strides=strides)
+        sizes["F"] = config.dense_d_ff
+    elif shares:
+        sizes["F"] *= 1 + config.double_wide_sharing
+    rule = functools.partial(WeightRule, sizes=sizes, numbers=numbers)
 
     def per_layer(
         name: str,
@@ -176,7 +206,8 @@ def _layer_table(
     if kind == "delta":
         _delta_table(config, per_layer, fused="in_proj_qkvz" in fused)
     else:
-        _attention_table(config.of_kind(kind), per_layer, fused="qkv_proj" in fused)
+        fused_qkv = "qkv_proj" in fused
+        _attention_table(config.of_kind(kind), per_layer, fused=fused_qkv, shares=shares)
     if config.post_norms:
         # A trap of names: `post_attention_layernorm` follows attention in Gemma. In other families it is the
         # norm before the feed-forward network.
@@ -186,6 +217,10 @@ def _layer_table(
         per_layer("post_feedforward_layernorm.weight", "D", "mlp_post_norm.scale", "D")
     else:
         per_layer("post_attention_layernorm.weight", "D", "mlp_norm.scale", "D")
+    if config.layer_inputs:
+        per_layer("per_layer_input_gate.weight", "p D", "input_gate.weight", "Dp")
+        per_layer("per_layer_projection.weight", "D p", "input_out.weight", "pD")
+        per_layer("post_per_layer_input_norm.weight", "D", "input_norm.scale", "D")
     if config.scaled_layers:
         per_layer("layer_scalar", "G", "layer_scale", "", G=(0, 1))
     if config.expert_norms:
@@ -250,7 +285,9 @@ def _network_table(
     per_layer(f"{name}.down_proj.weight", f"D {inner}", f"{path}.down.weight", f"{stack}{inner}D")
 
 
-def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
+def _attention_table(
+    config: ModelConfig, per_layer: Callable[..., None], *, fused: bool, shares: bool
+) -> None:
     """Adds the tensors of attention."""
     if config.kv_latent:
         if config.q_latent:
@@ -282,8 +319,9 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
             )
         else:
             per_layer("self_attn.q_proj.weight", "QH D", "attention.q.weight", "DQH")
-        per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
-        if not config.keys_as_values:
+        if not shares:
+            per_layer("self_attn.k_proj.weight", "KH D", "attention.k.weight", "DKH")
+        if not (shares or config.keys_as_values):
             per_layer("self_attn.v_proj.weight", "KH D", "attention.v.weight", "DKH")
     per_layer("self_attn.o_proj.weight", "D QH", "attention.o.weight", "QHD")
     if config.qkv_bias:
@@ -298,7 +336,8 @@ def _attention_table(config: ModelConfig, per_layer: Callable[..., None], *, fus
     if config.qk_norm:
         q, k = ("QH", "KH") if config.qk_norm_over_heads else ("H", "H")
         per_layer("self_attn.q_norm.weight", q, "attention.q_norm.scale", q)
-        per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
+        if not shares:
+            per_layer("self_attn.k_norm.weight", k, "attention.k_norm.scale", k)
 
 
 def _delta_table(config: ModelConfig, per_layer: Callable[..., None], *, fused: bool) -> None:
@@ -367,6 +406,11 @@ def dimension_sizes(config: ModelConfig, kind: str = "full") -> dict[str, int]:
         "A": config.cached_dim,
         "O": config.value_dim,
         "J": config.pair_dims - config.rope_dim,
+        "I": len(config.indexed_layers),
+        "B": config.index_heads,
+        "T": config.index_dim,
+        "p": config.layer_inputs,
+        "a": config.num_layers * config.layer_inputs,
         "S": config.num_scores,
         "R": config.lora.rank,
         "N": config.delta_key_heads,
@@ -388,7 +432,7 @@ def adapter_table(config: ModelConfig) -> tuple[WeightRule, ...]:
     """
     rows = []
     for row in weight_table(config):
-        rule = functools.partial(WeightRule, sizes=row.sizes, strides=row.strides)
+        rule = functools.partial(WeightRule, sizes=row.sizes, numbers=row.numbers)
         path, _, leaf = row.path.rpartition(".")
         name = path.split(".")[-1]
         if leaf != "weight" or TARGET_OF.get(name, name) not in config.lora.targets:

@@ -69,6 +69,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     width = model.d_model
     outside = model.vocab_size * width
     outside += outside if model.has_unembedding else model.num_scores * width
+    outside += model.vocab_size * model.num_layers * model.layer_inputs
     first = model.first_dense_layers
     if first:
         stack = dataclasses.replace(
@@ -79,7 +80,7 @@ def model_numbers(model: ModelConfig) -> ModelNumbers:
     layers = model.of_attention_layers
     heads = [2 * (model.num_heads + layer.num_kv_heads) * layer.head_dim for layer in layers]
     cached: dict[int, float] = {}
-    for layer in layers:
+    for layer in model.of_cached_layers:
         values = (1 if model.kv_latent else 2) * layer.cached_heads * layer.cached_dim
         cached[layer.cached_heads] = cached.get(layer.cached_heads, 0.0) + values
     split = sum(heads) / len(heads) + 3 * used

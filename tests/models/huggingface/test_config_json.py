@@ -2,9 +2,11 @@ import dataclasses
 import json
 import pathlib
 
+import jax
 import pytest
 
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import decoder_graph
 from jaxrl.models.huggingface.config_json import (
     adapter_config_json,
     config_json,
@@ -14,6 +16,7 @@ from jaxrl.models.huggingface.config_json import (
 )
 from jaxrl.models.model_config import LoraConfig, ModelConfig, RopeScaling
 from jaxrl.models.shapes import SHAPES
+from jaxrl.roles.flops import token_flops
 
 # The config.json of published models, without keys that no reader needs. Gemma-3-4b leaves out defaults.
 FILES = json.loads(pathlib.Path(__file__).with_name("published_configs.json").read_text())
@@ -309,6 +312,44 @@ def test_a_ministral_with_images():
         parse_config({**values, "text_config": {**text, "model_type": "llama"}})
 
 
+def test_layers_with_an_indexer_are_read_and_longer_texts_than_it_takes_refused():
+    values = {
+        **without(DEEPSEEK_V3, "rope_scaling"),
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "index_topk": 2048,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "num_hidden_layers": 6,
+    }
+    every = parse_config(values)
+    assert every.indexer_pattern == (True,) and every.indexed_layers == tuple(range(6))
+    assert (every.index_topk, every.index_heads, every.index_dim) == (2048, 32, 128)
+    # The first two, and from there every third: the class counts from the offset less 1.
+    third = parse_config({**values, "index_topk_freq": 3})
+    assert third.indexed_layers == (0, 1, 4)
+    assert parse_config({**values, "index_topk_pattern": "FFSSFS"}) == third
+    types = ["full", "full", "shared", "shared", "full", "shared"]
+    assert parse_config({**values, "indexer_types": types}) == third
+    written = config_json(third, dtype="bfloat16", base=values)
+    assert written["indexer_types"] == types and parse_config(written) == third
+    older = {**values, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    listed = parse_config({**older, "layer_types": ["indexed_attention"] * 6})
+    assert listed == every
+    assert config_json(listed, dtype="bfloat16", base=older)["model_type"] == "deepseek_v32"
+    assert third.for_texts_of(2048) == third
+    with pytest.raises(UserError, match=r"up to 2049 tokens, .* exceed index_topk 2048 .*; lower"):
+        third.for_texts_of(2049)
+    for change, message in (
+        ({"indexer_types": ["full"]}, r"indexer_types is \['full'\]; it must be full or shared"),
+        ({"index_topk_pattern": "FFXSFS"}, "index_topk_pattern is 'FFXSFS'"),
+        ({"q_lora_rank": None}, "q_latent 0: indexers have all of them"),
+        ({"rope_interleave": False}, "rope_interleave is False, but only True"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_config({**values, **change})
+
+
 GEMMA4 = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
@@ -367,11 +408,48 @@ def test_gemma_4_with_and_without_experts():
     assert mixture.expert_norms and parse_config(config_json(mixture, dtype="float32")) == mixture
 
 
+def test_a_gemma_4_with_inputs_of_layers_and_shared_keys_by_hand():
+    """Sizes of E2B as recalled: 35 layers, every fifth full, of which the last 20 share."""
+    kinds = ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(35)]
+    values = {
+        **without(GEMMA4, "num_global_key_value_heads"),
+        **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35},
+        **{"num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 262_144},
+        **{"attention_k_eq_v": False, "layer_types": kinds, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20},
+    }
+    config = parse_config(values)
+    assert (config.num_periods, config.layer_inputs, config.sharing_layers) == (3, 256, 20)
+    D, L, p = 1536, 35, 256
+    outside = 262_144 * (D + L * p) + D * L * p + p + D
+    every = L * (2 * D * p + D + 4 * D + 1) + 3 * D * 6144 * (15 + 2 * 20)
+    queries = 28 * (2 * D * 8 * 256 + 256) + 7 * (2 * D * 8 * 512 + 512)
+    keys_and_values = 12 * (2 * D * 256 + 256) + 3 * (2 * D * 512 + 512)
+    assert config.num_params == outside + every + queries + keys_and_values
+    shapes = decoder_graph(config)[1]
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == config.num_params
+    assert config.kv_bytes_per_token(2) == 2 * 2 * (12 * 256 + 3 * 512)
+    written = config_json(config, dtype="bfloat16", base=values)
+    assert parse_config(written) == config and written["vocab_size_per_layer_input"] == 262_144
+    # Matmuls with all of these but the tables and norms, and the unembedding once more.
+    tables, norms = 262_144 * (D + L * p), p + D + L * (5 * D + 1) + 40 * 256 + 10 * 512
+    matmuls = config.num_params - tables - norms + 262_144 * D
+    assert token_flops(config).weights == 2 * matmuls
+    config.check_stages(1)
+    with pytest.raises(
+        UserError, match=r"2 pipeline stages, but the last 20 layers .*; choose p = 1"
+    ):
+        config.check_stages(2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256, but only 0"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20, but only 0"),
+        (
+            {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 64},
+            "vocab_size_per_layer_input is 64, but only 48",
+        ),
+        ({"num_kv_shared_layers": 5}, "sharing_layers 5 of num_layers 12 .* whole patterns"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"enable_moe_block": True}, "moe_intermediate_size is missing"),
         ({"rope_parameters": None}, "rope_parameters is missing"),

@@ -16,6 +16,7 @@ from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import LayoutConfig, ParallelLayout
 from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES, shardings
+from jaxrl.models import lora
 from jaxrl.models.decoder import decoder_graph, init_params
 from jaxrl.models.huggingface.config_json import config_json, read_config
 from jaxrl.models.huggingface.model_files import INDEX_FILE, SINGLE_FILE, new_directory
@@ -379,6 +380,80 @@ def test_buffers_of_old_versions_and_the_head_of_a_tied_model_are_ignored(tmp_pa
     tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     assert_trees_equal(load(write_checkpoint(tmp_path / "more", TINY, tensors)), expected)
+
+
+def test_keys_of_layers_that_share_others_are_not_read(tmp_path):
+    model = dataclasses.replace(
+        TINY,
+        num_layers=6,
+        qkv_bias=False,
+        qk_norm=True,
+        value_norm=True,
+        query_pre_attn_scalar=1.0,
+        activation="gelu_tanh",
+        post_norms=True,
+        scale_embeddings=True,
+        scaled_layers=True,
+        tie_embeddings=True,
+        full_head_dim=2 * TINY.head_dim,
+        sliding_window=4,
+        layer_pattern=("sliding", "full"),
+        rope_local_theta=100.0,
+        layer_inputs=6,
+        sharing_layers=2,
+        double_wide_sharing=True,
+    )
+    params = init_params(model, jax.random.key(0))
+    save_checkpoint(params, model, tmp_path / "out", dtype="float32")
+    assert read_config(tmp_path / "out") == model
+    path = tmp_path / "out" / SINGLE_FILE
+    tensors = load_file(path)
+    layers_with_keys = {int(n.split(".")[2]) for n in tensors if "self_attn.k_" in n}
+    assert layers_with_keys == {0, 1, 2, 3}
+    # As published files have them.
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.5.self_attn.{name}.weight"] = np.ones((2, 2), np.float32)
+    save_file(tensors, path)
+    assert_trees_equal(load(tmp_path / "out"), params)
+    tensors["model.layers.5.self_attn.sinks"] = np.ones(2, np.float32)
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="sinks"):
+        load(tmp_path / "out")
+
+
+def test_indexers_are_kept_and_their_small_tensors_wide(tmp_path):
+    sizes = {"kv_latent": 6, "q_latent": 5, "rope_dim": 4, "value_dim": 6}
+    indexer = {"indexer_pattern": (True, False), "index_topk": 8, "index_heads": 4}
+    attention = {"num_kv_heads": GLM.num_heads, "qkv_bias": False, "qk_norm": False}
+    model = dataclasses.replace(
+        GLM,
+        **sizes,
+        **indexer,
+        index_dim=6,
+        interleaved_rotary=True,
+        **attention,
+        rotary_fraction=1.0,
+    )
+    params = init_params(model, jax.random.key(0))
+    params["indexers"] = jax.tree.map(lambda leaf: leaf + 1 / 3, params["indexers"])
+    save_checkpoint(params, model, tmp_path / "out", dtype="bfloat16")
+    assert read_config(tmp_path / "out") == model
+    tensors = load_file(tmp_path / "out" / SINGLE_FILE)
+    of_indexers = {n: t.dtype for n, t in tensors.items() if ".self_attn.indexer." in n}
+    assert len(of_indexers) == 2 * 5 and {n.split(".")[2] for n in of_indexers} == {"0", "2"}
+    wide = {n for n, dtype in of_indexers.items() if dtype == np.float32}
+    assert {n.split("indexer.")[1] for n in wide} == {
+        "k_norm.weight",
+        "k_norm.bias",
+        "weights_proj.weight",
+    }
+    found = load(tmp_path / "out")["indexers"]
+    assert lora.split_trained(params)[1].keys() >= {"indexers"}
+    for name, leaf in found.items():
+        expected = params["indexers"][name]
+        if name in ("q", "k"):
+            expected = expected.astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(leaf, expected)
 
 
 def test_the_correction_bias_keeps_its_type_and_layers_of_further_tokens_are_ignored(tmp_path):
