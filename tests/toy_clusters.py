@@ -148,6 +148,8 @@ def _generation_s(role, model, strategy, generating, work, budget, resident, wid
             if resident + weights + slots * slot > budget:
                 continue
             layout = dataclasses.replace(strategy, p_g=p_g, t_g=t_g)
+            if layout.fsdp_gen != strategy.fsdp_gen:
+                continue  # another layout, with other groups in training
             groups = generating.groups(layout)
             key = (id(generating), model, groups, slots, role.greedy)
             if key not in _traces:

@@ -95,7 +95,10 @@ class LayoutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelLayout:
-    """A checked layout, in the sizes of the paper; `axis_sizes` has those of the mesh."""
+    """A checked layout, in the sizes of the paper; `axis_sizes` has those of the mesh.
+
+    `sharding` is that of weights, gradients and moments over replicas.
+    """
 
     p: int
     t: int
@@ -105,6 +108,7 @@ class ParallelLayout:
     fsdp: int = 1
     expert: int = 1
     context: int = 1
+    sharding: str = "FSDP"
 
     @property
     def fsdp_gen(self) -> int:
@@ -169,7 +173,7 @@ class ParallelLayout:
                 "a stage of generation is a union of training stages, so choose a divisor"
             )
         shares = (config.fsdp, config.expert, config.context)
-        layout = ParallelLayout(p, t, d, p_g, t_g, *shares)
+        layout = ParallelLayout(p, t, d, p_g, t_g, *shares, config.sharding)
         if (k := layout.fsdp_gen) > 1 and config.fsdp % k:
             raise UserError(
                 f"mesh.generate {generate}: t_g={t_g} does not divide t={t} of mesh.train {config.train}, so "

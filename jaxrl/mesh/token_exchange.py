@@ -30,11 +30,15 @@ RaggedMove = Callable[..., jax.Array]
 _LEAST_GAIN = 2.0
 
 
-def exchange_pays(devices: int, num_experts: int, per_token: int) -> bool:
-    """Whether an exchange sends at most half of the bytes, if all experts are chosen equally often."""
+def exchanged_share(devices: int, num_experts: int, per_token: int) -> float:
+    """p, the bytes of an exchange over those of a gather, if all experts are chosen equally often."""
     elsewhere = num_experts - num_experts // devices
-    hit = 1 - math.comb(elsewhere, per_token) / math.comb(num_experts, per_token)
-    return hit * _LEAST_GAIN <= 1
+    return 1 - math.comb(elsewhere, per_token) / math.comb(num_experts, per_token)
+
+
+def exchange_pays(devices: int, num_experts: int, per_token: int) -> bool:
+    """Whether an exchange sends at most half of the bytes of a gather."""
+    return exchanged_share(devices, num_experts, per_token) * _LEAST_GAIN <= 1
 
 
 def exchange_tokens(

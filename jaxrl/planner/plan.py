@@ -167,8 +167,8 @@ def describe_flow(roles: PlannedRoles) -> Iterator[tuple[str, str]]:
     sampled = prompts * rollout.num_samples
     greedy = f", and {prompts:,} greedy ones" if dataflow.greedy_baseline else ""
     limit = rollout.max_generation_batches
-    batches = f"; at most {limit} batches a step" if limit else "; as many batches as a step takes"
-    batches = batches if dynamic else ""
+    most = f"at most {limit} batches a step" if limit else "as many batches as a step takes"
+    batches = f"; {most}" if dynamic else ""
     yield (
         "generation batch",
         f"{prompts:,} prompts x {rollout.num_samples} samples = {sampled:,} responses of "

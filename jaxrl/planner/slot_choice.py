@@ -92,10 +92,8 @@ def with_chosen_slots(config: Config, devices: Sequence[Any]) -> Config:
     config = with_slots(config, algorithm, meshes, memory, compile_here)
     if hosts.is_first():
         share = f"{config.rollout.memory_fraction:g} of a device's {memory / 1e9:.1f} GB"
-        if slots == "auto":
-            chosen = f"rollout.slots: {config.rollout.slots:,}"
-        else:
-            chosen = f"rollout.cache_tokens: {config.rollout.cache_tokens:,}"
+        name = "slots" if slots == "auto" else "cache_tokens"
+        chosen = f"rollout.{name}: {getattr(config.rollout, name):,}"
         print(f"{chosen}, as many as {share} holds or a step has samples")
     return config
 

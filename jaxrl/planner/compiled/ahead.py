@@ -310,8 +310,9 @@ def compile_piece(lowered: Any, topology: Topology) -> CompiledPiece:
 def _described(compiled: Any, text: str, seconds: float) -> CompiledPiece:
     memory = compiled.memory_analysis()
     arguments, inside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or arguments + inside + outputs
+    most = arguments + inside + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # The compiler's peak has the buffers in host memory too.
+    peak = min(getattr(memory, "peak_memory_in_bytes", 0) or most, most)
     return CompiledPiece(arguments, inside, peak, True, text, seconds)
 
 

@@ -115,24 +115,25 @@ def with_mapping(config: Config, found: Mapping) -> Config:
     """
     actor = found.roles["actor"]
     replicas = actor.layout.num_devices // (actor.layout.p_g * actor.layout.t_g)
-    # The search counts weights and moments as FSDP shards them: another strategy needs other memory, and its
-    # shards may not divide.
-    whole = {"layout": "as_given", "sharding": "FSDP"} | _settings_of(actor)
+    # A pool without its own sharding has that of the actor.
+    shardings = {role.layout.sharding for role in found.roles.values()}
+    named = ("sharding",) if len(shardings) > 1 else ()
+    whole = _settings_of(actor, "sharding")
     placement: dict[str, dict[str, Any]] = {}
     for number, pool in enumerate(found.pools):
         roles = [found.roles[name] for name in pool.roles]
         first = next((role for role in roles if role.slots), roles[0])
-        row = placement[f"pool{number}"] = {"roles": pool.roles, **_settings_of(first)}
+        row = placement[f"pool{number}"] = {"roles": pool.roles, **_settings_of(first, *named)}
         if pool.devices < found.num_devices:
             row["devices"] = pool.name
         trained = train_name(first.layout)
         others = [role for role in roles if train_name(role.layout) != trained]
         if others:
-            row["layouts"] = {role.name: _settings_of(role) for role in others}
-    if set(placement["pool0"]) == {"roles", *_settings_of(actor)}:
+            row["layouts"] = {role.name: _settings_of(role, *named) for role in others}
+    if set(placement["pool0"]) == {"roles", *_settings_of(actor, *named)}:
         # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
-    mesh = dataclasses.replace(config.mesh, **whole)
+    mesh = dataclasses.replace(config.mesh, layout="as_given", **whole)
     # A prefill batch divides over the replicas of generation.
     per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
@@ -162,15 +163,12 @@ def setting_lines(config: Config, proposed: Config) -> list[str]:
     return lines
 
 
-def _settings_of(role: RoleMapping) -> dict[str, Any]:
+def _settings_of(role: RoleMapping, *others: str) -> dict[str, Any]:
     layout = role.layout
-    return {
-        "train": f"{layout.p}-{layout.t}-{layout.d}",
-        "generate": layout.generate,
-        "fsdp": layout.fsdp,
-        "expert": layout.expert,
-        "context": layout.context,
+    sizes = {
+        name: getattr(layout, name) for name in ("generate", "fsdp", "expert", "context", *others)
     }
+    return {"train": f"{layout.p}-{layout.t}-{layout.d}", **sizes}
 
 
 def with_searched_layout(config: Config, devices: Sequence[Any]) -> Config:

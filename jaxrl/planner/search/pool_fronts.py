@@ -162,12 +162,18 @@ def layouts_of(
 ) -> Iterator[ParallelLayout]:
     """All layouts of training on exactly `devices` devices that divide the model.
 
+    FSDP splits weights over the replicas of `fsdp`; where all replicas with rows of their own are, ZeRO-3
+    splits them over those that share a row too.
     Heads, feed-forward width and vocabulary divide over t, layers over p, width over FSDP, and experts over
     the expert axis. Key-value heads are split as far as they divide (mesh.rules). Context groups, which
     pass on parts of whole rows, stay inside fast links.
+
+    Generation may take replicas as tensor shards. Those are neighbours then, and the groups of `expert` and
+    `context` lie further apart in training too: such layouts have their t_g.
     """
+    widest = min(limits.max_tensor, domain)
     for t in divisors(devices):
-        if not _splits(model, t, min(limits.max_tensor, domain)):
+        if not _splits(model, t, widest):
             continue
         for p in divisors(devices // t):
             if model.num_periods % p or p > limits.max_pipeline:
@@ -182,10 +188,16 @@ def layouts_of(
                     or context > min(limits.max_context, max(1, domain // t))
                 ):
                     continue
-                for fsdp in divisors(d // (expert * context)) if limits.fsdp else (1,):
+                most = d // (expert * context)
+                shares = [(fsdp, fsdp, "FSDP") for fsdp in divisors(most)]
+                shares += [(most, most * context, "ZeRO-3")] if context > 1 else []
+                for fsdp, shards, sharding in shares if limits.fsdp else shares[:1]:
                     widths = (model.d_model, model.kv_latent, model.q_latent)
-                    if not any(width % fsdp for width in widths):
-                        yield ParallelLayout(p, t, d, p, t, fsdp, expert, context)
+                    if any(width % shards for width in widths):
+                        continue
+                    for t_g in (t * k for k in divisors(fsdp)):
+                        if _splits(model, t_g, widest):
+                            yield ParallelLayout(p, t, d, p, t_g, fsdp, expert, context, sharding)
 
 
 def _splits(model: ModelConfig, t: int, most: int) -> bool:
@@ -194,13 +206,9 @@ def _splits(model: ModelConfig, t: int, most: int) -> bool:
     return t <= most and not any(n % t for n in (model.num_heads, model.vocab_size, *widths))
 
 
-def generations_of(
-    model: ModelConfig, layout: ParallelLayout, domain: int, limits: SearchLimits
-) -> Iterator[ParallelLayout]:
-    """The layout with every p_g and t_g: divisors of p and t, and t times replicas of FSDP."""
-    wider = (layout.t * k for k in divisors(layout.fsdp)[1:])
-    most = min(limits.max_tensor, domain)
-    tensor = (*divisors(layout.t), *(n for n in wider if _splits(model, n, most)))
+def generations_of(layout: ParallelLayout) -> Iterator[ParallelLayout]:
+    """The layout with every p_g and t_g: divisors of p and t, or its own t_g, if that takes replicas."""
+    tensor = divisors(layout.t) if layout.fsdp_gen == 1 else (layout.t_g,)
     for p_g, t_g in itertools.product(divisors(layout.p), tensor):
         yield dataclasses.replace(layout, p_g=p_g, t_g=t_g)
 
@@ -230,7 +238,11 @@ def role_options(
     """
     passes, domain = simulator.passes, problem.cluster.accelerator.domain
     every = layouts_of(model, devices, domain, problem.limits)
-    layouts = [layout for layout in every if passes.divides(layout)]
+    layouts = [
+        layout
+        for layout in every
+        if passes.divides(layout) and (role.generates or layout.fsdp_gen == 1)
+    ]
     costs = np.zeros((len(layouts), 4))
     for row, layout in zip(costs, layouts, strict=True):
         if role.forwards:
@@ -242,16 +254,17 @@ def role_options(
             row[0], row[3] = update.resident_bytes, update.total_s
             row[1] = max(row[1], update.transient_bytes)
     # Generation splits p and t further, or takes FSDP replicas as tensor shards, and gathers FSDP shards: an
-    # actor's options compete with those of the same sizes only, and in the seconds of this gather too.
-    groups: dict[tuple[int, ...], list[int]] = {}
+    # actor's options compete with those of the same sizes only, and in the seconds of this gather too. ZeRO-3
+    # leaves room for more slots, of which other numbers are tried, so neither sharding rules out the other.
+    groups: dict[tuple[int | str, ...], list[int]] = {}
     points = costs
     if role.generates:
         gathers = [[simulator.generating.unshard_s(model, layout)] for layout in layouts]
         points = np.concatenate([costs, np.reshape(gathers, (-1, 1))], axis=1)
     for i in np.flatnonzero(ChoiceCosts(costs).fits(problem.budget_bytes)).tolist():
         each = layouts[i]
-        shape = (each.p, each.t, each.fsdp, each.expert) if role.generates else ()
-        groups.setdefault(shape, []).append(i)
+        same = (each.p, each.t, each.fsdp, each.fsdp_gen, each.expert, each.sharding)
+        groups.setdefault(same if role.generates else (), []).append(i)
     kept = [group[i] for group in groups.values() for i in pareto_front(points[group])]
     return RoleOptions(tuple(layouts[i] for i in kept), ChoiceCosts(costs[kept]))
 
@@ -261,7 +274,7 @@ class GenerationChoice:
 
     def __init__(self, simulator: GenerationSimulator, problem: MappingProblem):
         """Args are the simulator and the input of the search."""
-        actor, domain = problem.actor, problem.cluster.accelerator.domain
+        actor = problem.actor
         model, greedy = problem.models[actor.name], actor.greedy
         self._simulator = simulator
         self._model = model
@@ -272,7 +285,6 @@ class GenerationChoice:
                 model, groups, budget=problem.budget_bytes, greedy=greedy
             )
         )
-        self._generations = lambda layout: generations_of(model, layout, domain, problem.limits)
         self._exact = cache(functools.partial(simulator.seconds_of, model, greedy=greedy))
         self._resharding = cache(functools.partial(simulator.resharding_s, model))
 
@@ -292,7 +304,7 @@ class GenerationChoice:
         # Options of the same groups share their times.
         by_groups: dict[GenerationGroups, list[int]] = {}
         for i, layout in enumerate(options.layouts):
-            for generating in self._generations(layout):
+            for generating in generations_of(layout):
                 groups = self._simulator.groups(generating)
                 by_groups.setdefault(groups, []).append(i)
         # In a fixed order, so that of equally fast choices each search takes the same.

@@ -113,8 +113,12 @@ def search_mapping(
         fastest = fastest_mapping(problem, every_placement=every_placement)
         rows = {role.layout.row_parts for role in fastest.roles.values()} if fastest else ()
         if fastest and common_rows and len(rows) > 1:
-            has_uneven = True
-            fastest = _with_common_rows(problem, fastest.microbatch_rows)
+            # Search again with each divisor of their least common multiple.
+            has_uneven, each = True, []
+            for number in divisors(fastest.microbatch_rows):
+                work = dataclasses.replace(problem.workload, microbatch_rows=number)
+                each.append(fastest_mapping(dataclasses.replace(problem, workload=work)))
+            fastest = min(filter(None, each), key=lambda mapping: mapping.seconds, default=None)
         found += [fastest] if fastest else []
     if has_uneven and not found:
         raise UserError(
@@ -125,16 +129,6 @@ def search_mapping(
     if not found:
         raise UserError(_does_not_fit(problem))
     return min(found, key=lambda mapping: mapping.seconds)
-
-
-def _with_common_rows(problem: MappingProblem, most: int) -> Mapping | None:
-    # The fastest mapping needs different numbers of rows: search again with each divisor of their least
-    # common multiple.
-    mappings = []
-    for rows in divisors(most):
-        work = dataclasses.replace(problem.workload, microbatch_rows=rows)
-        mappings.append(fastest_mapping(dataclasses.replace(problem, workload=work)))
-    return min(filter(None, mappings), key=lambda mapping: mapping.seconds, default=None)
 
 
 def fastest_mapping(problem: MappingProblem, *, every_placement: bool = False) -> Mapping | None:

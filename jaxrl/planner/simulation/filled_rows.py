@@ -40,10 +40,6 @@ class FilledRows:
     unused: float
 
     @property
-    def total(self) -> int:
-        return sum(self.rows_U)
-
-    @property
     def most(self) -> int:
         return max(self.rows_U)
 
@@ -56,7 +52,7 @@ class FilledRows:
             partly filled, and rows have hardly any gaps.
         """
         if fill_minibatches:
-            gapless = self.total * (1 - self.unused / self.tokens)
+            gapless = sum(self.rows_U) * (1 - self.unused / self.tokens)
             return max(1.0, math.ceil(gapless / rows) / len(self.rows_U))
         return sum(math.ceil(filled / rows) for filled in self.rows_U) / len(self.rows_U)
 

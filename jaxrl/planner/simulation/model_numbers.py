@@ -44,10 +44,6 @@ class ModelNumbers:
     vocabulary: int
     cached: tuple[tuple[int, float], ...]
 
-    @property
-    def stacked(self) -> float:
-        return self.dense + self.experts
-
     def params_of_shard(self, p: int, t: int, expert: int = 1) -> float:
         """Parameters per device with p stages, t tensor and some expert shards, without FSDP."""
         return ((self.dense + self.experts / expert) / p + self.outside) / t

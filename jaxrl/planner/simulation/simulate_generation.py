@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.mesh.layout import ParallelLayout
-from jaxrl.mesh.rules import GENERATE_RULES, TRAIN_RULES
+from jaxrl.mesh.rules import GENERATE_RULES
+from jaxrl.mesh.sharding_strategies import state_rules
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
@@ -152,12 +153,10 @@ class GenerationSimulator:
         return CostBreakdown(seconds, {}, transient, idle_s, use)
 
     def groups(self, layout: ParallelLayout) -> GenerationGroups:
-        ring, n = self._collectives.ring, layout.num_devices
         # The same mesh as a run has, so a group that crosses hosts there crosses them here too.
-        tensor, stages = ring(layout, *GENERATE_RULES["heads"]), ring(layout, "stage_gen")
-        copies = ring(layout, *GENERATE_RULES["batch"])
-        experts = ring(layout, "expert")
-        return GenerationGroups(n, layout.p_g, layout.t_g, tensor, stages, copies, experts)
+        axes = GENERATE_RULES["heads"], ("stage_gen",), GENERATE_RULES["batch"], ("expert",)
+        rings = (self._collectives.ring(layout, *each) for each in axes)
+        return GenerationGroups(layout.num_devices, layout.p_g, layout.t_g, *rings)
 
     def best_seconds(
         self,
@@ -236,20 +235,19 @@ class GenerationSimulator:
         """Seconds of resharding from the training to the generation layout.
 
         HybridFlow Table 2: a device lacks (t p - t_g p_g) / (t_g p_g t p) of the model, and gathers it inside
-        its micro data-parallel group. With FSDP it first gathers its training shard inside its FSDP group.
+        its micro data-parallel group. First it gathers its training shard from those that split the weights.
         """
         whole = self.weight_bytes(model, layout.p_g, layout.t_g, layout.expert)
         micro = self._collectives.ring(layout, "stage_micro", "tensor_micro")
         return self.unshard_s(model, layout) + self._collectives.gather_s(whole, micro)
 
     def unshard_s(self, model: ModelConfig, layout: ParallelLayout) -> float:
-        """Seconds in which each FSDP group gathers its training shards, the first part of resharding."""
+        """Seconds in which replicas gather their training shards, the first part of resharding."""
         shard = self.weight_bytes(model, layout.p, layout.t, layout.expert)
         # Of shards that generation splits further, a device receives its part alone.
         received = shard / layout.fsdp_gen
-        return self._collectives.gather_s(
-            received, self._collectives.ring(layout, *TRAIN_RULES["embed"])
-        )
+        shards = self._collectives.ring(layout, *state_rules(layout.sharding).weights["embed"])
+        return self._collectives.gather_s(received, shards)
 
     def _samples_per_replica(self, replicas: int, greedy: bool) -> int:
         work = self.workload
@@ -287,8 +285,7 @@ class GenerationSimulator:
         p_g, call_s = groups.p_g, self._assume.call_s
         computed = flops / groups.devices / self._flops * (2 * p_g - 1) / p_g
         own = tokens / groups.replicas
-        computed += self._reduces_s(model, groups, own, batches)
-        computed += self._experts_s(model, groups, own, batches)
+        computed += sum(self._exchanges_s(model, groups, own, batches).values())
         size = inserted * self._token_bytes(model, p_g, groups.t_g)
         moved = self._collectives.gather_s(size, groups.copies, calls=inserts)
         return {
@@ -305,15 +302,13 @@ class GenerationSimulator:
         # weights for one part.
         assume, numbers = self._assume, model_numbers(model)
         p_g, t_g = groups.p_g, groups.t_g
-        ticks = 2 * p_g - 1
         slots, cached = trace.slots / p_g, trace.cached / p_g
         weights = self.weight_bytes(model, p_g, t_g, groups.experts.members)
         weights_s = weights / self._weights_rate
         matmuls_s = slots * numbers.token_flops / (p_g * t_g) / self._flops
-        cache = numbers.cache_values_of_shard(p_g, t_g) * assume.cache_bytes
-        cache_s = cached * cache / self._cache_rate
+        cache_s = cached * self._token_bytes(model, p_g, t_g) / self._cache_rate
         scores_s = cached * numbers.pair_flops / (p_g * t_g) / self._flops
-        times = trace.steps * ticks
+        times = trace.steps * (2 * p_g - 1)
         read = float(times.sum()) * weights_s
         attended = float((times * cache_s).sum())
         visits = float((trace.steps * trace.slots).sum()) / self.workload.tokens_per_dispatch
@@ -327,32 +322,30 @@ class GenerationSimulator:
             # A program call for each dispatch, and the host's work for every slot in it.
             "host between dispatches": trace.dispatches * assume.call_s + visits * each_slot,
         }
-        if t_g > 1:
-            each = self._reduces_s(model, groups, slots, 1.0)
-            found["tensor all-reduces"] = float((times * each).sum())
-        if groups.experts.members > 1:
-            each = self._experts_s(model, groups, slots, 1.0)
-            found["tokens to experts"] = float((times * each).sum())
+        for cause, each in self._exchanges_s(model, groups, slots, 1.0).items():
+            found[cause] = float((times * each).sum())
         if p_g > 1:
             hop = self._collectives.pass_on_s(0.0, groups.stages)
             found["between stages"] = float(times.sum()) * hop
         return found
 
-    def _reduces_s(
+    def _exchanges_s(
         self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
-    ) -> Any:
-        # Seconds of a stage's two all-reduces per layer, of `tokens` tokens in as many passes as `calls`.
-        numbers, reduces = model_numbers(model), 2 * model.num_layers / groups.p_g
-        size = reduces * tokens * numbers.width * self._assume.compute_bytes
-        return self._collectives.reduce_s(size, groups.tensor, calls=reduces * calls)
-
-    def _experts_s(
-        self, model: ModelConfig, groups: GenerationGroups, tokens: Any, calls: float
-    ) -> Any:
-        # Seconds in which a group gathers its tokens in each layer, and scatters the sums of its experts.
-        layers = model.num_layers / groups.p_g
-        size = layers * groups.experts.members * tokens * model.d_model * self._assume.compute_bytes
-        return self._collectives.reduce_s(size, groups.experts, calls=layers * calls)
+    ) -> dict[str, Any]:
+        # Seconds of a stage's exchanges of `tokens` tokens, in as many passes as `calls`.
+        #
+        # In each layer two all-reduces, and a group of experts gathers its tokens and scatters the sums: as
+        # training does, but always of all tokens.
+        found, experts = {}, groups.experts
+        for cause, ring, each, replicas in (
+            ("tensor all-reduces", groups.tensor, 2, 1),
+            ("tokens to experts", experts, 1, experts.members),
+        ):
+            times = each * model.num_layers / groups.p_g
+            size = times * replicas * tokens * model.d_model * self._assume.compute_bytes
+            if ring.members > 1:
+                found[cause] = self._collectives.reduce_s(size, ring, calls=times * calls)
+        return found
 
 
 @functools.lru_cache(maxsize=4096)

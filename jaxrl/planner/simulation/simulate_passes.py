@@ -22,9 +22,11 @@ import math
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.mesh.ring import pick_split
 from jaxrl.mesh.rules import TRAIN_RULES
+from jaxrl.mesh.sharding_strategies import state_rules
+from jaxrl.mesh.token_exchange import exchange_pays, exchanged_share
 from jaxrl.models.attention import pick_block_tokens
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.planner.hardware.cluster import Cluster
+from jaxrl.planner.hardware.cluster import Cluster, Ring
 from jaxrl.planner.simulation.assumptions import Assumptions
 from jaxrl.planner.simulation.collective_times import Collectives
 from jaxrl.planner.simulation.filled_rows import (
@@ -127,20 +129,22 @@ class PassSimulator:
             model, layout, flushes, gathers=2, compute_s=busy / repeats, gradients=True
         )
         exchanged = self._exchanges_s(model, layout, flushes, passes=2 + again)
-        values = self._values(model, layout) / layout.fsdp
+        values = self._values(model, layout)
+        summed = values / self._shards(layout, "gradients").members
         # Weights and moments are read and written, gradients read.
         read = 2 * (assume.master_bytes + assume.moments_bytes) + assume.reduced_bytes
+        own = values / self._shards(layout, "optimizer").members
         seconds = {
             "compute": compute,
             "layers computed again": again * forward,
             "pipeline bubble": busy * (layout.p - 1) / flushes.microbatches,
             **{name: s * repeats for name, s in (exchanged | data).items()},
-            "optimiser": work.updates * repeats * values * read / self._read,
+            "optimiser": work.updates * repeats * own * read / self._read,
             "program call": assume.call_s + work.updates * repeats * assume.pass_s,
         }
         resident = self._weights(model, layout, trained=True)
         # The ticks of a flush have their own gradient sum, and the sum over replicas has another buffer.
-        sums = 1 + (layout.p > 1) + (layout.d > layout.fsdp)
+        sums = 1 + (layout.p > 1) + (layout.d > self._shards(layout, "gradients").members)
         # Kept for the backward pass: inputs of all ticks of a flush, plus two copies for the recomputed tick,
         # which pass from one loop to another.
         numbers, ticks = model_numbers(model), flushes.microbatches + layout.p - 1
@@ -157,7 +161,7 @@ class PassSimulator:
             seconds["inputs of layers to the host"] = copied / (assume.offload_gbs * 1e9)
             kept *= 2 * layout.p / numbers.layers
         transient = {
-            "gradients": sums * assume.gradient_bytes * values,
+            "gradients": sums * assume.gradient_bytes * summed,
             "kept of the layers": kept,
             **self._at_work(model, layout, flushes, backward=True),
         }
@@ -241,9 +245,13 @@ class PassSimulator:
         one = shared.reduce_s(size, shared.ring(layout, *TRAIN_RULES["heads"]))
         found = {"tensor all-reduces": 2 * layers * one}
         if layout.expert > 1:
-            # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers).
-            group = shared.ring(layout, "expert")
-            found["tokens to experts"] = layers * shared.reduce_s(layout.expert * size, group)
+            # The tokens of a group are gathered, and the sums scattered (mesh.parallel_layers); or, as a run
+            # decides, each token goes to the devices of its experts alone, after the numbers of tokens.
+            group, sent, calls = shared.ring(layout, "expert"), layout.expert * size, 1.0
+            chosen = (layout.expert, model.num_experts, model.experts_per_token)
+            if self._cluster.accelerator.platform != "cpu" and exchange_pays(*chosen):
+                sent, calls = sent * exchanged_share(*chosen), 1.5
+            found["tokens to experts"] = layers * shared.reduce_s(sent, group, calls=calls)
         if layout.context > 1:
             heads = (model.num_heads // layout.t, max(1, model.num_kv_heads // layout.t))
             split = pick_split(layout.context, *heads, whole_rows=assume.attention != "xla")
@@ -272,7 +280,7 @@ class PassSimulator:
         # Seconds of exchanges between replicas, and the part that compute hides (negative).
         assume, shared, numbers = self._assume, self._collectives, model_numbers(model)
         values = self._values(model, layout)
-        shards = shared.ring(layout, *TRAIN_RULES["embed"])
+        shards = self._shards(layout, "weights")
         # The weights of a layer are one gather, and their gradients one sum.
         calls = numbers.layers / layout.p + 1
         # Weights travel in the type of the matmuls, gradients in the type of their sums.
@@ -280,20 +288,23 @@ class PassSimulator:
         found = {"weights gathered": gathers * flushes.count * gather}
         if gradients:
             sums = flushes.count if assume.reduce_each_microbatch else self._work.updates
-            size = values * assume.reduced_bytes
-            scatter = shared.gather_s(size, shards, calls=calls)
-            # Replicas of the expert axis share no experts.
+            scattered = self._shards(layout, "gradients")
+            scatter = shared.gather_s(values * assume.reduced_bytes, scattered, calls=calls)
+            # The other replicas have sums of the same shards, but for experts, which those of `expert` split.
             own = numbers.experts / (layout.p * layout.t * layout.expert)
+            sharded = state_rules(layout.sharding).gradients["embed"]
+            axes = [a for a in (*TRAIN_RULES["batch"], "context") if a not in sharded]
             rest = 0.0
-            for part, axes in (
-                (values - own, ("data", "expert", "context")),
-                (own, ("data", "context")),
-            ):
-                size = part * assume.reduced_bytes / layout.fsdp
-                rest += (
-                    shared.reduce_s(size, shared.ring(layout, *axes), calls=calls) if part else 0.0
-                )
+            for part, left in ((values - own, axes), (own, [a for a in axes if a != "expert"])):
+                size = part * assume.reduced_bytes / scattered.members
+                if part:
+                    rest += shared.reduce_s(size, shared.ring(layout, *left), calls=calls)
             found["gradients summed"] = flushes.count * scatter + sums * rest
+            moments = self._shards(layout, "optimizer")
+            if moments.members > shards.members:
+                # Each replica changes a part of the weights (ZeRO-1 and 2).
+                changed = shared.gather_s(values * assume.master_bytes, moments, calls=calls)
+                found["weights gathered"] += self._work.updates * changed
         found["hidden behind compute"] = -min(sum(found.values()), assume.overlap * compute_s)
         return found
 
@@ -301,15 +312,22 @@ class PassSimulator:
         # Parameters of a device before FSDP.
         return model_numbers(model).params_of_shard(layout.p, layout.t, layout.expert)
 
+    def _shards(self, layout: ParallelLayout, part: str) -> Ring:
+        # The replicas that split the weights, gradients or optimizer state (fields of `StateRules`).
+        axes = getattr(state_rules(layout.sharding), part)["embed"]
+        return self._collectives.ring(layout, *axes)
+
     def _weights(
         self, model: ModelConfig, layout: ParallelLayout, *, trained: bool = False
     ) -> dict[str, float]:
-        values, assume = self._values(model, layout) / layout.fsdp, self._assume
+        values, assume = self._values(model, layout), self._assume
+        weights = values / self._shards(layout, "weights").members
         if not trained:
-            return {"frozen weights": assume.frozen_bytes * values}
+            return {"frozen weights": assume.frozen_bytes * weights}
+        moments = values / self._shards(layout, "optimizer").members
         return {
-            "master weights": assume.master_bytes * values,
-            "optimiser state": assume.moments_bytes * values,
+            "master weights": assume.master_bytes * weights,
+            "optimiser state": assume.moments_bytes * moments,
         }
 
     def _at_work(
@@ -342,7 +360,7 @@ class PassSimulator:
         # GPU compilers cast the weights of one layer at a time.
         is_tpu = self._cluster.accelerator.arrangement == "torus"
         if is_tpu and assume.compute_bytes != assume.master_bytes:
-            shard = stacked / (layout.p * layout.t * layout.fsdp)
+            shard = stacked / (layout.p * layout.t * self._shards(layout, "weights").members)
             found["layers' weights in the type of the matmuls"] = shard * assume.compute_bytes
         if of_layer > of_logits:
             return found | {"a layer at work, and the weights of two": of_layer}

@@ -203,8 +203,8 @@ class Workload:
 
 
 def train_name(layout: ParallelLayout) -> str:
-    """Sizes of the training layout, p-t-d and the axes that share d."""
+    """Sizes of the training layout, p-t-d and the axes that share d; and the sharding, but for FSDP."""
     shares = {"fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
-    return f"{layout.p}-{layout.t}-{layout.d}" + "".join(
-        f" {name} {size}" for name, size in shares.items() if size > 1
-    )
+    words = [f"{name} {size}" for name, size in shares.items() if size > 1]
+    words += [layout.sharding] if layout.sharding != "FSDP" else []
+    return " ".join((f"{layout.p}-{layout.t}-{layout.d}", *words))

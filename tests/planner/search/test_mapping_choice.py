@@ -201,6 +201,16 @@ def test_roles_of_a_pool_keep_the_strategies_that_were_found():
     assert meshes.mesh_of("actor").size == meshes.mesh_of("critic").size == 8
 
 
+def test_each_role_has_the_sharding_that_was_found():
+    ppo = recipe(dataflow="ppo", advantage="gae", whiten=True)
+    long = dataclasses.replace(split(1, 4, 2, 1, 1, 2), sharding="ZeRO-3")
+    alike = with_mapping(ppo, mapping_of({"actor": long, "critic": long}))
+    assert alike.mesh.sharding == "ZeRO-3" and alike.placement == {}
+    mixed = with_mapping(ppo, mapping_of({"actor": long, "critic": split(1, 4, 2, 2)}))
+    (pool,) = pools_of(mixed)
+    assert [pool.config_of(role).sharding for role in pool.roles] == ["ZeRO-3", "FSDP"]
+
+
 def test_devices_that_divide_badly_stay_idle():
     config = with_mapping(recipe(), mapping_of({"actor": split(1, 2, 3)}, devices=6))
     pools = pools_of(config)

@@ -1,6 +1,7 @@
 """Seconds and bytes with experts and rows split over devices, by hand."""
 
 import dataclasses
+import math
 import types
 from typing import Any
 
@@ -175,6 +176,43 @@ def test_a_context_divides_activations_and_not_weights():
     one, four = (passes(cluster, LONG).training(SEVEN_B, split(1, 1, 8, 2, 1, c)) for c in (1, 4))
     assert four.resident == one.resident
     assert four.transient["kept of the layers"] == one.transient["kept of the layers"] / 4
+
+
+@pytest.mark.parametrize(
+    ("sharding", "weights", "moments"),
+    [("replicated", 1, 1), ("ZeRO-1", 1, 8), ("FSDP", 2, 2), ("ZeRO-3", 8, 8)],
+)
+def test_replicas_hold_and_move_what_their_sharding_says(sharding, weights, moments):
+    """7B on 8 H100, pairs of FSDP and four devices of a row: 8 rows of one microbatch each, two at a time."""
+    cluster = Cluster.parse("h100:1x8")
+    layout = dataclasses.replace(split(1, 1, 8, 2, 1, 4), sharding=sharding)
+    found = passes(cluster, LONG).training(SEVEN_B, layout)
+    params = SEVEN_B.num_params
+    assert found.resident["master weights"] == pytest.approx(4 * params / weights, rel=1e-5)
+    assert found.resident["optimiser state"] == pytest.approx(8 * params / moments, rel=1e-5)
+    ring = {n: (n - 1) / n * params / (cluster.accelerator.link_gbs * 1e9) for n in (1, 2, 4, 8)}
+    # Four microbatches, forward and backward, in bfloat16; or the changed weights, in float32.
+    gathered = 4 * ring[8] if sharding == "ZeRO-1" else 4 * 2 * 2 * ring[weights]
+    assert found.seconds["weights gathered"] == pytest.approx(gathered, rel=1e-5)
+    # In float32: scattered over those that split them, and shards summed over the others, both ways.
+    summed = 4 * 4 * (ring[weights] + 2 * ring[8 // weights] / weights)
+    assert found.seconds["gradients summed"] == pytest.approx(summed, rel=1e-5)
+
+
+def test_tokens_are_exchanged_where_a_run_exchanges_them():
+    """gpt-oss-20b, 4 of 32 experts, over 8 replicas: 6.0 rows of a token in place of 14 (docs/models.md)."""
+    model, layout = model_shapes("gpt-oss-20b"), split(1, 1, 8, 1, 8)
+    cluster = Cluster.parse("h100:1x8")
+    # 64 rows of 2,000 tokens over 8 replicas; 24 layers of 2,880 numbers; forward, again, backward.
+    row = 2_000 * 2_880 * 2 / (cluster.accelerator.link_gbs * 1e9)
+    hit = 1 - math.comb(28, 4) / math.comb(32, 4)
+    update = passes(cluster).training(model, layout).seconds
+    assert update["tokens to experts"] == pytest.approx(3 * 8 * 24 * 14 * hit * row, rel=1e-6)
+    assert 14 * hit == pytest.approx(6.0, abs=0.05)
+    # A run on CPU has no exchange.
+    cpu = dataclasses.replace(cluster.accelerator, platform="cpu")
+    update = passes(Cluster(cpu, (1, 8))).training(model, layout).seconds
+    assert update["tokens to experts"] == pytest.approx(3 * 8 * 24 * 14 * row, rel=1e-6)
 
 
 def test_few_long_rows_are_faster_shared_than_padded():

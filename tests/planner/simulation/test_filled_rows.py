@@ -58,7 +58,7 @@ def test_microbatches_are_those_of_a_packed_batch(prompts, mean, tokens, rows, s
     found = filled.microbatches(rows, fill_minibatches=False)
     assert found == pytest.approx(real.num_micro_U.mean())
     some = (real.segment_ids > 0).sum(-1)
-    assert filled.total == (some > 0).sum()
+    assert sum(filled.rows_U) == (some > 0).sum()
     unused = work.row_tokens - some[some > 0]
     assert filled.unused == pytest.approx(unused.mean())
 

@@ -71,7 +71,7 @@ def passes(assume=PLAIN, work=WORK, cluster=CLUSTER):
 def test_parameters_are_those_of_the_model(name):
     model = model_shapes(name)
     numbers = model_numbers(model)
-    assert numbers.stacked + numbers.outside + model.d_model == model.num_params
+    assert numbers.dense + numbers.experts + numbers.outside + model.d_model == model.num_params
     assert numbers.cache_values_of_shard(1, 1) * 2 == model.kv_bytes_per_token(2)
     assert numbers.params_of_shard(1, 1) == model.num_params - model.d_model
 
@@ -357,7 +357,7 @@ def test_a_shared_prompt_is_computed_once_for_its_answers_in_a_row():
     alone = toy_work(prompts=4, samples=6, microbatch_tokens=162, **lengths)
     alone = dataclasses.replace(alone, response_lengths=LengthDistribution(32, 98))
     shared = dataclasses.replace(alone, shares_prompts=True)
-    assert (filled_rows(alone).total, filled_rows(shared).total) == (24, 8)
+    assert [sum(filled_rows(work).rows_U) for work in (alone, shared)] == [24, 8]
     one = split(1, 1, 1)
     # Tiles of 32 tokens over a prompt, tokens 0 to 62, and answers at 63 to 95, 96 to 128 and 129 to 161. The
     # last three blocks see the two of the prompt, themselves, and the one before if it shares an answer.
@@ -395,7 +395,7 @@ def test_layers_in_8_bits_take_and_read_and_move_half():
     wide, found = (
         generator(a).generation(MODEL, split(1, 4, 1, p_g=1, t_g=2), 4) for a in (PLAIN, narrow)
     )
-    expected = (numbers.stacked + 2 * numbers.outside) / 2
+    expected = (numbers.dense + numbers.experts + 2 * numbers.outside) / 2
     assert found.transient["weights of generation"] == expected
     share = expected / wide.transient["weights of generation"]
     for term in ("weights read", "resharding"):
@@ -425,7 +425,7 @@ def test_resharding_moves_what_table_2_says(t, t_g, p):
     layout = split(p, t, 16 // (p * t), t_g=t_g)
     numbers = model_numbers(MODEL)
     # An even split: what lies outside the layers is not split over stages, in the paper all is.
-    nbytes = (numbers.stacked + p * numbers.outside) * 2
+    nbytes = (numbers.dense + numbers.experts + p * numbers.outside) * 2
     expected = table_2(layout, round(nbytes))["hybrid"].received
     found = generator().resharding_s(MODEL, layout)
     assert found * 4e9 == pytest.approx(float(expected), rel=1e-6)
