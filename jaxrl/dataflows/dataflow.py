@@ -37,16 +37,13 @@ class Dataflow:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
         return self.function.__name__
 
     @property
     def title(self) -> str:
-        """The display name."""
         return self.name.upper().replace("_", " ")
 
     def __call__(self, step: Step, prompts: PromptSource) -> Metrics:
-        """Runs one step."""
         return self.function(step, prompts)
 
 

@@ -37,6 +37,7 @@ class TeacherPhase:
         """
         with self.timer.phase("teacher"):
             batch, found = experience.batch, self.teacher.logprobs(experience.batch)
+            # The teacher may have devices of its own.
             logprob: jax.Array = self.actor.place(found)
             kl = _mean_difference(batch.old_logprob, logprob, batch.loss_mask)
             metrics = {"teacher/reverse_kl": self.timer.when_done(kl)}

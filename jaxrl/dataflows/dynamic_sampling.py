@@ -30,15 +30,14 @@ _WANTED: dict[Keeps, str] = {
 
 
 def kept_groups(scored: Scored, keeps: Keeps) -> np.ndarray:
-    """Which groups a step trains on, bool [N]; samples of failed agents do not count.
-
-    "correctness" does not look at the spread of rewards: a length penalty makes rewards differ in a group
-    without a signal about the answer, and the float deviation of equal rewards need not be 0. "score" leaves
-    the length penalty out, too.
-    """
+    """Which groups a step trains on, bool [N]; samples of failed agents do not count."""
+    # Not the deviation of rewards: a length penalty makes them differ without a signal about the answer, and
+    # the float deviation of equal rewards need not be 0. `score_B` is without the length penalty, too.
     value_B = scored.correct_B if keeps == "correctness" else scored.score_B
     counts_NG = scored.counts_NG
     value_NG = value_B.reshape(counts_NG.shape)
+    # A failed sample is neither the best nor the worst. A group of failed ones is dropped: -inf > inf is
+    # False.
     above_NG, below_NG = (np.where(counts_NG, value_NG, x) for x in (-np.inf, np.inf))
     return above_NG.max(axis=1) > below_NG.min(axis=1)
 
@@ -171,6 +170,7 @@ class GroupBuffer:
     def take(self) -> tuple[Scored, SamplingStats]:
         """Returns the first groups of the full buffer with their statistics, and empties the buffer."""
         stats = self._stats()
+        # Dropped groups last, so that they only fill what is missing.
         groups = Scored.concatenate([*self._kept, *self._dropped])
         self._prompts_sampled, self._correct_NG, self._response_tokens = [], [], 0
         self._sampled, self._kept, self._dropped = [], [], []
@@ -254,5 +254,4 @@ class DynamicSampling:
         return self._inner.record(prompts)
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Continues from a record."""
         self._inner.restore(record, prompts)

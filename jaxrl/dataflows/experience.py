@@ -28,7 +28,6 @@ class Sampled:
 
     @property
     def completions(self) -> Completions:
-        """The responses without their rewards."""
         return self.scored.completions
 
 
@@ -48,7 +47,6 @@ class Experience:
 
     @property
     def completions(self) -> Completions:
-        """The responses without their rewards."""
         return self.scored.completions
 
     def extended(self, batch: TrainBatch, metrics: Mapping[str, Any] | None = None) -> Experience:

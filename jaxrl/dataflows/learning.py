@@ -63,7 +63,7 @@ class ActorPhase:
       pretraining: examples of the auxiliary loss; None for none.
       frozen_steps: number of first steps in which only critics learn.
       needs_signal: whether the loss is only the policy loss, with no gradient where all advantages are 0.
-        Such a step is skipped: Adam's momentum and weight decay would move the weights all the same.
+        Such a step is skipped.
       entropy: coefficient of the entropy bonus that changes from step to step; None for a constant one.
       sampling: options that the responses are sampled with, to draw their tokens again now and then; None
         never does.
@@ -100,6 +100,7 @@ class ActorPhase:
                 # The gap to the sampler is unknown before the update; the loss itself rejects tokens.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
             if self.shares_forward and self.timer.step >= self.frozen_steps:
+                # A single minibatch has all its old log-probabilities from its update.
                 if len(batch.tokens) > 1:
                     later = self.actor.logprobs(batch, first_minibatch=1)
                     batch = self._with_old_logprob(batch, later)
@@ -125,6 +126,8 @@ class ActorPhase:
 
     def _with_old_logprob(self, batch: TrainBatch, logprob: jax.Array) -> TrainBatch:
         """Sets the old log-probabilities; those of the sampler where the trainer does not keep the token."""
+        # Rounded otherwise, the last token that top-p keeps may fall out, and -inf would make an infinite
+        # ratio.
         if self.actor.truncation is not None:
             logprob = _finite_or(logprob, batch.rollout_logprob)
         return batch.replace(old_logprob=logprob)
@@ -134,13 +137,16 @@ class ActorPhase:
         if self.timer.step < self.frozen_steps:
             return self._metrics(experience)
         with self.timer.phase("update_actor", shown="update"):
+            # Adam's momentum and weight decay would move the weights without a gradient, too.
             if self.needs_signal:
                 has_signal = _has_signal(experience.batch)
+                # The fetch below waits for the devices.
                 self.meanwhile(has_signal)
                 if not hosts.fetch(has_signal):
                     self.actor.skip_update()
                     nothing = {"actor/skipped_updates": 1.0, "perf/update_tflop": 0.0}
                     return nothing | self._metrics(experience)
+            # Read before the update: `follow` changes it for the next step.
             coef = None if self.entropy is None else self.entropy.applied
             metrics, experience = self._updated(experience, coef)
             metrics = self.timer.when_done(prefixed("actor", metrics))

@@ -101,6 +101,7 @@ class ReferencePhase:
             if self.reference is None:
                 ref_logprob = self.actor.reference_logprobs(batch)
             else:
+                # The reference may have devices of its own.
                 ref_logprob = self.actor.place(self.reference.logprobs(batch))
             if self.actor.truncation is not None:
                 # The actor's tokens have all of the probability; the reference's have the share that they
@@ -155,6 +156,7 @@ class EntropyCoefficient:
     @property
     def applied(self) -> float:
         """The coefficient of the next step."""
+        # As in Skywork-OR1, section 4.
         return self.value if self.entropy <= self.target else 0.0
 
     def follow(self, entropy: jax.Array) -> None:
@@ -231,6 +233,7 @@ class Advantages:
             batch, completions = experience.batch, experience.completions
             value = self.actor.place(values)
             group_B, num_groups = _groups(completions)
+            # Without a KL coefficient: the penalty is in the rewards already.
             cost_advantage, target, _ = self.estimator(
                 batch, costs.cost_B, group_B, num_groups=num_groups, value=value
             )
@@ -257,6 +260,7 @@ class Advantages:
         metrics: Metrics = {}
         if self.penalizes:
             metrics["actor/reward_kl_penalty"] = reward_kl
+            # That of this step: `follow` changes it.
             metrics["actor/reward_kl_penalty_coeff"] = self.kl.value
         self.kl.follow(reward_kl, len(completions))
         return experience.extended(experience.batch.replace(advantage=advantage), metrics), target
@@ -270,5 +274,6 @@ def _groups(completions: Completions) -> tuple[np.ndarray, int]:
     index_B, agents = completions.prompt_index_B.astype(np.int32), completions.of_agents
     if agents is None:
         return index_B, len(completions.prompts)
+    # Apart, because their rewards must not be in the baseline of the others.
     apart = np.int32(len(completions.prompts))
     return np.where(agents.failed_B, apart, index_B), int(apart) + 1

@@ -10,6 +10,7 @@ from jaxrl.dataflows.step import Step
 def remax(step: Step, prompts: PromptSource) -> Metrics:
     """Advantages are rewards minus the reward of the greedy response to the same prompt."""
     sampled = step.sample(prompts)
+    # Before the packing and log-probabilities, for which the sampler's weights may have to go.
     greedy = step.greedy(sampled.completions.prompts)
     batch = step.pack(sampled)
     batch = step.reference.logprobs(step.actor.logprobs(batch))

@@ -61,7 +61,7 @@ class FunctionReward(RewardTerm):
     timer: StepTimer
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Scores from the function."""
+        # On one host: two calls of a user's function might differ, and then the weights of the hosts.
         scores = hosts.on_first(lambda: self._ask(completions))
         if scores is None:
             self.timer.check_stop()
@@ -114,7 +114,6 @@ class ModelReward(RewardTerm):
     model: SequenceScores
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Scores from the model."""
         return self.model(completions), {}
 
 
@@ -126,7 +125,6 @@ class JudgeReward(RewardTerm):
     template: JudgeTemplate
 
     def scores(self, completions: Completions) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Scores from the verdicts of the judge."""
         return judge_scores(completions, template=self.template, sample=self.judge.answer)
 
 
@@ -173,11 +171,7 @@ class BegunGrading:
 
 
 class Grading:
-    """The graders of a run on all hosts: each host grades a part, and all hosts get all verdicts.
-
-    Each response is graded on one host only. Two hosts could disagree, for example if one of them runs out of
-    time, and their weights would then diverge.
-    """
+    """The graders of a run on all hosts: each host grades a part, and all hosts get all verdicts."""
 
     def __init__(self, graders: Graders):
         self._graders = graders
@@ -187,6 +181,8 @@ class Grading:
 
     def begin(self, completions: Completions) -> BegunGrading:
         """Starts grading in the background, on one host. All hosts call it in the same order."""
+        # One host only: two could disagree, as when one of them runs out of time, and their weights would
+        # diverge.
         mine = hosts.is_turn_of_this(self._next_host)
         self._next_host += 1
         return BegunGrading(
@@ -237,7 +233,6 @@ class GroupsBeside:
     )
 
     def __call__(self, group: Completions) -> None:
-        """Starts grading a finished group."""
         (key,) = _keys(group)
         assert key not in self._begun, "a batch has each prompt once, by its source and id"
         self._begun[key] = self.grading.begin(group)
@@ -322,6 +317,7 @@ class Rewards:
             terms = [grader_term(scored, weight=self._grader_weight), *others]
             metrics |= self._grading.take_metrics("reward/grader")
             scored, of_terms = weighted_sum(scored, terms)
+            # Other rewards on one host would make other weights there.
             hosts.check_same(
                 f"the rewards of step {self._timer.step + 1}",
                 [scored.correct_B, scored.reward_B, *completions.tokens],
@@ -359,7 +355,6 @@ class CostPhase:
     timer: StepTimer
 
     def score(self, sampled: Sampled) -> Costs:
-        """The cost of each response."""
         with self.timer.phase("cost"):
             cost_B = self.scores(sampled.completions)
             return Costs(cost_B, {"cost/mean": cost_B.mean(), "cost/max": cost_B.max()})

@@ -18,6 +18,7 @@ def safe_rlhf(step: Step, prompts: PromptSource) -> Metrics:
     batch = step.reference.logprobs(step.actor.logprobs(batch))
     batch, targets = step.advantages.with_values(batch, step.critic.values(batch))
     batch, cost_targets = step.advantages.with_costs(batch, costs, step.cost_critic.values(batch))
+    # After the advantages, which have the multiplier of this step.
     metrics = batch.metrics | step.multiplier.update(costs)
     metrics |= step.critic.update(targets) | step.cost_critic.update(cost_targets)
     return metrics | step.actor.update(batch)

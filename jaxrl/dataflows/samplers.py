@@ -129,11 +129,10 @@ class Generation:
         return np.array(known) + own / (own.max() + 1)
 
     def record(self) -> dict[str, Any]:
-        """JSON-compatible state."""
+        # As pairs: JSON would make texts of the keys of an object.
         return {"lengths": list(self._lengths.items())}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continues from a record."""
         self._lengths = {text: length for text, length in record["lengths"]}
 
 
@@ -158,7 +157,6 @@ class Sampling:
         return {"prompts": prompts.state(), **self.generation.record()}
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Continues from a record."""
         prompts.restore(record["prompts"])
         self.generation.restore(record)
 
@@ -176,7 +174,6 @@ class GreedySampling:
     rewards: Rewards
 
     def __call__(self, prompts: Prompts) -> Sampled:
-        """One response to each prompt."""
         beside = self.rewards.beside()
         with self.generation.timer.phase("gen_max", shown="generate"):
             completions = self.generation.generate(prompts, beside, num_samples=1, temperature=0.0)
@@ -232,6 +229,7 @@ class PartialSampling:
                 # No decision depends on the verdict, so grading continues in the background.
                 return whole_batch
             scored, asked = self.rewards.graded(beside.of(group)), enough
+            # Asked on one host, so that all stop after the same group.
             return hosts.on_first(lambda: asked(scored)) or whole_batch
 
         with generation.timer.phase("gen", shown="generate", may_stop=True):
@@ -256,6 +254,7 @@ class PartialSampling:
         """Draws groups for free places, but not more samples than a generation batch has."""
         G = self.generation.options.num_samples
         places = min(places, self.prompts_per_batch * G - unfinished)
+        # The stream of a partial rollout gives one prompt at a time (`trainer.run_step`).
         drawn = Prompts.concatenate([next(prompts) for _ in range(0, places, G)])
         if len(drawn):
             check_same_prompts(drawn, self.generation.timer.step)
@@ -271,7 +270,6 @@ class PartialSampling:
         }
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Continues from a record."""
         prompts.restore(record["prompts"])
         self.generation.restore(record)
         stored = record["unfinished"]
@@ -303,10 +301,9 @@ class CountedSampling:
         return dataclasses.replace(sampled, counts=counts)
 
     def record(self, prompts: PromptSource) -> dict[str, Any]:
-        """The record of the wrapped sampler."""
         return self._inner.record(prompts)
 
     def restore(self, record: Mapping[str, Any], prompts: PromptSource) -> None:
-        """Continues from a record."""
         self._inner.restore(record, prompts)
+        # An earlier process has reported what the stream left out before the record.
         self._counted = self._stream.counts()

@@ -52,22 +52,18 @@ class Step:
 
     @property
     def critic(self) -> CriticPhase:
-        """Values and updates of the critic."""
         return self.phase("critic", CriticPhase)
 
     @property
     def reference(self) -> ReferencePhase:
-        """Log-probabilities of the reference policy."""
         return self.phase("reference", ReferencePhase)
 
     @property
     def cost(self) -> CostPhase:
-        """Costs of responses."""
         return self.phase("cost", CostPhase)
 
     @property
     def cost_critic(self) -> CriticPhase:
-        """Values and updates of the critic of costs."""
         return self.phase("cost_critic", CriticPhase)
 
     def phase(self, role: str, kind: type[Phase]) -> Phase:

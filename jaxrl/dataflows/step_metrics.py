@@ -39,6 +39,7 @@ def batch_metrics(groups: Scored, *, max_prompt_tokens: int) -> dict[str, float]
         "response_length/clip_ratio": float(completions.truncated_B.mean()),
         **_spread("prompt_length", prompt_lengths),
         "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
+        # As in verl every sample has its prompt, also where samples share it.
         "perf/total_num_tokens": float(
             response_lengths.sum() + prompt_lengths.sum() * completions.num_samples
         ),
@@ -131,7 +132,7 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     }
 
 
-# Timers of the phase that updates the model.
+# Timers of the phase that updates the model: of an actor, and of pairs.
 _UPDATES = ("timing_s/update_actor", "timing_s/update")
 
 
@@ -154,6 +155,7 @@ def work_metrics(model: PackedModel, batch: PackedBatch, *, epochs: int = 1) -> 
     most = mean = 0.0
     for (from_position, to_position, rows), num_micro in zip(segments, num_micro_U, strict=True):
         attention = attention_flops(model.model, to_position)
+        # The backward pass takes twice the operations of the forward pass.
         attention = 3 * (attention - attention_flops(model.model, from_position))
         per_row = np.bincount(rows, attention, minlength=int(num_micro) * R)
         work = per_row + T * token_flops(model.model).training

@@ -57,9 +57,7 @@ class NoTimer:
     def phase(
         self, name: str, *, shown: str = "", may_stop: bool = False
     ) -> AbstractContextManager[None]:
-        """Does nothing."""
         return contextlib.nullcontext()
 
     def when_done(self, result: Any) -> Any:
-        """Waits for the arrays."""
         return jax.block_until_ready(result)

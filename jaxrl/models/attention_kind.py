@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl.errors import UserError
 
-# A window larger than any sequence.
+# A window larger than any sequence; a position less a window stays within int32.
 _EVERYTHING = 2**30
 
 

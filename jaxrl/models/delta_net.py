@@ -27,6 +27,7 @@ from jaxrl.models.compute import Compute
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.modules import Projection, RMSNorm, constant, normal
 
+# As in Transformers.
 _CHUNK = 64
 
 
@@ -165,10 +166,12 @@ def _mixed(
         for x, taps, tail in zip(inputs.qkv, inputs.taps, tails, strict=True)
     ]
     (q, k, v), tails = zip(*pairs, strict=True)
+    # Length 1; the constant is that of Transformers.
     q, k = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     if state is None:
         matrix = jnp.zeros((B, *v.shape[2:4], k.shape[-1], v.shape[-1]))
+        # The id of no segment: no token has a past.
         first_B = jnp.full((B,), -1)
     else:
         matrix, first_B = state.matrix, segment_ids_BT[:, 0]
@@ -192,10 +195,12 @@ def _convolved(
 ) -> tuple[jax.Array, jax.Array]:
     """silu of the causal convolution within segments, in float32, and the next tail."""
     T, W = x_BT.shape[1], taps_W.shape[-1]
+    # What precedes a row belongs to no segment.
     ids = jnp.pad(segment_ids_BT, ((0, 0), (W - 1, 0)), constant_values=-1)
     if tail is None:
         tail = jnp.zeros((len(x_BT), W - 1, *x_BT.shape[2:]), x_BT.dtype)
     else:
+        # The tail belongs to the sequence, whose row is one segment.
         ids = ids.at[:, : W - 1].set(segment_ids_BT[:, :1])
     whole = jnp.concatenate([tail.astype(x_BT.dtype), x_BT], axis=1)
     total = jnp.zeros(x_BT.shape)
@@ -205,6 +210,7 @@ def _convolved(
         # Not `taps[..., w]`, for the reason in `compute.scan_layers`.
         tap = jax.lax.dynamic_index_in_dim(taps_W, w, -1, keepdims=False)
         total += seen.astype(jnp.float32) * tap[None, None]
+    # The tail stands before the row, so the last W - 1 live tokens begin at the number of live ones.
     cut = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, W - 1))
     return jax.nn.silu(total), cut(whole, live_BT.sum(1))
 
@@ -226,8 +232,7 @@ def _chunked(S, first_B, q_BTNX, k_BTNX, v_BTNUY, log_decay_BTNU, step_BTNU, seg
         (I + b K K^T * M below the diagonal) E = b (V - exp(G) K S)
         O = exp(G) Q S + (Q K^T * M) E        S <- exp(G_C) S + (exp(G_C - G) K)^T E
 
-    Terms with S only count for tokens of its segment, which is `first_B` before the first chunk. (A reset by
-    a decay of almost 0 instead would cost G its digits.)
+    Terms with S only count for tokens of its segment, which is `first_B` before the first chunk.
     """
     T = q_BTNX.shape[1]
     C = min(_CHUNK, T)
@@ -253,6 +258,7 @@ def _chunked(S, first_B, q_BTNX, k_BTNX, v_BTNUY, log_decay_BTNU, step_BTNU, seg
         last = G[..., -1:]
         same = ids[:, :, None] == ids[:, None]
         M = exp_if(of_heads(same & causal_CC[None]), G[..., :, None] - G[..., None, :])
+        # A mask, not a decay of almost 0 where a segment begins, which would cost G its digits.
         of_before = exp_if(of_heads(ids == before_B[:, None]), G)[..., None]
         of_after = exp_if(of_heads(ids == ids[:, -1:]), last - G)[..., None]
         kept = exp_if(of_heads(ids[:, -1:] == before_B[:, None]), last)[..., None]

@@ -157,6 +157,7 @@ def _mlp(
             out = out + grouped(grouped(x, projection["lora_a"]), projection["lora_b"])
         return out
 
+    # What `multiply` gives unused rows as a gradient may be NaN, and must not reach the tokens.
     x_MD = jnp.where(live_M1, x_MD, 0)
     hidden = GATES[activation](project(x_MD, weights["gate"]), project(x_MD, weights["up"]))
     return project(hidden, weights["down"])
@@ -382,6 +383,7 @@ _in_chunks.defvjp(lambda *of: (_in_chunks(*of), of[:3]), _in_chunks_backward)
 
 
 def _sum_type(array: jax.Array) -> Any:
+    # float64 stays, for tests of gradients.
     return array.dtype if array.dtype.itemsize > 4 else jnp.float32
 
 

@@ -118,6 +118,7 @@ class MixtureOfExperts(nnx.Module):
             same = None
             if compute.routes is not None:
                 expert_BTA, same = _replayed(expert_BTA, compute.routes, live_BT)
+            # The score without the bias, which only chooses.
             share_BTA = jnp.take_along_axis(score_BTE, expert_BTA, axis=-1)
             if config.normalize_experts:
                 share_BTA = share_BTA / (share_BTA.sum(-1, keepdims=True) + _TINY)
@@ -141,6 +142,7 @@ class MixtureOfExperts(nnx.Module):
                 key: leaf.get_value().astype(compute.dtype) for key, leaf in leaves.items()
             }
             if projection.has_adapter:
+                # In the factor, so that the functions of experts need no scale.
                 weights[name]["lora_b"] = weights[name]["lora_b"] * projection.scale
         out_BTD = compute.experts(
             to_experts_BTD, expert_BTA, share_BTA, weights, axes, config.activation
@@ -157,6 +159,7 @@ class MixtureOfExperts(nnx.Module):
                     shared_BTD = shared_BTD * jax.nn.sigmoid(gate_BT)[..., None]
                 out_BTD = out_BTD + shared_BTD
         routing = Routing(
+            # One more, which is cut off, for the experts of padding.
             chosen_E=jnp.bincount(expert_BTA.reshape(-1), length=config.num_experts + 1)[
                 : config.num_experts
             ].astype(jnp.float32),
@@ -173,9 +176,11 @@ class MixtureOfExperts(nnx.Module):
         biased_BTE = score_BTE + self.correction_bias[...].astype(jnp.float32)[None, None]
         if config.expert_groups > 1:
             by_group = biased_BTE.reshape(*biased_BTE.shape[:2], config.expert_groups, -1)
+            # As in DeepSeek-V3: a group counts as much as its two best experts.
             of_group = jax.lax.top_k(by_group, 2)[0].sum(-1)
             groups = jax.lax.top_k(of_group, config.groups_per_token)[1]
             kept = jax.nn.one_hot(groups, config.expert_groups, dtype=bool).any(-2)
+            # Not 0, since a bias may make the score of a kept expert negative.
             by_group = jnp.where(kept[..., None], by_group, -jnp.inf)
             biased_BTE = by_group.reshape(biased_BTE.shape)
         return jax.lax.top_k(biased_BTE, config.experts_per_token)[1]

@@ -73,6 +73,7 @@ class Projection(nnx.Module):
             self.lora_b = constant(0.0, (*stack, rank, *outs))
             self.scale = lora.scale
         self.num_ins = len(ins)
+        # The dimensions of weights that tensor parallelism splits (`mesh.rules`).
         self.splits_sum = ins[0][0] in ("heads", "mlp")
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
@@ -185,10 +186,7 @@ class Rotation(NamedTuple):
 def rotary_angles(
     positions_BT: jax.Array, num_dims: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding.
-
-    Always float32: at position 20,000 a bfloat16 angle would be wrong by radians.
-    """
+    """Cosines and sines [B, T, 1, num_dims / 2] of the rotary position embedding, float32."""
     frequency = theta ** (-jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims)
     if scaling is not None and scaling.kind == "linear":
         frequency = frequency / scaling.factor
@@ -218,6 +216,7 @@ def rotary_angles(
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    # In bfloat16 an angle at position 20,000 would be wrong by radians.
     angle = positions_BT[..., None, None].astype(jnp.float32) * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling is not None and scaling.magnitude != 1:
@@ -235,6 +234,7 @@ def rotate(
     cos, sin, *_ = rotation
     half = cos.shape[-1]
     first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), [half, 2 * half], axis=-1)
+    # A scale of each token is an array, perhaps traced, and cannot be compared.
     if not (isinstance(scale, float) and scale == 1.0):
         cos, sin, rest = scale * cos, scale * sin, scale * rest
     parts = [first * cos - second * sin, second * cos + first * sin]

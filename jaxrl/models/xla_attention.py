@@ -287,6 +287,7 @@ def _backward(
     d_sinks_KG = None
     if sinks_KG is not None:
         weights_NBKGC = jnp.exp(sinks_KG[None, None, :, :, None] - logsumexp_NBKGC)
+        # A sink has the value 0, so only the subtracted product is left.
         d_sinks_KG = -(weights_NBKGC * shift_NBKGC).sum((0, 1, 4))
     return (
         _Queries(d_q_NBKGCH.astype(dtype), None, None, None, None),  # pyright: ignore
@@ -345,6 +346,7 @@ def _unmix(
         alone = d_q_BKGCH is None
         d_q_BKGCH = jnp.zeros_like(one.q, jnp.float32) if alone else d_q_BKGCH
         d_q_BKGCH, *d_keys_values = lax.fori_loop(0, tiles.num, add, (d_q_BKGCH, *d_keys_values))
+        # In a ring the sum goes on over the parts of other devices, so it stays float32.
         return tuple(d_keys_values), d_q_BKGCH.astype(dtype) if alone else d_q_BKGCH
 
     tiles = _tiles(given[0], keys, reach)

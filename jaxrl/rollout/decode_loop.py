@@ -197,6 +197,7 @@ class DecodeLoop:
         moves = scheduler.resize()
         if moves is not None:
             self._move(moves)
+        # Before new samples start: running ones have the first claim on free pages.
         self._grow_pages()
         admissions = []
         while (admission := scheduler.admit()) is not None:
@@ -209,6 +210,7 @@ class DecodeLoop:
         for admission, known in admissions:
             self._admit(admission, known)
         self._decode()
+        # Copies what the last dispatch decoded, and the devices do not wait for it.
         self._log.settle()
         self._begun = True
 
@@ -216,10 +218,12 @@ class DecodeLoop:
         """Starts a dispatch on the devices: tokens one by one or, with few samples, by speculation."""
         scheduler, rows = self.scheduler, None
         owners, busy = scheduler.owners, scheduler.busy_slots
+        # `finish` reads it, and this dispatch may not speculate.
         self.speculation.rows = None
         if edited := self._edited_slots(busy):
             edits = {slot: owners[slot].edits for slot in edited}
             changing = any(each is not None and each.change for each in edits.values())
+            # The host must see a token before it knows the edits of the next.
             steps = 1 if changing else self._engine.config.tokens_per_dispatch
             self._slots.generate_edited(edits, scheduler.enough_active, steps)
             return
@@ -263,6 +267,7 @@ class DecodeLoop:
             if sample.edits is not None:
                 sample.edits.add(decoded.token[slot, : decoded.count[slot]])
             if top is None and sample.options.top_logprobs:
+                # One transfer for all slots, and none if no sample reports them.
                 top = self._slots.top()
         self._log.append(decoded)
         self._length_n = before_n + decoded.count
@@ -322,9 +327,12 @@ class DecodeLoop:
         `reuse_prefixes` they share nothing that older weights have cached.
         """
         assert not self._begun, "a dispatch in progress has the weights that it began with"
+        # The version is recorded when tokens are given, so those of the old weights are given before it
+        # changes.
         self.give_tokens()
         self._slots.load(params)
         self._version = version
+        # The old weights have prefilled it, and the next samples of its prompts must not start from that.
         self.scheduler.forget_batch()
         if self._reuses and self._pages is not None:
             self._pages.pool.forget()
@@ -424,11 +432,13 @@ class DecodeLoop:
     def _free(self, ended: list[int]) -> None:
         if self._reuses and self._pages is not None:
             for slot in ended:
+                # Before `finish`, which forgets the sample of the slot.
                 self._pages.remember(slot, self._reusable(slot))
         self._log.stop(np.array(ended, int))
         samples = self.scheduler.finish(ended)
         if self._pages is None:
             return
+        # Paused samples say nothing of how long responses are (`LengthRecord`).
         finished = [s for s, sample in zip(ended, samples, strict=True) if sample.finished]
         self._pages.end(finished)
         self._pages.release([slot for slot in ended if slot not in set(finished)])
@@ -459,6 +469,7 @@ class DecodeLoop:
           Why each sample has ended, by slot.
         """
         newest = decoded.count[slots]
+        # Without a new token this reads the last column; `newest > 0` below drops it.
         at_stop_id = np.isin(decoded.token[slots, newest - 1], self._engine.config.stop_ids)
         cut = np.array([cuts.get(slot, 0) for slot in slots.tolist()], int)
         self._length_n[slots] -= cut
@@ -476,6 +487,7 @@ class DecodeLoop:
             self._length_n[slots].tolist(),
             strict=True,
         ):
+            # The first, since the tokens after a stop string, stop ids too, are cut off.
             if slot in cuts:
                 end = End.STOP_STRING
             elif stopped:

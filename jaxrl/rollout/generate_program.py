@@ -41,8 +41,7 @@ class DecodeProgress(NamedTuple):
     Attributes:
       i: int32 scalar, number of tokens decoded so far in every slot that is still active.
       recent: keys and values of these tokens but the newest, in a buffer of the `CacheKind`.
-      newest: keys and values of the newest of these tokens. They are written one iteration later, before the
-        buffer is read: XLA on CPU copies a buffer that is written after it was read.
+      newest: keys and values of the newest of these tokens; the next iteration writes them to the buffer.
       token, active, decoded: as in `DecodeState`.
       top: the most probable tokens; None if they are not asked for.
     """
@@ -218,6 +217,7 @@ class ModelPrograms:
         start, decoded = state.context, progress.decoded
         # This dispatch ran the newest token of the last one first, and did not run its own newest token.
         fed_nW = jnp.concatenate([start.token[:, None], decoded.token[:, :-1]], axis=1)
+        # The loop has left the newest of them outside the buffer.
         recent = self.slots.cache.put(progress.recent, progress.newest, progress.i - 1)
         context = self.slots.append(start, recent, fed_nW, state.active)
         return state.replace(
@@ -240,7 +240,8 @@ class ModelPrograms:
     ) -> DecodeProgress:
         """Decodes one more token in every active slot."""
         i, active, decoded = progress.i, progress.active, progress.decoded
-        # Keys and values of all tokens so far. Before the first, index 0 is overwritten later.
+        # Keys and values of all tokens so far. Before the first, index 0 is overwritten later. Written before
+        # the buffer is read: XLA on CPU copies a buffer that is written after it was read.
         recent = self.slots.cache.put(progress.recent, progress.newest, i - 1)
         hidden_n1D, new = past(recent, i, active).run(
             model,
@@ -329,6 +330,7 @@ def sample(
     # What is subtracted from a log-probability to renormalise it; 0 for slots that are not renormalised.
     wanted_n = state.truncation.renormalized & state.truncation.keeps_some
     limits = state.truncation
+    # `cond`: finding the last token that top-p keeps takes some 30 sums over V.
     log_mass_n = jax.lax.cond(
         wanted_n.any(),
         lambda: jnp.where(

@@ -319,6 +319,7 @@ class LiveLoop:
             cancelled, arrived = self._take(wait_s)
             return cancelled, [(ticket, _to_plain(request)) for ticket, request in arrived]
 
+        # Not as JSON: grammars (`SamplingOptions.edits`) cannot be sent, and one process needs no copy.
         if hosts.num_processes() == 1:
             cancelled, arrived = self._take(wait_s)
         else:
@@ -357,9 +358,11 @@ class LiveLoop:
 
     def pause(self) -> None:
         """Frees the memory of the slots. The next turn prefills unfinished samples again. Collective."""
+        # Before `clear`, which drops the tokens that only the loop has.
         self._loop.give_tokens()
         self._loop.clear()
         for sample in self._in_loop:
+            # Others keep their `Start`, so that samples of one prompt still share a prefill.
             if len(sample):
                 sample.start = Start(sample.sequence, sample.start.adapter)
         self._loop.add(self._in_loop)
@@ -373,6 +376,7 @@ class LiveLoop:
 
         Waiting requests go on waiting.
         """
+        # A dict, not a set: listeners are called in the order of the samples.
         tickets = dict.fromkeys(sample.owner for sample in self._in_loop)
         self._in_loop.clear()
         self._loop.clear()
@@ -389,6 +393,7 @@ class LiveLoop:
             self._changed.notify_all()
         self._in_loop.clear()
         self._loop.clear()
+        # Without the lock, which listeners must not hold up.
         for opened in left.values():
             opened.listener(Stopped("the server has stopped before the answer was complete"))
 
@@ -455,6 +460,7 @@ class LiveLoop:
             opened = self._open.get(ticket)
         if opened is None:  # cancelled, or this is not the first process
             return
+        # Without the lock, so that other threads can submit while it runs.
         opened.listener(event)
         if isinstance(event, LiveError):
             opened.unfinished = 0
@@ -462,6 +468,7 @@ class LiveLoop:
             opened.unfinished -= 1
         if not opened.unfinished:
             with self._changed:
+                # It may have been cancelled while the listener ran.
                 self._open.pop(ticket, None)
                 self._changed.notify_all()
 

@@ -57,6 +57,7 @@ class PagePool:
         self._users_SN = np.zeros((shards, num_pages), np.int32)
         # The first `_num_empty_S` entries of a row are the free pages of a shard with unknown content; the
         # last of them is taken next. The other free pages are kept, the least recently used first.
+        # Page 0 is the last entry of a row, behind the empty ones, so nobody gets it.
         self._free_SN = np.tile(np.arange(num_pages - 1, -1, -1, dtype=np.int32), (shards, 1))
         self._num_empty_S = np.full(shards, num_pages - 1)
         self._kept: list[dict[int, None]] = [{} for _ in range(shards)]
@@ -93,8 +94,10 @@ class PagePool:
         known = self._known_pages(shard, parts, adapter)
         wanted = -(-room // self.page_tokens)
         unused = [page for page in known if not self._users_SN[shard, page]]
+        # Known pages without a user count as free, so they are taken from the free ones, too.
         if wanted - len(known) + len(unused) > self.num_free_S[shard]:
             return False
+        # Before `_empty`, which would give their memory away.
         for page in unused:
             del self._kept[shard][page]
         self._users_SN[shard, known] += 1
@@ -139,6 +142,7 @@ class PagePool:
         for shard in range(len(self.num_free_S)):
             known = self._known_pages(shard, parts, adapter)
             identities = self._identity_SN[shard, known]
+            # A sample that starts now has made its own pages known (`start`), and nothing is in them yet.
             found[shard] = known[: int((identities <= self._last_written).sum())]
         most = max(map(len, found.values()))
         shards = [shard for shard, pages in found.items() if most and len(pages) == most]
@@ -181,6 +185,7 @@ class PagePool:
         held = self._held_n[slots]
         shard_k = np.repeat(self.shard_n[slots], held)
         page_k = self.table_nP[slots][np.arange(self.table_nP.shape[1])[None] < held[:, None]]
+        # `at` counts a page down once for each of the slots that share it.
         np.subtract.at(self._users_SN, (shard_k, page_k), 1)
         # Each page once, also if several of the slots shared it.
         freed = np.unique(shard_k * self._users_SN.shape[1] + page_k)

@@ -188,6 +188,7 @@ class Sample:
         if self.session is not None:
             # Its answers were not sampled one after another.
             return self.session["oldest"]
+        # A piece is never older than the one before it.
         return self._pieces[0].version if self._pieces else np.iinfo(np.int64).max
 
     def _joined(self, of: Callable[[_Piece], np.ndarray], dtype: type) -> np.ndarray:
@@ -349,6 +350,7 @@ class _Texts:
     ):
         self._tokens = tokens
         self._decode_texts = decode_texts
+        # Graders on several threads read texts, and one of them makes all.
         self._lock = threading.Lock()
         self._made: list[str] | None = None
 

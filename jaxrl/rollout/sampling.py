@@ -44,7 +44,8 @@ _NEVER = -1e30
 _TRIES = 8
 
 
-# Most requests to a server have the same limits, and checking them takes a fifth of reading one.
+# Most requests to a server have the same limits, and checking them takes a fifth of reading one. Typed, since
+# True equals 1 as a key, but is no top_k.
 @functools.lru_cache(256, typed=True)
 def truncation_of(
     *,
@@ -171,6 +172,7 @@ def turn_seed(prompt_id: int, sample: int, context: np.ndarray) -> int:
       context: int32 [T], all tokens before the turn.
     """
     own = np.array([prompt_id, sample], np.int64).tobytes()
+    # Ids of prompts are int32 in the key.
     return zlib.crc32(context.astype(np.int32).tobytes(), zlib.crc32(own)) >> 1
 
 
@@ -192,6 +194,7 @@ def gumbel_noise(keys_S2: jax.Array, position_S: jax.Array, vocab_size: int) -> 
 
 def _mix(x: jax.Array) -> jax.Array:
     """A bijection of uint32 in which every input bit flips each output bit about half of the time."""
+    # The constants of Chris Wellons' `lowbias32`.
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

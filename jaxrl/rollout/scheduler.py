@@ -133,6 +133,7 @@ class Scheduler:
         busy_SI = self._busy_n.reshape(S, -1)
         busiest = int(busy_SI.sum(axis=1).max()) if busy_SI.size else 0
         wanted = min(self.num_unfinished, self._slot_sizes[-1])
+        # Shards have equally many slots, and samples stay on theirs: the busiest shard decides.
         size = round_up(self._slot_sizes, max(1, wanted, busiest * S))
         if size == num_slots:
             return None
@@ -211,6 +212,7 @@ class Scheduler:
             if self._may_start(slot, owner):
                 del free[i]
                 return slot
+            # Memory is that of a shard: its other slots would be refused, too.
             refused.add(slot // each)
         return None
 

@@ -176,6 +176,7 @@ class SlotPrograms:
             return jnp.where(new_n.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
 
         key_n2 = sample_keys(seed, step, assignment.prompt_id, assignment.sample_index)
+        # Every device gets the whole prefix: a sample may start on any shard.
         context = self.layout.on_own_slots(
             self._copied, state.context, assignment.source, whole=prefix
         )

@@ -153,6 +153,7 @@ class SpeculatingPrograms(ModelPrograms):
         m, T = fed_mT.shape
         logits_NV = model.logits(hidden_mTD.reshape(m * T, -1), compute=self.compute)
         V = logits_NV.shape[-1]
+        # Repeated T times without what `sample` does not read, most of all the cache.
         each = rows.replace(context=None, decoded=None)
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, T, axis=0), each)
         position_mT = rows.count[:, None] + jnp.arange(T)[None]
@@ -165,9 +166,11 @@ class SpeculatingPrograms(ModelPrograms):
         drawn = sample(logits_NV, each, position_mT.reshape(-1), self.stop_ids, seen, self.compute)
         token_mT, logprob_mT, entropy_mT = (x.reshape(m, T) for x in drawn)
         right_mk = fed_mT[:, 1:] == token_mT[:, :-1]
+        # The first draw follows the newest token, which is right.
         count_m = 1 + jnp.cumprod(right_mk, axis=1, dtype=jnp.int32).sum(axis=1)
         ends_mT = jnp.isin(token_mT, jnp.array(self.stop_ids, jnp.int32))
         ends_mT |= position_mT + 1 >= rows.limit[:, None]
+        # Without an end it is behind all draws.
         before_end_m = 1 + jnp.where(ends_mT.any(axis=1), ends_mT.argmax(axis=1), T)
         kept_m = jnp.where(rows.active, jnp.minimum(count_m, before_end_m), 0).astype(jnp.int32)
         drawn = DecodedTokens(kept_m, token_mT, logprob_mT, entropy_mT)
@@ -189,6 +192,7 @@ def draft(context: Prefix, reference_mS: jax.Array, count: int) -> jax.Array:
     m, S = reference_mS.shape
     index_1C = jnp.arange(context.capacity)[None]
     length_m1 = context.length[:, None]
+    # The history does not have the newest token yet (`Prefix`).
     own_mC = jnp.where(index_1C == length_m1, context.token[:, None], context.history)
     own_mC = jnp.where(index_1C <= length_m1, own_mC, -1)
     gap_m1 = jnp.full((m, 1), -1, jnp.int32)
@@ -202,7 +206,9 @@ def draft(context: Prefix, reference_mS: jax.Array, count: int) -> jax.Array:
     index = jnp.arange(text.shape[1])[None]
     followed = jnp.roll(text, -1, axis=1) >= 0
     run = jnp.where(followed & (index < end_m1), run, 0)
+    # The longest run first, then the last place: an index is below the factor.
     place_m1 = (run * text.shape[1] + index).argmax(axis=1, keepdims=True)
+    # From the place again once the text ends, which repeats its period.
     ahead = jnp.arange(count)[None] % (end_m1 - place_m1)
     # Where no text follows, any token will do.
     return jnp.maximum(jnp.take_along_axis(text, place_m1 + 1 + ahead, axis=1), 0)

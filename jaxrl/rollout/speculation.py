@@ -29,7 +29,7 @@ OFF_ON = ("cpu",)
 _ROWS = (2, 4, 8)
 # Answers of full length to a prompt that are kept; of shorter ones more.
 _ANSWERS = 4
-# Tokens of answers kept for later calls, over all prompts.
+# Tokens of answers kept for later calls, over all prompts: 256 MiB of int32.
 _MOST_KEPT = 2**26
 
 

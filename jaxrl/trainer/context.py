@@ -72,17 +72,14 @@ class RunContext:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The policy's tokenizer."""
         return self.models.tokenizer
 
     @functools.cached_property
     def meshes(self) -> dict[str, Mesh]:
-        """The mesh of each role."""
         return meshes_of(self.placement)
 
     @property
     def roles(self) -> RoleBuilder:
-        """The builder of the run's roles."""
         return RoleBuilder(self.config, self.meshes, self.models)
 
     @property
@@ -116,6 +113,7 @@ def build_context(
     found = find_everything(config, kind, pools, devices)
     choice = (config.reward.grader, config.reward.grader_options)
     truths = functools.partial(truth_faults, choice) if kind.grades else None
+    # A run that needs none may still have some to evaluate with.
     named = kind.needs_problems or found.problems.readers
     problems = found.problems.read(truths) if named else Problems()
     tokenizer = found.tokenizer
@@ -191,6 +189,7 @@ def preference_stream(
         run.tokenizer,
         pairs_per_batch=pairs_per_batch,
         seed=config.seed,
+        # Both answers of a pair share a row (`roles.pairs`).
         max_tokens=config.row_tokens // 2,
         prompt_format=config.data.format_of(),
         formats=run.problems.formats(config.data),

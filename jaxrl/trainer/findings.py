@@ -133,6 +133,7 @@ def find_everything(
     if directory:
         template = bundled_file(config.tokenizer.chat_template)
         tokenizer = faults("tokenizer", lambda: load_tokenizer(directory, chat_template=template))
+    # Training problems need no ground truth if no reward reads it.
     problems = ProblemReader(config.data, needs_truths=not kind.rewards or needs_truths(config))
     for name, read in problems.readers.items():
         faults(name, read)
@@ -140,10 +141,12 @@ def find_everything(
     packages = {name: "run.loggers" for name in loggers if name != "tensorboard"}
     packages |= {lookup_driver(config.rollout.driver).package: "rollout.driver"}
     if path := config.rollout.agent:
+        # Agents talk to the policy over HTTP.
         needed = ("httptools", "openai", "pydantic", "starlette", "uvicorn")
         packages |= dict.fromkeys(needed, "rollout.agent")
         faults("rollout.agent", functools.partial(load_agent, path))
     for package, setting in packages.items():
+        # Looked for, not imported: only the run itself needs it.
         if package and importlib.util.find_spec(package) is None:
             faults.found.append(
                 f"{setting}: the package {package} is not installed; run pip install {package}, or do "

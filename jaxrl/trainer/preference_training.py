@@ -77,6 +77,7 @@ class PairStage(ExamplesStage):
         super().__init__(run, learner, timer, stream, name=name)
         self._evaluation_pairs = None
         if _evaluates(run):
+            # Packed once, so every evaluation has the same pairs.
             pairs = preference_stream(run, evaluation=True, pairs_per_batch=_EVALUATION_PAIRS)
             self._evaluation_pairs = self._placed(next(pairs))
 
@@ -119,6 +120,7 @@ class PairStage(ExamplesStage):
 
     def _update(self, batch: PairBatch) -> Metrics:
         with self._timer.phase("update"):
+            # The devices work on after the call returns; the phase must have their time.
             update = jax.block_until_ready(self._learner.update(batch, self._objective))
         metrics = {f"pairs/{name}": float(x) for name, x in hosts.fetch(update).items()}
         on_host = hosts.fetch(batch)
@@ -136,7 +138,6 @@ class RewardModelStage(PairStage):
         timer: StepTimer,
         starting_params: StartingParams,
     ):
-        """Builds everything except weights."""
         options = run.config.preference
         objective = reward_model_objective(options.loss, dict(options.options))
         super().__init__(run, learner, objective, timer, starting_params, name="reward_model")
@@ -147,6 +148,7 @@ class RewardModelStage(PairStage):
     def _begin_weights(self, *, resumed: bool) -> None:
         if not resumed:
             params = self._starting_params()
+            # It trains all of its weights, and starts from the base model.
             has_adapters = bool(self._run.model.lora.rank)
             self._reward_model.start_from(lora.split(params)[1] if has_adapters else params)
 
@@ -165,7 +167,6 @@ class DpoStage(PairStage):
         timer: StepTimer,
         starting_params: StartingParams,
     ):
-        """Builds everything except weights."""
         options = run.config.preference
         objective = policy_pair_objective(options.loss, dict(options.options))
         super().__init__(run, actor, objective, timer, starting_params, name="actor")
@@ -173,7 +174,8 @@ class DpoStage(PairStage):
         self._reference = reference
 
     def _begin_weights(self, *, resumed: bool) -> None:
-        # A copy, and first: the start of the actor consumes the weights.
+        # A copy, and first: the start of the actor consumes the weights. Also for a resumed stage, since no
+        # checkpoint has the reference.
         params = self._starting_params()
         self._reference.load(copied(params, self._reference.train_shardings))
         if not resumed:
@@ -207,6 +209,7 @@ def learn_reward_model(run: RunContext, stop: StopSignal) -> None:
             RewardModelStage(run, learner, loop, functools.partial(starting_params, run, stop))
         )
     directory = config.run_folder.trained_model
+    # It exists if a finished run is started again.
     if not directory.exists() and hosts.is_first():
         save_checkpoint(
             learner.for_training().params,

@@ -2,8 +2,8 @@
 
 To add a role: its class and settings in `roles/`, its phase and a dataflow in `dataflows/`, a `RoleKind`
 here, and its settings in `config/schema.py`. The builder of roles, the loader of weights, the checks before a
-run, the rewards and the planner read this table. The actor has no kind: it is built first, and others start
-from it.
+run, the rewards and the planner read this table. The actor has no kind: every run has it, and others start
+from its weights.
 """
 
 from __future__ import annotations
@@ -157,16 +157,14 @@ class CriticKind(RoleKind):
         check_params(directory, read_config(directory))
 
     def build(self, parts: BuildParts) -> Critic:
-        """A learner with an optimiser of its own."""
         config = parts.config
         optim = dataclasses.replace(config.optim, lr=config.critic.lr)
         return Critic(parts.model, **parts.place, optim=optim, seed=config.seed)
 
     def load(self, role: Critic, model: ModelConfig, directory: str) -> None:
-        """`weights.start_from` gives a learner its weights."""
+        """`supervised.start_from` gives a learner its weights."""
 
     def phase(self, name: str, role: Critic | None, parts: PhaseParts) -> CriticPhase | None:
-        """Values before the updates, and the updates."""
         options = parts.config.critic
         if role is None:
             return None
@@ -213,11 +211,10 @@ class ScoreKind(RoleKind):
         check_params(directory, model)
 
     def build(self, parts: BuildParts) -> RewardModel:
-        """A frozen model that scores sequences."""
         return RewardModel(parts.model, **parts.place)
 
     def scores(self, config: Config, role: RewardModel) -> SequenceScores:
-        """Scores of sampled sequences."""
+        # A partial rollout finishes a varying number of groups; the largest bounds the one shape of all.
         rollout = config.rollout
         most = rollout.generation_prompts * rollout.num_samples if rollout.partial else 0
         return SequenceScores(role, row_limits(config), most_sequences=most)
@@ -234,7 +231,6 @@ class RewardKind(ScoreKind):
         return bool(self.weights(config))
 
     def reward(self, role: RewardModel, config: Config) -> RewardTerm:
-        """Its score."""
         return ModelReward("model", 1.0, self.scores(config, role))
 
 
@@ -245,7 +241,6 @@ class CostKind(ScoreKind):
     needs_weights = True
 
     def phase(self, name: str, role: RewardModel | None, parts: PhaseParts) -> CostPhase | None:
-        """Costs of responses."""
         return role and CostPhase(self.scores(parts.config, role), parts.timer)
 
 
@@ -280,7 +275,6 @@ class JudgeKind(RoleKind):
         check_judge_batches(config, mesh)
 
     def build(self, parts: BuildParts) -> GenerativeJudge:
-        """A model that answers texts with texts."""
         options, tokenizer = parts.config.reward.judge, parts.tokenizer
         backend = build_backend(
             "offline",  # `rollout.driver` is about the policy
@@ -306,6 +300,7 @@ class JudgeKind(RoleKind):
     def reward(self, role: GenerativeJudge, config: Config) -> RewardTerm:
         """The score at the end of its verdict."""
         options = config.reward.judge
+        # In a response they could end the judge's prompt, and write the verdict themselves.
         forbidden = role.tokenizer.added_tokens
         template = JudgeTemplate(options.template, options.max_response_chars, forbidden)
         return JudgeReward("judge", options.weight, role, template)
@@ -335,7 +330,6 @@ class TeacherKind(RoleKind):
             )
 
     def phase(self, name: str, role: Reference | None, parts: PhaseParts) -> TeacherPhase | None:
-        """Log-probabilities of the student's tokens."""
         return role and TeacherPhase(role, parts.actor, parts.timer)
 
 

@@ -1,6 +1,6 @@
 """Builds the roles of a run without weights, each on its mesh.
 
-    config, meshes, models --> build_roles --> Roles --> weights.load_frozen, weights.start_from
+    config, meshes, models --> build_roles --> Roles --> supervised.load_frozen, supervised.start_from
 
 A mesh may be abstract, so a plan has the same roles as the run that it predicts.
 """
@@ -73,7 +73,6 @@ class RoleModels:
 
     @property
     def actor(self) -> ModelConfig:
-        """The policy's model."""
         return self.by_role["actor"]
 
     def with_tokenizers(self, policy: Tokenizer, own: Mapping[str, Tokenizer]) -> RoleModels:
@@ -257,6 +256,7 @@ def build_roles(config: Config, meshes: Meshes, models: RoleModels) -> Roles:
       UserError: something does not divide over a mesh, or the rollout backend cannot be built.
     """
     build = RoleBuilder(config, meshes, models)
+    # Before the actor, whose loss may compare with one of them.
     others = {role: build.other(role) for role in ROLES if role in meshes}
     compared = next((role for name, role in others.items() if ROLES[name].compared), None)
     algorithm = config.algorithm

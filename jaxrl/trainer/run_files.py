@@ -83,6 +83,7 @@ def keep_run_files(run: RunContext) -> None:
         write_atomically(config.run_folder.config, format_config(config).encode())
         keep_model_files(run)
 
+    # One process writes: all share the folder.
     hosts.on_first(write)
 
 

@@ -76,6 +76,7 @@ def reward_functions(config: Config, timer: StepTimer) -> UserRewards:
     """Starts the reward functions of a config in a process on the first host. Close it after use."""
     paths = [function["path"] for function in config.reward.functions.values()]
     return UserRewards(
+        # The others get the scores from the first host (`FunctionReward`).
         paths if hosts.is_first() else [],
         interrupted=lambda: timer.stop_pending,
     )

@@ -50,6 +50,7 @@ def load_or_init(run: RunContext) -> Params:
     where = packed.train_shardings
     key = jax.random.key(config.seed)
     if not config.weights:
+        # Born sharded: no device holds the whole model.
         return jax.jit(init_params, static_argnums=0, out_shardings=where)(model, key)
     params = load_params(config.weights, model, where, dtype=packed.frozen_dtype)
     if config.adapter:
@@ -84,6 +85,7 @@ def start_from(roles: Roles, params: Params, run: RunContext) -> None:
             ).train_shardings
             first = load_params(directory, stored, where)
         else:
+            # The critic has a head of its own.
             kept = {name: leaf for name, leaf in trunk.items() if name != "unembedding"}
             first = copied(kept, {name: critic.train_shardings[name] for name in kept})
         critic.start_from(first)
@@ -99,6 +101,7 @@ def keep_reference(roles: Roles, params: Params) -> None:
 
 def copied(params: Params, shardings: Any) -> Params:
     """A copy of weights in new buffers, on the same mesh or another one."""
+    # `put` may keep a buffer as it is, and an update of the actor would overwrite it.
     return jax.tree.map(lambda x, where: put(jnp.copy(x), where), params, shardings)
 
 
@@ -153,7 +156,6 @@ class ExamplesStage(TrainingStage, abc.ABC):
 
     @property
     def learners(self) -> Mapping[str, Learner]:
-        """The role that is trained."""
         return {self._name: self._learner}
 
     def begin(self, record: Mapping[str, Any] | None) -> None:
@@ -206,6 +208,7 @@ class SupervisedStage(ExamplesStage):
 
     def _pack(self, examples: list[MaskedExample]) -> TrainBatch:
         with self._timer.phase("pack", may_stop=True):
+            # Other examples on one host would make other weights there.
             hosts.check_same(
                 f"the examples of step {self._timer.step + 1}",
                 [part for example in examples for part in example],
@@ -216,6 +219,7 @@ class SupervisedStage(ExamplesStage):
 
     def _update(self, batch: TrainBatch) -> Metrics:
         with self._timer.phase("update_actor", shown="update"):
+            # The devices work on after the call returns; the phase must have their time.
             update = jax.block_until_ready(self._actor.update(batch, SUPERVISED))
         values = prefixed("actor", hosts.fetch(update))
         on_host = hosts.fetch(batch)

@@ -44,6 +44,7 @@ def _over_total(
     """The mixed values over the sum of weights, to which the sinks are added last: [B, K, G, T, H]."""
     if kind.sinks is not None:
         sinks = kind.sinks.reshape(1, *top_BKGT.shape[1:3], 1)
+        # A sink may be the largest score, and its exp must not overflow.
         new_top = jnp.maximum(top_BKGT, sinks)
         keep = jnp.exp(top_BKGT - new_top)
         total_BKGT = total_BKGT * keep + jnp.exp(sinks - new_top)
@@ -53,6 +54,8 @@ def _over_total(
 
 def _scores(q_BKGTH: jax.Array, cache: KVCache) -> jax.Array:
     """q · k of every cached token, [B, K, G, T, C] float32, unscaled."""
+    # int8 is exact in bfloat16. Its scale is the same for all of H, so the scores are scaled, which are
+    # fewer.
     k = cache.k.astype(q_BKGTH.dtype)
     product = "bkgth,bksh->bkgts" if cache.keys_last == "head_dim" else "bkgth,bkhs->bkgts"
     scores = jnp.einsum(product, q_BKGTH, k, preferred_element_type=jnp.float32)
@@ -66,6 +69,7 @@ def _mixed(weight_BKGTS: jax.Array, cache: KVCache, dtype: Any) -> jax.Array:
         v, scale = cache.k, cache.k_scale
         product = product if cache.keys_last == "head_dim" else "bkgts,bkhs->bkgth"
     if scale is not None:
+        # The scale of a token, and the weight of its value.
         weight_BKGTS = weight_BKGTS * scale[:, :, None, None]
     return jnp.einsum(
         product,
@@ -106,6 +110,7 @@ def cached_attention(
     own = kind.capped(own)
     plain = not kind.window and not kind.softcap
     assert others is None or plain, "kernels know no windows and no caps"
+    # The token sees itself, so the maximum is that of a real key and the sum of weights is never 0.
     scores, top = [], own
     if others is not None:
         others = PartialAttention(*(x.reshape(B, K, Q // K, 1, *x.shape[2:]) for x in others))
@@ -115,6 +120,7 @@ def cached_attention(
         real_BS = place_S[None] < length_B[:, None]
         if first_B is not None:
             real_BS &= place_S[None] >= first_B[:, None]
+        # Capped before it is masked: a cap would make a small score of the mask.
         past = kind.capped(_scores(q, cache) * H**-0.5)
         past = jnp.where(real_BS[:, None, None, None], past, _MASKED)
         scores.append(past)
@@ -138,6 +144,7 @@ def _first_seen(
     """The first position of each cache that the new token sees, int32 [B]; None for full attention."""
     if reach is None:
         return [None] * len(caches)
+    # The window counts the new token itself.
     firsts, behind_B = [], 1
     for _, length_B in reversed(caches):
         behind_B = behind_B + length_B
@@ -179,6 +186,7 @@ def extending_attention(
     reach, offset_T = kind.reach, jnp.arange(T)
     if reach is not None:
         causal_TT &= offset_T[:, None] - offset_T[None] < reach
+    # Begins with the new tokens: each sees itself, so no maximum is that of masked keys.
     own = kind.capped(_scores(q, new) * H**-0.5)
     own = jnp.where(causal_TT[None, None, None], own, _MASKED)
     top = own.max(-1)
@@ -210,6 +218,7 @@ def extending_attention(
     num_blocks = -(-length_B.max() // block)
     first_block = 0
     if reach is not None:
+        # The window of the shortest sequence begins first.
         first_block = jnp.maximum(length_B.min() + 1 - reach, 0) // block
     top, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
     out = _over_total(top, total, mixed, kind).transpose(0, 3, 1, 2, 4)

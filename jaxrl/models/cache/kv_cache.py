@@ -111,11 +111,11 @@ class CacheShape:
     def empty(self, leading: tuple[int, ...], capacity: int) -> Any:
         """Zeros with the leading dimensions (L, B), or (B,) for one layer.
 
-        A `KVCache`; with periods of several layers a list of the places in one, `DeltaState`s among them. (A
-        list: in a tree of logical axes a tuple is a leaf.)
+        A `KVCache`; with periods of several layers a list of the places in one, `DeltaState`s among them.
         """
         if self.periodic is None:
             return self.keys_and_values(leading, capacity)
+        # A list: in a tree of logical axes a tuple is a leaf.
         return [
             self.no_past(leading)
             if kind == "delta"
@@ -176,6 +176,7 @@ def cache_axes(cache: Any) -> Any:
         return Routes(axes)
     if isinstance(cache, DeltaState):
         return state_axes(cache)
+    # Without the leading L these are the arrays of one layer.
     heads = ("layers", "batch", "kv_heads")[5 - cache.k.ndim :]
     scale: Any = None if cache.k_scale is None else (*heads, "length")
     v: Any = (*heads, "length", "head_dim")
@@ -247,6 +248,7 @@ def copy_slots(tree: Any, axes: Any, other: Any, source_n: jax.Array) -> Any:
 
     Capacities may differ, but the tokens must fit. The cost grows with the number of replaced slots.
     """
+    # Replaced slots first: the loop ends after them.
     order_n = jnp.argsort(source_n < 0, stable=True)
 
     def copy(j, trees):

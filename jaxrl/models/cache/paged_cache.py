@@ -145,6 +145,7 @@ class PagedCache(CacheKind):
 def gathered_pages(pool: Any, axes: Any, table_nP: jax.Array) -> Any:
     """The pages of each slot one after another: a contiguous cache of n slots, 0 where a slot has no page."""
     n, P = table_nP.shape
+    # Used entries first: the loop ends after them.
     order = jnp.argsort((table_nP == 0).reshape(-1), stable=True)
 
     def empty(leaf, names):
@@ -201,6 +202,7 @@ def copied_to_pages(slots: PagedSlots, axes: Any, other: Any, source_n: jax.Arra
 
             return jax.tree.map(one, pool, other, axes)
 
+        # Shared pages have their tokens, and other slots read them.
         used = jnp.minimum((row_P > 0).sum(), most)
         return jax.lax.fori_loop(slots.shared[slot], used, copy_page, pool)
 
@@ -223,6 +225,7 @@ def written_to_pages(
     page, W = _page_tokens(slots.pool, axes), _page_tokens(new, axes)
     # W tokens touch at most this many pages, wherever they begin.
     touched = (W + page - 2) // page + 1
+    # Tokens beyond the table go to page 0, the scratch page.
     table_nP = jnp.pad(slots.table, ((0, 0), (0, touched)))
     order_n = jnp.argsort(~live_n, stable=True)
 
@@ -237,6 +240,7 @@ def written_to_pages(
         def one(leaf, new, names):
             batch, length = names.index("batch"), names.index("length")
             new = jax.lax.dynamic_index_in_dim(new, slot, batch)
+            # The page may begin before the new tokens or end after them.
             pads = [(page, page) if d == length else (0, 0) for d in range(leaf.ndim)]
             new = jax.lax.dynamic_slice_in_dim(jnp.pad(new, pads), first + page, page, length)
             start = starts({batch: table_nP[slot, place]}, leaf.ndim)

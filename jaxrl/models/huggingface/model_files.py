@@ -42,6 +42,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     """
     check_new(path)
     path = pathlib.Path(path).absolute()
+    # Next to `path`, on the same file system: only there a rename is atomic.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
@@ -52,6 +53,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         yield partial
         partial.rename(path)
+    # Ctrl-C, too, leaves nothing behind.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -175,6 +175,7 @@ def _write_files(
                     here = zip(position, stacked, strict=True)
                     if shard.replica_id or not all(begin <= at < end for at, (begin, end) in here):
                         continue
+                    # On the device of the shard: a program takes no arrays of different devices.
                     offset = jax.device_put(offset_of(position, stacked), shard.device)
                     back = tuple(row.order.index(i) for i in range(len(row.order)))
                     part = jax.device_get(_extract(shard.data, offset, order=back, dtype=of_file))
@@ -205,6 +206,7 @@ def _into_files(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dict[str,
     }
 
 
+# The offset is an argument, so that all layers share a program.
 @functools.partial(jax.jit, static_argnames=("order", "dtype"))
 def _extract(
     shard: jax.Array, offset: jax.Array, *, order: tuple[int, ...], dtype: np.dtype
