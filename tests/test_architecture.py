@@ -29,7 +29,7 @@ LINES = (
     ("hub",),
     ("models", "mesh", "algos", "answers"),
     ("rollout", "rewards", "data"),
-    ("roles", "testing", "serving", "jetstream"),
+    ("roles", "serving", "jetstream"),
     ("dataflows",),
     ("tracking",),
     ("agents", "tinker"),

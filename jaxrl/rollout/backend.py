@@ -5,7 +5,7 @@
     resume     prompts, unfinished groups -> finished groups, unfinished groups; draws more prompts meanwhile
 
 A backend is built once per run from the model, its devices and the tokenizer. `SamplingOptions` are given
-with each call. `rollout.drivers` lists the backends. `jaxrl.testing` has a backend without a model.
+with each call. `rollout.drivers` lists the backends. `tests/arithmetic_backend.py` is one without a model.
 
 A backend is not thread-safe: only one thread may use it at a time. `roles.policy.Actor` ensures that.
 

@@ -4,12 +4,12 @@ import functools
 
 import jax
 import numpy as np
+from arithmetic_backend import ArithmeticBackend
 from jax.sharding import Mesh
 
 from jaxrl.rewards.grading import Grade
 from jaxrl.rollout.samples import Rollout
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.types import Prompts
 
 STOP = 1

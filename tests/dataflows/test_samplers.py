@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from arithmetic_backend import counting
 from steps import STOP, CountingGrader, NumberedPrompts, SamplingPolicy, make_backend
 
 from jaxrl.dataflows.dynamic_sampling import DynamicSampling
@@ -19,7 +20,6 @@ from jaxrl.errors import UserError
 from jaxrl.rewards import Graders
 from jaxrl.rewards.grading import FunctionGrader
 from jaxrl.rollout.backend import SamplingOptions
-from jaxrl.testing.arithmetic_backend import counting
 
 OPTIONS = SamplingOptions(num_samples=2, seed=0, step=0, temperature=1.0)
 NO_PUNISHMENT = OverlongPunishment(12, 0, 0.0)

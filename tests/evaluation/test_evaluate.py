@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arithmetic_backend import ArithmeticBackend
 from processes import free_port, started
 
 from jaxrl import cli
@@ -26,7 +27,6 @@ from jaxrl.models.huggingface.model_files import write_json
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.model_config import LoraConfig, ModelConfig
 from jaxrl.roles.learner import TrainState
-from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.tracking.checkpoints import Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -29,7 +29,7 @@ CONFIG = EngineConfig(
     tokens_per_dispatch=2,
     stop_ids=(1, 2, 3),
 )
-ARITHMETIC = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"
+ARITHMETIC = "arithmetic_backend:build_arithmetic_backend"
 OPTIONS = SamplingOptions(num_samples=3, seed=0, step=5, temperature=1.0)
 PROMPTS = prompts_of(*(np.arange(4, 4 + n) for n in (1, 6, 3, 2)), ids=[4, 0, 7, 2])
 
@@ -151,8 +151,8 @@ def test_what_cannot_be_sampled_is_refused(backend):
 def test_drivers_that_are_not_there_are_refused():
     with pytest.raises(UserError, match=r"rollout\.driver 'vllm' is not one of offline, jetstream"):
         drivers.check_driver("vllm", frozenset())
-    with pytest.raises(UserError, match=r"rollout\.driver 'jaxrl\.testing:none' is not there"):
-        drivers.check_driver("jaxrl.testing:none", frozenset())
+    with pytest.raises(UserError, match=r"rollout\.driver 'jaxrl\.types:none' is not there"):
+        drivers.check_driver("jaxrl.types:none", frozenset())
 
 
 def test_a_driver_says_what_it_cannot_do():

@@ -5,13 +5,13 @@ import functools
 import jax
 import numpy as np
 import pytest
+from arithmetic_backend import ArithmeticBackend
 
 from jaxrl.errors import UserError
 from jaxrl.mesh.devices import build_mesh
 from jaxrl.mesh.layout import ParallelLayout
 from jaxrl.rollout.backend import SamplingOptions
 from jaxrl.rollout.settings import EngineConfig
-from jaxrl.testing.arithmetic_backend import ArithmeticBackend
 from jaxrl.types import Prompts
 
 CONFIG = EngineConfig(

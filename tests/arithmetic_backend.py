@@ -186,7 +186,7 @@ def build_arithmetic_backend(
 ) -> ArithmeticBackend:
     """Builds the backend for the setting `rollout.driver`.
 
-        rollout.driver = "jaxrl.testing.arithmetic_backend:build_arithmetic_backend"
+        rollout.driver = "arithmetic_backend:build_arithmetic_backend"
 
     Tokens are taken modulo the size of the model's vocabulary.
     """
