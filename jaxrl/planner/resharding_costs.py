@@ -62,6 +62,7 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCos
     In the paper t_g divides t. Where it does not, the shard of a device in generation is no union of training
     shards: with `hybrid` it receives what its training shard lacks, and the training shard is given up.
     """
+    # Fractions, so that they can be compared with the bytes of shardings exactly.
     M, one = Fraction(model_bytes), Fraction(1)
     devices, tp, generate = layout.num_devices, layout.t * layout.p, layout.t_g * layout.p_g
     sizes = layout.axis_sizes
@@ -128,11 +129,11 @@ def of_resharding(resharding: Resharding) -> Measured:
     """
     weights = resharding.weights
     devices = weights[0].train.mesh.size
-    programs: dict[Any, Any] = {}  # leaves with equal shapes and layouts share one
+    # Compiling is what takes long here, and leaves with equal shapes and layouts share a program.
+    programs: dict[Any, Any] = {}
     found: list[tuple[int, Collective]] = []
     own_bytes = []
     for bucket in resharding.buckets:
-        # Compiling is what takes long here.
         key = bucket.weights, bucket.num_slices
         if key not in programs:
             programs[key] = bucket.gather_program.lower(*bucket.gather_arguments()).compile()
@@ -153,6 +154,7 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
     """
     found: list[tuple[int, Collective]] = []
     gathered = kept = 0
+    # Equal leaves share a program.
     for weight, count in collections.Counter(weights).items():
         whole = replicated(weight.train.mesh)
         gather = jax.jit(gather_everything(weight.train)).lower(weight.abstract()).compile()

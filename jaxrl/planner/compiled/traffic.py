@@ -156,6 +156,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
     """
     found = []
     for line in text.splitlines():
+        # A collective that is not counted would be a bound below the truth, without a word.
         assert not _UNKNOWN.search(line), f"a collective this module cannot count: {line.strip()}"
         match = _COLLECTIVE.search(line)
         if match:
@@ -176,6 +177,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
 
 
 def _nbytes(name: str, dims: list[int]) -> int:
+    # The first number of a name is its bits: f8e4m3 has 8, bf16 has 16.
     bits = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
     return math.ceil(math.prod(dims) * bits / 8)
 
@@ -397,6 +399,7 @@ class Traffic:
     def least_s(self, links_gbs: float, network_gbs: float) -> float:
         """Lower bound of its seconds, at a device's GB/s inside a host and to other hosts."""
         near = max(0.0, self.nbytes - self.network)
+        # Links and network carry data at the same time; the slower one decides.
         return max(near / links_gbs, self.network / network_gbs) / 1e9
 
 
@@ -423,6 +426,7 @@ def traffic_of(
         calls[key] += times
         received[key] += times * each.received(mesh.size)
         entering[key] += times * each.entering(hosts)
+    # Summed by device before the maximum: one device need not receive most of every collective.
     sums = (
         Traffic(
             *(*key, calls[key], float(received[key].max())),

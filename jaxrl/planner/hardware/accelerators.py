@@ -93,13 +93,14 @@ class Accelerator:
             hosts, devices = (*shape, 0)[:2] if len(shape) == 2 else (0, 0)
             whole = self.devices_per_host
             return devices == whole or (hosts == 1 and devices in _halves(whole))
+        # A slice can be turned: 4x4x8 and 8x4x4 are one.
         if tuple(sorted(shape)) in {tuple(sorted(s)) for s in self.shapes}:
             return True
         dims, side = len(self.shapes[-1]) if self.shapes else 3, self.side_multiple
         return bool(side) and len(shape) == dims and all(s % side == 0 for s in shape)
 
     def growing_shapes(self) -> Iterator[tuple[int, ...]]:
-        """Existing shapes in order of size; large ones roughly double each time."""
+        """Existing shapes in order of size; large slices roughly double, large clusters grow by an eighth."""
         if self.arrangement == "hosts":
             yield from ((1, n) for n in reversed(_halves(self.devices_per_host)))
             hosts = 2

@@ -119,6 +119,7 @@ class Collectives:
 
     def pass_on_s(self, nbytes: float, ring: Ring) -> float:
         """Seconds of sending activations to the next pipeline stage, over the slowest hop of the ring."""
+        # In a ring of two a device sends half of the bytes (`_ring_s`); here it sends all.
         hop = Ring(2, int(not ring.far), int(ring.far > 0), ring.gbs)
         return self._ring_s(2 * nbytes, hop, 1.0, rounds=1)
 
