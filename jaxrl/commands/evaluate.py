@@ -144,6 +144,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
     tree.placement, tree.data.train, tree.data.sources = {}, SourceConfig(), {}
     tree.sft.num_steps, tree.sft.run, tree.reward.overlong_buffer_tokens = 0, "", 0
     tree.reward.model = tree.reward.judge.model = tree.cost.model = tree.critic.weights = ""
+    # Nothing here resolves open settings.
     if tree.rollout.slots == "auto":
         tree.rollout.slots = Config().rollout.slots
     if tree.mesh.layout != "as_given":
@@ -255,6 +256,7 @@ def evaluate(
         dynamic_sampling=False,
         replicas=shards_of("batch", GENERATE_RULES, mesh),
     )
+    # Before minutes of answering.
     hosts.on_first(lambda: ensure_writable(folder.path))
     backend = build_backend(config.rollout.driver, model, mesh, engine, tokenizer.decode_batch)
     backend = with_agent(backend, config.rollout, tokenizer)
