@@ -116,6 +116,7 @@ def train(
 def metrics_of(config: Config) -> pa.Table:
     """Returns the metrics that a run of a config has written, as `train` does."""
     rows = read_metrics(training_of(config).folder.metrics)
+    # Steps differ in their metrics; those of an evaluation are in some.
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     table = pa.table({column: [row.get(column) for row in rows] for column in columns})
     return table.replace_schema_metadata({"folder": str(config.run_folder)})
@@ -153,6 +154,7 @@ class OpenRun:
         """
         self._check_open()
         metrics = self._stage.step() if dataflow is None else dataflow(self.parts, self.prompts)
+        # Sampling keys depend on it.
         self._timer.step += 1
         return {key: float(value) for key, value in jax.device_get(dict(metrics)).items()}
 
@@ -349,6 +351,7 @@ class _Inputs:
         path = self._folder / f"{name}-{digest.hexdigest()[:12]}{suffix}"
         if path.exists():
             return path
+        # A run that goes on must have the inputs that it began with.
         if others := list(self._folder.glob(f"{name}-*{suffix}")):
             raise UserError(
                 f"{self._folder.parent} holds a run with another {name} ({others[0].name}); give this run a "
