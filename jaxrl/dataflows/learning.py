@@ -99,6 +99,7 @@ class ActorPhase:
             if self.correction.bypass:
                 # The gap to the sampler is unknown before the update; the loss itself rejects tokens.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
+            # Not while only critics learn: no update would compute them.
             if self.shares_forward and self.timer.step >= self.frozen_steps:
                 # A single minibatch has all its old log-probabilities from its update.
                 if len(batch.tokens) > 1:

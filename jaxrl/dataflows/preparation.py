@@ -194,6 +194,7 @@ class Advantages:
             if "score_BK" in self.estimator.inputs:
                 # The terms of the score, the length punishment last.
                 parts["score_BK"] = np.column_stack([scored.term_BK, scored.shaping_B])
+                # The length punishment counts as it is.
                 parts["weight_K"] = np.append(scored.term_weight_K, np.float32(1.0))
             return self._done(self._estimated(experience, **parts)[0])
 

@@ -86,7 +86,8 @@ class Generation:
     actor: Actor
     options: SamplingOptions
     timer: StepTimer
-    # Checksum of a prompt -> mean length of the responses when it was last sampled.
+    # Checksum of a prompt -> mean length of the responses when it was last sampled. Equal checksums of two
+    # prompts only change the order in which samples start.
     _lengths: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
 
     def load_weights(self) -> None:
@@ -120,6 +121,7 @@ class Generation:
 
     def expected_tokens(self, prompts: Prompts) -> np.ndarray:
         """Expected response lengths [N]: those of earlier steps; new prompts count as the longest."""
+        # The longest start first; one of unknown length that started last might decode alone at the end.
         longest = max(self._lengths.values(), default=0) + 1
         known = [
             self._lengths.get(zlib.crc32(tokens.tobytes()), longest) for tokens in prompts.tokens
@@ -147,6 +149,7 @@ class Sampling:
         """The next generation batch with its rewards."""
         batch, beside = next(prompts), self.rewards.beside()
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
+            # With other prompts a process would dispatch other programs, and all would hang.
             check_same_prompts(batch, self.generation.timer.step)
             completions = self.generation.generate(batch, beside)
             metrics = self.generation.actor.backend.metrics

@@ -117,6 +117,7 @@ def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
 
     Names that have a group already ("rollout_corr/...") stay.
     """
+    # verl's names.
     renamed = {"loss": "pg_loss" if role == "actor" else "vf_loss"}
     return {
         name if "/" in name else f"{role}/{renamed.get(name, name)}": value
