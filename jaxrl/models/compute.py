@@ -143,13 +143,10 @@ class Compute:
       layers: function that runs the stack, like `scan_layers`; a pipeline on a mesh with stages.
       absorbs: attend to latents, as a cache has them, not to keys and values (`latent_attention`).
       unroll: layers per iteration of the scan; the number of layers suits shallow models on CPU.
-      flat: flatten all tokens into one dimension for matmuls. On CPU, XLA takes twice as long for a weight
-        gradient that is summed over two dimensions. On a mesh that splits both, flattening would gather one.
-      sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum; 0 lets XLA
-        choose. Each part is summed on one device, and parts are added in one order, so the result is the same
-        for every degree of tensor parallelism that divides the number.
-      wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
-        for bfloat16 only with such results: at 16 rows they take a third of the time.
+      flat: flatten all tokens into one dimension for matmuls.
+      sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum. The result
+        is the same for every degree of tensor parallelism that divides the number. 0 lets XLA choose.
+      wide_results: matmuls return float32 and are rounded to `dtype` afterwards.
       adapter_B: int32 [B], the adapter of each row in stacks of adapters; None for one that all rows share.
       keeps_routes: whether `Routing.expert` has the experts of every token.
       routes: int16 [B, T, A], experts to take in place of the router's choice; -1 leaves it. None for none.
@@ -197,9 +194,12 @@ class Compute:
         if splits_sum and self.sum_parts:
             return self._product_in_parts(x, weight, num_summed)
         lead = x.shape[: x.ndim - num_summed]
+        # On CPU, XLA takes twice as long for a weight gradient that is summed over two dimensions. Not on a
+        # mesh that splits both dimensions, where flattening would gather one.
         if self.flat:
             x = x.reshape(math.prod(lead), *x.shape[len(lead) :])
         values, scale = _values_and_scale(weight, num_summed)
+        # On CPU, XLA has fast kernels for bfloat16 only with float32 results: at 16 rows a third of the time.
         sum_type = jnp.float32 if self.wide_results or scale is not None else out_type
         out = jnp.tensordot(
             x, values.astype(self.dtype), num_summed, preferred_element_type=sum_type
@@ -322,6 +322,7 @@ class Compute:
         parts = self.constrain(parts, ("mlp", "batch", *others, None))
         # The parts of all devices, gathered; a sum over split parts would be one in XLA's order.
         parts = self.constrain(parts, (None, "batch", *others, None))
+        # One after the other, so that the order does not depend on the mesh.
         total = functools.reduce(jnp.add, [parts[i] for i in range(self.sum_parts)])
         if scale is not None:
             total = total * jnp.expand_dims(scale.reshape(-1), range(total.ndim - 1))

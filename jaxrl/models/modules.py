@@ -81,6 +81,7 @@ class Projection(nnx.Module):
         out = compute.product(x, self.weight.get_value(), **summed)
         if self.has_bias:
             bias = self.bias[...].astype(compute.dtype)
+            # The ranks written out, here and below: tests refuse an implicit promotion.
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
         if self.has_adapter:
             if compute.adapter_B is not None:

@@ -90,8 +90,7 @@ def cached_attention(
 ) -> jax.Array:
     """Attention of one new token per sequence to its cached past and to itself.
 
-    Key and value of the new token are arguments and not yet in a cache. So caches are only read here, and
-    written once per step for all layers together.
+    Key and value of the new token are arguments and not yet in a cache: caches are only read here.
 
     Args:
       q_BQH, k_BKH, v_BKH: rotated query and key, and value, of the new token.

@@ -26,9 +26,6 @@ from jaxrl.quantized import quantize
 class KVCache:
     """Rotated keys and values, of one layer or, with a leading L, of all layers.
 
-    On CPU the last dimension of keys is the length: q·k is then a plain matmul, 5 to 7 times faster than with
-    the head size last. Kernels need the head size last, as for values.
-
     Attributes:
       k: [.., B, K, H, C] or, with `keys_last` "head_dim", [.., B, K, C, H].
       v: [.., B, K, C, H]; None if keys are values too, as latents are.
