@@ -174,6 +174,7 @@ class DecodeLoop:
         """Drops waiting or decoding samples; their slots are free at the next dispatch."""
         freed = [self.scheduler.cancel(sample) for sample in samples]
         if running := [slot for slot in freed if slot is not None]:
+            # The devices would decode them on.
             self._slots.release(running)
             self._log.stop(np.array(running))
             if self._pages is not None:
@@ -270,6 +271,7 @@ class DecodeLoop:
                 # One transfer for all slots, and none if no sample reports them.
                 top = self._slots.top()
         self._log.append(decoded)
+        # A new array: `before_n` is needed below.
         self._length_n = before_n + decoded.count
         if self._pages is not None:
             self._pages.advance(decoded.count)
@@ -403,6 +405,7 @@ class DecodeLoop:
                 assert self._engine.pages is not None, "known sequences have pages"
                 num_pages = sum(len(pages) for _, pages, _ in known.values())
                 self.known_tokens += num_pages * self._engine.pages.page_tokens
+            # Kept, since later admissions may start further samples of this batch.
             self._prefixes = [
                 (prefix, {index: row for row, index in index_of.items()})
                 for prefix, index_of in self._slots.reuse(known)
@@ -504,7 +507,7 @@ class DecodeLoop:
             owners = self.scheduler.owners
             wanted = [s for s in ends if owners[s].finished and owners[s].options.keeps_routes]
             for slot, routes in self._slots.routes(wanted).items():
-                # The newest token was drawn but not run.
+                # The newest token was drawn but not run. A copy, or all rows of the fetch would be kept.
                 owners[slot].routes = routes[: self._length_n[slot] - 1].copy()
         return ends
 

@@ -1,7 +1,7 @@
 """The programs that run the model: over known sequences, and to decode up to W tokens in every active slot.
 
 While decoding, the past is only read. The keys and values of the new tokens go to a buffer, at the same index
-for all slots, and join the cache at the end. So the loop never scatters into the large cache arrays.
+for all slots, and join the cache at the end.
 
     n slots   P sequences of a prefix   T tokens   W tokens of a dispatch   C capacity in tokens
     D model width   V vocabulary
@@ -190,7 +190,8 @@ class ModelPrograms:
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         cache, W = self.slots.cache, self.slots.tokens_per_dispatch
         past = cache.decoding(model, state.context.cache, state.context.length)
-        # For all new keys and values, and for the newest.
+        # For all new keys and values, and for the newest: the loop never scatters into the large cache
+        # arrays.
         held = state.context.cache
         buffers = (cache.buffer_after(held, state.num_slots, tokens) for tokens in (W, 1))
         recent, newest = (
@@ -250,6 +251,7 @@ class ModelPrograms:
             active[:, None],
             self._compute_of(adapter_n),
         )
+        # Without adapters, which the head does not have.
         logits_nV = model.logits(hidden_n1D[:, 0], compute=self.compute)
 
         def seen():

@@ -66,8 +66,7 @@ class Request:
     Attributes:
       prompt: int32 [T].
       max_tokens: maximum number of tokens per sample, end-of-sequence included.
-      seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them, so that
-        requests that differ only in their seeds have equal options and are inserted in one call.
+      seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them.
       options: how tokens are drawn.
       adapter: number of the adapter, see `samples.Start`.
     """
@@ -213,6 +212,7 @@ class LiveLoop:
                 f"the prompt has {len(prompt)} tokens; this server takes 1 to {longest}: "
                 f"{'shorten it' if len(prompt) else 'write one'}"
             )
+        # After the length: an empty prompt has no minimum.
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise UserError(
                 f"the prompt has token ids from {prompt.min()} to {prompt.max()}; this model's go from 0 to "
@@ -285,6 +285,7 @@ class LiveLoop:
     def cancel(self, ticket: int) -> None:
         """Ends a request and frees its slots with the next turn. Ignores a request that has ended."""
         with self._changed:
+            # From now on its listener is not called.
             if self._open.pop(ticket, None) is None:
                 return
             if ticket in self._waiting:
@@ -475,7 +476,8 @@ class LiveLoop:
 
 def _samples_of(ticket: int, request: Request, start: Start) -> list[Sample]:
     """The samples of a request; they share a prefill."""
-    # Samples of requests that differ in their number alone are inserted in one call, too.
+    # Samples with equal options are inserted in one call. So the number of samples is not part of them, and
+    # the seed takes the place of the prompt's id.
     options = request.options.replace(num_samples=1)
     return [
         Sample(0, index, options.step).request(

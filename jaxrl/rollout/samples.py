@@ -123,6 +123,7 @@ class Sample:
         moved = Sample(prompt, self.index, self.step)
         moved.finished, moved.truncated = self.finished, self.truncated
         moved.session, moved.routes = self.session, self.routes
+        # The list is copied, its pieces are never changed.
         moved._pieces, moved._count = list(self._pieces), self._count
         return moved
 

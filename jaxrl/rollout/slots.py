@@ -317,7 +317,7 @@ class Slots:
         V = self.engine.model.vocab_size
         row_n = np.full(state.num_slots, -1, np.int32)
         edited = [(slot, each) for slot, each in edits.items() if each is not None]
-        # The program is compiled for few numbers of rows: 8, 64, 512 ...
+        # Every number of rows is a program of its own, so there are few: 8, 64, 512 ...
         E = next(8**k for k in range(1, 8) if 8**k >= len(edited))
         rows_EV = np.zeros((min(E, len(row_n)), V), np.float32)
         for row, (slot, each) in enumerate(edited):
@@ -368,6 +368,7 @@ class Slots:
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
         state = self._taken_state()
+        # The state is out meanwhile: a device that has failed fails here, and nobody must use its slots.
         fetched = fetch((state.active, state.decoded))
         self._state = state
         return fetched
