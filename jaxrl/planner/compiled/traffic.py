@@ -6,9 +6,8 @@ of the program's flattened mesh. Covered: collectives that XLA uses on CPU, GPU 
 Bytes are a lower bound of what a device receives, with the best algorithm; of a ragged all-to-all, whose rows
 depend on data, they are those that there is room for. The text shows the body of a loop
 once. Its number of rounds is the compiler's own note, or follows from its condition: a counter that starts at
-a constant, grows by a constant step, and stays below another constant. (A GPU's compiler writes the note, a
-TPU's leaves most of them out.) The caller gives the number for loops whose end depends on data (the last
-microbatch of a batch, the last token of a dispatch).
+a constant, grows by a constant step, and stays below another constant. The caller gives the number for loops
+whose end depends on data (the last microbatch of a batch, the last token of a dispatch).
 
     text --> computations --> walk from the entry: body x rounds, calls x 1, one branch --> runs of each
 """
@@ -325,6 +324,7 @@ def _rounds(
     loop: Instruction, around: Computation, computations: Mapping[str, Computation]
 ) -> int | None:
     # Rounds of a loop; None if they depend on data.
+    # A GPU's compiler writes the note, a TPU's leaves most of them out.
     if noted := _NOTED.search(loop.line):
         return int(noted[1])
     called = _LOOP.search(loop.line)
