@@ -106,6 +106,7 @@ def train(
         name=name,
         **overrides,
     )
+    # Any other status is that of an interrupted run: errors are raised.
     if train_or_plan(config, dry_run=False):
         raise KeyboardInterrupt(
             f"stopped and saved in {config.run_folder}; the same call goes on from there"
@@ -220,6 +221,7 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
     timer, closed = NoTimer(), threading.Event()
     with claimed(config) as config, StopSignal(within_s=config.run.stop_within_s) as stop:
         run = build_context(config, kind=REINFORCEMENT)
+        # `OpenRun.save_model` copies them.
         keep_model_files(run)
         roles = build_roles(config, run.meshes, run.models)
         starting = functools.partial(starting_params, run, stop)
@@ -262,6 +264,7 @@ def build_config(
     if agent is not None:
         settings["rollout.agent"] = agent
     if model is not None:
+        # Training starts from this model, not from what an SFT stage would make of the recipe's.
         settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
     if tree["mesh"]["simulated_devices"] == "auto":
         # JAX may have its devices already.

@@ -136,6 +136,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
             response = min(_LONGEST_RESPONSE, context // 2)
             tree.rollout.max_response_tokens = response
             tree.data.max_prompt_tokens = context - response
+            # A problem that is left out would not count.
             tree.data.overlong = "error"
     tree.weights, tree.adapter, tree.tokenizer.path = str(directory), "", str(directory)
     # The shape is that of the files.
@@ -367,6 +368,7 @@ def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
         name: scored.take(np.flatnonzero(sources == name))
         for name in dict.fromkeys(sources.tolist())
     }
+    # A data set may have this name itself.
     if len(parts) > 1 and ALL not in parts:
         parts[ALL] = scored
     lines = [["", *parts]]

@@ -38,6 +38,7 @@ from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.program import training_of
 
+# At most so many devices are simulated in a process, as many as a host of GPUs has.
 _DEVICES_OF_A_HOST = 8
 # Settings that the rehearsal gives, layouts among them as it has changed them.
 _OURS = (
@@ -183,6 +184,7 @@ class Rehearsal:
     def _kill(self, processes: Sequence[subprocess.Popen]) -> None:
         """Kills the last process; the others have to end by themselves."""
         *others, last = processes
+        # Nothing in the process can react, as when its host is lost.
         last.send_signal(signal.SIGKILL)
         began_s = time.monotonic()
         # The others miss its heartbeat after `lost_after_s`, and need some time to end.

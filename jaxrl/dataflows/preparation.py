@@ -31,8 +31,7 @@ class Packer:
       actor: role that learns; its devices get equal shares of the work.
       shape: shape of the packed arrays.
       max_prompt_tokens: limit of a prompt, for metrics.
-      mask_truncated: whether truncated responses are left out of the loss (overlong filtering); they still
-        count in the baseline of their group.
+      mask_truncated: whether truncated responses are left out of the loss (overlong filtering).
       fill_minibatches, share_prompts, top_entropy: see `roles.batches.pack_completions`.
       equal_last: whether groups with equal rewards are packed into the last rows of their minibatch, where
         the update needs no backward pass for them (`Objective.needs_advantage`).
@@ -63,6 +62,7 @@ class Packer:
             fill_minibatches=self.fill_minibatches,
             share_prompts=self.share_prompts,
             last_B=last_B,
+            # Truncated responses still count in the baseline of their group.
             trained_B=~completions.truncated_B if self.mask_truncated else None,
             top_entropy=self.top_entropy,
         )

@@ -238,6 +238,7 @@ class PartialSampling:
         with generation.timer.phase("gen", shown="generate", may_stop=True):
             generation.load_weights()
             rollout = generation.actor.resume(
+                # None to begin with: `more` draws all of them.
                 Prompts.concatenate([]),
                 generation.current(),
                 more=lambda places, unfinished: self._draw(prompts, places, unfinished),
@@ -245,6 +246,7 @@ class PartialSampling:
                 on_group=has_enough,
             )
         self._unfinished = rollout.unfinished
+        # Added up over the generation batches of a step.
         counts = {
             "rollout/unfinished_groups": carried,
             "rollout/dropped_stale_groups": dropped,

@@ -110,8 +110,7 @@ def scan_layers_as_bits(
 class HeadCopies(NamedTuple):
     """The unembedding as each of the G devices that share the tokens has it.
 
-    Without it XLA leaves the width of the head split as it is stored, and every device computes a part of the
-    logits of all tokens. Gradients are summed on each device, and over the devices after the last chunk.
+    Gradients are summed on each device, and over the devices after the last chunk.
 
     Attributes:
       values_GDV: the weight in the type of activations; its gradient is 0.
@@ -217,9 +216,6 @@ class Compute:
     ) -> tuple[jax.Array, HeadCopies]:
         """The hidden states, and the head for `product_of_first` with them.
 
-        The gradient of the hidden states waits for that of the head: else the sums of all devices would stay
-        until the layers are done.
-
         Args:
           hidden: what the head will be multiplied with.
           weight_DV: the head.
@@ -231,6 +227,8 @@ class Compute:
         def together(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
             return hidden, weight
 
+        # The gradient of the hidden states waits for that of the head: else the sums of all devices would
+        # stay until the layers are done.
         together.defvjp(
             lambda *both: (both, None),
             lambda _, g: jax.lax.optimization_barrier((g[0], place(g[1]))),  # pyright: ignore
@@ -240,6 +238,8 @@ class Compute:
         else:
             hidden, weight_DV = together(hidden, weight_DV)
 
+        # Else XLA leaves the width of the head split as it is stored, and every device computes a part of the
+        # logits of all tokens.
         def copied(weight: jax.Array) -> jax.Array:
             copies = jnp.broadcast_to(weight[None, None], (*shards, *weight.shape))
             copies = self.constrain(copies, ("rows", "length", None, "vocab"))

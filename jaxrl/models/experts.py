@@ -103,6 +103,7 @@ def apply_experts(
     rows_G = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
     experts = (rows_G, held[order])
     out = _mlp(x_BTD.reshape(-1, D)[order // A], weights, experts, activation, jax.lax.ragged_dot)
+    # Back into the order of the pairs. Rows behind the held experts are 0 (`_mlp`).
     out_MD = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
     return _summed(out_MD, expert_BTA, share_BTA)
 

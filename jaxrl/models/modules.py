@@ -36,8 +36,8 @@ def constant(value: float, dims: Dims, *, exact: bool = False) -> nnx.Param:
 class Projection(nnx.Module):
     """x · weight + bias + alpha / rank * x · lora_a · lora_b, where bias and adapter are optional.
 
-    `lora_b` starts at 0, so a fresh adapter changes nothing. With `Compute.adapter_B` the factors are stacks,
-    lora_a [N, *ins, r] and lora_b [N, r, *outs], and each row has an adapter of its own.
+    With `Compute.adapter_B` the factors are stacks, lora_a [N, *ins, r] and lora_b [N, r, *outs], and each
+    row has an adapter of its own.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Projection(nnx.Module):
         if self.has_adapter:
             rank = (None, lora.rank)
             self.lora_a = normal(rngs.params(), (*stack, *ins, rank), fan_in)
+            # 0, so that a fresh adapter changes nothing.
             self.lora_b = constant(0.0, (*stack, rank, *outs))
             self.scale = lora.scale
         self.num_ins = len(ins)

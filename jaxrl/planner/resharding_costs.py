@@ -58,9 +58,6 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCos
 
     With ZeRO or FSDP (`layout.fsdp`) a device also receives the missing parts of its own training shard,
     which the paper does not count.
-
-    In the paper t_g divides t. Where it does not, the shard of a device in generation is no union of training
-    shards: with `hybrid` it receives what its training shard lacks, and the training shard is given up.
     """
     # Fractions, so that they can be compared with the bytes of shardings exactly.
     M, one = Fraction(model_bytes), Fraction(1)
@@ -68,6 +65,9 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCos
     sizes = layout.axis_sizes
     # The two shards lie in one of tensor_gen parts of a stage: one is its 1/m-th, the other its 1/k-th.
     m, k = sizes["tensor_micro"], sizes["fsdp_gen"]
+    # In the paper t_g divides t. Where it does not, the shard of a device in generation is no union of
+    # training shards: with `hybrid` it receives what its training shard lacks, and the training shard is
+    # given up.
     common = M / (layout.p * layout.t * k) if min(m, k) == 1 else Fraction(0)
     return {
         "gather_all": ReshardingCosts((one - one / devices) * M, M, M / devices),
@@ -150,7 +150,6 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
     """Compiles the procedure of DeepSpeed-Chat and HybridFlow-V in Table 2, and reads its costs.
 
     Every device gathers the whole model leaf by leaf, and keeps its generation shard and its training shard.
-    As in the paper the peak is the gathered model, without temporaries of programs.
     """
     found: list[tuple[int, Collective]] = []
     gathered = kept = 0
@@ -166,6 +165,7 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
             for c in collectives(p.as_text() or "", weights[0].train.mesh.size)
         ]
         memory: Any = gather.memory_analysis()
+        # As in the paper the peak is the gathered model, without temporaries of programs.
         gathered += count * memory.output_size_in_bytes
         kept += count * memory.argument_size_in_bytes
     return Measured(ReshardingCosts(_received(found, weights), gathered, kept), tuple(found))

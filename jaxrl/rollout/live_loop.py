@@ -261,6 +261,7 @@ class LiveLoop:
     def submit_all(self, requests: Sequence[tuple[Request, Listener]]) -> list[int]:
         """Queues either all of the requests or none of them; see `submit`."""
         assert hosts.is_first(), "requests come in at the first process"
+        # All before any is queued, and without the lock: a refused call leaves nothing.
         for request, _ in requests:
             self.check(request)
         wanted = sum(request.options.num_samples for request, _ in requests)
@@ -459,7 +460,8 @@ class LiveLoop:
         """Calls the listener of a request; forgets the request after its last event."""
         with self._changed:
             opened = self._open.get(ticket)
-        if opened is None:  # cancelled, or this is not the first process
+        # It was cancelled, or this is not the first process, where the listeners are.
+        if opened is None:
             return
         # Without the lock, so that other threads can submit while it runs.
         opened.listener(event)

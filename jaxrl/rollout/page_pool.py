@@ -257,6 +257,7 @@ class PagePool:
         )
         for i, part in enumerate(parts[num_known:], num_known):
             key = (shard, before, part)
+            # Another page may hold the same. The chain then goes on from that one, by which others are found.
             page = self._page_of.get(key)
             if page is None:
                 page = int(self.table_nP[slot, i])

@@ -334,6 +334,7 @@ def completions_of(
         texts=LazyRows([functools.partial(made.text, b) for b in rows]),
         turns=LazyRows([functools.partial(made.turns, b) for b in rows]),
         started_B=np.array([sample.step for sample in samples], np.int32),
+        # Of all samples or of none, as `Completions` has them.
         routes=tuple(routes) if len(routes) == len(samples) else (),
         version=tuple(sample.version for sample in samples),
     )

@@ -65,6 +65,7 @@ def truncation_of(
     check_value("min_p", min_p, Annotated[float, MIN_P])
     check_value("min_tokens", min_tokens, Annotated[int, MIN_TOKENS])
     check_value("repetition_penalty", repetition_penalty, Annotated[float, REPETITION_PENALTY])
+    # NumPy scalars, not arrays: options are keys, since samples with equal ones are inserted together.
     scalars: Any = (
         np.int32(top_k),
         np.float32(top_p),

@@ -235,6 +235,7 @@ class Scheduler:
         if slot is not None:
             self.finish([slot])
             return slot
+        # One by one: cancelled requests are few, and the queue is short (`live_loop`).
         for request in self._queue:
             if request[0] == owner:
                 self._queue.remove(request)

@@ -69,6 +69,7 @@ def adapters_on_device(engine: Engine, numbers: Sequence[int], rows: int) -> tup
     if not places:
         return ()
     place_B = np.zeros(rows, np.int32)
+    # Numbers go on, places are used again (`samples.Start`).
     place_B[: len(numbers)] = np.array(numbers) % places
     return host_inputs(engine.mesh, place_B)
 
@@ -243,6 +244,7 @@ class Slots:
         for item, shard in shard_of.items():
             waiting[shard].append(item)
         while any(waiting):
+            # A batch has equal parts of all shards, so the shard with most items decides.
             most = shards * max(len(items) for items in waiting)
             P = round_up(self.engine.batch_sizes, min(most, self.engine.batch_sizes[-1]))
             per_shard = P // shards
@@ -275,6 +277,7 @@ class Slots:
         page = engine.pages.page_tokens
         for P, number_of in self._batches({i: shard for i, (shard, _, _) in known.items()}):
             longest = max(len(known[i][2].tokens) for i in number_of.values())
+            # A size of few, because each is a program.
             pages = -(-round_up(engine.prefix_sizes, longest) // page)
             table_Pp = np.zeros((P, pages), np.int32)
             history_PC = np.zeros((P, pages * page), np.int32)
@@ -286,6 +289,7 @@ class Slots:
                 length = len(held) * page
                 table_Pp[row, : len(held)], history_PC[row, :length] = held, tokens[:length]
                 length_P[row], token_P[row] = length, tokens[length]
+                # The token between is the last one of the prefix, which the next program runs.
                 rests[row] = tokens[length + 1 :]
             given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
             prefix = engine.reuse(state, *given)

@@ -90,10 +90,10 @@ class Speculation:
 
         Args:
           busy, num_slots, shards: as of `rows_of`.
-          num_tokens: function that returns the number of tokens of the sample in a slot. Too few do not tell
-            which earlier text to follow.
+          num_tokens: function that returns the number of tokens of the sample in a slot.
         """
         self.rows = rows_of(busy, num_slots, shards)
+        # Too few tokens do not tell which earlier text to follow.
         if self.rows and min(map(num_tokens, self.rows.slots.values())) < COMPARED:
             self.rows = None
         return self.rows

@@ -277,7 +277,8 @@ class JudgeKind(RoleKind):
     def build(self, parts: BuildParts) -> GenerativeJudge:
         options, tokenizer = parts.config.reward.judge, parts.tokenizer
         backend = build_backend(
-            "offline",  # `rollout.driver` is about the policy
+            # Whatever `rollout.driver` says, which is about the policy.
+            "offline",
             parts.model,
             parts.place["mesh"],
             judge_engine_config(parts.config, tokenizer.stop_ids),

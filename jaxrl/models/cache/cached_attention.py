@@ -164,7 +164,7 @@ def extending_attention(
     """Attention of T new tokens per sequence to its cached past and, causally, to each other.
 
     The past is processed block by block, from the first block that any window reaches to the end of the
-    longest sequence. So the cost depends on actual lengths, and only the scores of one block are in memory.
+    longest sequence.
 
     Args:
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of the new tokens.
@@ -219,6 +219,7 @@ def extending_attention(
     if reach is not None:
         # The window of the shortest sequence begins first.
         first_block = jnp.maximum(length_B.min() + 1 - reach, 0) // block
+    # The cost depends on actual lengths, and only the scores of one block are in memory.
     top, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
     out = _over_total(top, total, mixed, kind).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, Q, H).astype(q_BTQH.dtype)

@@ -195,6 +195,7 @@ def cache_of(
         if dtype != jnp.int8:
             return x_KTH.astype(dtype), None
         narrow = quantize(x_KTH, (x_KTH.ndim - 1,))
+        # The scale has kept the head's dimension, with size 1.
         return narrow.values, narrow.scale[..., 0]
 
     (k_KTH, k_scale), (v_KTH, v_scale) = stored(k_TKH), stored(v_TKH)

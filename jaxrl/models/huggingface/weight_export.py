@@ -162,6 +162,7 @@ def _write_files(
             "checkpoint and convert it with launch/convert.py"
         )
     sources = tensors_of(table)
+    # One file at a time, so that the host need not hold the model.
     for file, names in files.items():
         tensors = {}
         for name in names:

@@ -119,9 +119,6 @@ class Collective:
     def entering(self, hosts: np.ndarray) -> np.ndarray:
         """Lower bound of the bytes that each host receives from others: float64 [num_hosts].
 
-        Of an all-gather one device of a host may receive what the others pass on, and a sum may be made on a
-        host first: the members of a host are like one.
-
         Args:
           hosts: int [num_devices], the host of each device.
         """
@@ -134,6 +131,8 @@ class Collective:
                 elif self.kind.endswith("all-to-all"):
                     entering[host] += self.result_bytes * count * (1 - count / len(group))
                 else:
+                    # The members of a host are like one: of an all-gather one of them may receive what the
+                    # others pass on, and a sum may be made on a host first.
                     parts = count if self.kind == "reduce-scatter" else 1
                     entering[host] += self.result_bytes * parts * self._share(len(members))
         return entering
@@ -268,6 +267,7 @@ def runs_of(
             if loop is not None:
                 rounds, inside = _rounds(instruction, computations[name], computations), open_loops
                 if rounds is None:
+                    # The given number is of both loops together.
                     rounds, inside = open_loops, 1
                 for callee in loop.groups():
                     walk(callee, times * rounds, inside)
