@@ -297,7 +297,8 @@ def _problems(config: Config) -> Problems:
 
 
 def _identity(path: pathlib.Path, model: ModelConfig) -> str:
-    """Text that identifies the weights, without reading all of them."""
+    """Text that identifies the weights."""
+    # Of manifests and times of files: the weights may be too large to read them for this.
     if is_run(path):
         newest = newest_weights(path)
         manifest = zlib.crc32(newest.checkpoints.manifest(newest.step).read_bytes())

@@ -203,7 +203,6 @@ class Rehearsal:
             raise UserError(f"rehearsal, kill: the others have to end with {EXIT_TRY_AGAIN}")
 
     def _compare(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Checks that repeated rows are equal."""
         if runs_free(self.config):
             _show("rows", None, "not compared: samples go by the clock")
             return

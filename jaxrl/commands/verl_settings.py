@@ -230,7 +230,6 @@ class _Verl(Import):
         self.lines.append(Line(setting, value, why or self.origin(*names)))
 
     def say(self, remark: str) -> None:
-        """Adds a remark."""
         self.remarks.append(remark)
 
     def origin(self, *names: str) -> str:

@@ -163,7 +163,6 @@ class GroupBuffer:
 
     @property
     def missing(self) -> int:
-        """The number of groups that the step still needs."""
         return self._num_prompts - _num_groups(self._kept)
 
     def take(self) -> tuple[Scored, SamplingStats]:

@@ -219,7 +219,6 @@ class CriticPhase:
             return self.critic.values(experience.batch)
 
     def update(self, targets: ValueBatch) -> Metrics:
-        """Runs all optimiser updates of the step; returns their metrics."""
         with self.timer.phase("update_critic", shown="update"):
             metrics = self.critic.update(targets, self.objective, epochs=self.epochs)
             return self.timer.when_done(prefixed(self.name, metrics))

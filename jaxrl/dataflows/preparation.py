@@ -49,7 +49,6 @@ class Packer:
     epochs: int = 1
 
     def __call__(self, sampled: Sampled) -> Experience:
-        """The sequences of a step, packed on the actor's devices."""
         completions, last_B = sampled.completions, None
         if self.equal_last:
             # Groups of equal rewards have no advantages: last, so that whole microbatches can be left out.
@@ -126,7 +125,6 @@ class KlCoefficient:
     horizon: float = 1.0
 
     def follow(self, mean_kl: jax.Array, num_sequences: int) -> None:
-        """Adapts the coefficient after a step."""
         if self.target:
             self.value = float(
                 adaptive(
@@ -160,7 +158,6 @@ class EntropyCoefficient:
         return self.value if self.entropy <= self.target else 0.0
 
     def follow(self, entropy: jax.Array) -> None:
-        """Adapts the coefficient after a step."""
         self.entropy = float(hosts.fetch(entropy))
         value = entropy_coef(jnp.float32(self.value), jnp.float32(self.entropy), target=self.target)
         self.value = float(value)

@@ -246,7 +246,6 @@ class GroupsBeside:
         return [self._begun[key] for key in keys]
 
     def forget(self, completions: Completions) -> None:
-        """Forgets the grading of groups."""
         for key in _keys(completions):
             del self._begun[key]
 

@@ -97,7 +97,6 @@ class Generation:
                 self.actor.for_sampling()
 
     def current(self, **changes: Any) -> SamplingOptions:
-        """The options of the current step, with changes."""
         return self.options.replace(step=self.timer.step, **changes)
 
     def generate(self, prompts: Prompts, on_group: OnGroup, **changes: Any) -> Completions:
@@ -146,7 +145,6 @@ class Sampling:
     rewards: Rewards
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The next generation batch with its rewards."""
         batch, beside = next(prompts), self.rewards.beside()
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
             # With other prompts a process would dispatch other programs, and all would hang.
@@ -298,7 +296,6 @@ class CountedSampling:
         self._counted = stream.counts()
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """Groups of the wrapped sampler."""
         sampled = self._inner.sample(prompts, enough=enough)
         before, self._counted = self._counted, self._stream.counts()
         counts = Counter(sampled.counts)

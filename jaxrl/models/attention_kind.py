@@ -47,7 +47,6 @@ class AttentionKind:
         return jnp.where(self.slides, self.window, _EVERYTHING)
 
     def capped(self, scores: jax.Array) -> jax.Array:
-        """Applies the cap to scores."""
         return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
 
 

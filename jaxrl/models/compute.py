@@ -258,6 +258,7 @@ class Compute:
         One of five numbers is computed, 0 to C in quarters, forward and backward.
         """
         C = x.shape[1]
+        # Shapes are static, so a count that is known at run time is rounded up to one of a few.
         sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
         multiply = functools.partial(self.product, out_type=out_type)
         if isinstance(weight, HeadCopies):

@@ -59,7 +59,6 @@ class StepLoad:
 
     @property
     def lengths_text(self) -> str:
-        """Describes the lengths of responses in a few words."""
         found = self.work.response_lengths
         return (
             f"answers of {found.mean:,.0f} tokens on average (deviation {found.deviation:,.0f}), "

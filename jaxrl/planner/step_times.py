@@ -59,7 +59,6 @@ class StepTimes(StepCosts):
 
     @property
     def at_least_s(self) -> float:
-        """Lower bound of the seconds of a step."""
         return self._step_s(at_least=True)
 
     def _step_s(self, *, at_least: bool) -> float:

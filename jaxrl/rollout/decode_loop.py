@@ -260,6 +260,8 @@ class DecodeLoop:
         if not self._begun:
             return []
         self._begun = False
+        # Only after it the next dispatch is sent. To send that before would save little: with the 32B recipe
+        # on 128 H100 the host takes .15% of the time (docs/rollout.md).
         active, decoded = self._slots.decoded()
         busy, before_n = self.scheduler.busy_slots, self._length_n
         top = None

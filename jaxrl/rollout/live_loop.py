@@ -180,7 +180,6 @@ class LiveLoop:
 
     @property
     def accepting(self) -> bool:
-        """Whether requests are accepted."""
         return self._accepting
 
     @property

@@ -85,7 +85,6 @@ class Scheduler:
         self._queue.append((owner, source))
 
     def add_first(self, owner: Any, source: Any) -> None:
-        """Puts a request at the front of the queue."""
         self._queue.appendleft((owner, source))
 
     @property

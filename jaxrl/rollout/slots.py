@@ -208,6 +208,8 @@ class Slots:
                 capacity = round_up(engine.cache_sizes, min(ahead, engine.cache_sizes[-1]))
             self._state = None
             (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
+            # Old and new cache are in memory for a moment: a device cannot change the shape of an array in
+            # place.
             self._state = engine.resize(state, slot_n, capacity=capacity)
         if self.pages is not None:
             # Copies, because a CPU device uses the memory of a host array as it is.

@@ -84,7 +84,6 @@ class RunContext:
 
     @property
     def sampling(self) -> SamplingOptions:
-        """Options of sampling training data."""
         config = self.config
         return config.rollout.sampling(config.seed, renormalized=config.truncates_logprobs)
 

@@ -180,6 +180,7 @@ def extending_attention(
     K, C = k_BTKH.shape[2], cache.capacity
     block = min(block_tokens, C)
     q = q_BTQH.reshape(B, T, K, Q // K, H).transpose(0, 2, 3, 1, 4)
+    # In their own type: the tokens of a pass see each other before they are rounded to that of the cache.
     new = cache_of(k_BTKH, v_BTKH, k_BTKH.dtype)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
     reach, offset_T = kind.reach, jnp.arange(T)

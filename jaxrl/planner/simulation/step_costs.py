@@ -57,7 +57,6 @@ class CostBreakdown:
 
     @property
     def transient_bytes(self) -> float:
-        """Additional bytes per device while the task runs."""
         return sum(self.transient.values())
 
 
