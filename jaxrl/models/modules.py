@@ -196,6 +196,7 @@ def rotary_angles(
         turning = jnp.arange(num_dims // 2) < int(scaling.rotated * num_dims // 2)
         frequency = jnp.where(turning, frequency, 0.0)
     elif scaling is not None and scaling.kind == "longrope":
+        # One list for all texts of a run, not for each batch as in Transformers: cached keys depend on it.
         factors = scaling.long_factors if scaling.long else scaling.short_factors
         frequency = frequency / jnp.array(factors, jnp.float32)
     elif scaling is not None and scaling.kind == "yarn":

@@ -131,6 +131,7 @@ def build_context(
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         num_samples=config.rollout.num_samples,
+        # The state of a delta layer cannot go back to the end of a prompt for the next answer.
         allowed=not models.actor.has_state and config.mesh.context == 1,
     )
     return RunContext(

@@ -134,6 +134,8 @@ class CacheShape:
         values = None if self.latent else jnp.zeros((*leading, K, C, H), self.dtype)
         scales: Any = [None, None]
         if self.dtype == jnp.int8:
+            # A latent and its rotated part share one scale: of random numbers, a rotated part ten times as
+            # large costs the latent eight times the error (docs/models.md).
             scales = [None if self.latent and i else jnp.zeros((*leading, K, C)) for i in range(2)]
         k_shape = (*leading, K, C, H) if self.keys_last == "head_dim" else (*leading, K, H, C)
         keys = jnp.zeros(k_shape, self.dtype)
