@@ -285,7 +285,7 @@ class LiveLoop:
     def cancel(self, ticket: int) -> None:
         """Ends a request and frees its slots with the next turn. Ignores a request that has ended."""
         with self._changed:
-            # From now on its listener is not called.
+            # Results that come later find no listener.
             if self._open.pop(ticket, None) is None:
                 return
             if ticket in self._waiting:
