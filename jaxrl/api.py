@@ -106,6 +106,7 @@ def train(
         name=name,
         **overrides,
     )
+    # Any other status is that of an interrupted run: errors are raised.
     if train_or_plan(config, dry_run=False):
         raise KeyboardInterrupt(
             f"stopped and saved in {config.run_folder}; the same call goes on from there"
@@ -116,6 +117,7 @@ def train(
 def metrics_of(config: Config) -> pa.Table:
     """Returns the metrics that a run of a config has written, as `train` does."""
     rows = read_metrics(training_of(config).folder.metrics)
+    # Steps differ in their metrics; those of an evaluation are in some.
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     table = pa.table({column: [row.get(column) for row in rows] for column in columns})
     return table.replace_schema_metadata({"folder": str(config.run_folder)})
@@ -153,6 +155,7 @@ class OpenRun:
         """
         self._check_open()
         metrics = self._stage.step() if dataflow is None else dataflow(self.parts, self.prompts)
+        # Sampling keys depend on it.
         self._timer.step += 1
         return {key: float(value) for key, value in jax.device_get(dict(metrics)).items()}
 
@@ -218,6 +221,7 @@ def open_run(recipe: Recipe, **changes: Any) -> Iterator[OpenRun]:
     timer, closed = NoTimer(), threading.Event()
     with claimed(config) as config, StopSignal(within_s=config.run.stop_within_s) as stop:
         run = build_context(config, kind=REINFORCEMENT)
+        # `OpenRun.save_model` copies them.
         keep_model_files(run)
         roles = build_roles(config, run.meshes, run.models)
         starting = functools.partial(starting_params, run, stop)
@@ -260,6 +264,7 @@ def build_config(
     if agent is not None:
         settings["rollout.agent"] = agent
     if model is not None:
+        # Training starts from this model, not from what an SFT stage would make of the recipe's.
         settings |= {"weights": model, "tokenizer.path": model, "sft.num_steps": 0, "sft.run": ""}
     if tree["mesh"]["simulated_devices"] == "auto":
         # JAX may have its devices already.
@@ -349,6 +354,7 @@ class _Inputs:
         path = self._folder / f"{name}-{digest.hexdigest()[:12]}{suffix}"
         if path.exists():
             return path
+        # A run that goes on must have the inputs that it began with.
         if others := list(self._folder.glob(f"{name}-*{suffix}")):
             raise UserError(
                 f"{self._folder.parent} holds a run with another {name} ({others[0].name}); give this run a "

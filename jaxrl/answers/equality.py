@@ -72,6 +72,7 @@ def _bare(text: str) -> str:
     return "".join(re.findall(r"[0-9a-z:\\]+", text.lower()))
 
 
+# All answers of a group are compared with one ground truth.
 @functools.lru_cache(maxsize=8192)
 def _readings(text: str) -> tuple[Answer, ...]:
     """Parses a text with commas as separators of thousands, and as separators of items."""
@@ -211,6 +212,7 @@ def _assigned(answer: Answer) -> str | None:
 def _same_coordinates(point: Brackets, several: Several) -> bool:
     """Returns whether "x = 1, y = 2" gives the point (1, 2)."""
     labels = [_assigned(x) for x in several.items]
+    # In the order of the alphabet, as coordinates are.
     named = [label for label in labels if label is not None and len(label) == 1]
     return (
         len(named) == len(point.items) == len(several.items)
@@ -286,6 +288,7 @@ def _without_approximations(relation: Relation) -> list[Answer | None] | None:
     exact_side, rough = relation.sides[place], relation.sides[place + 1]
     if not isinstance(exact_side, Quantity) or not isinstance(rough, Quantity):
         return None
+    # "8.24 \approx 8.2": a decimal is no exact value.
     if is_numeral(exact_side.node) and exact_side.node.kind != "div":
         return None
     try:
@@ -372,6 +375,7 @@ def _pieces(answer: Answer) -> tuple[list[_Piece], str] | None:
         case Brackets(opening, (low, high), closing):
             a, b = _end(low), _end(high)
             return (
+                # "(2, 1)" is a point, no interval.
                 ([(a, opening == "[", b, closing == "]")], "")
                 if a < b or (a == b and opening + closing == "[]")
                 else None

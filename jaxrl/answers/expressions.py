@@ -398,6 +398,7 @@ class _Parser:
             return self._group("{", "}")
         token = self.here
         if token is not None and token.kind == "num" and token.text.isdigit():
+            # \frac12 is 1/2: TeX takes one digit, and the rest is the next argument.
             digit, rest = token.text[0], token.text[1:]
             if rest:
                 tokens = list(self._tokens)

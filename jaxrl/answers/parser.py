@@ -52,6 +52,7 @@ from jaxrl.answers.tokens import (
 )
 from jaxrl.answers.values import exact
 
+# Items are compared pair by pair.
 MAX_ITEMS = 200
 _MAX_DEPTH = 20
 
@@ -107,6 +108,7 @@ def read_answer(text: str, *, thousands: bool = True) -> Answer:
         return Empty()
     digits_in_base = _SPELLED_BASE.sub(r"\1_{\2}", text.replace("$", "").strip())
     based = _BASED.fullmatch(digits_in_base)
+    # A single letter with digits below is a variable with an index: A_{12}.
     if based and (based[2].isdigit() or len(based[2]) > 1):
         sign, digits, base = based[1], based[2], based[3] or based[4]
         base = _BASES.get(base, base)

@@ -165,6 +165,7 @@ _TOKEN = re.compile(
 )
 # Not in an index or an exponent, and no more digits after it: "1,2345" is two numbers.
 _THOUSANDS = re.compile(r"(?<![0-9A-Za-z,.\\_^])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
+# Thousands with spaces, as in "1 234 567".
 _SPACED = re.compile(r"(?<![0-9A-Za-z,.\\_^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])(?! [0-9])")
 _DEPTH = re.compile(r"\\\{|\\\}|[()\[\]]")
 
@@ -192,6 +193,7 @@ def tokens_of(text: str, *, thousands: bool = True) -> list[Token]:
         place = match.end()
         kind, found = match.lastgroup, match[0]
         if kind == "space":
+            # In their order: behind the end of one \text another may begin.
             for sign in found:
                 words = sign == _OPEN or (words and sign != _CLOSE)
             spaced = True
@@ -255,6 +257,7 @@ def _with_half_open(tokens: list[Token]) -> list[Token]:
     tokens = list(tokens)
     for n, token in enumerate(tokens):
         before = tokens[n - 1] if n else None
+        # Only where an interval can begin, so that brackets of expressions stay.
         if not is_op(token, "[", "]", "(") or not (
             before is None
             or (before.kind == "cmd" and before.text in ("cup", "setminus", "in", "{"))

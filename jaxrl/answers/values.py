@@ -1,8 +1,6 @@
 """Evaluates expressions, exactly if rational, else to 50 digits at fixed points; compares quantities.
 
-Two expressions are equal if they agree to 30 digits at eight points, two of them negative. 30 digits separate
-e^(pi sqrt(163)) from the nearest integer. A computer algebra system, tried on all pairs that agree, never
-disagreed and took most of the time.
+Two expressions are equal if they agree to 30 digits at eight points, two of them negative.
 """
 
 from __future__ import annotations
@@ -29,7 +27,10 @@ _MAX_BITS = 100_000
 _MAX_FACTORIAL = 2000
 # Longer sums are exercises, not answers.
 MAX_TERMS = 20
+# More than are compared, so that rounding does not reach these.
 _DIGITS = 50
+# Of a size that separates e^(pi sqrt(163)) from the nearest integer. A computer algebra system, tried on all
+# pairs that agree, never disagreed and took most of the time.
 _TOLERANCE = mpmath.mpf(10) ** -30
 _LARGEST = mpmath.mpf(10) ** 100_000
 
@@ -89,6 +90,7 @@ def _exact_root(radicand: Fraction, index: Fraction) -> Fraction | None:
     if _bits(radicand) > 4096:
         return None
     n = int(index)
+    # 4,096 bits are 1,233 digits, of which a root has an n-th.
     with mpmath.workdps(1400 // n + 20):
         parts = [
             int(mpmath.nint(mpmath.root(part, n)))
@@ -127,12 +129,14 @@ def _written_out(node: Node, at: Mapping[str, Any]) -> Node:
     terms = [_replaced(term, variable, num(k)) for k in range(low, high + 1)]
     if node.kind == "sum":
         return Node("add", tuple(terms))
+    # A product has two operands here.
     return functools.reduce(lambda x, y: Node("mul", (x, y)), terms)
 
 
 def _replaced(node: Node, variable: Node, by: Node) -> Node:
     if node == variable:
         return by
+    # An inner sum over the same name has a variable of its own; only its bounds can mean the outer one.
     if node.kind in ("sum", "prod") and node.parts[0] == variable:
         return dataclasses.replace(
             node,
@@ -309,6 +313,7 @@ def agree(one: Node, other: Node) -> bool:
         decided += 1
         if not close(a, b):
             return False
+    # One or two points may agree by chance.
     if decided < (3 if names else 1):
         raise Undecided("too few points")
     return True
@@ -396,6 +401,7 @@ def _same_unit(one: Quantity, other: Quantity) -> bool:
         other.unit and (one.percent or one.degrees)
     ):
         return False
+    # "5 radians" is the number 5, and "5 units" says nothing about the kind of units.
     ours, theirs = (
         [u for u in q.unit if u not in (("radian", 1), ("unit", 1))] for q in (one, other)
     )

@@ -93,6 +93,7 @@ def _of_recipe(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
 def _of_files(args: argparse.Namespace) -> None:
     fields = {"prompt": args.prompt_field, "answer": args.answer_field}
     sources = {
+        # Files of two folders may have the same name.
         f"{pathlib.Path(path).name}{f'_{i}' if i else ''}": SourceConfig(
             path=local_rows(path, TRAINING),
             fields={name: field for name, field in fields.items() if field},
@@ -137,6 +138,7 @@ def _report(
             elif row < len(prompts.prompts):
                 ids = prompts.prompts.tokens[row].tolist()
                 text = tokenizer.backend.decode(ids, skip_special_tokens=False)
+                # By its id: long prompts are left out, so rows are not those of the file.
                 record = source.records[int(prompts.prompts.ids_N[row])]
                 print(_shown(text, record, f"{len(ids)} tokens, "))
     if args.to:

@@ -136,6 +136,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
             response = min(_LONGEST_RESPONSE, context // 2)
             tree.rollout.max_response_tokens = response
             tree.data.max_prompt_tokens = context - response
+            # A problem that is left out would not count.
             tree.data.overlong = "error"
     tree.weights, tree.adapter, tree.tokenizer.path = str(directory), "", str(directory)
     # The shape is that of the files.
@@ -144,6 +145,7 @@ def settings_of(path: pathlib.Path, recipe: str | None, sets: Sequence[str] = ()
     tree.placement, tree.data.train, tree.data.sources = {}, SourceConfig(), {}
     tree.sft.num_steps, tree.sft.run, tree.reward.overlong_buffer_tokens = 0, "", 0
     tree.reward.model = tree.reward.judge.model = tree.cost.model = tree.critic.weights = ""
+    # Nothing here resolves open settings.
     if tree.rollout.slots == "auto":
         tree.rollout.slots = Config().rollout.slots
     if tree.mesh.layout != "as_given":
@@ -255,6 +257,7 @@ def evaluate(
         dynamic_sampling=False,
         replicas=shards_of("batch", GENERATE_RULES, mesh),
     )
+    # Before minutes of answering.
     hosts.on_first(lambda: ensure_writable(folder.path))
     backend = build_backend(config.rollout.driver, model, mesh, engine, tokenizer.decode_batch)
     backend = with_agent(backend, config.rollout, tokenizer)
@@ -294,7 +297,8 @@ def _problems(config: Config) -> Problems:
 
 
 def _identity(path: pathlib.Path, model: ModelConfig) -> str:
-    """Text that identifies the weights, without reading all of them."""
+    """Text that identifies the weights."""
+    # Of manifests and times of files: the weights may be too large to read them for this.
     if is_run(path):
         newest = newest_weights(path)
         manifest = zlib.crc32(newest.checkpoints.manifest(newest.step).read_bytes())
@@ -365,6 +369,7 @@ def table_of(scored: Scored, metrics: Mapping[str, float]) -> str:
         name: scored.take(np.flatnonzero(sources == name))
         for name in dict.fromkeys(sources.tolist())
     }
+    # A data set may have this name itself.
     if len(parts) > 1 and ALL not in parts:
         parts[ALL] = scored
     lines = [["", *parts]]

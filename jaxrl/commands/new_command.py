@@ -38,6 +38,7 @@ def write_recipe(name: str) -> pathlib.Path:
     # The name is also that of a folder and, in the file, of a Python string.
     text = (bundled_recipes() / "shared" / "new_recipe.py").read_text()
     try:
+        # A recipe of this name is somebody's work.
         with path.open("x") as file:
             file.write(text.replace("NEW_RECIPE", name))
     except FileExistsError as error:

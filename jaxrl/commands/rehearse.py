@@ -38,6 +38,7 @@ from jaxrl.tracking.run_folder import StageFolder
 from jaxrl.trainer.algorithm import runs_free
 from jaxrl.trainer.program import training_of
 
+# At most so many devices are simulated in a process, as many as a host of GPUs has.
 _DEVICES_OF_A_HOST = 8
 # Settings that the rehearsal gives, layouts among them as it has changed them.
 _OURS = (
@@ -152,6 +153,7 @@ class Rehearsal:
             began_s = time.time()
             self._wait("resume", processes, lambda: all(p.poll() == 0 for p in processes))
         after = self._rows()
+        # A row that was written again has another time.
         again = [s for s in before if s in after and after[s]["time_s"] != before[s]["time_s"]]
         if not again:
             raise UserError("rehearsal, resume: no step was repeated")
@@ -182,8 +184,10 @@ class Rehearsal:
     def _kill(self, processes: Sequence[subprocess.Popen]) -> None:
         """Kills the last process; the others have to end by themselves."""
         *others, last = processes
+        # Nothing in the process can react, as when its host is lost.
         last.send_signal(signal.SIGKILL)
         began_s = time.monotonic()
+        # The others miss its heartbeat after `lost_after_s`, and need some time to end.
         within_s = 60 + self.config.hosts.lost_after_s
         for number, process in enumerate(others):
             try:
@@ -199,7 +203,6 @@ class Rehearsal:
             raise UserError(f"rehearsal, kill: the others have to end with {EXIT_TRY_AGAIN}")
 
     def _compare(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Checks that repeated rows are equal."""
         if runs_free(self.config):
             _show("rows", None, "not compared: samples go by the clock")
             return
@@ -216,6 +219,7 @@ class Rehearsal:
             _show("rows", None, f"step {old['step']} repeated, all {len(old)} numbers equal")
 
     def _rows(self) -> dict[int, Any]:
+        # A process may be writing the last row.
         return {row["step"]: row for row in read_metrics(self._stage.metrics, skips_damaged=True)}
 
     def _wait(
@@ -242,6 +246,7 @@ class Rehearsal:
     def _processes(self, name: str) -> Iterator[list[subprocess.Popen]]:
         """Starts the processes of a run; those left at the end are killed."""
         with socket.socket() as probe:
+            # A free port, which the first process binds after the probe has closed.
             probe.bind(("localhost", 0))
             address = f"localhost:{probe.getsockname()[1]}" if self.hosts > 1 else ""
         with contextlib.ExitStack() as stack:
@@ -262,6 +267,7 @@ class Rehearsal:
                     stderr=subprocess.STDOUT,
                 )
                 stack.enter_context(process)
+                # Runs before the exit of the process itself, which waits for its end.
                 stack.callback(process.kill)
                 processes.append(process)
             yield processes

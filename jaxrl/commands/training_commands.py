@@ -19,6 +19,7 @@ def train(argv: Sequence[str]) -> int:
     def command(config: Config, *, dry_run: bool, supervise: bool) -> int:
         """Trains a recipe, or only checks it and prints what it would take."""
         if supervise and not dry_run:
+            # The started command must not supervise again.
             arguments = [text for text in argv[1:] if not re.match("--?supervise(=|$)", text)]
             module = importlib.import_module("jaxrl.commands.supervise")
             return module.supervise(config, arguments)

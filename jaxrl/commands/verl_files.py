@@ -127,8 +127,9 @@ def read_verl(
         raise UserError(f"{shown} has distillation.enabled, which is {_OTHER_PROGRAMS[3][1]}")
     for name, value in given.items():
         try:
+            # An empty value of a script is most often that of a variable.
             if value == "" and is_script:
-                raise KeyError(name)  # a variable that is empty, most often
+                raise KeyError(name)
             file.settings[name] = _resolved(value, name, given)
         except KeyError:
             file.unresolved[name] = str(value) or "(empty)"

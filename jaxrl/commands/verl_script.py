@@ -26,6 +26,7 @@ from jaxrl.rewards.sandbox.native import READABLE, Bubblewrap, SandboxUnavailabl
 SECONDS = 10
 """How long a script may run. Nothing in it waits, so most end in milliseconds."""
 
+# Limits on what a script can make this command read, and on the files that are copied for it.
 _MAX_BYTES = 1 << 20
 _MAX_CALLS = 2000
 _MAX_COPIED = 500
@@ -183,7 +184,8 @@ def _copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     target.mkdir()
     folders = [source]
     left = _MAX_COPIED
-    for folder in folders:  # grows, so that the nearest folders come first
+    # The list grows meanwhile, so that the nearest folders come first.
+    for folder in folders:
         copy = target / folder.relative_to(source)
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)

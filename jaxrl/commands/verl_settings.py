@@ -175,8 +175,9 @@ class _Verl(Import):
         self._given = {}
         for long, value in given.items():
             name = long.removeprefix("actor_rollout_ref.")
+            # Without the prefix these are other settings, of asynchronous trainers.
             if name == long and name.split(".")[0] in ("actor", "rollout", "ref", "model"):
-                name = f"/{name}"  # of asynchronous trainers
+                name = f"/{name}"
             for old, new in _ALIASES.items():
                 if name == old or (old.endswith(".") and name.startswith(old)):
                     name = new + name[len(old) :]
@@ -229,7 +230,6 @@ class _Verl(Import):
         self.lines.append(Line(setting, value, why or self.origin(*names)))
 
     def say(self, remark: str) -> None:
-        """Adds a remark."""
         self.remarks.append(remark)
 
     def origin(self, *names: str) -> str:
@@ -424,6 +424,8 @@ def _fitting_layout(
             found.append((expert < wanted, stages * contexts, contexts, layout))
     if not found:
         return None
+    # First of all as many devices hold the experts; then as few stages and contexts as possible become tensor
+    # devices, and of these stages before contexts.
     fewer, *_, layout = min(found, key=lambda entry: entry[:3])
     return layout, not fewer
 
@@ -445,6 +447,7 @@ def _rows(verl: _Verl, *, d: int, replicas: int, width: int) -> None:
         rows, why = replicas, "one for each replica"
     # Packing fills rows of this length, so none is longer than one sample.
     verl.put("train.row_tokens", longest, why="the longest prompt and response")
+    # A multiple of the replicas, which divide the rows.
     verl.put("train.rows", max(1, rows // replicas) * replicas, why=why)
     verl.put("train.logprob_chunk_tokens", min(longest, 2048), why="logits at a time")
     verl.put("train.dtype", "bfloat16", why="verl's mixed precision; master weights are float32")

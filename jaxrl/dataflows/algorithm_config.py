@@ -123,6 +123,7 @@ class KlConfig:
 class TrustRegionConfig:
     """The step of dataflow `trpo`."""
 
+    # The value of the paper's experiments.
     max_kl: Annotated[float, positive_coefficient()] = 0.01
     """Bound on the mean KL of a step, in nats per token."""
 
@@ -142,6 +143,7 @@ class AlgorithmConfig:
     """Scale the advantages of a step to mean 0 and deviation 1, as PPO does."""
     loss: Annotated[str, PATH] = "clipped"
     loss_options: dict[str, Any] = dataclasses.field(
+        # Clip-higher of DAPO, and the dual clip of verl's script for it.
         default_factory=lambda: {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     )
     """Name of `algos.policy_losses.POLICY_LOSSES` or your own function, and its keyword

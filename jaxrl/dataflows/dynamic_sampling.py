@@ -63,8 +63,7 @@ class SamplingStats:
       prompts: number of prompts.
       accuracy: share of right answers to prompts with a ground truth; None if no prompt has one.
       all_correct, all_wrong: share of these prompts whose answers are all right, or all wrong; None likewise.
-      surplus_prompts: number of kept groups beyond the batch; they are thrown away, because they would be
-        off-policy in the next step.
+      surplus_prompts: number of kept groups beyond the batch, which are thrown away.
       filled_prompts: number of dropped groups that were used to complete the step.
       response_tokens: number of sampled tokens.
     """
@@ -164,7 +163,6 @@ class GroupBuffer:
 
     @property
     def missing(self) -> int:
-        """The number of groups that the step still needs."""
         return self._num_prompts - _num_groups(self._kept)
 
     def take(self) -> tuple[Scored, SamplingStats]:
@@ -174,6 +172,7 @@ class GroupBuffer:
         groups = Scored.concatenate([*self._kept, *self._dropped])
         self._prompts_sampled, self._correct_NG, self._response_tokens = [], [], 0
         self._sampled, self._kept, self._dropped = [], [], []
+        # The surplus is thrown away: in the next step it would be off-policy.
         return groups.take(np.arange(self._num_prompts)), stats
 
     def _stats(self) -> SamplingStats:

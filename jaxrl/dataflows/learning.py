@@ -99,6 +99,7 @@ class ActorPhase:
             if self.correction.bypass:
                 # The gap to the sampler is unknown before the update; the loss itself rejects tokens.
                 return experience.extended(batch.replace(old_logprob=batch.rollout_logprob))
+            # Not while only critics learn: no update would compute them.
             if self.shares_forward and self.timer.step >= self.frozen_steps:
                 # A single minibatch has all its old log-probabilities from its update.
                 if len(batch.tokens) > 1:
@@ -218,7 +219,6 @@ class CriticPhase:
             return self.critic.values(experience.batch)
 
     def update(self, targets: ValueBatch) -> Metrics:
-        """Runs all optimiser updates of the step; returns their metrics."""
         with self.timer.phase("update_critic", shown="update"):
             metrics = self.critic.update(targets, self.objective, epochs=self.epochs)
             return self.timer.when_done(prefixed(self.name, metrics))

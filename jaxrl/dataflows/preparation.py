@@ -31,8 +31,7 @@ class Packer:
       actor: role that learns; its devices get equal shares of the work.
       shape: shape of the packed arrays.
       max_prompt_tokens: limit of a prompt, for metrics.
-      mask_truncated: whether truncated responses are left out of the loss (overlong filtering); they still
-        count in the baseline of their group.
+      mask_truncated: whether truncated responses are left out of the loss (overlong filtering).
       fill_minibatches, share_prompts, top_entropy: see `roles.batches.pack_completions`.
       equal_last: whether groups with equal rewards are packed into the last rows of their minibatch, where
         the update needs no backward pass for them (`Objective.needs_advantage`).
@@ -50,7 +49,6 @@ class Packer:
     epochs: int = 1
 
     def __call__(self, sampled: Sampled) -> Experience:
-        """The sequences of a step, packed on the actor's devices."""
         completions, last_B = sampled.completions, None
         if self.equal_last:
             # Groups of equal rewards have no advantages: last, so that whole microbatches can be left out.
@@ -63,6 +61,7 @@ class Packer:
             fill_minibatches=self.fill_minibatches,
             share_prompts=self.share_prompts,
             last_B=last_B,
+            # Truncated responses still count in the baseline of their group.
             trained_B=~completions.truncated_B if self.mask_truncated else None,
             top_entropy=self.top_entropy,
         )
@@ -126,7 +125,6 @@ class KlCoefficient:
     horizon: float = 1.0
 
     def follow(self, mean_kl: jax.Array, num_sequences: int) -> None:
-        """Adapts the coefficient after a step."""
         if self.target:
             self.value = float(
                 adaptive(
@@ -160,7 +158,6 @@ class EntropyCoefficient:
         return self.value if self.entropy <= self.target else 0.0
 
     def follow(self, entropy: jax.Array) -> None:
-        """Adapts the coefficient after a step."""
         self.entropy = float(hosts.fetch(entropy))
         value = entropy_coef(jnp.float32(self.value), jnp.float32(self.entropy), target=self.target)
         self.value = float(value)
@@ -194,6 +191,7 @@ class Advantages:
             if "score_BK" in self.estimator.inputs:
                 # The terms of the score, the length punishment last.
                 parts["score_BK"] = np.column_stack([scored.term_BK, scored.shaping_B])
+                # The length punishment counts as it is.
                 parts["weight_K"] = np.append(scored.term_weight_K, np.float32(1.0))
             return self._done(self._estimated(experience, **parts)[0])
 

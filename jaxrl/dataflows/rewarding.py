@@ -70,6 +70,7 @@ class FunctionReward(RewardTerm):
 
     def _ask(self, completions: Completions) -> list[float] | None:
         try:
+            # A list: scores travel between hosts as JSON.
             return self.functions.scores(self.path, completions).tolist()
         except Interrupted:
             return None
@@ -103,6 +104,7 @@ class SequenceScores:
             packed = pack_completions(some, self.rows.shape(sequences, minibatches=1))
             batch = self.model.place(packed)
             score_B = hosts.fetch(_by_sequence(self.model.scores_of(batch), batch, sequences))
+            # The others are places of the shape without a sequence.
             scores.append(score_B[: len(some)])
         return np.concatenate(scores)
 
@@ -244,7 +246,6 @@ class GroupsBeside:
         return [self._begun[key] for key in keys]
 
     def forget(self, completions: Completions) -> None:
-        """Forgets the grading of groups."""
         for key in _keys(completions):
             del self._begun[key]
 
@@ -303,6 +304,7 @@ class Rewards:
             # Graders work in their own processes while models and functions score.
             if beside is None:
                 groups = range(len(completions.prompts))
+                # Group by group, so that the hosts share the work.
                 begun = [self._grading.begin(completions.take([n])) for n in groups]
             else:
                 begun = beside.of(completions)

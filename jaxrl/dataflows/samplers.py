@@ -86,7 +86,8 @@ class Generation:
     actor: Actor
     options: SamplingOptions
     timer: StepTimer
-    # Checksum of a prompt -> mean length of the responses when it was last sampled.
+    # Checksum of a prompt -> mean length of the responses when it was last sampled. Equal checksums of two
+    # prompts only change the order in which samples start.
     _lengths: dict[int, int] = dataclasses.field(default_factory=dict, init=False)
 
     def load_weights(self) -> None:
@@ -96,7 +97,6 @@ class Generation:
                 self.actor.for_sampling()
 
     def current(self, **changes: Any) -> SamplingOptions:
-        """The options of the current step, with changes."""
         return self.options.replace(step=self.timer.step, **changes)
 
     def generate(self, prompts: Prompts, on_group: OnGroup, **changes: Any) -> Completions:
@@ -120,6 +120,7 @@ class Generation:
 
     def expected_tokens(self, prompts: Prompts) -> np.ndarray:
         """Expected response lengths [N]: those of earlier steps; new prompts count as the longest."""
+        # The longest start first; one of unknown length that started last might decode alone at the end.
         longest = max(self._lengths.values(), default=0) + 1
         known = [
             self._lengths.get(zlib.crc32(tokens.tobytes()), longest) for tokens in prompts.tokens
@@ -144,9 +145,9 @@ class Sampling:
     rewards: Rewards
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """The next generation batch with its rewards."""
         batch, beside = next(prompts), self.rewards.beside()
         with self.generation.timer.phase("gen", shown="generate", may_stop=True):
+            # With other prompts a process would dispatch other programs, and all would hang.
             check_same_prompts(batch, self.generation.timer.step)
             completions = self.generation.generate(batch, beside)
             metrics = self.generation.actor.backend.metrics
@@ -235,6 +236,7 @@ class PartialSampling:
         with generation.timer.phase("gen", shown="generate", may_stop=True):
             generation.load_weights()
             rollout = generation.actor.resume(
+                # None to begin with: `more` draws all of them.
                 Prompts.concatenate([]),
                 generation.current(),
                 more=lambda places, unfinished: self._draw(prompts, places, unfinished),
@@ -242,6 +244,7 @@ class PartialSampling:
                 on_group=has_enough,
             )
         self._unfinished = rollout.unfinished
+        # Added up over the generation batches of a step.
         counts = {
             "rollout/unfinished_groups": carried,
             "rollout/dropped_stale_groups": dropped,
@@ -293,7 +296,6 @@ class CountedSampling:
         self._counted = stream.counts()
 
     def sample(self, prompts: PromptSource, *, enough: Enough | None = None) -> Sampled:
-        """Groups of the wrapped sampler."""
         sampled = self._inner.sample(prompts, enough=enough)
         before, self._counted = self._counted, self._stream.counts()
         counts = Counter(sampled.counts)

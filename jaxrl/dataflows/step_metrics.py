@@ -117,6 +117,7 @@ def prefixed(role: str, update: Mapping[str, Any]) -> dict[str, Any]:
 
     Names that have a group already ("rollout_corr/...") stay.
     """
+    # verl's names.
     renamed = {"loss": "pg_loss" if role == "actor" else "vf_loss"}
     return {
         name if "/" in name else f"{role}/{renamed.get(name, name)}": value
@@ -199,6 +200,7 @@ def _segments(batch: PackedBatch, u: int) -> tuple[np.ndarray, np.ndarray, np.nd
     ids, positions = (
         np.asarray(x)[u, :used].reshape(-1, T) for x in (batch.segment_ids, batch.positions)
     )
+    # A segment ends where the next token has another id, and starts where the one before has.
     rows, ends = np.nonzero((ids > 0) & (ids != np.pad(ids[:, 1:], ((0, 0), (0, 1)))))
     starts = np.nonzero((ids > 0) & (ids != np.pad(ids[:, :-1], ((0, 0), (1, 0)))))
     return positions[starts], positions[rows, ends] + 1, rows

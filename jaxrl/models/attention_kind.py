@@ -22,9 +22,6 @@ _EVERYTHING = 2**30
 class AttentionKind:
     """The kind of attention of one layer. The default is full attention without a cap.
 
-    It is a pytree. Its numbers are static, so that kernels can be built for them. If a scan runs over layers
-    of different kinds, only `slides` differs between them, and it is an array.
-
     Attributes:
       window: tokens that a token of a sliding layer sees, itself included; 0 if no layer slides.
       softcap: score cap as in Gemma 2, s -> softcap * tanh(s / softcap); 0 for none.
@@ -33,8 +30,10 @@ class AttentionKind:
         None for none.
     """
 
+    # Static, so that kernels can be built for these numbers.
     window: int = dataclasses.field(default=0, metadata={"static": True})
     softcap: float = dataclasses.field(default=0.0, metadata={"static": True})
+    # An array: a scan over layers of different kinds has one program, and only this differs.
     slides: jax.Array | None = None
     sinks: jax.Array | None = None
 
@@ -48,7 +47,6 @@ class AttentionKind:
         return jnp.where(self.slides, self.window, _EVERYTHING)
 
     def capped(self, scores: jax.Array) -> jax.Array:
-        """Applies the cap to scores."""
         return self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
 
 

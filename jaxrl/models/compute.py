@@ -110,8 +110,7 @@ def scan_layers_as_bits(
 class HeadCopies(NamedTuple):
     """The unembedding as each of the G devices that share the tokens has it.
 
-    Without it XLA leaves the width of the head split as it is stored, and every device computes a part of the
-    logits of all tokens. Gradients are summed on each device, and over the devices after the last chunk.
+    Gradients are summed on each device, and over the devices after the last chunk.
 
     Attributes:
       values_GDV: the weight in the type of activations; its gradient is 0.
@@ -143,13 +142,10 @@ class Compute:
       layers: function that runs the stack, like `scan_layers`; a pipeline on a mesh with stages.
       absorbs: attend to latents, as a cache has them, not to keys and values (`latent_attention`).
       unroll: layers per iteration of the scan; the number of layers suits shallow models on CPU.
-      flat: flatten all tokens into one dimension for matmuls. On CPU, XLA takes twice as long for a weight
-        gradient that is summed over two dimensions. On a mesh that splits both, flattening would gather one.
-      sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum; 0 lets XLA
-        choose. Each part is summed on one device, and parts are added in one order, so the result is the same
-        for every degree of tensor parallelism that divides the number.
-      wide_results: matmuls return float32 and are rounded to `dtype` afterwards. On CPU, XLA has fast kernels
-        for bfloat16 only with such results: at 16 rows they take a third of the time.
+      flat: flatten all tokens into one dimension for matmuls.
+      sum_parts: number of parts in which matmuls add up where tensor parallelism splits their sum. The result
+        is the same for every degree of tensor parallelism that divides the number. 0 lets XLA choose.
+      wide_results: matmuls return float32 and are rounded to `dtype` afterwards.
       adapter_B: int32 [B], the adapter of each row in stacks of adapters; None for one that all rows share.
       keeps_routes: whether `Routing.expert` has the experts of every token.
       routes: int16 [B, T, A], experts to take in place of the router's choice; -1 leaves it. None for none.
@@ -197,9 +193,12 @@ class Compute:
         if splits_sum and self.sum_parts:
             return self._product_in_parts(x, weight, num_summed)
         lead = x.shape[: x.ndim - num_summed]
+        # On CPU, XLA takes twice as long for a weight gradient that is summed over two dimensions. Not on a
+        # mesh that splits both dimensions, where flattening would gather one.
         if self.flat:
             x = x.reshape(math.prod(lead), *x.shape[len(lead) :])
         values, scale = _values_and_scale(weight, num_summed)
+        # On CPU, XLA has fast kernels for bfloat16 only with float32 results: at 16 rows a third of the time.
         sum_type = jnp.float32 if self.wide_results or scale is not None else out_type
         out = jnp.tensordot(
             x, values.astype(self.dtype), num_summed, preferred_element_type=sum_type
@@ -217,9 +216,6 @@ class Compute:
     ) -> tuple[jax.Array, HeadCopies]:
         """The hidden states, and the head for `product_of_first` with them.
 
-        The gradient of the hidden states waits for that of the head: else the sums of all devices would stay
-        until the layers are done.
-
         Args:
           hidden: what the head will be multiplied with.
           weight_DV: the head.
@@ -231,6 +227,8 @@ class Compute:
         def together(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
             return hidden, weight
 
+        # The gradient of the hidden states waits for that of the head: else the sums of all devices would
+        # stay until the layers are done.
         together.defvjp(
             lambda *both: (both, None),
             lambda _, g: jax.lax.optimization_barrier((g[0], place(g[1]))),  # pyright: ignore
@@ -240,6 +238,8 @@ class Compute:
         else:
             hidden, weight_DV = together(hidden, weight_DV)
 
+        # Else XLA leaves the width of the head split as it is stored, and every device computes a part of the
+        # logits of all tokens.
         def copied(weight: jax.Array) -> jax.Array:
             copies = jnp.broadcast_to(weight[None, None], (*shards, *weight.shape))
             copies = self.constrain(copies, ("rows", "length", None, "vocab"))
@@ -258,6 +258,7 @@ class Compute:
         One of five numbers is computed, 0 to C in quarters, forward and backward.
         """
         C = x.shape[1]
+        # Shapes are static, so a count that is known at run time is rounded up to one of a few.
         sizes = sorted({-(-C * quarters // 4) for quarters in range(5)})
         multiply = functools.partial(self.product, out_type=out_type)
         if isinstance(weight, HeadCopies):
@@ -322,6 +323,7 @@ class Compute:
         parts = self.constrain(parts, ("mlp", "batch", *others, None))
         # The parts of all devices, gathered; a sum over split parts would be one in XLA's order.
         parts = self.constrain(parts, (None, "batch", *others, None))
+        # One after the other, so that the order does not depend on the mesh.
         total = functools.reduce(jnp.add, [parts[i] for i in range(self.sum_parts)])
         if scale is not None:
             total = total * jnp.expand_dims(scale.reshape(-1), range(total.ndim - 1))

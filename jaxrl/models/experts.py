@@ -6,9 +6,7 @@
 The (token, expert) pairs are sorted by expert, and each expert multiplies its own rows. There are three
 implementations with equal results:
 
-    grouped   `jax.lax.ragged_dot`, which compiles to grouped matmuls on TPUs. On CPU and CUDA XLA computes
-              every expert on every row: with 32 experts 32 times the operations and the memory (jaxlib
-              0.10.2 to 0.12.0)
+    grouped   `jax.lax.ragged_dot`, which compiles to grouped matmuls on TPUs
     kernel    grouped matmuls by a kernel for Hopper GPUs (`kernels.grouped_matmul`), chunk after chunk of
               the sorted rows
     tiled     the rows of each expert are cut into tiles, and a chunk is a number of tiles
@@ -63,6 +61,8 @@ def experts_for(device: Any, dtype: Any, *, equal_tiles: bool = False) -> Callab
     dtype = jnp.dtype(dtype)
     if device is not None and device.platform == "tpu":
         return apply_experts
+    # Not `ragged_dot`: on CPU and CUDA, XLA computes every expert on every row, which is 32 times the
+    # operations and memory with 32 experts (jaxlib 0.10.2 to 0.12.0).
     if runs_on(device) and dtype == jnp.bfloat16:
         return functools.partial(_apply_experts_by_kernel, device=device)
     if equal_tiles:
@@ -103,6 +103,7 @@ def apply_experts(
     rows_G = jnp.bincount(held, length=num_held + 1)[:num_held].astype(jnp.int32)
     experts = (rows_G, held[order])
     out = _mlp(x_BTD.reshape(-1, D)[order // A], weights, experts, activation, jax.lax.ragged_dot)
+    # Back into the order of the pairs. Rows behind the held experts are 0 (`_mlp`).
     out_MD = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
     return _summed(out_MD, expert_BTA, share_BTA)
 
@@ -112,10 +113,11 @@ def _held(
 ) -> tuple[jax.Array, int]:
     """(expert of each pair [M], counted from the first held one; G), in the order of the tokens.
 
-    Pairs whose expert is held elsewhere get G. They sort behind all others, where no matmul reaches them.
+    Pairs whose expert is held elsewhere get G.
     """
     num_held = weights["gate"]["weight"].shape[0]
     held = expert_BTA.reshape(-1) - first_expert
+    # G sorts behind all experts, where no matmul reaches.
     return jnp.where((held >= 0) & (held < num_held), held, num_held), num_held
 
 

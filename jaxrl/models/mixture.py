@@ -47,8 +47,7 @@ class MixtureOfExperts(nnx.Module):
 
     The router is a softmax over all experts in float32, as in Transformers. With `normalize_experts` that is
     the same as a softmax over those of a token (gpt-oss). With `sigmoid_routing` a bias takes part in the
-    choice of experts, not in their weights. Pretraining has balanced the load by it, and no update changes it
-    (`lora.FROZEN`). A shared expert is a dense network that every token passes too.
+    choice of experts, not in their weights. A shared expert is a dense network that every token passes too.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -62,6 +61,8 @@ class MixtureOfExperts(nnx.Module):
         if config.expert_biases:
             self.router_bias = constant(0.0, ((None, config.num_experts),))
         if config.sigmoid_routing:
+            # Exact: rounding could change which experts are chosen. Pretraining has balanced the load by it,
+            # and no update changes it (`lora.FROZEN`).
             self.correction_bias = constant(0.0, ((None, config.num_experts),), exact=True)
         self.gate = Projection("gate", (width,), (inner,), **options)
         self.up = Projection("up", (width,), (inner,), **options)

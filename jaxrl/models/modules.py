@@ -36,8 +36,8 @@ def constant(value: float, dims: Dims, *, exact: bool = False) -> nnx.Param:
 class Projection(nnx.Module):
     """x · weight + bias + alpha / rank * x · lora_a · lora_b, where bias and adapter are optional.
 
-    `lora_b` starts at 0, so a fresh adapter changes nothing. With `Compute.adapter_B` the factors are stacks,
-    lora_a [N, *ins, r] and lora_b [N, r, *outs], and each row has an adapter of its own.
+    With `Compute.adapter_B` the factors are stacks, lora_a [N, *ins, r] and lora_b [N, r, *outs], and each
+    row has an adapter of its own.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Projection(nnx.Module):
         if self.has_adapter:
             rank = (None, lora.rank)
             self.lora_a = normal(rngs.params(), (*stack, *ins, rank), fan_in)
+            # 0, so that a fresh adapter changes nothing.
             self.lora_b = constant(0.0, (*stack, rank, *outs))
             self.scale = lora.scale
         self.num_ins = len(ins)
@@ -81,6 +82,7 @@ class Projection(nnx.Module):
         out = compute.product(x, self.weight.get_value(), **summed)
         if self.has_bias:
             bias = self.bias[...].astype(compute.dtype)
+            # The ranks written out, here and below: tests refuse an implicit promotion.
             out = out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
         if self.has_adapter:
             if compute.adapter_B is not None:
@@ -194,6 +196,7 @@ def rotary_angles(
         turning = jnp.arange(num_dims // 2) < int(scaling.rotated * num_dims // 2)
         frequency = jnp.where(turning, frequency, 0.0)
     elif scaling is not None and scaling.kind == "longrope":
+        # One list for all texts of a run, not for each batch as in Transformers: cached keys depend on it.
         factors = scaling.long_factors if scaling.long else scaling.short_factors
         frequency = frequency / jnp.array(factors, jnp.float32)
     elif scaling is not None and scaling.kind == "yarn":

@@ -388,6 +388,7 @@ def _scores(
     slope = None
     if softcap:
         squashed = jnp.tanh(scores / softcap)
+        # Before the mask, which the cap would make a small score; the slope is that of tanh.
         scores, slope = softcap * squashed, 1 - squashed * squashed
     offset_C = jnp.arange(C)
     distance_CS = queries.first - keys.first + offset_C[:, None] - offset_C[None, :]
@@ -435,9 +436,7 @@ def needed_tiles(
 ) -> Any:
     """The pairs of blocks in which a query of any row may see a key; their tiles are computed.
 
-    Two blocks can share a segment only if the ranges of their ids overlap. Rows of `roles.packing` have
-    ascending ids, so almost all overlapping pairs do share one. Other orders give the same result but skip
-    fewer tiles. Padding, which comes last, belongs to no range: its blocks have the tile of their own.
+    Two blocks can share a segment only if the ranges of their ids overlap.
 
     Args:
       own_NBC: int32, segment ids of the queries; 0 is padding.
@@ -461,6 +460,8 @@ def needed_tiles(
         return xp.where(ids_NBC == 0, after_all, ids_NBC).min(-1), ids_NBC.max(-1)
 
     of_keys = ranges(keys_MBC)
+    # Rows of `roles.packing` have ascending ids, so almost all overlapping pairs share a segment. Other
+    # orders give the same result but skip fewer tiles.
     needed_NMB = _overlap(*ranges(own_NBC), *of_keys)
     if prefix_NBC is not None:
         needed_NMB |= _overlap(*ranges(prefix_NBC), *of_keys)
@@ -472,6 +473,7 @@ def needed_tiles(
     if reach is not None and positions is None:
         # The smallest distance between two blocks is from the first query to the last key.
         needed_NM &= back_NM - (C - 1) < reach
+    # Padding belongs to no range; its blocks have the tile of their own.
     return needed_NM | (back_NM == 0)
 
 

@@ -94,7 +94,8 @@ def trace_plan(
             flops += piece.flops(jaxpr)
             if program.name == "update":
                 updates[program.role] = jaxpr
-        if flops:  # moving weights and caches has no arithmetic operations
+        # Moving weights and caches has no arithmetic operations.
+        if flops:
             shown = f"{flops / 1e15:,.1f} PFLOP" if flops > 1e14 else f"{flops / 1e9:,.1f} GFLOP"
             operations.append((f"{program.title}, traced", f"{shown} a step"))
         if cluster is not None:
@@ -226,6 +227,7 @@ def _check_buffers(pool: Pool, buffers: Sequence[ResidentBuffers], topology: Top
             continue
         largest = max(present, key=lambda held: held.bytes_per_device)
         most = largest.bytes_per_device / 1e9
+        # A larger topology must have the other pools, too.
         others = len(topology.devices) - pool.num_devices
         enough = others + -(-needed * pool.num_devices // there)
         remedy = (
@@ -276,7 +278,8 @@ def peak_memory_line(config: Config) -> str:
     told = f"memory: at most {measured / 1e9:.2f} GB {where}"
     try:
         planned = planned_bytes(trace_plan(config), per_device=on_device)
-    except UserError as error:  # a run that has succeeded must not fail here
+    # A run that has succeeded must not fail here.
+    except UserError as error:
         return f"{told} (no plan to compare with: {error})"
     return f"{told}; --dry_run counts {planned / 1e9:.2f} GB of arrays"
 

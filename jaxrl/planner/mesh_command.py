@@ -3,11 +3,11 @@
     python launch/mesh.py --train 1-4-2 --generate 1-2-2-2
     python launch/mesh.py --train 1-8-16 --generate 1-4-2-16 --model qwen2.5-32b --topology v5p:4x4x8
 
-Prints the device groups of both phases. It compares DeepSpeed-Chat,
-HybridFlow-V and HybridFlow by bytes received, peak and redundant bytes of a device, from the paper's
-formulas, from the sharding specs and from the compiled programs. It also lists the collectives in the
-compiled programs. Nothing is allocated: it compiles for simulated devices, or with --topology for a TPU slice
-that need not be present. User errors are one line on stderr with exit status 2.
+Prints the device groups of both phases. It compares DeepSpeed-Chat, HybridFlow-V and HybridFlow by bytes
+received, peak and redundant bytes of a device, from the paper's formulas, from the sharding specs and from
+the compiled programs. It also lists the collectives in the compiled programs. Nothing is allocated: it
+compiles for simulated devices, or with --topology for a TPU slice that need not be present. User errors are
+one line on stderr with exit status 2.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def compiled_case(
         try:
             return measure(what)
         except jax.errors.JaxRuntimeError as error:
+            # Too large for a device is a result here: whole weights are gathered.
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None

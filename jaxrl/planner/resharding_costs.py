@@ -58,15 +58,16 @@ def table_2(layout: ParallelLayout, model_bytes: int) -> dict[str, ReshardingCos
 
     With ZeRO or FSDP (`layout.fsdp`) a device also receives the missing parts of its own training shard,
     which the paper does not count.
-
-    In the paper t_g divides t. Where it does not, the shard of a device in generation is no union of training
-    shards: with `hybrid` it receives what its training shard lacks, and the training shard is given up.
     """
+    # Fractions, so that they can be compared with the bytes of shardings exactly.
     M, one = Fraction(model_bytes), Fraction(1)
     devices, tp, generate = layout.num_devices, layout.t * layout.p, layout.t_g * layout.p_g
     sizes = layout.axis_sizes
     # The two shards lie in one of tensor_gen parts of a stage: one is its 1/m-th, the other its 1/k-th.
     m, k = sizes["tensor_micro"], sizes["fsdp_gen"]
+    # In the paper t_g divides t. Where it does not, the shard of a device in generation is no union of
+    # training shards: with `hybrid` it receives what its training shard lacks, and the training shard is
+    # given up.
     common = M / (layout.p * layout.t * k) if min(m, k) == 1 else Fraction(0)
     return {
         "gather_all": ReshardingCosts((one - one / devices) * M, M, M / devices),
@@ -128,11 +129,11 @@ def of_resharding(resharding: Resharding) -> Measured:
     """
     weights = resharding.weights
     devices = weights[0].train.mesh.size
-    programs: dict[Any, Any] = {}  # leaves with equal shapes and layouts share one
+    # Compiling is what takes long here, and leaves with equal shapes and layouts share a program.
+    programs: dict[Any, Any] = {}
     found: list[tuple[int, Collective]] = []
     own_bytes = []
     for bucket in resharding.buckets:
-        # Compiling is what takes long here.
         key = bucket.weights, bucket.num_slices
         if key not in programs:
             programs[key] = bucket.gather_program.lower(*bucket.gather_arguments()).compile()
@@ -149,10 +150,10 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
     """Compiles the procedure of DeepSpeed-Chat and HybridFlow-V in Table 2, and reads its costs.
 
     Every device gathers the whole model leaf by leaf, and keeps its generation shard and its training shard.
-    As in the paper the peak is the gathered model, without temporaries of programs.
     """
     found: list[tuple[int, Collective]] = []
     gathered = kept = 0
+    # Equal leaves share a program.
     for weight, count in collections.Counter(weights).items():
         whole = replicated(weight.train.mesh)
         gather = jax.jit(gather_everything(weight.train)).lower(weight.abstract()).compile()
@@ -164,6 +165,7 @@ def of_gather_and_keep(weights: list[Weight]) -> Measured:
             for c in collectives(p.as_text() or "", weights[0].train.mesh.size)
         ]
         memory: Any = gather.memory_analysis()
+        # As in the paper the peak is the gathered model, without temporaries of programs.
         gathered += count * memory.output_size_in_bytes
         kept += count * memory.argument_size_in_bytes
     return Measured(ReshardingCosts(_received(found, weights), gathered, kept), tuple(found))

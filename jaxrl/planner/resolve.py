@@ -6,10 +6,7 @@
 
 Commands call this first. A run itself accepts no open setting.
 
-XLA does not split small operations over cores. With two devices, each runs half of the batch on its own core:
-a step of `benchmarks/step_vs_peers.py` took 10.8 s instead of 12.5 s on two cores. At the demo's size (width
-128) there is no gain. One device stays if the batch is odd, the user set a layout, or there is an
-accelerator.
+One device stays if the batch is odd, the user set a layout, or there is an accelerator.
 """
 
 from __future__ import annotations
@@ -32,21 +29,22 @@ from jaxrl.trainer.algorithm import algorithm_of, pools_of
 from jaxrl.trainer.findings import RunKind, find_everything
 from jaxrl.trainer.program import claimed, is_settled
 
+# At the demo's width of 128 two devices are no gain.
 _WIDE = 256
+# XLA does not split small operations over cores. With two devices, each runs half of the batch on its own
+# core: a step of `benchmarks/step_vs_peers.py` took 10.8 s instead of 12.5 s on two cores.
 _TWO = {"simulated_devices": 2, "train": "1-1-2"}
 
 
 def with_cpu_devices(config: Config) -> Config:
-    """Returns the config with `simulated_devices` resolved, and with the matching layout.
-
-    Does not ask JAX for its devices, because that call would fix their number.
-    """
+    """Returns the config with `simulated_devices` resolved, and with the matching layout."""
     mesh = config.mesh
     if mesh.simulated_devices != "auto":
         return config
     if platforms := getattr(jax.config, "jax_platforms", None):
         on_cpu = platforms == "cpu"
     else:
+        # JAX is not asked for its devices: the call would fix their number.
         plugins = importlib.metadata.entry_points(group="jax_plugins")
         on_cpu = not plugins and importlib.util.find_spec("libtpu") is None
     pays = takes_two_devices(config) and on_cpu and len(os.sched_getaffinity(0)) > 1
@@ -92,7 +90,9 @@ def resolved(config: Config, devices: Sequence[Any], *, kind: RunKind) -> Config
         StopSignal(within_s=config.run.stop_within_s) as stop,
         stop.ends_at_once(),
     ):
+        # First, because the slots depend on the layout.
         config = with_searched_layout(config, devices)
         pools = pools_of(config, algorithm_of(config).roles)
+        # What is missing is reported before minutes of compiling.
         find_everything(config, kind, pools, devices)
         return with_chosen_slots(config, devices)

@@ -59,7 +59,6 @@ class StepLoad:
 
     @property
     def lengths_text(self) -> str:
-        """Describes the lengths of responses in a few words."""
         found = self.work.response_lengths
         return (
             f"answers of {found.mean:,.0f} tokens on average (deviation {found.deviation:,.0f}), "
@@ -92,6 +91,7 @@ class StepLoad:
             prompt_lengths=read,
             response_lengths=LengthDistribution.exactly(tokens),
             max_slots=work.sequences,
+            # As `config.shapes.judge_engine_config` has it. A judge finishes all of its answers in the step.
             paged=False,
             always_full=False,
         )

@@ -59,10 +59,10 @@ class StepTimes(StepCosts):
 
     @property
     def at_least_s(self) -> float:
-        """Lower bound of the seconds of a step."""
         return self._step_s(at_least=True)
 
     def _step_s(self, *, at_least: bool) -> float:
+        # A sampler on devices of its own works on the next step; the slower side decides.
         generation, *rest = (self.stage_s(stage, at_least=at_least) for stage in self.stages)
         return max(generation, sum(rest)) if self.overlaps else generation + sum(rest)
 
@@ -124,6 +124,7 @@ def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> St
             if engine is not None:
                 slots = engine.config.slots // engine.shards
                 if (pages := engine.pages) is not None:
+                    # Page 0 is a scratch page.
                     tokens = (pages.num_pages - 1) * pages.page_tokens
             roles[name] = RoleMapping(name, number, layout, slots, tokens)
     assumptions = assumptions_of(planned.config, cluster.accelerator)
@@ -143,6 +144,7 @@ def expected_step(planned: PlannedRoles, cluster: Cluster, load: StepLoad) -> St
 
 def tasks_of_run(algorithm: Algorithm, config: Config) -> tuple[RoleTasks, ...]:
     """The tasks of a run's roles, without a judge and without a sampler on devices of its own."""
+    # The update computes the old log-probabilities of the first minibatch.
     shared = algorithm.shares_forward / config.algorithm.updates_per_step
     roles = [role for role in algorithm.roles if role not in _SAMPLERS]
     return role_tasks(algorithm.dataflow, roles, own_forwards=1 - shared)

@@ -61,7 +61,8 @@ def choose_cache(
         model.cached_heads,
         model.cached_dim,
         kv_dtype,
-        # On CPU q·k is then a plain matmul, 5 to 7 times faster; kernels need the head size last.
+        # On CPU the length is last: q·k is then a plain matmul, 5 to 7 times faster. Kernels need the head
+        # size last, as for values.
         keys_last="length" if platform in (None, "cpu") else "head_dim",
         periodic=model if model.period > 1 else None,
         tail_dtype=dtype,

@@ -93,6 +93,7 @@ def check_driver(name: str, wanted: frozenset[str]) -> None:
       wanted: the features that the run uses, of `PARTIAL`, `PAGED`, `SPECULATE`, `REPLAY` and
         `SEVERAL_PROCESSES`.
     """
+    # Sorted: a set of texts has another order in each process.
     for setting in sorted(wanted & lookup_driver(name).cannot):
         raise UserError(
             f"rollout.driver {name!r} cannot do {setting}; use rollout.driver='offline', which can"

@@ -111,9 +111,9 @@ def bucket_sizes(largest: int, smallest: int) -> tuple[int, ...]:
     """Bucket sizes from about `smallest` to exactly `largest`, ascending: 2^n and 3 * 2^(n-1).
 
     Rounding up to the next bucket adds at most two thirds. There are at most
-    2 * log2(largest / smallest) + 3 buckets; only `largest` if it is below `smallest`. Sizes above three
-    quarters of `largest` are left out: they save too little to pay for compiling another program.
+    2 * log2(largest / smallest) + 3 buckets; only `largest` if it is below `smallest`.
     """
+    # Sizes above three quarters of the largest save too little to pay for compiling another program.
     sizes = {k * 2**n // 2 for n in range(largest.bit_length()) for k in (2, 3)}
     return *sorted(s for s in sizes if smallest <= s <= largest * 3 // 4), largest
 

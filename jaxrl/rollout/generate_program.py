@@ -1,7 +1,7 @@
 """The programs that run the model: over known sequences, and to decode up to W tokens in every active slot.
 
 While decoding, the past is only read. The keys and values of the new tokens go to a buffer, at the same index
-for all slots, and join the cache at the end. So the loop never scatters into the large cache arrays.
+for all slots, and join the cache at the end.
 
     n slots   P sequences of a prefix   T tokens   W tokens of a dispatch   C capacity in tokens
     D model width   V vocabulary
@@ -190,7 +190,8 @@ class ModelPrograms:
         model: Decoder = nnx.merge(self.graph, stacked_layers(params))
         cache, W = self.slots.cache, self.slots.tokens_per_dispatch
         past = cache.decoding(model, state.context.cache, state.context.length)
-        # For all new keys and values, and for the newest.
+        # For all new keys and values, and for the newest: the loop never scatters into the large cache
+        # arrays.
         held = state.context.cache
         buffers = (cache.buffer_after(held, state.num_slots, tokens) for tokens in (W, 1))
         recent, newest = (
@@ -238,7 +239,6 @@ class ModelPrograms:
         rows_nV: jax.Array | None,
         adapter_n: jax.Array | None,
     ) -> DecodeProgress:
-        """Decodes one more token in every active slot."""
         i, active, decoded = progress.i, progress.active, progress.decoded
         # Keys and values of all tokens so far. Before the first, index 0 is overwritten later. Written before
         # the buffer is read: XLA on CPU copies a buffer that is written after it was read.
@@ -250,6 +250,7 @@ class ModelPrograms:
             active[:, None],
             self._compute_of(adapter_n),
         )
+        # Without adapters, which the head does not have.
         logits_nV = model.logits(hidden_n1D[:, 0], compute=self.compute)
 
         def seen():
@@ -320,7 +321,8 @@ def sample(
     choice_nV = penalize(scaled_nV, state.truncation, seen)
     if rows_nV is not None:
         choice_nV += _scaled(rows_nV, state.temperature)
-    # The compiler does not see through the conditional and would gather the vocabulary on every device.
+    # The compiler does not see through the conditional and would gather the vocabulary on every device: 156
+    # MB a token for 256 slots of a 32B model (docs/paged_cache.md).
     choice_nV = compute.constrain(choice_nV, ("batch", "vocab"))
     choice_nV = forbid(choice_nV, state.truncation, position_n, stop_ids)
     noise_nV = gumbel_noise(state.key, position_n, logits_nV.shape[-1])

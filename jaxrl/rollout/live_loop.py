@@ -66,8 +66,7 @@ class Request:
     Attributes:
       prompt: int32 [T].
       max_tokens: maximum number of tokens per sample, end-of-sequence included.
-      seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them, so that
-        requests that differ only in their seeds have equal options and are inserted in one call.
+      seed: seed of the sampling keys, 0 to 2**31 - 1. It takes the place of the prompt's id in them.
       options: how tokens are drawn.
       adapter: number of the adapter, see `samples.Start`.
     """
@@ -181,7 +180,6 @@ class LiveLoop:
 
     @property
     def accepting(self) -> bool:
-        """Whether requests are accepted."""
         return self._accepting
 
     @property
@@ -213,6 +211,7 @@ class LiveLoop:
                 f"the prompt has {len(prompt)} tokens; this server takes 1 to {longest}: "
                 f"{'shorten it' if len(prompt) else 'write one'}"
             )
+        # After the length: an empty prompt has no minimum.
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise UserError(
                 f"the prompt has token ids from {prompt.min()} to {prompt.max()}; this model's go from 0 to "
@@ -261,6 +260,7 @@ class LiveLoop:
     def submit_all(self, requests: Sequence[tuple[Request, Listener]]) -> list[int]:
         """Queues either all of the requests or none of them; see `submit`."""
         assert hosts.is_first(), "requests come in at the first process"
+        # All before any is queued, and without the lock: a refused call leaves nothing.
         for request, _ in requests:
             self.check(request)
         wanted = sum(request.options.num_samples for request, _ in requests)
@@ -285,6 +285,7 @@ class LiveLoop:
     def cancel(self, ticket: int) -> None:
         """Ends a request and frees its slots with the next turn. Ignores a request that has ended."""
         with self._changed:
+            # Results that come later find no listener.
             if self._open.pop(ticket, None) is None:
                 return
             if ticket in self._waiting:
@@ -458,7 +459,8 @@ class LiveLoop:
         """Calls the listener of a request; forgets the request after its last event."""
         with self._changed:
             opened = self._open.get(ticket)
-        if opened is None:  # cancelled, or this is not the first process
+        # It was cancelled, or this is not the first process, where the listeners are.
+        if opened is None:
             return
         # Without the lock, so that other threads can submit while it runs.
         opened.listener(event)
@@ -475,7 +477,8 @@ class LiveLoop:
 
 def _samples_of(ticket: int, request: Request, start: Start) -> list[Sample]:
     """The samples of a request; they share a prefill."""
-    # Samples of requests that differ in their number alone are inserted in one call, too.
+    # Samples with equal options are inserted in one call. So the number of samples is not part of them, and
+    # the seed takes the place of the prompt's id.
     options = request.options.replace(num_samples=1)
     return [
         Sample(0, index, options.step).request(

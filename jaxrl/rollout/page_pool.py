@@ -142,7 +142,9 @@ class PagePool:
         for shard in range(len(self.num_free_S)):
             known = self._known_pages(shard, parts, adapter)
             identities = self._identity_SN[shard, known]
-            # A sample that starts now has made its own pages known (`start`), and nothing is in them yet.
+            # A sample that starts now has made its own pages known (`start`), and nothing is in them yet. A
+            # page becomes known after the one before it, so identities ascend, and the written ones come
+            # first.
             found[shard] = known[: int((identities <= self._last_written).sum())]
         most = max(map(len, found.values()))
         shards = [shard for shard, pages in found.items() if most and len(pages) == most]
@@ -255,6 +257,7 @@ class PagePool:
         )
         for i, part in enumerate(parts[num_known:], num_known):
             key = (shard, before, part)
+            # Another page may hold the same. The chain then goes on from that one, by which others are found.
             page = self._page_of.get(key)
             if page is None:
                 page = int(self.table_nP[slot, i])

@@ -136,7 +136,6 @@ class RolloutConfig(EngineSettings):
         return self.max_staleness > 0
 
     def truncation(self, *, renormalized: bool = False) -> Truncation:
-        """Limits on the tokens that can be drawn."""
         return truncation_of(
             top_k=self.top_k,
             top_p=self.top_p,

@@ -3,8 +3,7 @@
 A token is drawn by Gumbel-max: argmax(logits / temperature + noise). The noise depends only on (seed, step,
 prompt id, sample index, position, token id). It does not depend on slot, batch, mesh or restart. The logits
 do depend on these, by rounding. In float32 that changes a token only where two candidates nearly tie; in
-bfloat16 it changes many samples (docs/numerics.md). The alternative, inverting the cumulative distribution,
-is less robust: there a rounding difference can change a token at every boundary between two tokens.
+bfloat16 it changes many samples (docs/numerics.md).
 
     S slots   V vocabulary
 """
@@ -66,6 +65,7 @@ def truncation_of(
     check_value("min_p", min_p, Annotated[float, MIN_P])
     check_value("min_tokens", min_tokens, Annotated[int, MIN_TOKENS])
     check_value("repetition_penalty", repetition_penalty, Annotated[float, REPETITION_PENALTY])
+    # NumPy scalars, not arrays: options are keys, since samples with equal ones are inserted together.
     scalars: Any = (
         np.int32(top_k),
         np.float32(top_p),
@@ -204,6 +204,8 @@ def sample_tokens(scaled_logits_SV: jax.Array, noise_SV: jax.Array) -> jax.Array
     """Int32 [S]: a draw from softmax(scaled_logits), or its argmax where the noise is zero."""
     # XLA's argmax on CPU is serial, and fusion would compute the noise serially too. This form is 6 times
     # faster at 152k tokens. If a logit is NaN, no comparison is true and the last token is taken.
+    # Not by the cumulative distribution, where a rounding difference can change a token at every boundary
+    # between two tokens.
     V = scaled_logits_SV.shape[-1]
     sum_SV = jax.lax.optimization_barrier(scaled_logits_SV + noise_SV)
     is_largest_SV = sum_SV == sum_SV.max(axis=-1, keepdims=True)

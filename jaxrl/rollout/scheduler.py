@@ -85,7 +85,6 @@ class Scheduler:
         self._queue.append((owner, source))
 
     def add_first(self, owner: Any, source: Any) -> None:
-        """Puts a request at the front of the queue."""
         self._queue.appendleft((owner, source))
 
     @property
@@ -235,6 +234,7 @@ class Scheduler:
         if slot is not None:
             self.finish([slot])
             return slot
+        # One by one: cancelled requests are few, and the queue is short (`live_loop`).
         for request in self._queue:
             if request[0] == owner:
                 self._queue.remove(request)

@@ -9,8 +9,7 @@ A sample that gives way goes back to the queue and is prefilled again with the t
 time, so a sample starts only if the pages of its shard are expected to last until all samples on it have
 ended, at any time from now. `LengthRecord` estimates how many will still run then.
 
-NumPy only, without a device or a clock. All processes of a run take the same decisions: sums are of integers,
-and of floating point only operations are used that IEEE 754 rounds alike on all machines, which exp is not.
+NumPy only, without a device or a clock. All processes of a run take the same decisions.
 
     n slots   S shards   K intervals of response lengths   W tokens of a dispatch
 """
@@ -30,7 +29,8 @@ from jaxrl.rollout.page_pool import PagePool
 _DEVIATIONS = 2
 # Number of intervals in which response lengths are counted.
 _INTERVALS = 64
-# Probabilities are integers in these units.
+# Probabilities are integers in these units: all processes must decide alike. Of floating point only
+# operations are used that IEEE 754 rounds alike on all machines, which exp is not.
 _ONE_BITS = 12
 _ONE = 1 << _ONE_BITS
 
@@ -106,9 +106,11 @@ class SlotPages:
 
     def _will_last(self, shard: int, expected_2K: np.ndarray) -> bool:
         """Whether a shard has enough pages for the expected tokens; True if nothing runs on it."""
+        # Else it would wait forever.
         if not self._busy_n[self.pool.slots_of(shard)].any():
             return True
         mean_K, variance_K = expected_2K >> _ONE_BITS
+        # Squares below, so that all stays integer.
         spare_K = self.pool.num_pages * self.pool.page_tokens - mean_K
         return bool(((spare_K >= 0) & (spare_K**2 >= _DEVIATIONS**2 * variance_K)).all())
 
@@ -218,6 +220,7 @@ class LengthRecord:
         Returns:
           int64, in units of 1 / `_ONE`.
         """
+        # The prior counts like one response that has ended.
         rate_K = (self._ended_K + 1) / (self._decoded_K + self._prior_tokens)
         K = self.count
         # Nothing runs beyond the last interval.

@@ -202,6 +202,7 @@ class SlotPrograms:
             makes an idle slot.
         """
         used_m = slot_m >= 0
+        # 0 stands for -1: that copy is not active, and nobody reads it.
         taken = self._take(state, jnp.where(used_m, slot_m, 0))
         return self.layout.place(taken.replace(active=taken.active & used_m))
 

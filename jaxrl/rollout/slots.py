@@ -69,6 +69,7 @@ def adapters_on_device(engine: Engine, numbers: Sequence[int], rows: int) -> tup
     if not places:
         return ()
     place_B = np.zeros(rows, np.int32)
+    # Numbers go on, places are used again (`samples.Start`).
     place_B[: len(numbers)] = np.array(numbers) % places
     return host_inputs(engine.mesh, place_B)
 
@@ -207,6 +208,8 @@ class Slots:
                 capacity = round_up(engine.cache_sizes, min(ahead, engine.cache_sizes[-1]))
             self._state = None
             (slot_n,) = host_inputs(engine.mesh, np.array(moves, np.int32))
+            # Old and new cache are in memory for a moment: a device cannot change the shape of an array in
+            # place.
             self._state = engine.resize(state, slot_n, capacity=capacity)
         if self.pages is not None:
             # Copies, because a CPU device uses the memory of a host array as it is.
@@ -243,6 +246,7 @@ class Slots:
         for item, shard in shard_of.items():
             waiting[shard].append(item)
         while any(waiting):
+            # A batch has equal parts of all shards, so the shard with most items decides.
             most = shards * max(len(items) for items in waiting)
             P = round_up(self.engine.batch_sizes, min(most, self.engine.batch_sizes[-1]))
             per_shard = P // shards
@@ -275,6 +279,7 @@ class Slots:
         page = engine.pages.page_tokens
         for P, number_of in self._batches({i: shard for i, (shard, _, _) in known.items()}):
             longest = max(len(known[i][2].tokens) for i in number_of.values())
+            # A size of few, because each is a program.
             pages = -(-round_up(engine.prefix_sizes, longest) // page)
             table_Pp = np.zeros((P, pages), np.int32)
             history_PC = np.zeros((P, pages * page), np.int32)
@@ -286,6 +291,7 @@ class Slots:
                 length = len(held) * page
                 table_Pp[row, : len(held)], history_PC[row, :length] = held, tokens[:length]
                 length_P[row], token_P[row] = length, tokens[length]
+                # The token between is the last one of the prefix, which the next program runs.
                 rests[row] = tokens[length + 1 :]
             given = host_inputs(engine.mesh, table_Pp, history_PC, length_P, token_P)
             prefix = engine.reuse(state, *given)
@@ -317,7 +323,7 @@ class Slots:
         V = self.engine.model.vocab_size
         row_n = np.full(state.num_slots, -1, np.int32)
         edited = [(slot, each) for slot, each in edits.items() if each is not None]
-        # The program is compiled for few numbers of rows: 8, 64, 512 ...
+        # Every number of rows is a program of its own, so there are few: 8, 64, 512 ...
         E = next(8**k for k in range(1, 8) if 8**k >= len(edited))
         rows_EV = np.zeros((min(E, len(row_n)), V), np.float32)
         for row, (slot, each) in enumerate(edited):
@@ -368,6 +374,7 @@ class Slots:
     def decoded(self) -> tuple[np.ndarray, DecodedTokens]:
         """Whether each slot is still active, bool [n], and the tokens of the last `generate`, on the host."""
         state = self._taken_state()
+        # The state is out meanwhile: a device that has failed fails here, and nobody must use its slots.
         fetched = fetch((state.active, state.decoded))
         self._state = state
         return fetched

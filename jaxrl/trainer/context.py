@@ -84,7 +84,6 @@ class RunContext:
 
     @property
     def sampling(self) -> SamplingOptions:
-        """Options of sampling training data."""
         config = self.config
         return config.rollout.sampling(config.seed, renormalized=config.truncates_logprobs)
 
@@ -112,10 +111,12 @@ def build_context(
     pools = pools_of(config, algorithm.roles)
     found = find_everything(config, kind, pools, devices)
     choice = (config.reward.grader, config.reward.grader_options)
+    # Read with the problems: a ground truth that no grader can read would stop the run later.
     truths = functools.partial(truth_faults, choice) if kind.grades else None
     # A run that needs none may still have some to evaluate with.
     named = kind.needs_problems or found.problems.readers
     problems = found.problems.read(truths) if named else Problems()
+    # Only now: without a tokenizer one is trained on the problems.
     tokenizer = found.tokenizer
     if tokenizer is None:
         size = config.model.vocab_size
@@ -130,6 +131,7 @@ def build_context(
     train_config = config.train.with_shared_prompts(
         platform=devices[0].platform,
         num_samples=config.rollout.num_samples,
+        # The state of a delta layer cannot go back to the end of a prompt for the next answer.
         allowed=not models.actor.has_state and config.mesh.context == 1,
     )
     return RunContext(
@@ -204,6 +206,7 @@ def _check_tokens(config: Config, tokenizer: Tokenizer, models: RoleModels) -> N
             f"rollout.stop_ids {', '.join(map(str, unknown))}: the tokenizer has no such tokens, its ids go "
             f"from 0 to {tokenizer.vocab_size - 1}; name one of these, or a text in rollout.stop_strings"
         )
+    # More rows than tokens are padding, and stay (`RoleModels.with_tokenizers`).
     if tokenizer.vocab_size > models.actor.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "

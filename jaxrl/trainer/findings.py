@@ -135,6 +135,7 @@ def find_everything(
         tokenizer = faults("tokenizer", lambda: load_tokenizer(directory, chat_template=template))
     # Training problems need no ground truth if no reward reads it.
     problems = ProblemReader(config.data, needs_truths=not kind.rewards or needs_truths(config))
+    # A reader keeps what it has read, so this is no extra work.
     for name, read in problems.readers.items():
         faults(name, read)
     loggers = [split_logger(entry)[0] for entry in config.run.loggers]
@@ -158,6 +159,7 @@ def find_everything(
         demonstrations = faults("sft.path", read_file)
     if kind.grades:
         sources = config.data.training_sources | config.data.evaluation_sources
+        # Only built: processes of graders start at their first use.
         faults("reward.grader", lambda: graders_of(config, sources))
     if kind.rewards:
         for name, function in config.reward.functions.items():
@@ -189,6 +191,7 @@ def _pairs(config: Config, faults: Faults) -> dict[str, Any]:
     files = {"path": options.path, "evaluation_path": options.evaluation_path}
     if options.makes_pairs:
         function, name = files.pop("path"), "preference.path"
+        # Only loaded: it needs the problems, which are read later.
         faults(name, lambda: load_function(function, name, takes=["records"]))
     for name, path in files.items():
         if path:

@@ -186,6 +186,7 @@ class DpoStage(PairStage):
 
     def _rank(self, batch: PairBatch) -> jax.Array:
         gain = self._actor.logprobs(batch) - self._reference.logprobs(batch)
+        # Prompts have log-probabilities too, and are no part of the answers.
         return batch.loss_mask * gain
 
 

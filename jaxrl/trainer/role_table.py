@@ -153,7 +153,7 @@ class CriticKind(RoleKind):
     trains = True
 
     def check(self, config: Config, directory: str) -> None:
-        """Its head is new, so a model with or without scores will do."""
+        # Its head is new, so a model with or without scores will do.
         check_params(directory, read_config(directory))
 
     def build(self, parts: BuildParts) -> Critic:
@@ -179,7 +179,7 @@ class ReferenceKind(RoleKind):
     compared = True
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
-        """With adapters the actor is its own reference: the same weights without them."""
+        # With adapters the actor is its own reference: the same weights without them.
         return declared and config.algorithm.kl.needs_reference and not config.model.lora.rank
 
     def shape(self, actor: ModelConfig, stored: ModelConfig | None) -> ModelConfig:
@@ -227,7 +227,7 @@ class RewardKind(ScoreKind):
     optional = True
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
-        """Whatever the dataflow declares."""
+        # Whatever the dataflow declares: every dataflow has rewards.
         return bool(self.weights(config))
 
     def reward(self, role: RewardModel, config: Config) -> RewardTerm:
@@ -251,7 +251,7 @@ class JudgeKind(RoleKind):
     optional = True
 
     def is_used(self, config: Config, *, declared: bool) -> bool:
-        """Whatever the dataflow declares."""
+        # Whatever the dataflow declares, like the reward model.
         return bool(self.weights(config))
 
     def check(self, config: Config, directory: str) -> Tokenizer:
@@ -271,13 +271,14 @@ class JudgeKind(RoleKind):
         """The policy's tokens do not matter."""
 
     def check_batches(self, config: Config, mesh: Mesh | AbstractMesh) -> None:
-        """Slots and prompts instead of rows."""
+        # It samples, so slots and prompts are divided instead of rows.
         check_judge_batches(config, mesh)
 
     def build(self, parts: BuildParts) -> GenerativeJudge:
         options, tokenizer = parts.config.reward.judge, parts.tokenizer
         backend = build_backend(
-            "offline",  # `rollout.driver` is about the policy
+            # Whatever `rollout.driver` says, which is about the policy.
+            "offline",
             parts.model,
             parts.place["mesh"],
             judge_engine_config(parts.config, tokenizer.stop_ids),
@@ -291,7 +292,7 @@ class JudgeKind(RoleKind):
         )
 
     def load(self, role: GenerativeJudge, model: ModelConfig, directory: str) -> None:
-        """The weights go into the backend, in the generation layout."""
+        # It only samples, so its weights have the generation layout from the beginning.
         backend = role.backend
         _, shapes, axes = decoder_graph(model)
         where = shardings(axes, shapes, GENERATE_RULES, backend.mesh)
@@ -314,7 +315,7 @@ class TeacherKind(RoleKind):
     compared = True
 
     def check_tokens(self, model: ModelConfig, policy: Tokenizer, directory: str) -> None:
-        """The teacher's tokenizer, if it has one, must have the policy's tokens; it may have more."""
+        # The teacher gives probabilities of token ids, so these have to mean the same. It may have more.
         super().check_tokens(model, policy, directory)
         if not (pathlib.Path(directory) / "tokenizer.json").exists():
             return

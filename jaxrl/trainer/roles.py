@@ -188,6 +188,7 @@ class RoleBuilder:
 
         Without `samples` it only learns.
         """
+        # A stage that only learns has no sampler whose limits could count.
         truncates = samples and self._config.truncates_logprobs
         options = self._common("actor") | {
             "optim": optim,

@@ -165,11 +165,9 @@ class ExamplesStage(TrainingStage, abc.ABC):
             self._stream.restore(record["stream"])
 
     def step(self) -> Metrics:
-        """Runs one optimiser update on the next batch."""
         return self._update(self._pack(next(iter(self._stream))))
 
     def record(self) -> dict[str, Any]:
-        """The position in the stream."""
         return {"stream": self._stream.state()}
 
     @abc.abstractmethod

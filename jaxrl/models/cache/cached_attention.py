@@ -90,8 +90,7 @@ def cached_attention(
 ) -> jax.Array:
     """Attention of one new token per sequence to its cached past and to itself.
 
-    Key and value of the new token are arguments and not yet in a cache. So caches are only read here, and
-    written once per step for all layers together.
+    Key and value of the new token are arguments and not yet in a cache: caches are only read here.
 
     Args:
       q_BQH, k_BKH, v_BKH: rotated query and key, and value, of the new token.
@@ -165,7 +164,7 @@ def extending_attention(
     """Attention of T new tokens per sequence to its cached past and, causally, to each other.
 
     The past is processed block by block, from the first block that any window reaches to the end of the
-    longest sequence. So the cost depends on actual lengths, and only the scores of one block are in memory.
+    longest sequence.
 
     Args:
       q_BTQH, k_BTKH, v_BTKH: rotated queries and keys, and values, of the new tokens.
@@ -181,6 +180,7 @@ def extending_attention(
     K, C = k_BTKH.shape[2], cache.capacity
     block = min(block_tokens, C)
     q = q_BTQH.reshape(B, T, K, Q // K, H).transpose(0, 2, 3, 1, 4)
+    # In their own type: the tokens of a pass see each other before they are rounded to that of the cache.
     new = cache_of(k_BTKH, v_BTKH, k_BTKH.dtype)
     causal_TT = jnp.tril(jnp.ones((T, T), bool))
     reach, offset_T = kind.reach, jnp.arange(T)
@@ -220,6 +220,7 @@ def extending_attention(
     if reach is not None:
         # The window of the shortest sequence begins first.
         first_block = jnp.maximum(length_B.min() + 1 - reach, 0) // block
+    # The cost depends on actual lengths, and only the scores of one block are in memory.
     top, total, mixed = jax.lax.fori_loop(first_block, num_blocks, attend_to_block, start)
     out = _over_total(top, total, mixed, kind).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, Q, H).astype(q_BTQH.dtype)

@@ -69,7 +69,7 @@ class PagedCache(CacheKind):
 
     @property
     def reads_own_length(self) -> bool:
-        """True: a slot has as many pages as its sequence needs."""
+        # A slot has as many pages as its sequence needs.
         return True
 
     def empty(self, num_slots: int, capacity: int) -> PagedSlots:

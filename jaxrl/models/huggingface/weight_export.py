@@ -85,6 +85,7 @@ def save_checkpoint(
     }
     files = _into_files(num_bytes, max_shard_bytes)
     with new_directory(out) as partial:
+        # First, because the weights take their permissions from it.
         write_json(partial / "config.json", values)
         _write_files(params, table, files, partial, dtype)
         if len(files) > 1:
@@ -130,6 +131,7 @@ def save_adapter(
         )
     table = table_of_adapter(config, base)
     with new_directory(out) as partial:
+        # First, because the weights take their permissions from it.
         write_json(partial / ADAPTER_CONFIG_FILE, adapter_config_json(config, base=base))
         names = list(tensors_of(table))
         _write_files(params, table, {ADAPTER_FILE: names}, partial, dtype)
@@ -160,6 +162,7 @@ def _write_files(
             "checkpoint and convert it with launch/convert.py"
         )
     sources = tensors_of(table)
+    # One file at a time, so that the host need not hold the model.
     for file, names in files.items():
         tensors = {}
         for name in names:

@@ -104,8 +104,7 @@ def sampler_shapes(engine: Engine, shapes: Params, axes: Any) -> SamplerShapes:
 def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tuple[list[Any], Any]:
     """Activations that the forward pass keeps for the backward pass, and the largest value in a layer.
 
-    Both are shapes over the whole mesh. In a pipeline they are over the devices of one stage, because each
-    tick scans the layers of a stage.
+    Both are shapes over the whole mesh; in a pipeline over the devices of one stage.
 
     Args:
       update: traced update.
@@ -117,6 +116,7 @@ def layer_memory(update: jax_core.Jaxpr, num_layers: int, num_ticks: int) -> tup
         # A single layer is in no scan, and what it keeps cannot be told from other values.
         kept = [] if layers is None else _stacked(layers)
         return kept, _largest_in(update if layers is None else layers.params["jaxpr"].jaxpr)
+    # Each tick scans the layers of a stage.
     ticks = _forward_scan(update, num_ticks)
     assert ticks is not None, "the ticks of a pipeline are a scan, of at least two rounds"
     # The tick of a stage with a single layer has no scan inside.
@@ -244,7 +244,8 @@ def _product(eqn: jax_core.JaxprEqn, contracted: Sequence[int]) -> int:
 
 
 def _fused_attention(eqn: jax_core.JaxprEqn, matmuls: int) -> int:
-    # A fused kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H].
+    # A fused kernel with this many causal matmuls of queries [B, T, Q, H] and keys [B, S, K, H]. Causal ones
+    # count half, so there is no factor of 2 for multiplying and adding.
     query: Any = eqn.invars[0].aval
     key: Any = eqn.invars[1].aval
     return matmuls * query.size * key.shape[1]

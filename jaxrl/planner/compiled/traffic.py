@@ -6,9 +6,8 @@ of the program's flattened mesh. Covered: collectives that XLA uses on CPU, GPU 
 Bytes are a lower bound of what a device receives, with the best algorithm; of a ragged all-to-all, whose rows
 depend on data, they are those that there is room for. The text shows the body of a loop
 once. Its number of rounds is the compiler's own note, or follows from its condition: a counter that starts at
-a constant, grows by a constant step, and stays below another constant. (A GPU's compiler writes the note, a
-TPU's leaves most of them out.) The caller gives the number for loops whose end depends on data (the last
-microbatch of a batch, the last token of a dispatch).
+a constant, grows by a constant step, and stays below another constant. The caller gives the number for loops
+whose end depends on data (the last microbatch of a batch, the last token of a dispatch).
 
     text --> computations --> walk from the entry: body x rounds, calls x 1, one branch --> runs of each
 """
@@ -120,9 +119,6 @@ class Collective:
     def entering(self, hosts: np.ndarray) -> np.ndarray:
         """Lower bound of the bytes that each host receives from others: float64 [num_hosts].
 
-        Of an all-gather one device of a host may receive what the others pass on, and a sum may be made on a
-        host first: the members of a host are like one.
-
         Args:
           hosts: int [num_devices], the host of each device.
         """
@@ -135,6 +131,8 @@ class Collective:
                 elif self.kind.endswith("all-to-all"):
                     entering[host] += self.result_bytes * count * (1 - count / len(group))
                 else:
+                    # The members of a host are like one: of an all-gather one of them may receive what the
+                    # others pass on, and a sum may be made on a host first.
                     parts = count if self.kind == "reduce-scatter" else 1
                     entering[host] += self.result_bytes * parts * self._share(len(members))
         return entering
@@ -156,6 +154,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
     """
     found = []
     for line in text.splitlines():
+        # A collective that is not counted would be a bound below the truth, without a word.
         assert not _UNKNOWN.search(line), f"a collective this module cannot count: {line.strip()}"
         match = _COLLECTIVE.search(line)
         if match:
@@ -176,6 +175,7 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
 
 
 def _nbytes(name: str, dims: list[int]) -> int:
+    # The first number of a name is its bits: f8e4m3 has 8, bf16 has 16.
     bits = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
     return math.ceil(math.prod(dims) * bits / 8)
 
@@ -267,6 +267,7 @@ def runs_of(
             if loop is not None:
                 rounds, inside = _rounds(instruction, computations[name], computations), open_loops
                 if rounds is None:
+                    # The given number is of both loops together.
                     rounds, inside = open_loops, 1
                 for callee in loop.groups():
                     walk(callee, times * rounds, inside)
@@ -323,6 +324,7 @@ def _rounds(
     loop: Instruction, around: Computation, computations: Mapping[str, Computation]
 ) -> int | None:
     # Rounds of a loop; None if they depend on data.
+    # A GPU's compiler writes the note, a TPU's leaves most of them out.
     if noted := _NOTED.search(loop.line):
         return int(noted[1])
     called = _LOOP.search(loop.line)
@@ -397,6 +399,7 @@ class Traffic:
     def least_s(self, links_gbs: float, network_gbs: float) -> float:
         """Lower bound of its seconds, at a device's GB/s inside a host and to other hosts."""
         near = max(0.0, self.nbytes - self.network)
+        # Links and network carry data at the same time; the slower one decides.
         return max(near / links_gbs, self.network / network_gbs) / 1e9
 
 
@@ -423,6 +426,7 @@ def traffic_of(
         calls[key] += times
         received[key] += times * each.received(mesh.size)
         entering[key] += times * each.entering(hosts)
+    # Summed by device before the maximum: one device need not receive most of every collective.
     sums = (
         Traffic(
             *(*key, calls[key], float(received[key].max())),

@@ -93,13 +93,14 @@ class Accelerator:
             hosts, devices = (*shape, 0)[:2] if len(shape) == 2 else (0, 0)
             whole = self.devices_per_host
             return devices == whole or (hosts == 1 and devices in _halves(whole))
+        # A slice can be turned: 4x4x8 and 8x4x4 are one.
         if tuple(sorted(shape)) in {tuple(sorted(s)) for s in self.shapes}:
             return True
         dims, side = len(self.shapes[-1]) if self.shapes else 3, self.side_multiple
         return bool(side) and len(shape) == dims and all(s % side == 0 for s in shape)
 
     def growing_shapes(self) -> Iterator[tuple[int, ...]]:
-        """Existing shapes in order of size; large ones roughly double each time."""
+        """Existing shapes in order of size; large slices roughly double, large clusters grow by an eighth."""
         if self.arrangement == "hosts":
             yield from ((1, n) for n in reversed(_halves(self.devices_per_host)))
             hosts = 2
@@ -111,6 +112,7 @@ class Accelerator:
         yield from found
         sides = list(found[-1]) if found else [self.side_multiple] * 3
         while self.side_multiple:
+            # So that slices stay close to cubes.
             shortest = sides.index(min(sides))
             sides[shortest] *= 2
             shape = tuple(sorted(sides))
@@ -128,6 +130,7 @@ def _halves(n: int) -> list[int]:
     return found
 
 
+# Slices up to one cube of 4 x 4 x 4 chips; larger ones are made of such cubes (`side_multiple`).
 _SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4))
 _SMALL_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _3D = {"shapes": _SMALL_3D, "side_multiple": 4}
@@ -191,6 +194,7 @@ def accelerator(name_or_path: str) -> Accelerator:
     if lowered.endswith(".json"):
         try:
             values = read_json_object(name_or_path, absent="give its path")
+            # JSON has lists, and shapes are compared with tuples.
             values["shapes"] = tuple(map(tuple, values.get("shapes", ())))
             for field, annotation in annotations_of(Accelerator).items():
                 if field in values:

@@ -11,10 +11,7 @@ A run has a process on each host, and its pools have an equal part of every host
     pool of 4 devices   0 1 . .   0 1 . .
     pool of 4 devices   . . 0 1   . . 0 1
 
-For a GPU that is not present XLA needs its GpuTargetConfig. The figures are from NVIDIA's data sheets and
-white papers of A100, H100, H200 and B200 (multiprocessors, clocks, caches, bandwidth), and from the table of
-features by compute capability in the CUDA programming guide (shared memory, registers, threads). Not covered:
-autotuning, which needs a device; XLA uses its defaults.
+Not covered: autotuning of programs for GPUs, which needs a device; XLA uses its defaults.
 """
 
 from __future__ import annotations
@@ -76,6 +73,9 @@ def _target(
     return GpuTarget(memory_bytes, text)
 
 
+# XLA needs the GpuTargetConfig of a GPU that is not present. The figures are from NVIDIA's data sheets and
+# white papers (multiprocessors, clocks, caches, bandwidth), and from the table of features by compute
+# capability in the CUDA programming guide (shared memory, registers, threads).
 _AMPERE, _HOPPER = ((8, 0), 108, 64, 1.41), ((9, 0), 132, 128, 1.98)
 _BLACKWELL = ((10, 0), 148, 128, 1.965)
 _A100 = (40 * _MIB, 167_936)
@@ -323,10 +323,6 @@ class Cluster:
     def ring(self, groups: np.ndarray) -> Ring:
         """The links of groups of devices inside a pool.
 
-        A pool with a part of each host has that part of the host's links to others, and groups that leave the
-        host share it. In a TPU slice it has that part of every link, because the chips of other pools lie
-        between its own.
-
         Args:
           groups: int [groups, members], positions of all devices of the pool; neighbours in a row send to
             each other.
@@ -338,11 +334,14 @@ class Cluster:
         crossings = int((hosts[:, 1:] != hosts[:, :-1]).sum(axis=1).max(initial=0))
         part = here / self.host_devices
         if kind.arrangement == "torus":
-            # A ring goes both ways. All devices of a slice are neighbours.
+            # A ring goes both ways. All devices of a slice are neighbours. A pool with a part of each host
+            # has that part of every link: the chips of other pools lie between its own.
             hops, far = -(-members // 2), -(-crossings // 2) if part < 1 else 0
             return Ring(members, hops - far, far, kind.link_gbs * (part if far else 1))
         if not crossings:
             return Ring(members, members - 1, 0, kind.link_gbs)
+        # A pool with a part of each host has that part of the host's links to others, and the groups that
+        # leave the host share it.
         leaving = np.bincount(hosts[hosts != np.roll(hosts, -1, axis=1)]).max()
         gbs = min(kind.link_gbs, kind.host_gbs * part / int(leaving))
         return Ring(members, members - 1 - crossings, crossings, gbs)

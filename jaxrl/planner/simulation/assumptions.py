@@ -24,20 +24,17 @@ class Assumptions:
       weights_rate: fraction of the memory bandwidth at which weights are read.
       cache_rate: fraction of the memory bandwidth at which attention reads keys and values.
       link_rate: fraction of a link's bandwidth that a collective reaches (450 GB/s of an H100: 360).
-      overlap: fraction of a pass's compute that hides gathers of weights and sums of gradients. A guess.
+      overlap: fraction of a pass's compute that hides gathers of weights and sums of gradients.
       memory_share: fraction of a device's memory that a program may use.
       scratch_gb: GB per device for temporaries that no other term counts.
       latency_scale: factor of the latencies of collectives (`collective_times.py`); 0 leaves them out.
       torus_step_s, hosts_step_s: overhead in seconds of a decoding step, on TPUs and on GPUs.
       call_s: fixed seconds of a program call until its first result is on the host: a forward pass, all
-        updates of a step, a prefill batch, a dispatch of the engine. Measured with 800 arrays on a CPU; a
-        guess for accelerators.
-      pass_s: further fixed seconds of each forward pass and of each update. 0 for our system, whose passes
-        are programs; `benchmarks/mapping.py` has those of the HybridFlow paper's system.
-      host_s: host seconds per dispatch for each slot of all replicas. Our engine's host works on arrays of
-        all slots: measured as 0.8 ms at 4,096 slots.
+        updates of a step, a prefill batch, a dispatch of the engine.
+      pass_s: further fixed seconds of each forward pass and of each update.
+      host_s: host seconds per dispatch for each slot of all replicas.
       slot_host_s: host seconds per dispatch for each slot of a replica, if each replica has a host of its own
-        that looks at its sequences one by one, in tens of microseconds. 0 for our engine.
+        that looks at its sequences one by one, in tens of microseconds.
       dtype: data type of matmuls.
       compute_bytes: bytes of a weight or an activation in that type.
       sampled_bytes: bytes of a weight inside layers in generation; 0 means `compute_bytes`.
@@ -53,8 +50,7 @@ class Assumptions:
         all layers have one (docs/attention.md).
       remat: rematerialisation. "full" keeps only the input of each layer and recomputes the rest in the
         backward pass; "offload_inputs" keeps these inputs in host memory.
-      offload_gbs: GB/s between a device and host memory, each way, beside the other devices of the host. A
-        guess: PCIe 5 has 64.
+      offload_gbs: GB/s between a device and host memory, each way, beside the other devices of the host.
       reduce_each_microbatch: whether replicas sum gradients after each microbatch instead of once per update.
       logits_tokens: number of tokens whose logits exist at the same time.
       logits_arrays: number of float32 arrays of the size of these logits that an update holds: logits, their
@@ -66,15 +62,20 @@ class Assumptions:
     weights_rate: float = 0.8
     cache_rate: float = 0.7
     link_rate: float = 0.8
+    # A guess.
     overlap: float = 0.5
     memory_share: float = 0.9
     scratch_gb: float = 1.5
     latency_scale: float = 1.0
     torus_step_s: float = 0.3e-3
     hosts_step_s: float = 2e-3
+    # Measured with 800 arrays on a CPU; a guess for accelerators.
     call_s: float = 1.25e-3
+    # Our passes are programs; `benchmarks/mapping.py` has the seconds of the HybridFlow paper's system.
     pass_s: float = 0.0
+    # Our engine's host works on arrays of all slots: measured as 0.8 ms at 4,096 slots.
     host_s: float = 0.8e-3 / 4096
+    # Our engine has one host for all replicas.
     slot_host_s: float = 0.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_bytes: float = 2.0
@@ -88,6 +89,7 @@ class Assumptions:
     frozen_bytes: float = 4.0
     attention: Literal["xla", "cudnn", "splash"] = "xla"
     remat: Remat = "full"
+    # A guess: PCIe 5 has 64.
     offload_gbs: float = 25.0
     reduce_each_microbatch: bool = True
     logits_tokens: int = 1024

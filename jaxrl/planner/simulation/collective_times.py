@@ -5,16 +5,8 @@
 A ring over hosts of GPUs goes around in one direction: g - 1 hops for a gather, of which each crossing of
 hosts is a far one. A ring of a TPU goes both ways: g / 2 hops. A reduction is a scatter and a gather.
 
-GPUs: the constants of NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc, `baseLat` and
-`hwLat` of rings, version 2.23). NCCL has three protocols and takes the fastest. LL sends 4 bytes of flag with
-each 4 bytes of data, LL128 sends 8 with 120; Simple sends data only, and synchronises instead. NCCL's trees
-and NVLink SHARP are not covered.
-
-TPUs: a hop over ICI takes about 1 us, and a ring is used in both directions (How to Scale Your Model,
-jax-ml.github.io/scaling-book, "Sharded Matrices": a note on ICI latency). The start is from one example
-there: an all-gather of 3 hops was measured at 8 us.
-
-Devices from a file get NCCL's constants, which is a guess for anything but GPUs.
+NCCL's trees and NVLink SHARP are not covered. Devices from a file get NCCL's constants, which is a guess for
+anything but GPUs.
 """
 
 from __future__ import annotations
@@ -51,8 +43,14 @@ class Protocol:
     share: float
 
 
-# The next chip of a pool with a part of each host is two hops away.
+# A hop over ICI takes about 1 us, and a ring is used in both directions (How to Scale Your Model,
+# jax-ml.github.io/scaling-book, "Sharded Matrices": a note on ICI latency). The start is from one example
+# there: an all-gather of 3 hops was measured at 8 us. The next chip of a pool with a part of each host is two
+# hops away.
 _ICI = (Protocol(5e-6, 1e-6, 2e-6, 1.0),)
+# The constants of NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc, `baseLat` and `hwLat`
+# of rings, version 2.23). LL sends 4 bytes of flag with each 4 bytes of data, LL128 sends 8 with 120; Simple
+# sends data only, and synchronises instead.
 _NVLINK = (
     Protocol(6.6e-6, 0.6e-6, 2.7e-6, 1 / 2),  # LL
     Protocol(14.0e-6, 1.9e-6, 4.0e-6, 120 / 128),  # LL128
@@ -119,6 +117,7 @@ class Collectives:
 
     def pass_on_s(self, nbytes: float, ring: Ring) -> float:
         """Seconds of sending activations to the next pipeline stage, over the slowest hop of the ring."""
+        # In a ring of two a device sends half of the bytes (`_ring_s`); here it sends all.
         hop = Ring(2, int(not ring.far), int(ring.far > 0), ring.gbs)
         return self._ring_s(2 * nbytes, hop, 1.0, rounds=1)
 

@@ -57,7 +57,6 @@ class CostBreakdown:
 
     @property
     def transient_bytes(self) -> float:
-        """Additional bytes per device while the task runs."""
         return sum(self.transient.values())
 
 
@@ -96,6 +95,7 @@ class StepCosts:
 
     def stage_s(self, stage: str, *, at_least: bool = False) -> float:
         """Expected seconds of the slowest pool of a stage, or their lower bound: its tasks take turns."""
+        # Roles of a pool take turns; the pools work side by side.
         pools: dict[int, float] = {}
         for task in self.of_stage(stage):
             seconds = task.at_least_s if at_least else task.costs.total_s
