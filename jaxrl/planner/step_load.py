@@ -22,6 +22,7 @@ from jaxrl.roles.packing import PackedShape
 
 # In DAPO's run the mean answer grew to a fifth of the limit.
 RESPONSE_SHARE = 0.2
+# A guess: prompts are a small part of the work, and their limit is set by the longest.
 _PROMPT_SHARE = 0.15
 # Two moments per trained weight: int8 values with one scale per block.
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.1}

@@ -90,7 +90,7 @@ class TrainConfig:
         Args:
           platform: platform of the devices.
           num_samples: number of answers to a prompt.
-          allowed: False with a sliding window or delta layers, or if sequences are split over devices.
+          allowed: False with delta layers, or if sequences are split over devices.
         """
         may = platform == "cpu" and num_samples > 1 and allowed and not self.fill_minibatches
         if self.share_prompts != "auto" or may:

@@ -55,7 +55,7 @@ _AFTER_EVALUATION = (
     ("actor/pg_clipfrac_low", "clip low", _SMALL_PERCENT),
     ("actor/pg_loss", "loss", number),
     ("sft/loss", "loss", _FIXED),
-    ("sft/token_accuracy", "token accuracy", _PERCENT),
+    ("sft/mean_token_prob", "token probability", _PERCENT),
     ("train/num_gen_batches", "gen batches", number),
     ("perf/throughput", "tokens/s", number),
 )

@@ -223,7 +223,7 @@ class SupervisedStage(ExamplesStage):
         on_host = hosts.fetch(batch)
         return {
             "sft/loss": values["actor/pg_loss"],
-            "sft/token_accuracy": values["actor/mean_token_prob"],
+            "sft/mean_token_prob": values["actor/mean_token_prob"],
             "sft/grad_norm": values["actor/grad_norm"],
             "sft/lr": values["actor/lr"],
             "train/num_trained_tokens": float(on_host.loss_mask.sum()),

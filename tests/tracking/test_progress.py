@@ -62,8 +62,8 @@ def test_a_log_is_plain_ascii_without_escapes():
 def test_supervised_training_shows_its_own_metrics():
     console = _log()
     with Progress("SFT", 10, console=console) as shown:
-        shown.update(1, {"sft/loss": 1.25, "sft/token_accuracy": 0.5})
-    assert console.file.getvalue() == "SFT  step  1/10  loss 1.250  token accuracy 50.0%\n"
+        shown.update(1, {"sft/loss": 1.25, "sft/mean_token_prob": 0.5})
+    assert console.file.getvalue() == "SFT  step  1/10  loss 1.250  token probability 50.0%\n"
 
 
 def test_a_log_prints_each_evaluation_once():

@@ -40,7 +40,7 @@ def _rl_rows(num_steps=40):
 
 
 def _sft_rows():
-    return [{"step": s, "sft/loss": 2 / s, "sft/token_accuracy": 1 - 1 / s} for s in range(1, 30)]
+    return [{"step": s, "sft/loss": 2 / s, "sft/mean_token_prob": 1 - 1 / s} for s in range(1, 30)]
 
 
 SAMPLE = PromptResponses(
@@ -72,7 +72,7 @@ def _titles(text):
 def test_every_curve_is_drawn(tmp_path):
     text = _write(tmp_path / "report.html")
     sft, rl = text.split("<h2>DAPO")
-    assert _titles(sft) == ["Loss", "Token accuracy"]
+    assert _titles(sft) == ["Loss", "Token probability"]
     assert _titles(rl) == [
         "Reward",
         "Accuracy",

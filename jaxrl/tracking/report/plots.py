@@ -146,7 +146,10 @@ _LENGTH = _Curves(
 _LOSSES = (
     _Curves("Loss", "nats per token", [("sft/loss", "loss")]),
     _Curves(
-        "Token accuracy", "share of target tokens", [("sft/token_accuracy", "accuracy")], _percent
+        "Token probability",
+        "mean of target tokens",
+        [("sft/mean_token_prob", "probability")],
+        _percent,
     ),
     _Curves("Loss of pairs", "nats per pair", [("pairs/loss", "loss")]),
     _Curves(
