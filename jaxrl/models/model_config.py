@@ -680,40 +680,35 @@ class ModelConfig:
         values, heads = self.delta_value_heads * self.delta_value_dim, self.delta_value_heads
         delta = d * (keys + 3 * values + 2 * heads) + self.delta_taps * (keys + values)
         delta += 2 * heads + self.delta_value_dim
-        attention = self.of_attention_layers
-        sharing = attention[len(attention) - self.sharing_layers :]
-        mixing = sum(layer._attention_params for layer in attention)
-        mixing -= sum(layer._key_value_params for layer in sharing)
+        mixing = sum(layer._attention_params for layer in self.of_attention_layers)
+        mixing += sum(layer._key_value_params for layer in self.of_cached_layers)
         mixing += (self.num_layers - self.attention_layers) * delta
         head = self.vocab_size * d if self.has_unembedding else self.num_scores * d
         return layers + mixing + d + self.vocab_size * d + head
 
     @property
     def _attention_params(self) -> int:
-        """Parameters of attention in one layer, whose heads are those of `of_kind`."""
-        d, h = self.d_model, self.head_dim
-        keys_and_values = (2 - self.keys_as_values) * self.num_kv_heads
-        count = d * h * (2 * self.num_heads + keys_and_values)
-        count += self.gated_attention * d * h * self.num_heads
+        """Parameters of attention in one layer with the heads of `of_kind`, without `_key_value_params`."""
+        d, h, queries = self.d_model, self.head_dim, self.num_heads * self.head_dim
+        count = (2 + self.gated_attention) * d * queries
         if self.kv_latent:
-            into, queries = self.q_latent, self.num_heads * h
+            into = self.q_latent
             count = d * into + into + into * queries if into else d * queries
             count += d * self.cached_dim + self.kv_latent
             count += self.kv_latent * self.num_heads * (self.pair_dims - self.rope_dim)
             count += self.num_heads * self.value_dim * d
-        if self.qkv_bias:
-            count += (self.num_heads + keys_and_values) * h
+        count += self.qkv_bias * queries
         count += self.output_bias * d + self.attention_sinks * self.num_heads
-        if self.qk_norm:
-            count += (self.num_heads + self.num_kv_heads if self.qk_norm_over_heads else 2) * h
-        return count
+        return count + self.qk_norm * (queries if self.qk_norm_over_heads else h)
 
     @property
     def _key_value_params(self) -> int:
-        """The part of `_attention_params` that a layer with shared keys and values lacks."""
-        projections = (2 - self.keys_as_values) * self.num_kv_heads * (self.d_model + self.qkv_bias)
-        norm = self.qk_norm * (self.num_kv_heads if self.qk_norm_over_heads else 1)
-        return (projections + norm) * self.head_dim
+        """Parameters of keys and values in one layer; latent attention has others."""
+        if self.kv_latent:
+            return 0
+        heads = (2 - self.keys_as_values) * self.num_kv_heads
+        norms = self.qk_norm * (self.num_kv_heads if self.qk_norm_over_heads else 1)
+        return (heads * (self.d_model + self.qkv_bias) + norms) * self.head_dim
 
     @property
     def of_cached_layers(self) -> list[ModelConfig]:
