@@ -67,6 +67,7 @@ class Heartbeat:
       count: number of its heartbeats so far.
       phase: current phase, for messages.
       state: "running", "left" (its run is over), or "failed" (it ends with an error).
+      lost: the description of a lost process with which it ends; "" without one.
     """
 
     process: int
@@ -74,6 +75,7 @@ class Heartbeat:
     count: int
     phase: str
     state: str = _RUNNING
+    lost: str = ""
 
 
 class Peers:
@@ -106,6 +108,10 @@ class Peers:
           silent_s: seconds without a heartbeat after which a process is lost.
           failed_s: seconds that the others wait for a process that has failed.
         """
+        for last in self._last.values():
+            # Found by another one. If that is process 0, it would itself be missed next.
+            if last.lost:
+                return last.lost
         for process, last in self._last.items():
             age_s = now_s - self._since_s[process]
             where = self.name(process)
@@ -256,7 +262,7 @@ class HostWatch:
         self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._send(_FAILED)
+            self._send(_FAILED, reason)
         if not self._process:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
@@ -275,10 +281,10 @@ class HostWatch:
             )
             self._end(EXIT_TRY_AGAIN)
 
-    def _send(self, state: str) -> None:
+    def _send(self, state: str, lost: str = "") -> None:
         with self._lock:
             self._count += 1
-            sent = Heartbeat(self._process, self._host, self._count, self.phase, state)
+            sent = Heartbeat(self._process, self._host, self._count, self.phase, state, lost)
             text = json.dumps(dataclasses.asdict(sent))
         self._store.key_value_set(f"{_PREFIX}{self._process}", text, allow_overwrite=True)
 
