@@ -281,6 +281,7 @@ class HostsRun(Run):
 
 def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]:
     """Markdown about runs of which processes were killed, and whether all went well."""
+    cache = args.cache or work / "cache"
     # A start makes at most one step before it dies.
     steps = args.rounds + 2
     settings = write_problems(work) | {
@@ -293,7 +294,7 @@ def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]
     }
     whole = HostsRun(work, "whole", args.hosts, steps, **settings)
     started_s = time.monotonic()
-    if any(process.wait() for process in whole.start_all(work / "cache")):
+    if any(process.wait() for process in whole.start_all(cache)):
         raise SystemExit(f"the undisturbed run failed: {_last_lines(whole)}")
     seconds = time.monotonic() - started_s
     print(f"undisturbed: {seconds:.0f} s", flush=True)
@@ -306,7 +307,7 @@ def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]
         moment = list(MOMENTS)[kills % len(MOMENTS)]
         # Other processes at a moment in each turn of all moments.
         victim = (kills + kills // len(MOMENTS)) % args.hosts
-        processes = run.start_all(work / "cache", victim, moment, rng.uniform(0, 0.3))
+        processes = run.start_all(cache, victim, moment, rng.uniform(0, 0.3))
         lost = processes[victim]
         if lost.wait() != -signal.SIGKILL:
             raise SystemExit(f"process {victim} did not come to {moment}: {_last_lines(run)}")
@@ -327,7 +328,7 @@ def lose_hosts(args: argparse.Namespace, work: pathlib.Path) -> tuple[str, bool]
         row = (moment, victim, (rows or ["none"])[-1], f"{ended_s:.1f}, {status}")
         lines.append(f"| {' | '.join(map(str, row))} | {named} of {len(others)} |")
         print(lines[-1] + ("" if good else f" WRONG: {_last_lines(run)}"), flush=True)
-    statuses = {process.wait() for process in run.start_all(work / "cache")}
+    statuses = {process.wait() for process in run.start_all(cache)}
     same = statuses == {0} and run.rows() == whole.rows()
     summary = (
         f"{args.rounds} kills in one run of {run.steps} steps in {args.hosts} processes, {seconds:.0f} s "
@@ -509,6 +510,11 @@ def main() -> None:
     parser.add_argument("--record", type=pathlib.Path, help="Markdown file to add the result to")
     parser.add_argument("--hosts", type=int, help="processes of a run of which each is killed")
     parser.add_argument("--rounds", type=int, default=8, help="kill, --hosts: kills in all")
+    parser.add_argument(
+        "--cache",
+        type=pathlib.Path,
+        help="--hosts: folder of programs that an earlier call compiled",
+    )
     parser.add_argument("--seed", type=int, default=0, help="kill, --hosts: of the moments")
     parser.add_argument("--steps", type=int, default=2, help="damage: of the run that is damaged")
     parser.add_argument("--each", action="store_true", help="damage: every damage on every file")

@@ -46,7 +46,7 @@ _SLOWEST_HEARTBEAT_S = 5.0
 # Time in which process 0 must accept a connection, or it is gone.
 _KNOCK_S = 5.0
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_RUNNING, _LEFT, _FAILED, _BEREFT = "running", "left", "failed", "bereft"
+_RUNNING, _LEFT, _FAILED = "running", "left", "failed"
 # Beginnings of errors from devices or from communication between hosts. A failed dispatch is a ValueError
 # with such a text.
 _STATUS = re.compile(
@@ -66,9 +66,9 @@ class Heartbeat:
       process: number of the process.
       host: name of its host.
       count: number of its heartbeats so far.
-      phase: current phase, for messages; of a bereft one, which process is lost.
-      state: "running", "left" (its run is over), "failed" (it ends with an error), or "bereft" (it ends
-        because another process is lost).
+      phase: current phase, for messages.
+      state: "running", "left" (its run is over), or "failed" (it ends with an error).
+      lost: the description of a lost process with which it ends; "" without one.
     """
 
     process: int
@@ -76,6 +76,7 @@ class Heartbeat:
     count: int
     phase: str
     state: str = _RUNNING
+    lost: str = ""
 
 
 class Peers:
@@ -108,9 +109,11 @@ class Peers:
           silent_s: seconds without a heartbeat after which a process is lost.
           failed_s: seconds that the others wait for a process that has failed.
         """
+        for last in self._last.values():
+            # Found by another one. If that is process 0, it would itself be missed next.
+            if last.lost:
+                return last.lost
         for process, last in self._last.items():
-            if last.state == _BEREFT:
-                return last.phase
             age_s = now_s - self._since_s[process]
             where = self.name(process)
             if last.state == _RUNNING and age_s > silent_s:
@@ -267,7 +270,7 @@ class HostWatch:
         self._found.set()
         self._say(f"{reason}; {self._name} ends with it, with status {EXIT_TRY_AGAIN}: {_REMEDY}")
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._send(_BEREFT, reason)
+            self._send(_FAILED, reason)
         if not self._process:
             # The store dies with this process. Give the others time to read the last heartbeat.
             time.sleep(2 * self._every_s)
@@ -286,10 +289,10 @@ class HostWatch:
             )
             self._end(EXIT_TRY_AGAIN)
 
-    def _send(self, state: str, phase: str = "") -> None:
+    def _send(self, state: str, lost: str = "") -> None:
         with self._lock:
             self._count += 1
-            sent = Heartbeat(self._process, self._host, self._count, phase or self.phase, state)
+            sent = Heartbeat(self._process, self._host, self._count, self.phase, state, lost)
             text = json.dumps(dataclasses.asdict(sent))
         # One key for each process, overwritten: the store does not grow with the run.
         self._store.key_value_set(f"{_PREFIX}{self._process}", text, allow_overwrite=True)

@@ -42,6 +42,13 @@ def test_silence_counts_from_the_last_sign_and_only_while_it_runs():
     assert "(host b, score) has ended with an error" in peers.lost(125.1, **limits)
 
 
+def test_a_loss_that_another_one_has_found_is_named_at_once():
+    peers = Peers((0, 2), now_s=0.0)
+    loss = "process 2 (host b, update) has given no sign of life for 15 s"
+    peers.note([Heartbeat(0, "a", 3, "update", "failed", loss), Heartbeat(2, "b", 3, "x")], 1.0)
+    assert peers.lost(1.0, silent_s=40, failed_s=40) == loss
+
+
 def test_a_process_that_was_never_seen_is_lost_too():
     assert (
         Peers((0,), now_s=0.0)
