@@ -37,7 +37,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -75,48 +74,31 @@ def pareto_front(points: np.ndarray) -> np.ndarray:
     return np.array(kept, np.int64)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChoiceCosts:
-    """Costs of choices for one role, or for several roles that use the same devices one after the other.
+# Costs of choices for one role, or for roles that use the same devices one after the other: float64 [..., 4],
+# resident bytes, which stay from step to step; transient bytes while a task runs; seconds of preparation and
+# of training.
 
-    Attributes:
-      rows: float64 [..., 4]: resident bytes, which stay from step to step; transient bytes while a task runs;
-        seconds of preparation and of training.
+
+def fits(costs: np.ndarray, budget: float) -> np.ndarray:
+    """Which choices fit into this many bytes per device."""
+    return costs[..., 0] + costs[..., 1] <= budget
+
+
+def passes_s(costs: np.ndarray) -> np.ndarray:
+    """Seconds of preparation and training."""
+    return costs[..., 2] + costs[..., 3]
+
+
+def in_turn(costs: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Combines each of K choices with each of J others on the same devices: float64 [K, J, 4].
+
+    Resident bytes add up. Tasks run one at a time, so only the larger transient counts. Seconds add up.
+
+        resident 6 + 5 = 11 GB   transient max(2, 3) = 3 GB   training 4 + 2 = 6 s
     """
-
-    rows: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> ChoiceCosts:
-        return ChoiceCosts(self.rows[index])
-
-    @property
-    def resident(self) -> np.ndarray:
-        """Bytes that stay from step to step."""
-        return self.rows[..., 0]
-
-    @property
-    def passes_s(self) -> np.ndarray:
-        """Seconds of preparation and training."""
-        return self.rows[..., 2] + self.rows[..., 3]
-
-    def fits(self, budget: float) -> np.ndarray:
-        """Which choices fit into this many bytes per device."""
-        return self.rows[..., 0] + self.rows[..., 1] <= budget
-
-    def in_turn(self, others: ChoiceCosts) -> ChoiceCosts:
-        """Combines each choice here with each of `others` on the same devices, [K, J].
-
-        Resident bytes add up. Tasks run one at a time, so only the larger transient counts. Seconds add up.
-
-            resident 6 + 5 = 11 GB   transient max(2, 3) = 3 GB   training 4 + 2 = 6 s
-        """
-        a, b = self.rows[:, None], others.rows[None]
-        rows = a + b
-        rows[..., 1] = np.maximum(a[..., 1], b[..., 1])
-        return ChoiceCosts(rows)
+    found = costs[:, None] + others
+    found[..., 1] = np.maximum(costs[:, None, 1], others[:, 1])
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,29 +106,29 @@ class Turns:
     """Combinations of roles that do not generate.
 
     Attributes:
-      costs: costs of K combinations.
+      costs: float64 [K, 4], costs of K combinations.
       options: int64 [K, roles], index of each role's option.
     """
 
-    costs: ChoiceCosts
+    costs: np.ndarray
     options: np.ndarray
 
     @staticmethod
     def of_no_roles() -> Turns:
         """The start: one combination of no roles, without costs."""
-        return Turns(ChoiceCosts(np.zeros((1, 4))), np.zeros((1, 0), np.int64))
+        return Turns(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
 
-    def with_role(self, own: ChoiceCosts, *, budget: float, most_s: float) -> Turns:
+    def with_role(self, own: np.ndarray, *, budget: float, most_s: float) -> Turns:
         """Combines each combination with each option of another role, and keeps the Pareto front.
 
         Args:
-          own: costs of the role's options.
+          own: float64 [J, 4], costs of the role's options.
           budget: available bytes per device.
           most_s: maximum seconds of preparation and training.
         """
-        pairs = self.costs.in_turn(own)
-        i, j = np.nonzero(pairs.fits(budget) & (pairs.passes_s <= most_s))
-        kept = pareto_front(pairs.rows[i, j])
+        pairs = in_turn(self.costs, own)
+        i, j = np.nonzero(fits(pairs, budget) & (passes_s(pairs) <= most_s))
+        kept = pareto_front(pairs[i, j])
         i, j = i[kept], j[kept]
         return Turns(pairs[i, j], np.concatenate([self.options[i], j[:, None]], axis=1))
 
@@ -215,10 +197,10 @@ def generations_of(layout: ParallelLayout) -> Iterator[ParallelLayout]:
 
 @dataclasses.dataclass(frozen=True)
 class RoleOptions:
-    """The Pareto-optimal layouts of a role on n devices, and their costs."""
+    """The Pareto-optimal layouts of a role on n devices, and their costs, float64 [K, 4]."""
 
     layouts: tuple[ParallelLayout, ...]
-    costs: ChoiceCosts
+    costs: np.ndarray
 
 
 def role_options(
@@ -261,12 +243,12 @@ def role_options(
     if role.generates:
         gathers = [[simulator.generating.unshard_s(model, layout)] for layout in layouts]
         points = np.concatenate([costs, np.reshape(gathers, (-1, 1))], axis=1)
-    for i in np.flatnonzero(ChoiceCosts(costs).fits(problem.budget_bytes)).tolist():
+    for i in np.flatnonzero(fits(costs, problem.budget_bytes)).tolist():
         each = layouts[i]
         same = (each.p, each.t, each.fsdp, each.fsdp_gen, each.expert, each.sharding)
         groups.setdefault(same if role.generates else (), []).append(i)
     kept = [group[i] for group in groups.values() for i in pareto_front(points[group])]
-    return RoleOptions(tuple(layouts[i] for i in kept), ChoiceCosts(costs[kept]))
+    return RoleOptions(tuple(layouts[i] for i in kept), costs[kept])
 
 
 class GenerationChoice:
@@ -398,7 +380,7 @@ class PoolSolver:
         others = [name for name in names if name != self._actor]
         if self._actor not in names:
             turns = self._turns(others, devices, most_passes_s)
-            points = np.pad(turns.costs.rows[:, 2:], ((0, 0), (2, 0)))
+            points = np.pad(turns.costs[:, 2:], ((0, 0), (2, 0)))
             points[:, DEVICES] = devices
             kept = pareto_front(points[:, GENERATION:])
             choices = [self._mappings(others, turns, i, devices) for i in kept.tolist()]
@@ -407,12 +389,12 @@ class PoolSolver:
         turns = self._turns(others, devices, most_s)
         # Pairs each option of the actor with each combination of the others, with its best generation.
         budget, own = self._problem.budget_bytes, self._options_of(self._actor, devices)
-        pairs = own.costs.in_turn(turns.costs)
+        pairs = in_turn(own.costs, turns.costs)
         # Negative if the pair does not fit, so that no slot fits either.
-        free = np.where(pairs.fits(budget), budget - pairs.resident, -1.0)
+        free = np.where(fits(pairs, budget), budget - pairs[..., 0], -1.0)
         generation_s, chosen = self._generation.best(own, free)
         i, j = np.nonzero(np.isfinite(generation_s))
-        seconds = np.column_stack([generation_s[i, j], pairs.rows[i, j, 2:]])
+        seconds = np.column_stack([generation_s[i, j], pairs[i, j, 2:]])
         points = np.pad(seconds, ((0, 0), (1, 0)), constant_values=devices)
         kept, choices = pareto_front(seconds), []
         for a, b in zip(i[kept].tolist(), j[kept].tolist(), strict=True):
@@ -427,7 +409,7 @@ class PoolSolver:
     def least_passes_s(self, names: Sequence[str], devices: int) -> float:
         """Lower bound of the seconds of preparation and training of these roles on n devices."""
         costs = [self._options_of(name, devices).costs for name in names]
-        return sum(float(each.passes_s.min(initial=np.inf)) for each in costs)
+        return sum(float(passes_s(each).min(initial=np.inf)) for each in costs)
 
     def _turns(self, names: Sequence[str], devices: int, most_s: float) -> Turns:
         # Combinations of roles that do not generate, within `most_s` seconds of preparation and training.

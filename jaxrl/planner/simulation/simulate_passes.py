@@ -58,11 +58,6 @@ class _Flushes:
     # Number of rows in these microbatches, of the replicas that share them.
     rows: float
 
-    @property
-    def tokens(self) -> float:
-        """Tokens of a replica in a pass."""
-        return self.count * self.microbatches * self.microbatch_tokens
-
 
 class PassSimulator:
     """Simulates passes over the sequences of a step, on one cluster."""
@@ -197,7 +192,8 @@ class PassSimulator:
         #
         # `weights` and `attention` are the operations of a pass, relative to those of a forward pass.
         numbers = model_numbers(model)
-        flops = weights * flushes.tokens * numbers.token_flops
+        tokens = flushes.count * flushes.microbatches * flushes.microbatch_tokens
+        flops = weights * tokens * numbers.token_flops
         flops += attention * self._attention_flops(model, layout, flushes)
         read = weights * self._values(model, layout) * self._assume.compute_bytes
         reads = flushes.count * flushes.microbatches * read / self._read

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as arrays
 
-from jaxrl.planner.search.pool_fronts import ChoiceCosts, Turns, pareto_front
+from jaxrl.planner.search.pool_fronts import Turns, fits, in_turn, pareto_front, passes_s
 from jaxrl.planner.search.search import Bounds, SideBySide
 
 # Resident and transient GB, seconds of preparation and training, as in pool_fronts.py.
-ACTOR = ChoiceCosts(np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]]))
-CRITIC = ChoiceCosts(np.array([[5.0, 3.0, 1.0, 2.0]]))
+ACTOR = np.array([[6.0, 2.0, 1.0, 4.0], [9.0, 1.0, 1.0, 3.0]])
+CRITIC = np.array([[5.0, 3.0, 1.0, 2.0]])
 
 
 def everything(points):
@@ -48,11 +48,11 @@ def test_of_equal_points_the_first_stays():
 
 
 def test_roles_that_take_turns_add_up():
-    together = ACTOR.in_turn(CRITIC)
-    assert together.resident.tolist() == [[11], [14]]
-    assert together.rows[..., 1].tolist() == [[3], [3]]
-    assert together.passes_s.tolist() == [[8], [7]]
-    assert together.fits(20).all() and together.fits(14).tolist() == [[True], [False]]
+    together = in_turn(ACTOR, CRITIC)
+    assert together[..., 0].tolist() == [[11], [14]]
+    assert together[..., 1].tolist() == [[3], [3]]
+    assert passes_s(together).tolist() == [[8], [7]]
+    assert fits(together, 20).all() and fits(together, 14).tolist() == [[True], [False]]
 
 
 def test_combinations_that_do_not_fit_or_take_too_long_are_left_out():

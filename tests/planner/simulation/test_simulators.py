@@ -227,8 +227,8 @@ def test_the_real_rules_accept_every_strategy(name, devices):
     _, shapes, axes = decoder_graph(model)
     for layout in layouts_of(model, devices, 8, SearchLimits()):
         text = f"{layout.p}-{layout.t}-{layout.d}"
-        shares = {name: getattr(layout, name) for name in ("fsdp", "expert", "context")}
-        config = LayoutConfig(train=text, **shares)
+        names = ("generate", "fsdp", "expert", "context", "sharding")
+        config = LayoutConfig(train=text, **{name: getattr(layout, name) for name in names})
         assert ParallelLayout.from_config(config) == layout
         shardings(axes, shapes, TRAIN_RULES, abstract_mesh(layout))
 
