@@ -166,10 +166,6 @@ def process(args: argparse.Namespace) -> None:
     config = load_config(Config, str(ROOT / "configs/dapo_tiny.py"), settings)
     program.start(config)
     clocks, rows = Clocks(), []
-    Sampling.sample = clocks.sampling(Sampling.sample)
-    FreeRunning.sample = clocks.sampling(FreeRunning.sample)
-    FreeRunning.finish_evaluation = clocks.sampling(FreeRunning.finish_evaluation)
-    FreeRunning.meanwhile = lambda sampler, results: clocks.meanwhile(sampler, results)
     evaluate, record = RlStage.evaluate, RlStage.record
 
     def evaluated(stage, when):
@@ -182,7 +178,15 @@ def process(args: argparse.Namespace) -> None:
         rows.append((*clocks.now_s, *clocks.waited_s))
         return record(stage)
 
-    RlStage.evaluate, RlStage.record = evaluated, recorded
+    for owner, name, function in (
+        (Sampling, "sample", clocks.sampling(Sampling.sample)),
+        (FreeRunning, "sample", clocks.sampling(FreeRunning.sample)),
+        (FreeRunning, "finish_evaluation", clocks.sampling(FreeRunning.finish_evaluation)),
+        (FreeRunning, "meanwhile", lambda sampler, results: clocks.meanwhile(sampler, results)),
+        (RlStage, "evaluate", evaluated),
+        (RlStage, "record", recorded),
+    ):
+        setattr(owner, name, function)
     program.train(config)
     if hosts.is_first():
         pathlib.Path(args.output, "clocks.json").write_text(json.dumps(rows))
@@ -221,7 +225,7 @@ def row_of(kind: str, clocks: list[list[float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--record", type=pathlib.Path)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
