@@ -216,7 +216,7 @@ def _goes_on(run: Run) -> bool:
 
 # Where a process dies: the phase or function that it enters, and for which time since it was started.
 MOMENTS = {
-    "start": ("program.start", 1),
+    "start": ("hosts.start", 1),
     "compiling": ("generate", 1),
     "sampling": ("generate", 2),
     "moving": ("update_weights", 2),
@@ -361,7 +361,13 @@ def process_that_dies(moment: str, arguments: Sequence[str]) -> int:
         return call
 
     hosts.enter_phase = watched(hosts.enter_phase, "")
-    program.keep_compiled_programs = watched(program.keep_compiled_programs, "program.start")
+    start = hosts.start
+
+    def started(config: hosts.HostsConfig) -> None:
+        start(config)
+        enter("hosts.start")
+
+    hosts.start = started
     for method in ("start_saving", "commit_step"):
         setattr(StageCheckpoints, method, watched(getattr(StageCheckpoints, method), method))
     return cli.run("train", ["train", *arguments])

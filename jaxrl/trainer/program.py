@@ -45,8 +45,9 @@ def start(config: Config) -> None:
     simulated = config.mesh.simulated_devices
     if simulated != "auto" and simulated:
         simulate(simulated, processes=config.hosts.num_processes)
-    hosts.start(config.hosts)
     keep_compiled_programs()
+    # Last: until `hosts.watched` a loss of process 0 ends this one with a stack of JAX.
+    hosts.start(config.hosts)
 
 
 Report = Callable[[RunContext], pathlib.Path]
