@@ -220,17 +220,17 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 45_090,
-    "lines of code of planner/": 4_800,
-    "lines of code of the largest other package": 5_620,
-    "files": 344,
-    "lines of code that trainer/ imports, itself included": 25_190,
+    "lines of code": 45_600,
+    "lines of code of planner/": 4_790,
+    "lines of code of the largest other package": 5_950,
+    "files": 343,
+    "lines of code that trainer/ imports, itself included": 25_640,
     "files that trainer/ imports, itself included": 195,
     "settings": 186,
-    "functions per 1,000 lines of code": 84,
+    "functions per 1,000 lines of code": 83,
     "lines of code of tests per 100 of the package": 92,
 }
-MIN_COMMENT_PERCENT = 2.8
+MIN_COMMENT_PERCENT = 4.0
 
 
 def test_the_house_keeps_its_budgets(capsys):
