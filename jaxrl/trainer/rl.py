@@ -152,7 +152,10 @@ class RlStage(TrainingStage):
             metrics = {**metrics, "perf/handover_gb": handover.received_bytes / 1e9}
         if finish_evaluation is not None:
             with self._timer.phase("testing", shown="evaluate"):
-                metrics = {**metrics, **finish_evaluation(), "val-aux/version": self._timer.step}
+                found = {**finish_evaluation(), "val-aux/version": self._timer.step}
+            # The last row has the accuracy after it.
+            if self._timer.step + 1 < self._run.config.run.num_steps:
+                metrics = {**metrics, **found}
         return metrics
 
     def _begin_evaluation(self) -> Callable[[], Metrics] | None:

@@ -148,6 +148,15 @@ def test_an_evaluation_beside_a_step_is_that_of_a_drained_sampler(recorded):
     assert found[0] in ({}, found[1])
 
 
+def test_the_last_row_has_the_accuracy_of_the_last_weights(folder, tmp_path):  # noqa: F811
+    config = free(folder, tmp_path, run__num_steps=2, evaluation__every=1)
+    assert program.train(config) == 0
+    before, during, last = curve(config)
+    assert not any(name.startswith("val-") for name in during)
+    # An evaluation beside it, of the weights of one step, does not leave its number there.
+    assert {n for n in last if n.startswith("val-")} == {n for n in before if n.startswith("val-")}
+
+
 @pytest.mark.long
 def test_another_clock_gives_another_run(recorded):
     other = recorded("other")
