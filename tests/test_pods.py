@@ -116,25 +116,27 @@ def test_a_slice_gets_the_command_on_all_of_its_hosts(tmp_path):
 
 
 def test_a_spot_slice_that_was_taken_back_is_asked_for_again(tmp_path):
-    """The first run ends with 75, the second with 0."""
+    """First while it is made ready. Then the first run ends with 75, the second with 0."""
     log = tmp_path / "log"
     stand_in(
         tmp_path,
         "gcloud",
         f"""echo "$4 $5 ${{*: -1}}" >>{log}
         [[ $4 != describe ]] || echo ACTIVE
+        [[ $* != *prepare ]] || (($(grep -c prepare {log}) > 1)) || exit 255
         [[ $* != *train* ]] || (($(grep -c train {log}) == 2)) || exit 75""",
     )
     script = ROOT / "launch/pods/tpu_queued.sh"
-    subprocess.run(
-        [script, "pod", "zone-a", "v5p-256", "v2-alpha-tpuv5", "configs/x.py"],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PREPARE": "prepare", "POLL_S": "0"},
-        check=True,
-    )
+    command = [script, "pod", "zone-a", "v5p-256", "v2-alpha-tpuv5", "configs/x.py"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POLL_S": "0"}
+    # Not after hours of waiting.
+    assert subprocess.run(command, env=environment, check=False).returncode and not log.exists()
+    subprocess.run(command, env=environment | {"PREPARE": "prepare"}, check=True)
     train = "cd ~/jaxrl && JAX_PLATFORMS=tpu,cpu python -m jaxrl train --config configs/x.py "
     once = ["create pod --spot", "describe pod value(state.state)", "ssh pod prepare"]
     once += [f"ssh pod {train}--config.hosts.coordinator=auto"]
-    assert log.read_text().splitlines() == [*once, "delete pod --quiet", *once]
+    again = "delete pod --quiet"
+    assert log.read_text().splitlines() == [*once[:3], again, *once, again, *once]
 
 
 def test_the_lock_file_has_the_dependencies_of_the_project():

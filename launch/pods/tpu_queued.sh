@@ -10,6 +10,7 @@
 set -euo pipefail
 name=$1 zone=$2 type=$3 version=$4
 shift 4
+: "${PREPARE:?is the command that makes a new host ready}"
 queued() { gcloud compute tpus queued-resources "$1" "$name" --zone "$zone" "${@:2}"; }
 for ((start = 1; start <= 20; start++)); do
   queued create --node-id "$name" --accelerator-type "$type" --runtime-version "$version" "${MODEL:---spot}"
@@ -17,9 +18,10 @@ for ((start = 1; start <= 20; start++)); do
     [[ $state != FAILED ]] || exit 1
     sleep "${POLL_S:-30}"
   done
-  gcloud compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all --command "$PREPARE"
   status=0
-  "${0%/*}/tpu_vm.sh" "$name" "$zone" "$@" || status=$?
+  # A host may be taken back here, too.
+  gcloud compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all --command "$PREPARE" &&
+    "${0%/*}/tpu_vm.sh" "$name" "$zone" "$@" || status=$?
   # 75: stopped, or a host is lost. 255: ssh has lost its host.
   [[ $status == 75 || $status == 255 ]] || break
   queued delete --force --quiet
