@@ -157,8 +157,10 @@ def _disk(config: Config) -> None:
     def write() -> float:
         ensure_writable(folder)
         start_s = time.perf_counter()
-        with disk_errors(folder), own.open("wb", buffering=0) as file:
+        # Buffered: a single write may store a part and say nothing of a full disk.
+        with disk_errors(folder), own.open("wb") as file:
             file.write(content)
+            file.flush()
             os.fsync(file.fileno())
         return time.perf_counter() - start_s
 

@@ -1,13 +1,17 @@
 """Hosts that fit together pass, and the first thing that differs is named on all of them."""
 
+import dataclasses
 import pathlib
 import re
+import resource
 import sys
 
 import pytest
 from processes import free_port, started
 
+from jaxrl.commands import doctor
 from jaxrl.commands.doctor import check_facts
+from jaxrl.config.schema import Config
 from jaxrl.errors import UserError
 from jaxrl.files import fingerprint
 
@@ -51,6 +55,19 @@ def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
     path.rename(tmp_path / "other.safetensors")
     assert len(seen | {fingerprint(tmp_path)}) == 5
     assert fingerprint(tmp_path / "missing") == fingerprint(tmp_path, "*.none")
+
+
+def test_a_disk_that_stores_a_part_is_full(tmp_path):
+    config = Config()
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=str(tmp_path)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(UserError, match="could not be written"):
+            doctor._disk(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.rglob(".doctor*"))
 
 
 def doctors(folders: list[pathlib.Path], *options: str) -> list[tuple[str, str, int]]:
