@@ -90,7 +90,10 @@ def engine_config(
     samples = rollout.prompts_per_batch(dynamic_sampling=dynamic_sampling) * rollout.num_samples
     # Matmuls of one row round otherwise.
     each = max(2 if rollout.deterministic else 1, -(-samples // replicas))
-    settings = rollout.engine_settings(slots=min(rollout.slots, each * replicas))
+    settings = rollout.engine_settings(
+        slots=min(rollout.slots, each * replicas),
+        prefill_prompts=-(-rollout.prefill_prompts // replicas) * replicas,
+    )
     prompt = config.data.max_prompt_tokens
     if rollout.agent:
         # A turn goes on after the whole conversation, whose pages are known.
@@ -131,11 +134,10 @@ def check_training_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_sampling_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Raises UserError if the policy's sampling mesh does not divide slots or prompts per prefill."""
+    """Raises UserError if the policy's sampling mesh does not divide the slots."""
     rollout = config.rollout
     if rollout.slots != "auto":
         check_divides("rollout.slots", rollout.slots, "batch", GENERATE_RULES, mesh)
-    check_divides("rollout.prefill_prompts", rollout.prefill_prompts, "batch", GENERATE_RULES, mesh)
 
 
 def check_judge_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:

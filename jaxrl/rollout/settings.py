@@ -28,7 +28,7 @@ class EngineSettings:
     slots: Annotated[int, count(1)] = 256
     """Maximum number of samples decoded at the same time."""
     prefill_prompts: Annotated[int, count(1)] = 32
-    """Number of prompts per prefill."""
+    """Number of prompts per prefill. A run takes the next multiple of the replicas that sample."""
     tokens_per_dispatch: Annotated[int, between(1, 65_536)] = 16
     """Number of tokens decoded before the host checks the slots again."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.config.command_line import load_config
 from jaxrl.config.schema import Config
-from jaxrl.config.shapes import step_shape
+from jaxrl.config.shapes import engine_config, step_shape
 from jaxrl.data.data_config import DataConfig
 from jaxrl.dataflows.algorithm_config import AlgorithmConfig
 from jaxrl.errors import UserError
@@ -78,3 +78,10 @@ def test_auto_rows_hold_the_longest_sequence():
     )
     assert config.row_tokens == 4160
     assert step_shape_of(1, config=config)[2:] == (8, 4160)
+
+
+@pytest.mark.parametrize(("replicas", "prompts"), [(1, 32), (3, 33), (32, 32), (224, 224)])
+def test_a_prefill_has_a_multiple_of_the_replicas(replicas, prompts):
+    config = Config(rollout=RolloutConfig(slots=448, prefill_prompts=32))
+    sizes = engine_config(config, (1,), dynamic_sampling=False, replicas=replicas)
+    assert sizes.prefill_prompts == prompts

@@ -32,7 +32,7 @@ from jaxrl.trainer.roles import check_role_batches, role_models
 # Settings that a mapping changes, besides the placement.
 _CHANGED = {
     "mesh": ("layout", "sharding", "train", "generate", "fsdp", "expert", "context"),
-    "rollout": ("slots", "cache_tokens", "prefill_prompts"),
+    "rollout": ("slots", "cache_tokens"),
     "train": ("rows", "pipeline_microbatches", "remat"),
 }
 
@@ -134,13 +134,10 @@ def with_mapping(config: Config, found: Mapping) -> Config:
         # All roles on all devices with the same strategy: this needs no placement.
         placement = {}
     mesh = dataclasses.replace(config.mesh, layout="as_given", **whole)
-    # A prefill batch divides over the replicas of generation.
-    per_replica = -(-config.rollout.prefill_prompts // replicas)
     rollout = dataclasses.replace(
         config.rollout,
         slots=actor.slots * replicas,
         cache_tokens=actor.cache_tokens * replicas,
-        prefill_prompts=per_replica * replicas,
     )
     train = dataclasses.replace(
         config.train, rows=found.microbatch_rows, pipeline_microbatches=0, remat=found.remat

@@ -240,7 +240,7 @@ def test_a_run_takes_what_is_found_for_its_devices(tmp_path, capsys):
     chosen = with_searched_layout(config, jax.devices()[:8])
     assert sum(pool.layout.num_devices for pool in pools_of(chosen)) <= 8
     shards = pools_of(chosen)[0].layout_of("actor").d
-    assert chosen.train.rows % shards == 0 and chosen.rollout.prefill_prompts % shards == 0
+    assert chosen.train.rows % shards == 0
     assert chosen.rollout.slots > 0 and "predicted" in capsys.readouterr().out
     assert with_searched_layout(chosen, jax.devices()[:8]) is chosen
 
