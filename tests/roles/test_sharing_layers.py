@@ -42,6 +42,9 @@ def test_packing_meshes_and_rematerialising_do_not_change_an_update():
 
 
 def test_stages_of_a_pipeline_are_refused():
+    inputs = dataclasses.replace(SHARING, sharing_layers=0, double_wide_sharing=False)
+    with pytest.raises(UserError, match=r"2 pipeline stages, .* an input .*; choose p = 1"):
+        actor_on(mesh_of("2-1-1"), model=inputs)
     with pytest.raises(
         UserError, match=r"2 pipeline stages, but the last 2 layers .*; choose p = 1"
     ):

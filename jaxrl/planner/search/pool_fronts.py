@@ -160,7 +160,7 @@ def layouts_of(
         for p in divisors(devices // t):
             if model.num_periods % p or p > limits.max_pipeline:
                 continue
-            if p > 1 and model.sharing_layers:
+            if p > 1 and (model.sharing_layers or model.layer_inputs):
                 continue
             d = devices // t // p
             for expert, context in itertools.product(divisors(d), divisors(d)):
