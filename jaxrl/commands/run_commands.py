@@ -61,7 +61,7 @@ def _take_place(config: Config) -> None:
     if config.hosts.num_processes > 1:
         folder = config.run_folder.path
         ensure_writable(folder)
-        lock = take_lock(folder / f"process.{config.hosts.process_id}.lock")
+        lock = take_lock(folder / f"process.{config.hosts.place}.lock")
         # A descriptor that nobody closes.
         os.dup(lock.fileno())
 

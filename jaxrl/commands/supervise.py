@@ -39,10 +39,10 @@ os.execv(sys.argv[1], sys.argv[1:])
 def supervise(config: Config, arguments: Sequence[str]) -> int:
     """Runs `jaxrl train` with these arguments until it ends for another reason than a loss."""
     command = [sys.executable, "-m", "jaxrl", "train", *arguments]
-    return keep_running(command, config.run_folder.path, process=config.hosts.process_id)
+    return keep_running(command, config.run_folder.path, process=config.hosts.place)
 
 
-def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) -> int:
+def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: str) -> int:
     """Runs a command until it ends for another reason than a loss; returns its exit status.
 
     SIGTERM and SIGINT are passed on, and it is not started again after them.
@@ -50,14 +50,15 @@ def keep_running(command: Sequence[str], folder: pathlib.Path, *, process: int) 
     Args:
       command: the training command of this host.
       folder: folder of the run.
-      process: number of the process in the run.
+      process: `HostsConfig.place` of the process.
 
     Raises:
       UserError: the folder cannot be written to, another supervisor has this process of the run, or the
         command failed too often.
     """
     ensure_writable(folder)
-    # Without a host: one that comes back does not join where another has taken its place.
+    # Of numbered processes without a host: one that comes back does not join where another has taken its
+    # place.
     lock = folder / f"supervisor.{process}.lock"
     with take_lock(lock), _Child() as child:
         failures, saved, has_run = 0, _saved(folder), False

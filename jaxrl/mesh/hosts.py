@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
@@ -73,6 +74,11 @@ class HostsConfig:
                 f"coordinator {self.coordinator!r} is neither {AUTO!r} nor {PATHWAYS!r} nor address:port of "
                 "process 0, such as 10.0.0.1:8476"
             )
+
+    @property
+    def place(self) -> str:
+        """What this process differs in before the others are found: its number, or its host with "auto"."""
+        return socket.gethostname() if self.coordinator == AUTO else str(self.process_id)
 
 
 def start(config: HostsConfig) -> None:

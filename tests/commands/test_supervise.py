@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import socket
 import sys
 
 import pytest
@@ -43,7 +44,7 @@ def without_pauses(monkeypatch):
 def ended(folder, *ends: str) -> tuple[int, int]:
     """The status of a supervised command with these ends, and how often it was started."""
     command = [sys.executable, "-c", SCRIPT, str(folder), *ends]
-    status = keep_running(command, folder, process=0)
+    status = keep_running(command, folder, process="0")
     return status, len((folder / "starts").read_text())
 
 
@@ -75,7 +76,16 @@ def test_two_supervisors_of_one_process(tmp_path):
         with pytest.raises(UserError, match=r"is in use by process \d+"):
             ended(tmp_path, "0")
         command = [sys.executable, "-c", "", str(tmp_path)]
-        assert keep_running(command, tmp_path, process=1) == 0
+        assert keep_running(command, tmp_path, process="1") == 0
+
+
+def test_hosts_that_jax_numbers_have_a_supervisor_each(monkeypatch):
+    places = []
+    monkeypatch.setattr(supervise, "keep_running", lambda *_, process: places.append(process) or 0)
+    for hosts in (["coordinator=auto"], ["coordinator=a:1", "num_processes=3", "process_id=2"]):
+        options = [f"--config.hosts.{setting}" for setting in hosts]
+        assert cli.main(["jaxrl", "train", "--supervise", "--config=dapo_tiny", *options]) == 0
+    assert places == [socket.gethostname(), "2"]
 
 
 def test_arguments_are_passed_on(tmp_path, monkeypatch):
@@ -97,7 +107,7 @@ def test_a_signal_ends_both(number, status, tmp_path):
 import pathlib, sys
 from jaxrl.commands.supervise import keep_running
 command = [sys.executable, "-c", {child!r}]
-sys.exit(keep_running(command, pathlib.Path({str(tmp_path)!r}), process=0))
+sys.exit(keep_running(command, pathlib.Path({str(tmp_path)!r}), process="0"))
 """
     with started([[sys.executable, "-c", code]], env=dict(os.environ)) as (supervisor,):
         assert supervisor.stdout is not None
