@@ -568,12 +568,9 @@ class ModelConfig:
     def check_stages(self, stages: int) -> None:
         """Raises UserError if the stages of a pipeline would cut the model where it cannot be cut."""
         if (self.sharing_layers or self.layer_inputs) and stages > 1:
-            what = "each layer of the model has an input of its own"
-            if self.sharing_layers:
-                what = f"the last {self.sharing_layers} layers attend to keys and values of earlier ones"
             raise UserError(
-                f"the layout has {stages} pipeline stages, but {what}, which stages do not pass on; "
-                "choose p = 1"
+                f"the layout has {stages} pipeline stages, but layers of the model have inputs, or keys and "
+                "values of earlier layers, which stages do not pass on; choose p = 1"
             )
 
     @property

@@ -41,11 +41,8 @@ def test_packing_meshes_and_rematerialising_do_not_change_an_update():
         assert found[2] == pytest.approx(norm, rel=1e-4)
 
 
-def test_stages_of_a_pipeline_are_refused():
-    inputs = dataclasses.replace(SHARING, sharing_layers=0, double_wide_sharing=False)
-    with pytest.raises(UserError, match=r"2 pipeline stages, .* an input .*; choose p = 1"):
-        actor_on(mesh_of("2-1-1"), model=inputs)
-    with pytest.raises(
-        UserError, match=r"2 pipeline stages, but the last 2 layers .*; choose p = 1"
-    ):
-        actor_on(mesh_of("2-1-1"), model=SHARING)
+@pytest.mark.parametrize("sharing", [2, 0])
+def test_stages_of_a_pipeline_are_refused(sharing):
+    model = dataclasses.replace(SHARING, sharing_layers=sharing, double_wide_sharing=False)
+    with pytest.raises(UserError, match=r"2 pipeline stages, but layers .*; choose p = 1"):
+        actor_on(mesh_of("2-1-1"), model=model)
