@@ -56,6 +56,7 @@ def test_import_does_not_wait_for_jax():
         jaxrl.trian  # noqa: B018
 
 
+@pytest.mark.long
 def test_train_on_rows_with_a_function(here):
     suffix = 3.0
 

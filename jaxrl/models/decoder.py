@@ -27,7 +27,7 @@ from jaxrl.models.delta_net import DeltaNet, Recur, delta_of_rows
 from jaxrl.models.gates import GATES
 from jaxrl.models.latent_attention import Indexers, LatentAttention
 from jaxrl.models.mixture import MixtureOfExperts, Routing
-from jaxrl.models.model_config import ModelConfig
+from jaxrl.models.model_config import STACKS, ModelConfig
 from jaxrl.models.modules import (
     FeedForward,
     Projection,
@@ -47,10 +47,6 @@ Params = Any  # nested dict of arrays, one entry per weight
 # a pipeline all arguments are those of one microbatch, so an attention function must not take anything that
 # differs between rows from a closure.
 Attend = Callable[..., tuple[jax.Array, Any]]
-
-
-# Trees of weights whose first dimension counts layers or periods.
-STACKS = ("layers", "first", "last")
 
 
 class LayerFlags(NamedTuple):

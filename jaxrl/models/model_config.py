@@ -21,13 +21,13 @@ from jaxrl.checks import (
 )
 from jaxrl.errors import UserError
 
+# Trees of weights whose first dimension counts layers or periods.
+STACKS = ("layers", "first", "last")
 # Projections that can have a low-rank adapter, by the name of our leaf; experts have the last three.
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # The names there of leaves with other names. The gate of attention is a part of q in checkpoints, and goes
 # with it.
 TARGET_OF = {"q_gate": "q", "q_a": "q", "kv_a": "k", "kv_b": "v"}
-
-
 # Gates of feed-forward networks, see `gates.GATES`.
 ACTIVATIONS = ("silu", "clamped_silu", "gelu_tanh")
 

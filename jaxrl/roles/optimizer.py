@@ -21,7 +21,7 @@ from jaxrl.checks import (
     settings,
     steps,
 )
-from jaxrl.models.decoder import STACKS
+from jaxrl.models.model_config import STACKS
 from jaxrl.roles.eight_bit_moments import with_compressed_moments
 
 _Beta: TypeAlias = Annotated[float, between(0, 1, has_high=False)]

@@ -28,6 +28,7 @@ from typing import Any
 from jaxrl.data.stream import PromptStream
 from jaxrl.dataflows.dynamic_sampling import NotEnoughGroups
 from jaxrl.dataflows.experience import Metrics
+from jaxrl.dataflows.free_running import FreeRunning
 from jaxrl.dataflows.step import Step
 from jaxrl.dataflows.step_timer import StepTimer
 from jaxrl.errors import UserError
@@ -96,8 +97,6 @@ class RlStage(TrainingStage):
         self._functions = reward_functions(config, timer)
         rewards = rewards_of(config, roles, timer, self._graders, self._functions)
         self._sampling = RunSampling(run, roles.actor, timer, rewards, recorded)
-        # Evaluates beside a step. Agents' evaluations share the slots too, but steps wait for them.
-        self._beside = None if config.rollout.agent else self._sampling.free
         self._rollouts = KeptRollouts(
             config.run,
             config.run_folder,
@@ -158,12 +157,19 @@ class RlStage(TrainingStage):
                 metrics = {**metrics, **found}
         return metrics
 
+    @property
+    def _beside(self) -> FreeRunning | None:
+        """The sampler that evaluates beside a step; None if the run stops for evaluations."""
+        # Agents' evaluations share the slots too, but steps wait for them.
+        return None if self._run.config.rollout.agent else self._sampling.free
+
     def _begin_evaluation(self) -> Callable[[], Metrics] | None:
         """Begins the evaluation that `evaluate` left to this step; returns what finishes it, or None."""
         # From the step alone, so that a run that was resumed here makes it too.
         every, step = self._run.config.evaluation.every, self._timer.step
         is_due = len(self._run.evaluation_prompts) and step and step % every == 0
-        return self._evaluation.begin(self._beside) if is_due and self._beside is not None else None
+        sampler = self._beside if is_due else None
+        return None if sampler is None else self._evaluation.begin(sampler)
 
     def evaluate(self, when: str) -> Metrics:
         """Accuracy on the evaluation prompts.

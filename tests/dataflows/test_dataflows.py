@@ -13,11 +13,12 @@ from jaxrl.errors import UserError
 
 
 def body(name: str) -> list[str]:
-    """Lines of code of a dataflow, its decorator, signature and docstring left out."""
+    """Lines of code of a dataflow, without decorator, signature, docstring and comments."""
     source = inspect.getsource(DATAFLOWS[name].function)
     (function,) = ast.parse(source).body
     statements = function.body[1:]
-    return source.splitlines()[statements[0].lineno - 1 :]
+    lines = source.splitlines()[statements[0].lineno - 1 :]
+    return [line for line in lines if not line.strip().startswith("#")]
 
 
 def test_lines_of_the_dataflows():

@@ -86,7 +86,7 @@ print(json.dumps({
 def outputs():
     address = f"localhost:{free_port()}"
     commands = [[sys.executable, "-c", PROGRAM, address, str(i)] for i in range(2)]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/dataflows")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/dataflows")))
     env = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     with started(commands, cwd=ROOT, env=env) as processes:
         told = [process.communicate(timeout=300) for process in processes]

@@ -52,6 +52,7 @@ assert peak_process_bytes() >= after
 """
 
 
+@pytest.mark.long
 def test_the_peak_of_a_process_stays():
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATES], capture_output=True, text=True, check=False

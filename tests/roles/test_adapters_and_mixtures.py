@@ -172,7 +172,7 @@ def test_frozen_weights_are_kept_once_and_no_wider_than_they_are_computed_with(a
     assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def test_the_correction_bias_of_a_router_is_not_trained(optimizer):
     """Neither by a gradient nor by weight decay; and it has no moments."""
     actor = Actor(
@@ -310,7 +310,12 @@ def replayed(model, layout=()):
 
 
 @pytest.mark.parametrize(
-    "model", [MIXTURE, SIGMOID, THREE_OF_A_KIND], ids=["one stack", "first dense", "periods"]
+    "model",
+    [
+        pytest.param(MIXTURE, id="one stack"),
+        pytest.param(SIGMOID, id="first dense", marks=pytest.mark.long),
+        pytest.param(THREE_OF_A_KIND, id="periods", marks=pytest.mark.long),
+    ],
 )
 def test_each_layer_replays_its_own_routes(model):
     _, metrics = replayed(model)
@@ -372,6 +377,7 @@ def test_a_trainer_takes_the_experts_of_its_sampler():
     assert 0.9 < metrics["moe/same_routes"] < 1
 
 
+@pytest.mark.long
 def test_the_weights_below_adapters_choose_their_experts_themselves():
     """As a reference of its own does."""
     actor = replaying_actor(dataclasses.replace(MIXTURE, lora=LoraConfig(rank=2)))

@@ -46,6 +46,7 @@ def reference():
     return update(packed(sequences(), FOUR_ROWS))
 
 
+@pytest.mark.long
 def test_packing_does_not_change_an_update():
     before, after, _ = reference()
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, after)

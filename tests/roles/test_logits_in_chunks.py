@@ -77,7 +77,12 @@ def stepped(train: str, dtype: str, **layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [("1-1-8", {"fsdp": 4}), ("2-1-4", {"context": 2, "fsdp": 2})], ids=str
+    "layout",
+    [
+        pytest.param(("1-1-8", {"fsdp": 4}), marks=pytest.mark.long),
+        ("2-1-4", {"context": 2, "fsdp": 2}),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [pytest.param("float32", 1e-5, marks=pytest.mark.long), ("bfloat16", 2e-2)]

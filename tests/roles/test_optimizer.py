@@ -414,9 +414,10 @@ def test_moments_of_8_bits_lie_as_their_weights():
     ("kind", "moments"),
     [
         ("adamw", "int8"),
-        pytest.param("muon", "bfloat16", marks=pytest.mark.long),
+        ("muon", "bfloat16"),
     ],
 )
+@pytest.mark.long
 def test_a_resumed_run_is_the_same_to_the_last_bit(kind, moments, tmp_path):
     config = dataclasses.replace(CONFIG, kind=kind, moments=moments)
     first = fresh(kind, moments)

@@ -192,6 +192,7 @@ def test_the_kl_over_the_vocabulary_is_that_of_whole_distributions():
     assert metrics[MASKED] == pytest.approx(is_outside.sum() / batch.loss_mask.sum())
 
 
+@pytest.mark.long
 def test_in_bfloat16_at_a_width_of_256():
     """Where sampler and trainer round differently, few tokens leave the trainer's set."""
     model = ModelConfig(

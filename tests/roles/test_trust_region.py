@@ -136,6 +136,7 @@ def textbook_step() -> tuple[np.ndarray, float, float, int]:
     raise AssertionError("no step")
 
 
+@pytest.mark.long
 def test_the_fisher_product_is_that_of_the_explicit_matrix():
     gradient, fisher, _, _ = twin()
     actor = fresh()

@@ -212,11 +212,10 @@ def check_pages(loop: DecodeLoop) -> None:
 
 
 # Pages are scarce on one device.
-@pytest.mark.parametrize(
-    "layout", [("1-1-1",), pytest.param(EIGHT, marks=pytest.mark.long)], ids=["one", "eight"]
-)
+@pytest.mark.parametrize("layout", [("1-1-1",), EIGHT], ids=["one", "eight"])
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
+@pytest.mark.long
 def test_random_requests_ends_and_preemptions(layout, data):
     """Samples that overlap, are cancelled or give way are the expected ones, and no page is lost.
 

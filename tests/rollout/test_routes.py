@@ -72,7 +72,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+LONG = ("prefill in chunks", "heads and replicas, pages", "speculation")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.long] * (way in LONG)) for way in WAYS]
+)
 def test_the_sampler_keeps_what_every_token_took(way, monkeypatch):
     monkeypatch.setattr(speculation, "OFF_ON", ())
     changes = dict(WAYS[way])

@@ -100,7 +100,10 @@ def test_samples_are_those_of_plain_decoding(case, counts):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"truncation": truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.5)},
+        pytest.param(
+            {"truncation": truncation_of(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.5)},
+            marks=pytest.mark.long,
+        ),
         {"truncation": truncation_of(top_k=9, top_p=0.9, min_p=0.01, min_tokens=6)},
         {"stop_strings": ("A", "\\x04")},
     ],

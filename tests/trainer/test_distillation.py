@@ -75,6 +75,7 @@ def reverse_kl(config: Config) -> np.ndarray:
     return np.array([row["teacher/reverse_kl"] for row in rows if "teacher/reverse_kl" in row])
 
 
+@pytest.mark.long
 def test_a_student_approaches_a_teacher_of_another_size(folder, tmp_path):
     config = make_config(folder, tmp_path)
     assert program.train(config, devices=jax.devices()[:1]) == 0

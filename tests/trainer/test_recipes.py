@@ -91,7 +91,7 @@ def colocated(folder, tmp_path_factory):
 @pytest.mark.parametrize(
     "placement",
     [
-        pytest.param(APART, id="apart"),
+        pytest.param(APART, id="apart", marks=pytest.mark.long),
         pytest.param(APART_AND_SHARDED, id="apart and sharded", marks=pytest.mark.slow),
         pytest.param(SPLIT_OTHERWISE, id="split otherwise", marks=pytest.mark.slow),
     ],
@@ -214,6 +214,7 @@ def test_safe_rlhf_is_the_same_wherever_its_roles_live(folder, tmp_path, safe):
             assert_close(ours[name], theirs[name], rtol=2e-4, scale=0.1, err_msg=name)
 
 
+@pytest.mark.long
 def test_the_multiplier_follows_the_cost(folder, tmp_path):
     config = make_config(folder, tmp_path, "safe_rlhf", **safe_settings(folder))
     assert program.train(config, devices=jax.devices()[:1]) == 0
@@ -277,6 +278,7 @@ def test_recipes_without_a_critic(recipe, changes, folder, tmp_path):
     assert ("rollout_corr/rollout_is_mean" in last) == weighed
 
 
+@pytest.mark.long
 def test_rules_functions_models_and_a_judge_together(folder, tmp_path):
     (tmp_path / "rules.py").write_text(
         "def brevity(responses):\n    return [-len(tokens) / 8 for tokens in responses.tokens]\n"

@@ -26,8 +26,7 @@ import numpy as np
 
 from jaxrl.checks import MAX_LAYERS
 from jaxrl.errors import UserError
-from jaxrl.models.decoder import STACKS
-from jaxrl.models.model_config import TARGET_OF, ModelConfig
+from jaxrl.models.model_config import STACKS, TARGET_OF, ModelConfig
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end, dimension by dimension
 
