@@ -71,17 +71,18 @@ def read_json_object(path: str | os.PathLike[str], *, absent: str) -> dict[str, 
     return value
 
 
-def fingerprint(folder: pathlib.Path, pattern: str = "*") -> str:
-    """A digest of the files of a folder: names, sizes, and the first and the last MiB of each.
+def fingerprint(folder: pathlib.Path, *patterns: str) -> str:
+    """A digest of some files of a folder: names, sizes, and the first and the last MiB of each.
 
     It finds a copy that was cut off and another training of the same model, in seconds for any size.
 
     Args:
       folder: the folder. One without files has a digest, too.
-      pattern: pattern of the paths below it.
+      patterns: patterns of their paths below it.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    for path in sorted(found):
         with open_file(path, absent="copy it again") as file:
             size = path.stat().st_size
             digest.update(f"{path.relative_to(folder)} {size} ".encode() + file.read(_ENDS))

@@ -103,10 +103,10 @@ def _give_up(check: str, remedy: str) -> None:
 def _facts(config: Config) -> dict[str, Any]:
     """What hosts tell each other: name, clock, devices, and what must be the same everywhere."""
     clock_s, source = time.time(), pathlib.Path(__file__).parents[1]
-    folders = {x: fingerprint(pathlib.Path(x)) for x in program.weight_folders(config)}
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     same = {"Python": platform.python_version(), **versions}
-    same |= {"source of jaxrl": fingerprint(source, "**/*.py"), **folders}
+    same |= {"source of jaxrl": fingerprint(source, "**/*.py")}
+    same |= program.weight_fingerprints(config)
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
     return {"host": socket.gethostname(), "clock_s": clock_s, "devices": devices, "same": same}
 
@@ -191,7 +191,9 @@ def _all_reduce(config: Config) -> None:
 
 def _handover(config: Config) -> None:
     """From half of each host's devices to the other half, or of the hosts if each has one device."""
-    devices, local = jax.devices(), jax.local_device_count()
+    # Their own order may go back and forth between hosts.
+    devices = sorted(jax.devices(), key=lambda device: device.process_index)
+    local = jax.local_device_count()
     by_turns = sorted(devices, key=lambda d: (devices.index(d) % local, d.process_index))
     half = len(devices) // 2
     if not half:

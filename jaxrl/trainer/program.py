@@ -107,10 +107,12 @@ def is_settled(config: Config) -> bool:
     return not config.mesh.searched and config.rollout.slots != "auto"
 
 
-def weight_folders(config: Config) -> list[str]:
-    """The folders of weights that a config names, as far as they are on this machine."""
+def weight_fingerprints(config: Config) -> dict[str, str]:
+    """A digest of each folder of weights that a config names, as far as they are on this machine."""
     named = [config.weights, config.adapter, *(kind.weights(config) for kind in ROLES.values())]
-    return sorted({path for path in named if os.path.isdir(path)})
+    folders = sorted({path for path in named if os.path.isdir(path)})
+    # Only what a run reads: a note beside the weights of one host does no harm.
+    return {x: fingerprint(pathlib.Path(x), "*.json", "*.safetensors") for x in folders}
 
 
 @contextlib.contextmanager
@@ -128,8 +130,7 @@ def claimed(config: Config) -> Iterator[Config]:
     # Processes may differ in their index only.
     shared = dataclasses.replace(config, hosts=hosts.HostsConfig())
     hosts.check_same("the settings", [format_config(shared)])
-    weights = (fingerprint(pathlib.Path(folder)) for folder in weight_folders(config))
-    hosts.check_same("the files of the weights", weights)
+    hosts.check_same("the files of the weights", weight_fingerprints(config).values())
     path = config.run_folder.path
     with hosts.watched(config.hosts), disk_errors(path), run_lock(path):
         # Use the shape that is trained, not the default, to compare, record and report the run.

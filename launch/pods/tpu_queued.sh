@@ -6,7 +6,7 @@
 # VERSION is the runtime of the type (cloud.google.com/tpu/docs/runtimes). A spot slice that was taken back cannot be started again, but
 # deleted and asked for once more (cloud.google.com/tpu/docs/spot). PREPARE is a command that makes a new host ready: mounts the shared
 # file system, and puts the checkout into ~/jaxrl. MODEL=--reserved takes a
-# reservation in place of spot hosts.
+# reservation in place of spot hosts. The slice stays when the run ends: delete it.
 set -euo pipefail
 name=$1 zone=$2 type=$3 version=$4
 shift 4

@@ -51,10 +51,12 @@ def test_a_fingerprint_sees_sizes_and_both_ends(tmp_path):
     seen = set()
     for content in contents:
         path.write_bytes(content)
-        seen.add(fingerprint(tmp_path))
+        seen.add(fingerprint(tmp_path, "*.json", "*.safetensors"))
     path.rename(tmp_path / "other.safetensors")
-    assert len(seen | {fingerprint(tmp_path)}) == 5
-    assert fingerprint(tmp_path / "missing") == fingerprint(tmp_path, "*.none")
+    assert len(seen | {renamed := fingerprint(tmp_path, "*.json", "*.safetensors")}) == 5
+    (tmp_path / "README.md").write_text("a note")
+    assert fingerprint(tmp_path, "*.json", "*.safetensors") == renamed
+    assert fingerprint(tmp_path / "missing", "*") == fingerprint(tmp_path, "*.none")
 
 
 def test_a_disk_that_stores_a_part_is_full(tmp_path):
