@@ -220,11 +220,11 @@ def test_training_imports_no_converter_of_other_systems():
 # Weight. A budget is raised only in a commit of its own, with the reason; it falls with every deletion.
 
 BUDGETS = {
-    "lines of code": 45_600,
+    "lines of code": 45_610,
     "lines of code of planner/": 4_790,
     "lines of code of the largest other package": 5_950,
     "files": 343,
-    "lines of code that trainer/ imports, itself included": 25_640,
+    "lines of code that trainer/ imports, itself included": 25_650,
     "files that trainer/ imports, itself included": 195,
     "settings": 186,
     "functions per 1,000 lines of code": 83,
