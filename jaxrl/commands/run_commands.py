@@ -62,7 +62,7 @@ def _take_place(config: Config) -> None:
         folder = config.run_folder.path
         ensure_writable(folder)
         lock = take_lock(folder / f"process.{config.hosts.place}.lock")
-        # A descriptor that nobody closes.
+        # A second descriptor, which nobody closes: the lock lasts until the process ends.
         os.dup(lock.fileno())
 
 
