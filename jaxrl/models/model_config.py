@@ -572,6 +572,17 @@ class ModelConfig:
                 f"the layout has {stages} pipeline stages, but layers of the model have inputs, or keys and "
                 "values of earlier layers, which stages do not pass on; choose p = 1"
             )
+        used = -(-self.num_periods // self.periods_of_stage(stages))
+        if used < stages:
+            layers = "layers" if self.period == 1 else f"periods of {self.period} layers"
+            raise UserError(
+                f"the layout has {stages} pipeline stages for {self.num_periods} {layers}, "
+                f"{self.periods_of_stage(stages)} each, so {used} would have all of them; choose p = {used}"
+            )
+
+    def periods_of_stage(self, stages: int) -> int:
+        """Iterations of the scan over a stage's part of the stack; the last stage may have fewer."""
+        return -(-self.num_periods // stages)
 
     @property
     def attention_layers(self) -> int:

@@ -42,7 +42,14 @@ from jaxrl.models.attention import (
     pick_implementation,
 )
 from jaxrl.models.compute import Compute, scan_layers
-from jaxrl.models.decoder import Decoder, DecoderOutput, Params, decoder_graph, weight_types
+from jaxrl.models.decoder import (
+    Decoder,
+    DecoderOutput,
+    Params,
+    decoder_graph,
+    evened,
+    weight_types,
+)
 from jaxrl.models.experts import experts_for
 from jaxrl.models.mixture import Routing
 from jaxrl.models.model_config import ModelConfig
@@ -86,6 +93,8 @@ class PackedModel:
     Attributes:
       attention_kernel: "auto" or one of `models.attention.IMPLEMENTATIONS`.
       replays_routes: whether tokens take the experts that a batch has for them.
+      model_shapes: shapes of the weights of the model.
+      shapes: the same in training, where absent layers make stages of a pipeline equal (`decoder.evened`).
     """
 
     attention_kernel = "auto"
@@ -121,12 +130,14 @@ class PackedModel:
             _, types = lora.split(weight_types(model, self.frozen_dtype))
             rest = jax.tree.map(lambda leaf, stored: leaf.update(dtype=stored.dtype), rest, types)
             self.shapes = lora.join(adapters, rest)
+        stages = shards_of("layers", TRAIN_RULES, mesh)
+        model.check_stages(stages)
+        self.model_shapes, self.shapes = self.shapes, evened(self.shapes, stages)
         self.state_rules = state_rules
         if train.remat.startswith("offload"):
             check_host_memory(mesh, f"train.remat {train.remat!r}", "'projections' or 'full'")
         if model.has_state:
             _check_state(train, mesh)
-        model.check_stages(shards_of("layers", TRAIN_RULES, mesh))
         check_microbatches(train.rows, TRAIN_RULES, mesh, train.pipeline_microbatches)
         self._compute = Compute(
             dtype=jnp.dtype(train.dtype),

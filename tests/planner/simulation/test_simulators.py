@@ -442,7 +442,7 @@ def test_resharding_moves_what_the_real_shardings_say():
     )
     dtype = np.dtype("float16")  # of two bytes, as bfloat16 is
     weights = [
-        Weight(leaf.shape, dtype, a, StoredType(dtype), b)
+        Weight(leaf.shape, dtype, a, StoredType(dtype), b, leaf.shape)
         for leaf, a, b in zip(jax.tree.leaves(shapes), train, generate, strict=True)
     ]
     cluster = Cluster(toy(per_host=8), (1, 8))
