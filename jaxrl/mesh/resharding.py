@@ -375,8 +375,10 @@ def weights_of(
     after = shapes if generate_shapes is None else generate_shapes
     trees = (shapes, train_shardings, stored_types(dtype, shapes), generate_shardings, after)
     return [
-        Weight(tuple(leaf.shape), jnp.dtype(leaf.dtype), *others, tuple(sampled.shape))
-        for leaf, *others, sampled in zip(*map(jax.tree.leaves, trees), strict=True)
+        Weight(
+            tuple(leaf.shape), jnp.dtype(leaf.dtype), train, stored, generate, tuple(there.shape)
+        )
+        for leaf, train, stored, generate, there in zip(*map(jax.tree.leaves, trees), strict=True)
     ]
 
 

@@ -508,13 +508,12 @@ def _is_no_disk_fault(record: logging.LogRecord) -> bool:
 
 def _shapes(tree: Any, layers: int | None = None) -> dict[str, tuple[int, ...]]:
     # Shapes of weights by path; those of the stack have `layers` layers, if that is given.
-    stacked = layers and f"[{_LAYERS!r}]"
-    return {
-        (name := jax.tree_util.keystr(path)): (layers, *leaf.shape[1:])
-        if stacked and name.startswith(stacked)
-        else tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        stacked = layers is not None and name.startswith(f"[{_LAYERS!r}]")
+        shapes[name] = (layers, *leaf.shape[1:]) if stacked else tuple(leaf.shape)
+    return shapes
 
 
 def _difference(saved: dict[str, tuple[int, ...]], like: dict[str, tuple[int, ...]]) -> str | None:

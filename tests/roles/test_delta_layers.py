@@ -12,6 +12,7 @@ from small import MODEL, actor_on
 from test_policy import CLIPPED, FOUR_ROWS, GRADIENT_SHOWS, PACKED, TRAIN, packed, sequences
 
 from jaxrl.errors import UserError
+from jaxrl.models.decoder import fitted
 from jaxrl.models.model_config import LoraConfig
 from jaxrl.roles.policy import Actor
 from jaxrl.roles.train_config import TrainConfig
@@ -68,6 +69,17 @@ def test_meshes_and_rematerialising_do_not_change_an_update(layout, remat):
 
 
 @pytest.mark.long
+def test_stages_may_have_different_numbers_of_periods():
+    model = dataclasses.replace(DELTA, num_layers=6)
+    batch = packed(sequences(), FOUR_ROWS)
+    (_, alone, norm), (_, staged, staged_norm) = (
+        update(batch, layout, model) for layout in (("1-1-1", "", 1), ("2-2-2", "1-2-2-2", 2))
+    )
+    assert_close(fitted(staged, alone), alone, scale=1)
+    assert staged_norm == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.long
 def test_adapters_of_every_kind_of_layer_train_alone():
     model = dataclasses.replace(DELTA, lora=LoraConfig(rank=2))
     before, after, _ = update(packed(sequences(), FOUR_ROWS), model=model)
@@ -84,7 +96,7 @@ def test_adapters_of_every_kind_of_layer_train_alone():
     ("layout", "context", "train", "message"),
     [
         ("1-1-2", 1, TrainConfig(share_prompts=True), "train.share_prompts puts the answers"),
-        ("4-1-1", 1, TRAIN, "layers of size 2 does not divide"),
+        ("4-1-1", 1, TRAIN, "4 pipeline stages for 2 periods of 2 layers, 1 each"),
         ("1-1-2", 2, TRAIN, r"mesh\.context 2 splits rows, and a delta layer"),
     ],
 )
