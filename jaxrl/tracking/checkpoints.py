@@ -511,8 +511,9 @@ def _shapes(tree: Any, layers: int | None = None) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        stacked = layers is not None and name.startswith(f"[{_LAYERS!r}]")
-        shapes[name] = (layers, *leaf.shape[1:]) if stacked else tuple(leaf.shape)
+        shapes[name] = tuple(leaf.shape)
+        if layers is not None and name.startswith(f"[{_LAYERS!r}]"):
+            shapes[name] = layers, *leaf.shape[1:]
     return shapes
 
 

@@ -75,7 +75,8 @@ def test_stages_may_have_different_numbers_of_periods():
     (_, alone, norm), (_, staged, staged_norm) = (
         update(batch, layout, model) for layout in (("1-1-1", "", 1), ("2-2-2", "1-2-2-2", 2))
     )
-    assert_close(fitted(staged, alone), alone, scale=1)
+    # Six layers round a little more than four.
+    assert_close(fitted(staged, alone), alone, 3e-5, scale=1)
     assert staged_norm == pytest.approx(norm, rel=1e-4)
 
 

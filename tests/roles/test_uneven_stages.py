@@ -11,6 +11,7 @@ from meshes import mesh_of
 from small import MODEL, actor_on, whole_rows
 from tokens import prompts_of
 
+from jaxrl.errors import UserError
 from jaxrl.models.decoder import fitted, init_params
 from jaxrl.models.huggingface.weight_export import save_checkpoint
 from jaxrl.models.huggingface.weight_loading import load_params
@@ -26,6 +27,15 @@ from jaxrl.trainer.supervised import copied
 THREE = dataclasses.replace(MODEL, num_layers=3)
 MIXTURE = dataclasses.replace(THREE, num_experts=4, experts_per_token=2)
 LAYOUT = {"train": "2-2-2", "generate": "1-2-2-2", "fsdp": 2}
+ENGINE = EngineConfig(
+    slots=8,
+    prefill_prompts=8,
+    max_prompt_tokens=4,
+    max_response_tokens=4,
+    tokens_per_dispatch=4,
+    stop_ids=(1,),
+    dtype="float32",
+)
 # With a small epsilon Adam would enlarge gradients that are 0 but for rounding.
 OPTIM = OptimConfig(lr=0.01, lr_warmup_steps=0, weight_decay=0.1, epsilon=1e-2)
 
@@ -94,16 +104,7 @@ def test_updates_are_those_of_one_device(model, optim):
 
 
 def test_sampling_gets_the_layers_of_the_model():
-    engine = EngineConfig(
-        slots=8,
-        prefill_prompts=8,
-        max_prompt_tokens=4,
-        max_response_tokens=4,
-        tokens_per_dispatch=4,
-        stop_ids=(1,),
-        dtype="float32",
-    )
-    staged, alone = (actor_of(engine=engine, layout=layout) for layout in (None, {}))
+    staged, alone = (actor_of(engine=ENGINE, layout=layout) for layout in (None, {}))
     before = jax.device_get(staged.state)
     prompts = prompts_of([2, 3], [4, 5, 6], [7], [8])
     texts = [
@@ -162,6 +163,12 @@ def test_files_have_the_layers_of_the_model(tmp_path):
     assert whole.read_bytes() == stages.read_bytes()
     loaded = load_params(whole.parent, THREE, actor.train_shardings)
     jax.tree.map(np.testing.assert_array_equal, loaded, jax.device_get(actor.state.params))
+
+
+def test_stages_that_sample_divide_the_layers():
+    rule = "generation has 2 pipeline stages, which do not divide 3 layers; choose p_g = 1"
+    with pytest.raises(UserError, match=rule):
+        actor_on(mesh_of("2-2-2"), model=THREE, engine=ENGINE)
 
 
 def test_a_reference_on_other_stages_gets_a_copy():
