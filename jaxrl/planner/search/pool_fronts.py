@@ -176,6 +176,7 @@ def layouts_of(
                     d % (expert * context)
                     or (model.num_experts or 1) % expert
                     or context > min(limits.max_context, max(1, domain // t))
+                    or model.delta_key_heads % (t * context)
                 ):
                     continue
                 most = d // (expert * context)

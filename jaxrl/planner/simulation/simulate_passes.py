@@ -253,7 +253,15 @@ class PassSimulator:
         if layout.context > 1:
             heads = (model.num_heads // layout.t, max(1, model.num_kv_heads // layout.t))
             split = pick_split(layout.context, *heads, whole_rows=assume.attention != "xla")
-            sent = flushes.microbatch_tokens * split.heads_sent(*heads) * model.largest_head
+            deltas = (model.num_layers - model.attention_layers) / model.num_layers
+            sent = (1 - deltas) * split.heads_sent(*heads) * model.largest_head
+            # Delta layers exchange queries, keys, values and, in float32, outputs.
+            keys = model.delta_key_heads * model.delta_key_dim
+            values = model.delta_value_heads * model.delta_value_dim
+            others = (layout.context - 1) / layout.context
+            both = values * (1 + 4 / assume.compute_bytes)
+            sent += deltas * (2 * keys + both) / layout.t * others
+            sent *= flushes.microbatch_tokens
             # Written as a gather, of which a device sends all but its own part.
             whole = sent * assume.compute_bytes * layout.context / (layout.context - 1)
             calls = 4 * (split.exchanged > 1) + 2 * (split.ring - 1)
